@@ -418,7 +418,7 @@ def _with(id: str, **fields: Any) -> list[dict[str, Any]]:
 def test_a_route_leads_to_who_can_be_there(world: World) -> None:
     path = f"{A}/routes/support/check"
     own = {"elements": _with("m", properties={"provider": "own", "model": "m"})}
-    assert "no provider 'own'" in world.refused(400, "POST", path, own)["message"]
+    assert "unknown provider 'own'" in world.refused(400, "POST", path, own)["message"]
     world.ok("POST", f"{A}/gateways/team", {"providers": {"own": {"base_url": "https://own.example"}}})
     for provider in ("own", "pool", "custom-later"):
         there = _with("m", properties={"provider": provider, "model": "m"})

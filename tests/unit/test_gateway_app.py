@@ -72,7 +72,7 @@ def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     async def work() -> None:
         client = Client("POST", "/admin/accounts/default/keys")
         await client.asks(Admin())
-        assert client.heard[0]["status"] == 400 and b"had not come" in client.heard[1]["body"]
+        assert client.heard[0]["status"] == 400 and b"was not received" in client.heard[1]["body"]
 
     run(work)
 

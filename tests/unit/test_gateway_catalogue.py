@@ -158,4 +158,4 @@ def test_names_that_callers_make_up_are_not_remembered_without_end(monkeypatch: 
     for number in range(100):
         assert found.model("nowhere", f"made-up-{number}") is None
         assert found.model("openai", "gpt-4o") is known
-    assert len(found._found) <= 8
+    assert len(found._lookups) <= 8

@@ -62,7 +62,7 @@ def test_a_name_that_is_none_is_asked_for_again() -> None:
     async def run() -> None:
         link = RedisLink("redis://no..name", SystemClock())
         assert not await link.start(0.2)
-        assert link._keeper is not None and not link._keeper.done()
+        assert link._connecting is not None and not link._connecting.done()
         await link.close()
 
     asyncio.run(run())

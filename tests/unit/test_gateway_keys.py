@@ -190,7 +190,7 @@ def test_nor_do_they_wait_for_ever(world: World, monkeypatch: pytest.MonkeyPatch
         found = await asyncio.gather(*(keys.identify(secret) for _ in range(8)), return_exceptions=True)
         assert all(isinstance(each, StoreFailed) for each in found)
         world.store.version = version  # type: ignore[method-assign]
-        assert await keys.identify(secret), "it is asked again with the next request"
+        assert await keys.identify(secret), "the next request reads it again"
 
     world.run(do())
 
@@ -245,7 +245,7 @@ def test_the_master_key_is_made_once_and_only_its_owner_reads_it(world: World, t
     assert path.stat().st_mode & 0o777 == 0o600 and world.file.read() == first
     assert list(tmp_path.glob(".secret-*")) == []
     path.chmod(0o644)
-    with pytest.raises(StoreFailed, match="others may read"):
+    with pytest.raises(StoreFailed, match="can be read by other users"):
         world.file.read()
 
 
@@ -254,14 +254,14 @@ def test_a_ciphertext_is_bound_to_its_place() -> None:
     sealed = seal("sk", PLACE, masters.current, 0)
     assert unseal(sealed, PLACE, masters) == "sk"
     for other in (Place("acme", "openai", "x"), Place("acme", "groq"), Place("other", "openai")):
-        with pytest.raises(StoreFailed, match="damaged or moved"):
+        with pytest.raises(StoreFailed, match="damaged or copied"):
             unseal(sealed, other, masters)
     for field in ("wrapped", "sealed"):
         whole = getattr(sealed, field)
         broken = msgspec.structs.replace(sealed, **{field: whole[:-1] + bytes([whole[-1] ^ 1])})
-        with pytest.raises(StoreFailed, match="damaged or moved"):
+        with pytest.raises(StoreFailed, match="damaged or copied"):
             unseal(broken, PLACE, masters)
-    with pytest.raises(StoreFailed, match="not here"):
+    with pytest.raises(StoreFailed, match="not available"):
         unseal(sealed, PLACE, MasterKeys((MasterKey(b"1" * 32),)))
 
 

@@ -93,13 +93,13 @@ def test_a_process_that_died(tmp_path: Path) -> None:
         model.pause = 3600
         dead, alive = (Queue(store, model, lambda: 0, wall) for _ in range(2))
         batch = await dead.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
-        claimed = asyncio.create_task(dead._step())
+        claimed = asyncio.create_task(dead._work_on_oldest())
         while (await alive.look("a", batch.id, WHO))["status"] != "running":
             await asyncio.sleep(0.01)
-        assert not await alive._step(), "it is the other's"
+        assert not await alive._work_on_oldest(), "it is the other's"
         wall.advance(queues.LEASE + 1)
         model.pause = 0
-        assert await alive._step() and len((await done(alive, batch.id))["responses"]) == 12
+        assert await alive._work_on_oldest() and len((await done(alive, batch.id))["responses"]) == 12
         claimed.cancel()  # too late to change anything
         await asyncio.gather(claimed, return_exceptions=True)
         assert len((await done(alive, batch.id))["responses"]) == 12
@@ -137,7 +137,7 @@ def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         queue = Queue(store, model, lambda: others.pop(0) if len(others) > 1 else others[0], wall)
         model.busy = ["upstream_refused", "rate_limit_exceeded", "store_failed"]
         batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
-        assert await queue._step()
+        assert await queue._work_on_oldest()
         assert all(row["success"] for row in (await done(queue, batch.id))["responses"]) and others == [0]
 
     played(tmp_path, play)
@@ -153,7 +153,7 @@ def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, o
         model.odd = {"3": odd}
         queue = Queue(store, model, lambda: 0, wall)
         batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
-        assert await queue._step() and not await queue._step()
+        assert await queue._work_on_oldest() and not await queue._work_on_oldest()
         rows = (await done(queue, batch.id))["responses"]
         assert [row["id"] for row in rows if not row["success"]] == [3]
         assert rows[3]["error"]["code"] == 3043 and model.asked.count("3") == 1
@@ -165,10 +165,10 @@ def test_answers_are_kept_for_a_day(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = Queue(store, model, lambda: 0, wall)
         batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
-        assert await queue._step() and not await queue._step()
+        assert await queue._work_on_oldest() and not await queue._work_on_oldest()
         await done(queue, batch.id)
         wall.advance(queues.KEPT + 1)
-        assert not await queue._step()
+        assert not await queue._work_on_oldest()
         with pytest.raises(NotFound):
             await queue.look("a", batch.id, WHO)
         assert await store.documents("batch_part", "") == []

@@ -19,7 +19,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 async def _loses(link: RedisLink) -> None:
     assert await link.start()
-    wire, refused = link._wire, 0
+    wire, refused = link._connection, 0
     assert wire is not None
     wire.close()
     for _ in range(8):
@@ -29,7 +29,7 @@ async def _loses(link: RedisLink) -> None:
             refused += 1
         await asyncio.sleep(0)
     assert refused and not wire.asked  # which would wait for an answer that nobody gives
-    while link._wire is None:
+    while link._connection is None:
         await asyncio.sleep(0.01)
     assert await link.call("GET", "a") == b"OK"
 

@@ -130,8 +130,8 @@ def test_gateway_beyond_this_machine_needs_keys(tmp_path: Path) -> None:
         store, key = f"sqlite:{tmp_path / 'store'}", str(tmp_path / "master")
         async with AsyncExitStack() as stack:
             app = await build(GatewayConfig(store=store, master_key=key, **config), found, stack, needs_keys=True)
-            settings = await app._gateway._book.settings("default", "default")
-            return [settings.authentication, app._needs_keys]
+            settings = await app._gateway._settings_source.settings("default", "default")
+            return [settings.authentication, app._require_keys]
 
     with pytest.raises(InvalidRequest, match="without authentication"):
         asyncio.run(start({}))

@@ -111,12 +111,12 @@ def test_who_closes_stops_the_provider(gateway: Gateways) -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ("{", "not a universal.create"),
-        ("[]", "not a universal.create"),
+        ("{", "not a valid universal.create"),
+        ("[]", "not a valid universal.create"),
         ('{"type": "universal.stop"}', "universal.stop"),
         ('{"type": "universal.create"}', "request"),
         ('{"type": "universal.create", "request": {"eventId": 5}}', "eventId"),
-        (b"\xff\xfe", "not a universal.create"),
+        (b"\xff\xfe", "not a valid universal.create"),
     ],
 )
 def test_what_is_no_request_is_told_and_the_socket_goes_on(socket: Connection, message: str | bytes, says: str) -> None:
@@ -136,7 +136,7 @@ def test_an_id_that_is_open_is_refused(gateway: Gateways, socket: Connection) ->
     heard = hears(socket)
     while heard["type"] == "universal.stream":
         heard = hears(socket)
-    assert heard["type"] == "universal.error" and "still open" in heard["error"]["message"]
+    assert heard["type"] == "universal.error" and "used by an open request" in heard["error"]["message"]
     assert to_the_end(socket)[-1]["type"] == "universal.done"
 
 
@@ -156,7 +156,7 @@ def test_errors_of_providers(gateway: Gateways, socket: Connection) -> None:
 def test_who_may_come_in(gateway: Gateways) -> None:
     with pytest.raises(InvalidStatus) as refused:
         opened(gateway)
-    assert refused.value.response.status_code == 401 and b"needs a key" in (refused.value.response.body or b"")
+    assert refused.value.response.status_code == 401 and b"requires a key" in (refused.value.response.body or b"")
     wrong = {"cf-aig-authorization": "Bearer egt_not-one-of-ours"}
     with pytest.raises(InvalidStatus) as refused:
         opened(gateway, additional_headers=wrong)

@@ -95,7 +95,7 @@ def test_a_change_needs_the_version_it_was_made_from(store: Store, run: Run[Any]
         run(store.commit(put(Document("gateway", "acme", "g", b"again"))))
     run(store.commit(put(replace(first, body=b"2"))))
     for stale in (put(replace(first, body=b"3")), Change(audit(), delete=[first])):
-        with pytest.raises(Conflict, match="meanwhile"):
+        with pytest.raises(Conflict, match="by another request"):
             run(store.commit(stale))
     second = run(store.get("gateway", "acme", "g"))
     assert (second.body, second.version) == (b"2", 2)

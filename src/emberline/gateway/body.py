@@ -1,4 +1,4 @@
-"""Peek and edit: the few things of a request's body that the gateway itself needs. All else stays as it was written."""
+"""Reading and editing the few fields of a request body that the gateway needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MODEL_LENGTH = 256
 
 
 class Peek(msgspec.Struct):
-    """Whatever is of another kind than expected is the provider's to refuse."""
+    """The body's fields that the gateway reads.
+
+    A value of an unexpected type counts as absent here; the provider refuses it.
+    """
 
     model: Any = None
     stream: Any = None
@@ -27,91 +30,102 @@ class Peek(msgspec.Struct):
 
     @property
     def max_output(self) -> int | None:
-        """Tokens of one answer."""
-        for said in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
-            if _counts(said):
-                return said
-        return self._generation("maxOutputTokens")
+        """Return the limit on output tokens of one choice, or None if the body has none."""
+        for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if _is_positive_int(limit):
+                return limit
+        return self._generation_int("maxOutputTokens")
 
     @property
     def answers(self) -> int:
-        """How many are wanted."""
-        return self.n if _counts(self.n) else self._generation("candidateCount") or 1
+        """Return the number of choices that the client requests."""
+        return self.n if _is_positive_int(self.n) else self._generation_int("candidateCount") or 1
 
-    def _generation(self, name: str) -> int | None:
-        said = self.generation.get(name) if isinstance(self.generation, dict) else None
-        return said if _counts(said) else None
+    def _generation_int(self, name: str) -> int | None:
+        value = self.generation.get(name) if isinstance(self.generation, dict) else None
+        return value if _is_positive_int(value) else None
 
     @property
     def counts(self) -> bool:
-        """The client wants its usage at a stream's end."""
+        """Return whether the client requests usage at the end of a stream."""
         return isinstance(self.stream_options, dict) and self.stream_options.get("include_usage") is True
 
 
-def _counts(said: Any) -> TypeGuard[int]:
-    return type(said) is int and said > 0  # True is none
+def _is_positive_int(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value > 0  # True is not an int here
 
 
-_PEEK = msgspec.json.Decoder(Peek)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_BODY_FIELDS = msgspec.json.Decoder(Peek)
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def peek(body: bytes) -> Peek:
+    """Read the fields. Raise InvalidRequest if the body is not a JSON object or repeats a key."""
     try:
-        found = _PEEK.decode(body)
+        found = _BODY_FIELDS.decode(body)
     except NOT_JSON as e:
         raise InvalidRequest(f"the body is not a JSON object: {e}") from e
     check_names(body)
     if isinstance(found.model, str) and len(found.model) > MODEL_LENGTH:
         raise InvalidRequest(
-            f"model has {len(found.model)} characters; at most {MODEL_LENGTH} are taken", param="model"
+            f"model is too long: {len(found.model)} characters, at most {MODEL_LENGTH} are allowed", param="model"
         )
     return found
 
 
 def check_names(body: bytes) -> None:
-    """Raises InvalidRequest if an object anywhere in a JSON body has a key twice: the gateway decides by the last one,
-    and a provider may go by the first."""
+    """Raise InvalidRequest if an object anywhere in a JSON body has the same key twice.
+
+    The gateway uses the last of the two values, and a provider may use the first.
+    """
     try:
         same = _has_same_quotes(body, msgspec.json.encode(msgspec.json.decode(body)))
-    except NOT_JSON:  # such as bytes that are no UTF-8, which are the provider's to refuse
+    except NOT_JSON:  # for example invalid UTF-8, which the provider refuses
         same = False
     if not same:
         text = body.decode("utf-8", "replace")
         try:
-            json.loads(text, object_pairs_hook=_check_pairs, parse_int=len, strict=False)  # of any number of digits
+            # parse_int=len: int() refuses numbers with very many digits
+            json.loads(text, object_pairs_hook=_check_pairs, parse_int=len, strict=False)
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 
 def _has_same_quotes(body: bytes, encoded: bytes) -> bool:
-    """Whether no object can have had a key twice: quotes are as many before it was decoded as after, unless a quote
-    hides in an escape. This takes a tenth of the time that looking at each object does."""
+    """Return whether encoding kept the number of quotes, which shows that no object repeats a key.
+
+    A body with an escaped quote counts as different. This takes a tenth of the time that checking each object does.
+    """
     return body.count(b'"') == encoded.count(b'"') and b"\\u0022" not in body
 
 
 def _check_pairs(pairs: list[tuple[str, Any]]) -> None:
-    seen = set()
+    names = set()
     for name, _ in pairs:
-        if name in seen:
-            raise InvalidRequest(f"the body has the key {name[:100]!r} twice", param=name[:100], hint="write it once")
-        seen.add(name)
+        if name in names:
+            raise InvalidRequest(
+                f"an object in the body has the key {name[:100]!r} twice", param=name[:100], hint="write it once"
+            )
+        names.add(name)
 
 
 def edited(body: bytes, **changes: Any) -> bytes:
-    """The same JSON object with other values for some of its fields; the rest keeps its bytes and its order."""
-    fields: dict[str, Any] = dict(_FIELDS.decode(body))
+    """Return the JSON object with some fields replaced; the others keep their bytes and their order."""
+    fields: dict[str, Any] = dict(_RAW_FIELDS.decode(body))
     fields.update(changes)
     return msgspec.json.encode(fields)
 
 
 def canonical(body: bytes) -> bytes:
-    """The same for the same JSON, however it is written; with what is no plain JSON, its own bytes."""
+    """Return bytes that are equal for equal JSON, whatever its spacing and order of keys.
+
+    For a body that is not JSON they are the body itself.
+    """
     try:
         found = msgspec.json.decode(body)
-        sorted_ = msgspec.json.encode(found, order="deterministic")
+        encoded = msgspec.json.encode(found, order="deterministic")
     except NOT_JSON:
         return b"bytes:" + body
-    if not _has_same_quotes(body, sorted_):
+    if not _has_same_quotes(body, encoded):
         return b"bytes:" + body
-    return b"json:" + sorted_
+    return b"json:" + encoded

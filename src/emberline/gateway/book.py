@@ -1,5 +1,8 @@
-"""Book: every gateway's settings, put together: what the file or the store says of the gateway, and what the store has
-of its account besides: custom providers, budgets, routes, prices. A change is known within the watch's time."""
+"""SettingsStore: the complete settings of every gateway.
+
+They combine the gateway's own settings, from the configuration file or the store, with the custom providers, budgets,
+routes and prices of its account. StoreVersionWatch says how soon a change is seen.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +34,37 @@ T = TypeVar("T")
 
 class Book:
     def __init__(self, fixed: Fixed, store: Store, watch: Watch, engine: str, *, needs_keys: bool = False) -> None:
-        """`fixed`: those of the file, which the store cannot change. `needs_keys`: all need a key, in any case."""
-        self._needs_keys = needs_keys
-        self._fixed = fixed
+        """`configured` gateways come from the configuration file; the store cannot change them.
+
+        `require_keys`: every gateway requires a key, whatever its settings say.
+        """
+        self._require_keys = needs_keys
+        self._configured = fixed
         self._store = store
         self._engine = engine
-        self._known: Remembered[tuple[str, str], Settings | None] = Remembered(watch)
+        self._cache: Remembered[tuple[str, str], Settings | None] = Remembered(watch)
 
     async def settings(self, account: str, gateway: str) -> Settings:
-        found = await self._known.get((account, gateway), lambda: self._load(account, gateway))
+        found = await self._cache.get((account, gateway), lambda: self._load(account, gateway))
         if found is None:
-            raise GatewayNotFound(f"account {account[:80]!r} has no gateway {gateway[:80]!r}")
+            raise GatewayNotFound(
+                f"account {account[:80]!r} has no gateway {gateway[:80]!r}",
+                hint="create the gateway with the management API or add [gateways.NAME] to the configuration file",
+            )
         return found
 
     async def _load(self, account: str, gateway: str) -> Settings | None:
-        settings = self._fixed.get((account, gateway))
+        settings = self._configured.get((account, gateway))
         if settings is None:
             document = await self._store.get("gateway", account, gateway)
             if document is None:
                 return None
-            settings = with_engine(_stored(document), self._engine)
-            if self._needs_keys:
+            settings = with_engine(_read_stored_settings(document), self._engine)
+            if self._require_keys:
                 settings = msgspec.structs.replace(settings, authentication=True)
         providers = {
-            f"custom-{each.slug}": _custom(each) async for each in self._all("custom_provider", account, CustomProvider)
+            f"custom-{each.slug}": _custom_provider_settings(each)
+            async for each in self._decode_all("custom_provider", account, CustomProvider)
         }
         return msgspec.structs.replace(
             settings,
@@ -65,8 +75,8 @@ class Book:
         )
 
     async def _budgets(self, account: str, gateway: str) -> AsyncIterator[dict[str, Any]]:
-        async for budget in self._all("budget", account, Budget):
-            if budget.enabled and _any(gateway, budget.gateways):
+        async for budget in self._decode_all("budget", account, Budget):
+            if budget.enabled and _matches_any(gateway, budget.gateways):
                 yield msgspec.to_builtins(budget.rule)
 
     async def _prices(self, account: str) -> AsyncIterator[tuple[str, Price]]:
@@ -79,10 +89,10 @@ class Book:
             if route.deployed is not None:
                 found = await self._store.get("route_version", account, f"{document.id}/{route.deployed:08d}")
                 version = msgspec.json.decode(found.body, type=RouteVersion) if found is not None else None
-                if version is not None and _any(gateway, version.gateways):
+                if version is not None and _matches_any(gateway, version.gateways):
                     yield document.id, {"elements": msgspec.to_builtins(version.elements)}
 
-    async def _all(self, kind: Kind, account: str, type: type[T]) -> AsyncIterator[T]:
+    async def _decode_all(self, kind: Kind, account: str, type: type[T]) -> AsyncIterator[T]:
         async for document in self._documents(kind, account):
             yield msgspec.json.decode(document.body, type=type)
 
@@ -94,40 +104,53 @@ class Book:
             after = (page[-1].id, page[-1].account)
 
 
-def _any(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _stored(document: Document) -> Settings:
-    """Whoever may use the management API is not the operator: addresses it gives must be public ones."""
+def _read_stored_settings(document: Document) -> Settings:
+    """Return the stored settings with public provider addresses required.
+
+    A user of the management API is not the operator, and must not reach private addresses.
+    """
     settings = msgspec.json.decode(document.body, type=Settings)
-    checked = {slug: msgspec.structs.replace(each, public=True) for slug, each in settings.providers.items()}
-    return msgspec.structs.replace(settings, version=document.version, providers=checked)
+    providers = {slug: msgspec.structs.replace(each, public=True) for slug, each in settings.providers.items()}
+    return msgspec.structs.replace(settings, version=document.version, providers=providers)
 
 
-def _custom(given: CustomProvider) -> ProviderSettings:
+def _custom_provider_settings(custom: CustomProvider) -> ProviderSettings:
     return ProviderSettings(
-        base_url=given.base_url, speaks=given.speaks, headers=given.headers, enabled=given.enable, public=True
+        base_url=custom.base_url, speaks=custom.speaks, headers=custom.headers, enabled=custom.enable, public=True
     )
 
 
 def read_file(path: Path) -> dict[str, Any]:
+    """Return the decoded configuration file. Raise InvalidRequest if the file cannot be read."""
     try:
         return tomllib.loads(path.read_text())
     except (OSError, ValueError) as e:
-        raise InvalidRequest(f"{path} cannot be read: {e}") from e
+        raise InvalidRequest(
+            f"configuration file {path} cannot be read: {e}", hint="the file must exist and be valid TOML"
+        ) from e
 
 
 def read_gateways(found: Mapping[str, Any], engine: str) -> dict[tuple[str, str], Settings]:
-    """From `[gateways.NAME]` tables; the default one is always there."""
+    """Return the gateways of the `[gateways.NAME]` tables, and always the default gateway.
+
+    Raise InvalidRequest if a table has an invalid value or names a provider key that cannot be read.
+    """
     tables = found.get("gateways", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise InvalidRequest("gateways must be tables: [gateways.NAME]", param="gateways")
+        raise InvalidRequest("gateways in the configuration must be tables", param="gateways", hint="[gateways.NAME]")
     gateways = {}
     for name, table in {DEFAULT: {}, **tables}.items():
         settings = Settings.read({"gateway": name, **table})
         if settings.gateway != name:
-            raise InvalidRequest(f"gateway {name!r} calls itself {settings.gateway[:80]!r}", param="gateway")
+            raise InvalidRequest(
+                f"the table [gateways.{name}] has gateway = {settings.gateway[:80]!r}, which is another name",
+                param="gateway",
+                hint="leave `gateway` out of the table",
+            )
         check_settings(settings)
         for route in settings.routes.values():
             Graph.read(route)
@@ -138,11 +161,11 @@ def read_gateways(found: Mapping[str, Any], engine: str) -> dict[tuple[str, str]
 
 
 def with_engine(settings: Settings, engine: str) -> Settings:
-    """Our own engine is where the configuration says, unless the gateway knows better."""
+    """Return the settings with the provider `emberline` at `engine`, unless they define that provider."""
     if "emberline" in settings.providers:
         return settings
-    ours = {"emberline": ProviderSettings(base_url=engine)}
-    return msgspec.structs.replace(settings, providers={**ours, **settings.providers})
+    default = {"emberline": ProviderSettings(base_url=engine)}
+    return msgspec.structs.replace(settings, providers={**default, **settings.providers})
 
 
 def _with_secrets(settings: Settings) -> Settings:
@@ -151,8 +174,9 @@ def _with_secrets(settings: Settings) -> Settings:
         if provider.key_env is not None:
             if (key := secret(provider.key_env)) is None:
                 raise InvalidRequest(
-                    f"the key of {slug} is in the environment variable {provider.key_env}, which is not set",
+                    f"the key of provider {slug!r} cannot be read: environment variable {provider.key_env} is not set",
                     param=f"providers.{slug}.key_env",
+                    hint=f"set {provider.key_env}, or correct key_env",
                 )
             providers[slug] = msgspec.structs.replace(provider, key=key)
         elif provider.key_file is not None:
@@ -160,7 +184,9 @@ def _with_secrets(settings: Settings) -> Settings:
                 key = Path(provider.key_file).expanduser().read_text().strip()
             except (OSError, ValueError) as e:
                 raise InvalidRequest(
-                    f"the key of {slug} cannot be read: {e}", param=f"providers.{slug}.key_file"
+                    f"the key of provider {slug!r} cannot be read: {e}",
+                    param=f"providers.{slug}.key_file",
+                    hint="check the path in key_file and the file's owner and mode",
                 ) from e
             providers[slug] = msgspec.structs.replace(provider, key=key)
     return msgspec.structs.replace(settings, providers=providers)

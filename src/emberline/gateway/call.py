@@ -1,4 +1,4 @@
-"""Call and Reply: one request on its way through the gateway, and what comes back."""
+"""GatewayRequest and GatewayReply: one request on its way through the gateway, and its reply."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from emberline.gateway.survey import Survey
 
 Dialect = Literal["openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini", "raw"]
 
-DYNAMIC, POOL = VIRTUAL = ("dynamic", "pool")  # stand where a provider does: a route, or a pool, chooses one
+DYNAMIC, POOL = VIRTUAL = ("dynamic", "pool")  # in place of a provider's name: a route or a pool chooses the provider
 
 
 class Attempted(msgspec.Struct, frozen=True):
-    """One try at one provider."""
+    """One attempt at one provider."""
 
     provider: str
     model: str
-    step: int  # which of the fallbacks, from 0
-    attempt: int  # which try of this step, from 0
-    status: int  # HTTP; 0: there was none
-    outcome: str  # "answered", or the code of the error
-    seconds: float
-    key: str = ""  # alias of the provider's key, where one was chosen
+    step: int  # index of the step, from 0
+    attempt: int  # index of the attempt within the step, from 0
+    status: int  # HTTP status; 0 without a response
+    outcome: str  # "answered", or the error code
+    seconds: float  # duration of the attempt
+    key: str = ""  # alias of the provider key, if one was chosen
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A place to ask, with what is different there; whatever is None is the call's own."""
+    """One provider and model to try, with the parts of the request that differ there.
+
+    A field that is None has the same value as in the request itself.
+    """
 
     provider: str
     model: str
@@ -44,56 +47,59 @@ class Step(msgspec.Struct, frozen=True):
     headers: dict[str, str] | None = None
     body: bytes | None = None
     stream: bool | None = None
-    options: Options | None = None  # already laid over the request's
-    plain: bool = False  # the endpoint is the dialect's, not yet a provider's own
-    seen: Peek | None = None  # of its body, where it has one
-    surveyed: Survey | None = None  # of a large one
+    options: Options | None = None  # already merged over the request's options
+    plain: bool = False  # the endpoint is the dialect's, not yet translated to the provider's own
+    seen: Peek | None = None  # fields of `body`, if the step has a body
+    surveyed: Survey | None = None  # summary of `body`, if it is large
 
 
 class Call(msgspec.Struct):
-    """A Struct, as a Reply is, because making one costs a tenth of what a dataclass does."""
+    """One request as the layers see it.
+
+    A msgspec.Struct, like GatewayReply, because creating one costs a tenth of creating a dataclass.
+    """
 
     id: str
     account: str
     gateway: str
     provider: str
-    endpoint: str  # the path after the provider, without a slash at its beginning
-    dialect: Dialect  # what the client speaks
+    endpoint: str  # path after the provider, without a leading slash
+    dialect: Dialect  # the client's protocol
     method: str
     headers: dict[str, str]  # names in lower case
     query: str
     body: bytes
-    model: str  # this and the next two are peeked from the body, and not validated
+    model: str  # this field and the next two are read from the body without validation
     stream: bool
     max_output: int | None
     options: Options
     identity: Identity
-    settings: Settings  # of this gateway
-    began: float  # on the clock handed in
-    deadline: float
-    trail: list[Attempted] = []  # what was tried
-    notes: dict[str, str] = {}  # headers for the reply
-    steps: tuple[Step, ...] = ()  # where to ask, in this order; (): where the call itself says
-    plain: bool = False  # the endpoint is the dialect's, not yet a provider's own
-    step: int = 0  # of which this is one
-    last: bool = True  # there is no other after it
-    cleared: bool = False  # who may use a route may use what it leads to
-    hedge: float | None = None  # seconds after which the second step is asked beside the first
+    settings: Settings
+    began: float  # arrival time on the gateway's monotonic clock, seconds
+    deadline: float  # on the same clock, seconds
+    trail: list[Attempted] = []
+    notes: dict[str, str] = {}
+    steps: tuple[Step, ...] = ()  # providers to try, in this order; (): only this request's own provider
+    plain: bool = False  # the endpoint is the dialect's, not yet translated to the provider's own
+    step: int = 0  # index of the current step
+    last: bool = True  # no step follows
+    cleared: bool = False  # set by a route: a key that may use the route may use every model the route leads to
+    hedge: float | None = None  # delay before the second step is started in parallel with the first
     findings: list[Finding] = []  # of guardrails
-    redacted: list[bytes] = []  # the last is the body as it was sent, without what they took
-    seen: Peek | None = None  # of the body as it is
-    surveyed: Survey | None = None  # of a large body, as it is
-    answers: int = 1  # that the body asks for, of `max_output` each
-    prefill: Prefill = ""  # its last turn is the assistant's, to be gone on with, in this way
-    trace: dict[str, str] = {}  # W3C's headers, for who is asked
+    redacted: list[bytes] = []  # the last one is the body as sent, without what the guardrails removed
+    seen: Peek | None = None  # fields of the current body
+    surveyed: Survey | None = None  # summary of the current body, if it is large
+    answers: int = 1  # choices that the body requests, of at most `max_output` tokens each
+    prefill: Prefill = ""  # how to continue the body's last message if it is the assistant's
+    trace: dict[str, str] = {}  # W3C trace headers, forwarded to the provider
 
     @property
     def metadata(self) -> Metadata:
-        """What a key says of its user cannot be said otherwise by a request, nor what its gateway says."""
+        """Return the request's metadata; values of the gateway and of the key override the client's."""
         return {**(self.options.metadata or {}), **self.settings.metadata, **self.identity.metadata}
 
     def moved(self, **changes: Any) -> Call:
-        """The same call with some things otherwise; the trail and the notes are shared."""
+        """Return a copy with some fields changed; it shares `attempts` and `reply_headers`."""
         if "body" in changes and changes["body"] is not self.body:
             changes.setdefault("seen", None)
             changes.setdefault("surveyed", None)
@@ -101,7 +107,7 @@ class Call(msgspec.Struct):
 
 
 class Stream(Protocol):
-    """A reply as it comes: whole events, one or several a chunk. Closing it before its end cancels upstream."""
+    """A streamed body: each chunk has one or more whole events. Closing it early cancels the request."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
@@ -114,44 +120,47 @@ Ending: TypeAlias = "Callable[[Reply], Awaitable[None]]"
 
 
 class Reply(msgspec.Struct):
-    """Whoever has one closes it: then, and once, those that wait for its end are called, the innermost first, and all
-    of them, also if one fails or whoever closes it is stopped meanwhile."""
+    """A reply on its way to the client. The code that holds it must close it.
+
+    `close` runs every callback of `close_callbacks` once, the innermost layer's first, even if one of them raises or
+    the closing task is cancelled.
+    """
 
     status: int
     headers: dict[str, str]
     body: bytes | Stream
-    dialect: Dialect = "raw"  # that its client speaks
-    usage: Usage | None = None  # this and what follows is known when the body has ended
-    micros: int | None = None
+    dialect: Dialect = "raw"  # the client's protocol
+    usage: Usage | None = None  # this field and the following ones are final once the body has ended
+    micros: int | None = None  # cost in micro-dollars
     model: str = ""
     provider: str = ""
     step: int = 0
     cached: bool = False
-    ended: str = ""  # "", "complete", "cut", "error", "left"
-    estimated: bool = False  # usage was counted here, from what passed
-    error: str = ""  # the code of what went wrong
-    continued: str = ""  # who went on with it after it broke
-    first_byte: float | None = None  # seconds from the call's beginning
-    patience: float = 60.0  # seconds that its client has to take it
+    ended: str = ""  # "": still open; "complete", "cut" (broke off), "error", "left" (the client disconnected)
+    estimated: bool = False  # the gateway counted `usage` itself
+    error: str = ""  # error code
+    continued: str = ""  # provider that continued the stream after it broke off
+    first_byte: float | None = None  # time from arrival to the first content
+    patience: float = 60.0  # time the client has to read the reply
     endings: list[Ending] = []
 
     async def close(self) -> None:
-        failed: BaseException | None = None
+        first_error: BaseException | None = None
         try:
             if not isinstance(self.body, bytes):
                 await self.body.aclose()
             elif not self.ended:
                 self.ended = "complete" if self.status < 400 else "error"
         except BaseException as e:
-            failed = e
-        endings, self.endings = self.endings, []
-        for ending in endings:
+            first_error = e
+        callbacks, self.endings = self.endings, []
+        for callback in callbacks:
             try:
-                await ending(self)
+                await callback(self)
             except BaseException as e:
-                failed = failed or e
-        if failed is not None:
-            raise failed
+                first_error = first_error or e
+        if first_error is not None:
+            raise first_error
 
 
 Handler: TypeAlias = Callable[[Call], Awaitable[Reply]]

@@ -1,5 +1,8 @@
-"""Checked: what must hold of a gateway's settings beyond what each part says for itself. The file's are checked at the
-start and the management API's when they come, so that nobody learns of a slip by calls that fail."""
+"""Checks of a gateway's settings that go beyond the types of single fields.
+
+Settings of the configuration file are checked at the start, settings of the management API when they are stored, so
+that a mistake is reported there and not by failing requests.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from emberline.gateway.settings import Settings
 from emberline.gateway.upstream.ssrf import checked_url
 
 LONGEST = 3650  # days that a log is kept
-CUSTOM = "custom-"  # providers of the account's own, which come and go
+CUSTOM = "custom-"  # before the slug of an account's own providers, which may be created and deleted at any time
 DEAREST = 10**12  # micro-dollars per million tokens
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_FRAMING = ("host", "connection", "content-length", "transfer-encoding")  # of each request, by itself
+_FRAMING = ("host", "connection", "content-length", "transfer-encoding")  # set by the HTTP client for each request
 _AMOUNTS = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
 
 
 def check_settings(settings: Settings, *, allow_private: bool = True) -> None:
-    """InvalidRequest, which says of which gateway. `allow_private`: providers may be in this network."""
+    """Raise InvalidRequest, with the gateway's name, if the settings are inconsistent.
+
+    `allow_private`: provider addresses may be in private networks.
+    """
     try:
         _check_numbers(settings)
         rules_of(settings)
@@ -36,28 +42,28 @@ def check_settings(settings: Settings, *, allow_private: bool = True) -> None:
             if provider.enabled:
                 Registry().find(slug, settings)
         known = {*KNOWN, *settings.providers}
-        for param, slug in _sent_to(settings):
+        for param, slug in _referenced_providers(settings):
             if slug not in known and not slug.startswith(CUSTOM):
-                hint = f"known are {', '.join(sorted(known))}"
-                raise InvalidRequest(f"{param} names {slug[:80]!r}, which is no provider", param=param, hint=hint)
+                hint = f"known providers: {', '.join(sorted(known))}"
+                raise InvalidRequest(f"{param} names an unknown provider {slug[:80]!r}", param=param, hint=hint)
     except InvalidRequest as e:
         raise InvalidRequest(f"gateway {settings.gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 
 
 def _check_numbers(settings: Settings) -> None:
     breaker = settings.breaker
-    for param, fits, must in (
-        ("cache_ttl", settings.cache_ttl >= 0, "must not be below 0"),
-        ("logs.days", 1 <= settings.logs.days <= LONGEST, f"must be from 1 to {LONGEST}"),
-        ("breaker.failures", breaker.failures >= 1, "must be at least 1"),
-        ("breaker.pause", 0 < breaker.pause <= 30, "must be above 0 and at most 30 seconds"),
+    for param, value, is_valid, rule in (
+        ("cache_ttl", settings.cache_ttl, settings.cache_ttl >= 0, "0 seconds or more"),
+        ("logs.days", settings.logs.days, 1 <= settings.logs.days <= LONGEST, f"from 1 to {LONGEST}"),
+        ("breaker.failures", breaker.failures, breaker.failures >= 1, "at least 1"),
+        ("breaker.pause", breaker.pause, 0 < breaker.pause <= 30, "above 0 and at most 30 seconds"),
     ):
-        if not fits:
-            raise InvalidRequest(f"{param} {must}", param=param)
+        if not is_valid:
+            raise InvalidRequest(f"{param} is {value}; it must be {rule}", param=param)
 
 
-def _sent_to(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Every provider that calls may be sent to by these settings, and which of them says so."""
+def _referenced_providers(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield every provider that requests may be sent to, with the setting that names it."""
     yield "default_provider", settings.default_provider
     for fallback in settings.fallbacks:
         for target in fallback.to:
@@ -70,19 +76,27 @@ def _sent_to(settings: Settings) -> Iterator[tuple[str, str]]:
 
 
 def check_price(price: Price | None, at: str = "") -> None:
+    """Raise InvalidRequest if an amount is out of range. `prefix` is put before the field's name."""
     while price is not None:
         for name in _AMOUNTS:
             amount = getattr(price, name)
             if amount is not None and not 0 <= amount <= DEAREST:
                 raise InvalidRequest(
-                    f"{at}{name} must be micro-dollars per million tokens, not below 0", param=f"{at}{name}"
+                    f"{at}{name} is {amount}; it must be from 0 to {DEAREST} micro-dollars per million tokens",
+                    param=f"{at}{name}",
                 )
         price = price.long.price if price.long is not None else None
 
 
 def check_headers(headers: Mapping[str, str], param: str = "headers") -> None:
-    """Those that are sent with every request to a provider."""
+    """Raise InvalidRequest if a header cannot be sent with every request to a provider."""
     for name, value in headers.items():
-        fits = _HEADER.fullmatch(name) and value.isascii() and value.isprintable() and name.lower() not in _FRAMING
-        if not fits:
-            raise InvalidRequest(f"{name[:80]!r} with this value cannot be a header", param=param)
+        if not _HEADER.fullmatch(name):
+            reason = "the name has characters that HTTP does not allow"
+        elif name.lower() in _FRAMING:
+            reason = "the gateway sets this header itself for each request"
+        elif not (value.isascii() and value.isprintable()):
+            reason = "the value must be printable ASCII"
+        else:
+            continue
+        raise InvalidRequest(f"header {name[:80]!r} cannot be sent: {reason}", param=param)

@@ -1,20 +1,20 @@
-"""What goes wrong at a gateway, in the one exception tree.
+"""The gateway's errors, as part of the one exception tree.
 
 EmberlineError
-├── Forbidden               403  not_allowed             a key may not use this model or provider
-├── Blocked                 400  prompt_blocked, reply_blocked    by a guardrail
+├── Forbidden               403  not_allowed             the key may not use this model, provider or endpoint
+├── BlockedByGuardrail      400  prompt_blocked, reply_blocked
 ├── NotFound
 │   ├── ProviderNotFound    404  provider_not_found
 │   └── GatewayNotFound     404  gateway_not_found
 ├── Overloaded
 │   └── LimitExceeded       429  rate_limit_exceeded, budget_exceeded
-├── Conflict                409  conflict                it is there already, or was changed by someone else meanwhile
-├── StoreFailed             503  store_failed            the gateway's own memory does not answer
-│   └── StoreBusy                                        not now, whatever it is asked: locked, full, out of reach
-└── UpstreamFailed          502  upstream_failed         what a provider did: those of net/errors.py, and
-    ├── Resting             503  upstream_resting        it failed too often, and is left alone
-    ├── KeyMissing          401  provider_key_missing    there is nothing to ask it with
-    └── Refused             its  upstream_refused        it answered with an error: status, headers and body are its own
+├── Conflict                409  conflict                the object exists already, or was changed concurrently
+├── StoreFailed             503  store_failed            the gateway's store failed
+│   └── StoreBusy                                        the store can do nothing now: locked, full, unreachable
+└── UpstreamFailed          502  upstream_failed         a provider failed: the errors of net/errors.py, and
+    ├── CircuitBreakerOpen  503  upstream_resting        the provider failed too often and is in back-off
+    ├── ProviderKeyMissing  401  provider_key_missing    there is no key for the provider
+    └── ProviderErrorReply  its  upstream_refused        the provider's own error: its status, headers and body
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from emberline.core.errors import EmberlineError, NotFound, Overloaded
-from emberline.net.errors import Broken as Broken  # these are a gateway's, too
+from emberline.net.errors import Broken as Broken  # re-exported
 from emberline.net.errors import TimedOut as TimedOut
 from emberline.net.errors import Unreached as Unreached
 from emberline.net.errors import UpstreamFailed as UpstreamFailed
 
-# Of a refusal: the request itself, too long for this model, refused for what it says, the key or the model is not known
-# there, too many requests, the provider's own trouble.
+# Why a provider answered with an error: the request is invalid, the prompt is too long for the model, a content filter,
+# the key or the model is unknown there, too many requests, an internal error of the provider.
 Why = Literal["request", "context", "filtered", "access", "busy", "server"]
 
 
@@ -49,7 +49,7 @@ class Blocked(EmberlineError):
     def __init__(self, message: str, *, reply: bool = False, number: int = 2016, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.code = "reply_blocked" if reply else self.code
-        self.number = number  # Cloudflare's: 2016 and 2017 (guardrails), 2029 and 2030 (patterns)
+        self.number = number  # error codes of Cloudflare: 2016 and 2017 (guardrails), 2029 and 2030 (patterns)
 
 
 class ProviderNotFound(NotFound):
@@ -85,9 +85,14 @@ class Conflict(EmberlineError):
 
     @staticmethod
     def of(kind: str, id: str, *, is_new: bool) -> Conflict:
+        """Return the error for a document that exists already (`is_new`) or has another version by now."""
+        noun = kind.replace("_", " ")
         if is_new:
-            return Conflict(f"there is a {kind} {id!r} already", hint="change that one, or choose another name")
-        return Conflict(f"{kind} {id!r} was changed or deleted by someone else meanwhile", hint="read it again")
+            return Conflict(f"{noun} {id!r} exists already", hint="change the existing one, or choose another name")
+        return Conflict(
+            f"{noun} {id!r} was changed or deleted by another request",
+            hint="read it again and repeat the change with its new version",
+        )
 
 
 class StoreFailed(EmberlineError):
@@ -133,4 +138,4 @@ class Refused(UpstreamFailed):
         self.body = body
         self.dialect = dialect  # of the body
         self.retryable = kind in ("busy", "server")
-        self.retry_after: float | None = None  # seconds
+        self.retry_after: float | None = None  # seconds, if the provider named a time

@@ -1,4 +1,7 @@
-"""Gateway: a request to a call, the call through the layers, and a reply, whatever happens."""
+"""Gateway: turns an HTTP request into a GatewayRequest and sends it through the layers.
+
+Every failure becomes an error reply in the client's dialect.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,14 @@ from emberline.trace.context import HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")
 
-OURS = ("cf-aig-authorization", "x-auth-token")  # carry nothing but our keys
-MOST_PATHS, LONGEST_PATH = 1000, 200  # remembered
-TOKENS = (*OURS, *CREDENTIALS)  # may carry one
+OURS = ("cf-aig-authorization", "x-auth-token")  # headers for gateway keys only
+MOST_PATHS, LONGEST_PATH = 1000, 200  # parsed paths that are kept
+TOKENS = (*OURS, *CREDENTIALS)  # headers that may have a gateway key
 
 
 class Request(msgspec.Struct, frozen=True):
+    """An HTTP request as received from the client."""
+
     method: str
     path: str
     query: str
@@ -43,22 +48,22 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Book(Protocol):
-    """Who knows every gateway's settings."""
+    """Looks up the settings of a gateway."""
 
     async def settings(self, account: str, gateway: str) -> Settings:
-        """GatewayNotFound, if there is no such gateway."""
+        """Return the settings. Raise GatewayNotFound if the account has no such gateway."""
         ...
 
 
 class Doorkeeper(Protocol):
-    """Who knows every key."""
+    """Looks up the identity of a gateway key."""
 
     async def identify(self, token: str) -> Identity | None:
-        """None: it is not one of ours."""
+        """Return the identity of the key with this secret, or None if it is not a valid gateway key."""
         ...
 
     async def holder(self, id: str) -> Identity | None:
-        """Of the key with this id. None: it holds no longer."""
+        """Return the identity of the key with this id, or None if it expired or was revoked."""
         ...
 
 
@@ -73,45 +78,51 @@ class Gateway:
         clock: Clock,
         wall: Clock,
     ) -> None:
-        """`sockets` opens those of providers. `clock` is monotonic, `wall` tells seconds since 1970."""
-        self._handler = handler
-        self._sockets = sockets
-        self._registry = registry
-        self._book = book
-        self._doorkeeper = doorkeeper
-        self._clock = clock
-        self._wall = wall
-        self._ids = Ids()
-        self._targets: dict[str, Target] = {}  # of paths that were asked for before
+        """Create a gateway. `session_handler` opens realtime sessions at providers.
 
-    async def answer(self, request: Request, key_id: str | None = None) -> Reply:
-        """`key_id`: of whoever asked for it before, where no key comes with the request; "": nobody whom we know."""
+        `clock` is monotonic; `wall_clock` returns seconds since 1970.
+        """
+        self._handler = handler
+        self._session_handler = sockets
+        self._registry = registry
+        self._settings_source = book
+        self._identity_source = doorkeeper
+        self._clock = clock
+        self._wall_clock = wall
+        self._ids = Ids()
+        self._targets: dict[str, Target] = {}  # cache, by path
+
+    async def answer(self, inbound: Request, key_id: str | None = None) -> Reply:
+        """Answer a request; every failure becomes an error reply.
+
+        `key_id` is the key that a queued request was submitted with; "" means that it was submitted without a key.
+        """
         dialect: Dialect = "raw"
         try:
-            target = self._targets.get(request.path) or self._target(request.path)
+            target = self._targets.get(inbound.path) or self._target(inbound.path)
             dialect = target.dialect
-            call = await self.opened(target, request)
+            request = await self.opened(target, inbound)
             if key_id:
-                call.identity = await self._holder(key_id)
-            dialect = call.dialect
-            reply = await self._handler(call)
-            reply.patience, reply.dialect = call.deadline - self._clock.now(), dialect
+                request.identity = await self._valid_identity(key_id)
+            dialect = request.dialect
+            reply = await self._handler(request)
+            reply.patience, reply.dialect = request.deadline - self._clock.now(), dialect
             return reply
         except Exception as e:
             if not isinstance(e, EmberlineError):
-                log.exception("%s %s", request.method, request.path)
+                log.exception("Request failed with an internal error: method=%s path=%s", inbound.method, inbound.path)
             return error_reply(dialect, e)
 
-    async def join(self, target: Target, request: Request, model: str) -> Reply:
-        """A session on a provider's socket, or an error."""
+    async def join(self, target: Target, inbound: Request, model: str) -> Reply:
+        """Open a realtime session at a provider. Return the open session, or an error reply."""
         try:
-            call = await self.opened(target, request)
-            call.model, call.stream = model, True
-            call.deadline = call.began + call.settings.timeouts.session
-            return await self._sockets(call)
+            request = await self.opened(target, inbound)
+            request.model, request.stream = model, True
+            request.deadline = request.began + request.settings.timeouts.session
+            return await self._session_handler(request)
         except Exception as e:
             if not isinstance(e, EmberlineError):
-                log.exception("a socket at %s", request.path)
+                log.exception("Realtime session failed with an internal error: path=%s", inbound.path)
             return error_reply("raw", e)
 
     def _target(self, path: str) -> Target:
@@ -122,162 +133,193 @@ class Gateway:
             self._targets[path] = target
         return target
 
-    async def opened(self, target: Target, request: Request) -> Call:
+    async def opened(self, target: Target, inbound: Request) -> Call:
+        """Return the request for the layers, or raise an EmberlineError that says why it is refused."""
         began = self._clock.now()
-        if request.method != "POST" and target.kind != "native":
-            raise MethodNotAllowed(f"{request.path[:200]} takes POST, not {request.method[:20]}", allowed="POST")
-        asked = Options.read(request.headers)
-        gateway = target.gateway or asked.gateway_id or DEFAULT
-        settings = await self._book.settings(target.account, gateway)
-        given = _with_query_key(request) if target.dialect == "gemini" else request.headers
-        identity, headers = await self._entered(target, given)
-        call = Call(
-            id=self._ids.next(round(self._wall.now() * 1e3)),
+        if inbound.method != "POST" and target.kind != "native":
+            raise MethodNotAllowed(f"{inbound.path[:200]} takes POST, not {inbound.method[:20]}", allowed="POST")
+        options = Options.read(inbound.headers)
+        gateway = target.gateway or options.gateway_id or DEFAULT
+        settings = await self._settings_source.settings(target.account, gateway)
+        received = _with_query_key(inbound) if target.dialect == "gemini" else inbound.headers
+        identity, headers = await self._identify_and_strip(target, received)
+        request = Call(
+            id=self._ids.next(round(self._wall_clock.now() * 1e3)),
             account=target.account,
             gateway=gateway,
             provider=target.provider,
             endpoint=target.endpoint,
             dialect=target.dialect,
-            method=request.method,
+            method=inbound.method,
             headers=headers,
-            query=request.query,
-            body=request.body,
+            query=inbound.query,
+            body=inbound.body,
             model="",
             stream=False,
             max_output=None,
-            options=asked,
+            options=options,
             identity=identity,
             settings=settings,
             began=began,
             deadline=began + settings.timeouts.total,
             trace={name: headers[name] for name in TRACES if name in headers},
         )
-        if len(call.body) >= LARGE and target.kind != "universal":
-            call.surveyed = await offload.run(len(call.body), survey, call.body)
-        await self._addressed(call, target)
-        if len(call.body) >= LARGE and call.surveyed is None:  # the body is that of a step
-            call.surveyed = await offload.run(len(call.body), survey, call.body)
-        return call
+        if len(request.body) >= LARGE and target.kind != "universal":
+            request.surveyed = await offload.run(len(request.body), survey, request.body)
+        await self._set_destination(request, target)
+        if len(request.body) >= LARGE and request.surveyed is None:  # the body is that of a step
+            request.surveyed = await offload.run(len(request.body), survey, request.body)
+        return request
 
     async def entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, Settings]:
-        """Who asks of which gateway, where nothing is sent anywhere."""
+        """Return the caller's identity and the gateway's settings for a request that no provider gets.
+
+        Raise Unauthorized if the gateway requires a key and the headers have none.
+        """
         gateway = target.gateway or Options.read(headers).gateway_id or DEFAULT
-        identity, _ = await self._entered(target, headers)
-        settings = await self._book.settings(target.account, gateway)
+        identity, _ = await self._identify_and_strip(target, headers)
+        settings = await self._settings_source.settings(target.account, gateway)
         if settings.authentication and identity.kind == "anonymous":
-            raise Unauthorized("this gateway needs a key", hint="send it as the API key")
+            raise Unauthorized(
+                f"gateway {gateway[:80]!r} requires a key and the request has none",
+                hint="send Authorization: Bearer KEY or cf-aig-authorization: Bearer KEY",
+            )
         return identity, settings
 
     async def who(self, headers: dict[str, str]) -> Identity:
-        return (await self._entered(Target("plain"), headers))[0]
+        """Return the caller's identity. Raise Unauthorized if the headers have an invalid gateway key."""
+        return (await self._identify_and_strip(Target("plain"), headers))[0]
 
-    async def _holder(self, key_id: str) -> Identity:
-        """What a key may do is what it may do now."""
-        if (found := await self._doorkeeper.holder(key_id)) is None:
-            raise Unauthorized("the key that this was asked for with holds no longer", hint="ask again with another")
+    async def _valid_identity(self, key_id: str) -> Identity:
+        """Return what the key may do now, not when the request was queued."""
+        if (found := await self._identity_source.holder(key_id)) is None:
+            raise Unauthorized(
+                f"API key {key_id[:80]!r} of this queued request expired or was revoked",
+                hint="create a new key at /keys and submit the request again",
+            )
         return found
 
-    async def _entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, dict[str, str]]:
-        """Who it is, and the headers without what told us so: our keys are not shown to providers, not even those that
-        hold no longer. Where a provider is named the usual headers carry its key, unless it is one of ours."""
-        identity, told = None, [*OURS]
-        for name in TOKENS:
-            if name in headers and (token := _bare(headers[name])):
-                if (found := await self._doorkeeper.identify(token)) is not None:
-                    identity = identity or found
-                    told.append(name)
-                elif name in OURS or is_ours(token):
-                    raise Unauthorized("the gateway's key is not known, or no longer", hint=f"see {name}")
-        kept = dict(headers)
-        for name in (*told, *(CREDENTIALS if target.kind == "plain" else ())):
-            kept.pop(name, None)
-        return identity or ANONYMOUS, kept
+    async def _identify_and_strip(self, target: Target, headers: dict[str, str]) -> tuple[Identity, dict[str, str]]:
+        """Return the caller's identity, and the headers without gateway keys.
 
-    async def _addressed(self, call: Call, target: Target) -> None:
-        """Where it goes: by its path, by its model, or by its steps."""
+        Providers never see gateway keys, not even invalid ones. If the path names a provider, the usual headers have
+        the provider's key unless the value is a gateway key.
+        """
+        identity, removed = None, [*OURS]
+        for name in TOKENS:
+            if name in headers and (token := _without_scheme(headers[name])):
+                if (found := await self._identity_source.identify(token)) is not None:
+                    identity = identity or found
+                    removed.append(name)
+                elif name in OURS or is_ours(token):
+                    raise Unauthorized(
+                        f"the gateway key in the header {name} is unknown, expired or revoked",
+                        hint="create a new key at /keys",
+                    )
+        forwarded = dict(headers)
+        for name in (*removed, *(CREDENTIALS if target.kind == "plain" else ())):
+            forwarded.pop(name, None)
+        return identity or ANONYMOUS, forwarded
+
+    async def _set_destination(self, request: Call, target: Target) -> None:
+        """Set the provider, model and dialect from the path, the body's model, or the body's steps."""
         match target.kind:
             case "universal":
-                steps = await read_steps(call.body, call.options, call.settings, self._registry)
-                self._stepped(call, steps[0], alone=len(steps) == 1)
-                if not call.plain:
-                    call.steps = steps
+                steps = await read_steps(request.body, request.options, request.settings, self._registry)
+                self._set_first_step(request, steps[0], is_only_step=len(steps) == 1)
+                if not request.plain:
+                    request.steps = steps
             case "native":
-                provider = self._registry.find(target.provider, call.settings)
-                call.dialect = provider.dialect_of(target.endpoint, call.query)
-                self._peeked(call, _seen(call) if call.dialect != "raw" else _seen_raw(call))
-                call.model = provider.model_in(target.endpoint) or call.model  # where both say it, the path decides
-                call.stream = call.stream or provider.streams_at(target.endpoint, call.query)
+                provider = self._registry.find(target.provider, request.settings)
+                request.dialect = provider.dialect_of(target.endpoint, request.query)
+                fields = _body_fields(request) if request.dialect != "raw" else _raw_body_fields(request)
+                self._set_body_fields(request, fields)
+                request.model = provider.model_in(target.endpoint) or request.model  # the path overrides the body
+                request.stream = request.stream or provider.streams_at(target.endpoint, request.query)
             case _:
-                call.plain = True
-                self._peeked(call, _seen(call))
+                request.plain = True
+                self._set_body_fields(request, _body_fields(request))
                 if target.dialect == "gemini":
-                    self._set_gemini(call, target)
-                if not call.model:
-                    raise InvalidRequest("model must be the name of one", param="model", hint="see /v1/models")
-                call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
+                    self._set_gemini(request, target)
+                if not request.model:
+                    raise InvalidRequest(
+                        "model is missing or not a string", param="model", hint="GET /v1/models lists the models"
+                    )
+                request.provider, request.model = resolve(
+                    request.model, request.settings, named=target.kind == "compat"
+                )
                 if target.endpoint == COUNT_TOKENS:
-                    self._check_counts(call)
+                    self._check_can_count_tokens(request)
 
-    def _set_gemini(self, call: Call, target: Target) -> None:
-        """Take the model and the wish to stream from the path. The query is dropped: it may have a key of ours."""
-        if target.stream and "alt=sse" not in call.query.split("&"):
-            raise InvalidRequest("a stream is sent as events here, not as a list", param="alt", hint="add ?alt=sse")
-        call.model, call.stream, call.query = target.model, target.stream, ""
+    def _set_gemini(self, request: Call, target: Target) -> None:
+        """Take model and stream from the path. Drop the query, because it may have a gateway key."""
+        if target.stream and "alt=sse" not in request.query.split("&"):
+            raise InvalidRequest(
+                "streamGenerateContent needs alt=sse: a stream is sent as events, not as a JSON list",
+                param="alt",
+                hint="add ?alt=sse to the URL",
+            )
+        request.model, request.stream, request.query = target.model, target.stream, ""
 
-    def _check_counts(self, call: Call) -> None:
-        """Counting tokens is Anthropic's protocol: other providers have no such path."""
-        if call.provider not in VIRTUAL:
-            provider = self._registry.find(call.provider, call.settings)
-            if provider.speaks("anthropic", call.model):
+    def _check_can_count_tokens(self, request: Call) -> None:
+        """Raise InvalidRequest unless the provider has Anthropic's protocol, the only one with count_tokens."""
+        if request.provider not in VIRTUAL:
+            provider = self._registry.find(request.provider, request.settings)
+            if provider.speaks("anthropic", request.model):
                 return
         raise InvalidRequest(
-            f"tokens of {call.provider}/{call.model} cannot be counted: the provider has no count_tokens"[:300],
+            f"count_tokens is not available for {request.provider}/{request.model}: the provider has no such endpoint"[
+                :300
+            ],
             param="model",
-            hint="ask for a model of Anthropic or of the engine; usage in a reply tells what it took",
+            hint="use a model of Anthropic or of the engine, or read `usage` in a reply",
         )
 
-    def _stepped(self, call: Call, first: Step, *, alone: bool) -> None:
-        """Address a call to its first step. A compat step that is alone becomes a compat call, so that it can name a
-        dynamic route or a pool."""
+    def _set_first_step(self, request: Call, first: Step, *, is_only_step: bool) -> None:
+        """Set the destination to the first step.
+
+        A single compat step becomes a compat request, so that it can name a dynamic route or a pool.
+        """
         assert first.endpoint is not None and first.dialect is not None and first.body is not None
-        self._peeked(call, first.seen or peek(first.body))
-        if alone and first.plain:
-            call.plain, call.body, call.headers, call.surveyed = True, first.body, first.headers or {}, first.surveyed
+        self._set_body_fields(request, first.seen or peek(first.body))
+        if is_only_step and first.plain:
+            request.plain, request.body, request.headers = True, first.body, first.headers or {}
+            request.surveyed = first.surveyed
         else:
-            call.seen = None  # it is not the body's
-        call.provider, call.model, call.endpoint = first.provider, first.model, first.endpoint
-        call.dialect, call.stream = first.dialect, first.stream is True
+            request.seen = None  # these are the step's, not those of request.body
+        request.provider, request.model, request.endpoint = first.provider, first.model, first.endpoint
+        request.dialect, request.stream = first.dialect, first.stream is True
         if first.options is not None:
-            call.options = first.options
+            request.options = first.options
 
-    def _peeked(self, call: Call, seen: Peek) -> None:
-        call.seen = seen
-        call.model = seen.model if isinstance(seen.model, str) else ""
-        call.stream = seen.stream is True
-        call.max_output, call.answers = seen.max_output, seen.answers
-
-
-def _with_query_key(request: Request) -> dict[str, str]:
-    """Gemini's clients may send their key as the parameter `key`."""
-    key = dict(parse_qsl(request.query)).get("key")
-    return {**request.headers, "x-goog-api-key": key} if key else request.headers
+    def _set_body_fields(self, request: Call, fields: Peek) -> None:
+        request.seen = fields
+        request.model = fields.model if isinstance(fields.model, str) else ""
+        request.stream = fields.stream is True
+        request.max_output, request.answers = fields.max_output, fields.answers
 
 
-def _bare(credential: str) -> str:
-    """Without its scheme, whose case does not matter."""
+def _with_query_key(inbound: Request) -> dict[str, str]:
+    """Return the headers with the key that Gemini's clients may send as the query parameter `key`."""
+    key = dict(parse_qsl(inbound.query)).get("key")
+    return {**inbound.headers, "x-goog-api-key": key} if key else inbound.headers
+
+
+def _without_scheme(credential: str) -> str:
+    """Return the credential without "Bearer ", in any case of letters."""
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 
-def _seen(call: Call) -> Peek:
-    if call.surveyed is None:
-        return peek(call.body)
-    if call.surveyed.seen is None:
-        raise InvalidRequest(call.surveyed.error)
-    return call.surveyed.seen
+def _body_fields(request: Call) -> Peek:
+    if request.surveyed is None:
+        return peek(request.body)
+    if request.surveyed.seen is None:
+        raise InvalidRequest(request.surveyed.error)
+    return request.surveyed.seen
 
 
-def _seen_raw(call: Call) -> Peek:
+def _raw_body_fields(request: Call) -> Peek:
     try:
-        return _seen(call) if call.body[:1] == b"{" else Peek()
+        return _body_fields(request) if request.body[:1] == b"{" else Peek()
     except InvalidRequest:
-        return Peek()  # it may be anything
+        return Peek()  # a provider's own endpoint may take any body

@@ -1,5 +1,8 @@
-"""ModelList: what can be asked for here. Servers of our own are asked what they have; of the others the catalogue says,
-where there is a key for them. A server that does not answer has nothing to offer."""
+"""ModelLister: the models that a caller can use.
+
+Self-hosted servers are queried for their models. The models of other providers come from the catalogue, if there is a
+key for the provider. A server that does not answer adds no models.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class _Row(msgspec.Struct):
     created: int = 0
     max_model_len: int = 0
     owned_by: str = ""
-    kind: str = "chat"  # servers other than ours do not say
+    kind: str = "chat"  # servers other than Emberline do not send it
 
 
 class _Rows(msgspec.Struct):
@@ -45,13 +48,16 @@ class ModelList:
         self._catalogue = catalogue
 
     async def of(self, settings: Settings, identity: Identity, *, named: bool = False) -> list[ServedModel]:
-        """Those that this caller may use, by the names that calls take; `named`: always with the provider."""
+        """Return the models that this caller may use, under the names that requests take.
+
+        `with_provider`: names always begin with the provider, also those of the default provider.
+        """
         providers = [slug for slug, each in settings.providers.items() if each.enabled]
-        found = await asyncio.gather(*(self._offered(slug, settings) for slug in providers))
+        found = await asyncio.gather(*(self._models_of(slug, settings) for slug in providers))
         models = []
         for slug, rows in zip(providers, found, strict=True):
             for row in rows:
-                if identity.may_use(slug, row.id) and _allowed(settings, slug, row.id):
+                if identity.may_use(slug, row.id) and _is_allowed(settings, slug, row.id):
                     name = row.id if slug == settings.default_provider and not named else f"{slug}/{row.id}"
                     models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug, row.kind))
         names = {model.id: model for model in models}
@@ -62,15 +68,15 @@ class ModelList:
         routes = [ServedModel(f"{DYNAMIC}/{name}", 0, 0) for name in settings.routes if identity.may_use(DYNAMIC, name)]
         return sorted([*models, *routes], key=lambda model: model.id)
 
-    async def _offered(self, slug: str, settings: Settings) -> list[_Row]:
+    async def _models_of(self, slug: str, settings: Settings) -> list[_Row]:
         provider = self._registry.find(slug, settings)
         key = await self._vault.reveal(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
         if not provider.needs_key:
-            return await self._asked(provider, key)
+            return await self._query_server(provider, key)
         known = self._catalogue.current.models(slug) if key is not None else []
         return [_Row(model.name, 0, model.context or 0, kind=model.kind) for model in known]
 
-    async def _asked(self, provider: Provider, key: str | None) -> list[_Row]:
+    async def _query_server(self, provider: Provider, key: str | None) -> list[_Row]:
         headers = {"accept": "application/json"}
         if key is not None:
             provider.authorize(headers, key)
@@ -86,5 +92,5 @@ class ModelList:
             return []
 
 
-def _allowed(settings: Settings, provider: str, model: str) -> bool:
+def _is_allowed(settings: Settings, provider: str, model: str) -> bool:
     return allows(settings.allowed_providers, settings.allowed_models, provider, model)

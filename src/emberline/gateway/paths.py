@@ -1,5 +1,8 @@
-"""Target: what a path of the gateway means. Plain paths are those of the protocols themselves; the others are
-Cloudflare's, which name an account, a gateway and a provider."""
+"""RequestTarget: what a URL path of the gateway means.
+
+Plain paths are those of the protocols themselves; the others are Cloudflare's, which name an account, a gateway and a
+provider.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from emberline.gateway.call import Dialect
 
 Kind = Literal["plain", "native", "compat", "universal"]
 DEFAULT = "default"
-MAX_DECODINGS = 4  # of percent-encoding within percent-encoding
+MAX_DECODINGS = 4  # levels of percent-encoding within percent-encoding
 COUNT_TOKENS = "messages/count_tokens"
-ARN_PROVIDER = "aws-bedrock"  # its clients name models by ARNs, whose slashes they encode
+ARN_PROVIDER = "aws-bedrock"  # its clients name models by ARNs with encoded slashes
 
-GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # whether it streams
+GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # action -> whether it streams
 
-# Where each dialect lives under /v1 (and under /ai/v1 and /compat). The model says which provider is meant.
+# Endpoint under /v1 (and under /ai/v1 and /compat) -> dialect. The model's name decides the provider.
 PLAIN: dict[str, Dialect] = {
     "chat/completions": "openai-chat",
     "responses": "openai-responses",
@@ -35,16 +38,19 @@ PLAIN: dict[str, Dialect] = {
 class Target(msgspec.Struct, frozen=True):
     kind: Kind
     account: str = DEFAULT
-    gateway: str | None = None  # None: as `cf-aig-gateway-id` says
-    provider: str = ""  # "": as the model says
+    gateway: str | None = None  # None: set by the header cf-aig-gateway-id
+    provider: str = ""  # "": set by the model's name
     endpoint: str = ""
-    dialect: Dialect = "raw"  # of a native path the provider knows it
-    model: str = ""  # where the path has it, as in Gemini's protocol
-    stream: bool = False  # where the path says it
+    dialect: Dialect = "raw"  # of a native path: the provider decides
+    model: str = ""  # only if the path has it, as in Gemini's protocol
+    stream: bool = False  # only if the path has it
 
 
 def target_of(path: str) -> Target:
-    """`path` as it was sent, percent-encoding and all."""
+    """Return the target of a path, which is still percent-encoded.
+
+    Raise NotFound if the gateway has no such path, InvalidRequest if another server could read the path differently.
+    """
     plain = path.split("?")[0]
     if "%" in plain or "\\" in plain or "/." in plain:
         segments = plain.strip("/").split("/")
@@ -68,13 +74,14 @@ def target_of(path: str) -> Target:
         case ["v1", account, gateway, provider, *rest] if rest:
             return Target("native", account, gateway, provider, "/".join(rest))
     raise NotFound(
-        f"there is nothing at {path[:200]!r}",
-        hint="/v1/chat/completions, /v1/ACCOUNT/GATEWAY/PROVIDER/... or /v1/ACCOUNT/GATEWAY/compat/chat/completions",
+        f"the path {path[:200]!r} does not exist",
+        hint="use /v1/chat/completions, /v1/ACCOUNT/GATEWAY/PROVIDER/... or"
+        " /v1/ACCOUNT/GATEWAY/compat/chat/completions",
     )
 
 
 def is_native(path: str) -> bool:
-    """Whether it is a provider's own, where bodies may be anything."""
+    """Return whether the path is a provider's own endpoint, which takes bodies of any type."""
     match path.split("?")[0].strip("/").split("/"):
         case ["v1", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
             return False
@@ -84,7 +91,7 @@ def is_native(path: str) -> bool:
 
 
 def models_at(path: str) -> tuple[Target, str] | None:
-    """Whose models are asked for, and which of them; "": all."""
+    """Return the target and the model's name ("": list all) of a path that reads models, else None."""
     match path.strip("/").split("/"):
         case ["v1", "models", *name]:
             return Target("plain"), "/".join(name)
@@ -100,19 +107,26 @@ def models_at(path: str) -> tuple[Target, str] | None:
 
 
 def check_path(path: str, arns: Sequence[str] = (), param: str | None = None) -> None:
-    """Raises InvalidRequest for a path that another server may read as another path: one with dot segments, backslashes
-    or encoded slashes, however often they are encoded. `arns`: its segments that may be ARNs with encoded slashes."""
-    decoded = _decoded(path)
+    """Raise InvalidRequest for a path that another server may read as another path.
+
+    Those are paths with dot segments, backslashes or encoded slashes, at any level of encoding. `arns`: segments that
+    may be ARNs with encoded slashes.
+    """
+    decoded = _decode_fully(path)
     if "\\" in decoded or any(segment in (".", "..") for segment in decoded.split("/")):
         what = "a backslash" if "\\" in decoded else "a dot segment"
     elif decoded.count("/") != path.count("/") + sum(map(_arn_slashes, arns)):
         what = "an encoded slash"
     else:
         return
-    raise InvalidRequest(f"the path {path[:200]!r} has {what} in it", param=param, hint="write the path out in full")
+    raise InvalidRequest(
+        f"the path {path[:200]!r} is not allowed: it has {what}",
+        param=param,
+        hint="write the path without dot segments, backslashes and encoded slashes",
+    )
 
 
-def _decoded(path: str) -> str:
+def _decode_fully(path: str) -> str:
     for _ in range(MAX_DECODINGS):
         path, before = unquote(path), path
         if path == before:
@@ -121,7 +135,7 @@ def _decoded(path: str) -> str:
 
 
 def _arn_slashes(segment: str) -> int:
-    """How many slashes an ARN has that is encoded once; 0 for any other segment."""
+    """Return the number of slashes in an ARN that is encoded once, and 0 for any other segment."""
     name = unquote(segment)
     return name.count("/") if name.startswith("arn:") else 0
 
@@ -131,7 +145,7 @@ def _gemini(version: str, rest: str) -> Target:
     model = unquote(name)
     if not 0 < len(model) <= MODEL_LENGTH:
         raise InvalidRequest(
-            f"the path has a model of {len(model)} characters", param="model", hint=f"1 to {MODEL_LENGTH}"
+            f"the model in the path has {len(model)} characters; 1 to {MODEL_LENGTH} are allowed", param="model"
         )
     streams = GEMINI_ACTIONS[f":{action}"]
     return Target("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)

@@ -1,7 +1,7 @@
-"""RedisLink: one connection to Redis that all calls share, in order, and that nobody waits for longer than agreed.
+"""RedisClient: one connection to Redis, shared by all requests, with a short timeout per command.
 
-A Redis that is slow is worse than one that is gone: every call would pay its delay. So a call has a budget (50 ms),
-after three in a row that ran out of it a breaker refuses the next ones at once, and connecting is no call's business.
+A slow Redis is worse than none, because every request would wait for it. So a command has a timeout (50 ms), a circuit
+breaker rejects commands at once after three consecutive timeouts, and a background task makes the connection.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ from emberline.core.errors import EmberlineError, InvalidRequest
 try:
     import hiredis
 except ImportError as e:
-    raise InvalidRequest("Redis needs the package hiredis", hint="pip install 'emberline[gateway]'") from e
+    raise InvalidRequest(
+        "Redis cannot be used: the package hiredis is not installed", hint="pip install 'emberline[gateway]'"
+    ) from e
 
-CONNECTING = 5.0  # seconds for a connection and its greeting
-LONGEST_PAUSE = 2.0  # seconds between tries to connect
-DEAF = 2.0  # seconds without an answer after which the connection is given up
+CONNECTING = 5.0  # includes AUTH, SELECT and PING
+LONGEST_PAUSE = 2.0
+DEAF = 2.0  # a connection that has answered nothing for so long is closed
 
 
 class LinkDown(EmberlineError):
-    """Redis was not asked, or did not answer in time: whether it did what it was asked to is not known."""
+    """Redis could not be reached or did not answer in time; the command may have been executed or not."""
 
     status = 503
     code = "store_failed"
 
 
 class RedisSaid(EmberlineError):
-    """It answered with an error."""
+    """Redis answered a command with an error."""
 
 
 @dataclass(slots=True)
 class LinkStats:
     calls: int = 0
-    slow: int = 0  # the budget ran out
-    refused: int = 0  # not asked: no connection, or the breaker is open
-    connects: int = 0
+    slow: int = 0  # commands without an answer in time
+    refused: int = 0  # commands not sent: no connection, or the circuit breaker is open
+    connects: int = 0  # connections made
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Lua that Redis keeps by its hash."""
+    """A Lua script, which Redis caches by its SHA-1 hash."""
 
     text: str
     sha: str = field(init=False)
@@ -59,45 +61,45 @@ class Script:
         object.__setattr__(self, "sha", hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest())
 
 
-class _Wire(asyncio.Protocol):
-    """Bytes to answers. Answers come in the order of the questions."""
+class _RedisProtocol(asyncio.Protocol):
+    """Sends commands and resolves their futures. Redis answers commands in order."""
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
-        self.asked: deque[asyncio.Future[Any]] = deque()
+        self.pending: deque[asyncio.Future[Any]] = deque()
         self._reader = hiredis.Reader(replyError=RedisSaid, protocolError=LinkDown)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one, but does not say so
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport does not subclass it
 
-    def ask(self, words: tuple[str | bytes | int, ...]) -> asyncio.Future[Any]:
-        if self._transport is None or self.closed.is_set():  # in the moment before its keeper knows
-            raise LinkDown("the connection to Redis was lost")
+    def send(self, command: tuple[str | bytes | int, ...]) -> asyncio.Future[Any]:
+        if self._transport is None or self.closed.is_set():  # just lost: RedisClient has not noticed yet
+            raise LinkDown("Redis command failed: the connection was lost")
         answer = asyncio.get_running_loop().create_future()
-        self.asked.append(answer)
-        self._transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]  # it packs numbers as well
+        self.pending.append(answer)
+        self._transport.write(hiredis.pack_command(command))  # type: ignore[arg-type]  # integers are accepted, too
         return answer
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
         try:
-            while (said := self._reader.gets()) is not False:
-                answer = self.asked.popleft()
+            while (reply := self._reader.gets()) is not False:
+                answer = self.pending.popleft()
                 if answer.done():
-                    continue  # nobody waits for it any more
-                if isinstance(said, RedisSaid):
-                    answer.set_exception(said)
+                    continue  # cancelled: the caller's timeout is over
+                if isinstance(reply, RedisSaid):
+                    answer.set_exception(reply)
                 else:
-                    answer.set_result(said)
+                    answer.set_result(reply)
         except (LinkDown, IndexError):
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for answer in self.asked:
+        for answer in self.pending:
             if not answer.done():
-                answer.set_exception(LinkDown("the connection to Redis was lost"))
-        self.asked.clear()
+                answer.set_exception(LinkDown("Redis command failed: the connection was lost"))
+        self.pending.clear()
         self.closed.set()
 
     def close(self) -> None:
@@ -106,59 +108,67 @@ class _Wire(asyncio.Protocol):
 
 
 class RedisLink:
-    """At redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?patience=MILLISECONDS]."""
+    """A client for redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?patience=MILLISECONDS].
+
+    `patience` is the timeout of one command.
+    """
 
     def __init__(self, url: str, clock: Clock, *, patience: float = 0.05) -> None:
         try:
             self._parts = urlsplit(url)
             self._host, self._port = self._parts.hostname or "", self._parts.port or 6379
         except ValueError as e:
-            raise InvalidRequest(f"the address of Redis is none: {e}") from e
+            raise InvalidRequest(f"the Redis URL is invalid: {e}", hint="redis://HOST:PORT/DATABASE") from e
         if self._parts.scheme not in ("redis", "rediss") or not self._host:
-            raise InvalidRequest("the address of Redis must be redis:// or rediss:// (TLS) and name a host")
-        self._clock, self.patience = clock, _patience(self._parts.query) or patience
+            raise InvalidRequest(
+                f"the Redis URL has the scheme {self._parts.scheme[:20]!r} and the host {self._host[:80]!r}",
+                hint="use redis://HOST:PORT or rediss://HOST:PORT (TLS)",
+            )
+        self._clock, self.patience = clock, _read_timeout(self._parts.query) or patience
         self._breaker = Breaker(pause=0.5)
-        self._wire: _Wire | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._connection: _RedisProtocol | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self.stats = LinkStats()
 
     async def start(self, seconds: float = 1.0) -> bool:
-        """Keeps a connection from now on; waits a moment for the first. False: not there yet, and no harm done."""
-        self._keeper = asyncio.create_task(self._keep())
+        """Connect in the background from now on. Wait up to `timeout_s` and return whether it is connected."""
+        self._connecting = asyncio.create_task(self._keep_connected())
         until = self._clock.now() + seconds
-        while self._wire is None and self._clock.now() < until:
+        while self._connection is None and self._clock.now() < until:
             await asyncio.sleep(0.01)
-        return self._wire is not None
+        return self._connection is not None
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
+        if self._connecting is not None:
+            self._connecting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+                await self._connecting
 
     @property
     def healthy(self) -> bool:
-        return self._wire is not None and self._breaker.allows(self._clock.now())
+        """Return whether commands are sent now: connected, and the circuit breaker is closed."""
+        return self._connection is not None and self._breaker.allows(self._clock.now())
 
-    def post(self, *words: str | bytes | int) -> asyncio.Future[Any]:
-        """Asks, without waiting for the answer."""
-        if self._wire is None:
+    def post(self, *command: str | bytes | int) -> asyncio.Future[Any]:
+        """Send a command and return the future of its answer. Raise RedisUnavailable without a connection."""
+        if self._connection is None:
             self.stats.refused += 1
-            raise LinkDown("there is no connection to Redis")
+            raise LinkDown(f"Redis command was not sent: no connection to {self._host}:{self._port}")
         self.stats.calls += 1
-        return self._wire.ask(words)
+        return self._connection.send(command)
 
-    async def call(self, *words: str | bytes | int) -> Any:
+    async def call(self, *command: str | bytes | int) -> Any:
+        """Send a command and return its answer. Raise RedisUnavailable after the timeout."""
         now = self._clock.now()
         if not self._breaker.allows(now):
             self.stats.refused += 1
-            raise LinkDown("Redis was too slow a moment ago, and is left alone")
-        answer = self.post(*words)
+            raise LinkDown("Redis command was not sent: the circuit breaker is open after several timeouts")
+        answer = self.post(*command)
         self._breaker.began(now)
         try:
             await asyncio.wait((answer,), timeout=self.patience)
             if not answer.done():
-                await asyncio.sleep(0)  # this process may be the slow one: the answer is there, but not read
+                await asyncio.sleep(0)  # this process may be slow: then the answer has arrived but is not read yet
         except asyncio.CancelledError:
             self._breaker.neither()
             answer.cancel()
@@ -167,11 +177,12 @@ class RedisLink:
             answer.cancel()
             self.stats.slow += 1
             self._breaker.failed(self._clock.now())
-            raise LinkDown(f"Redis did not answer within {self.patience * 1000:.0f} ms")
-        self._tell(answer.exception())
+            raise LinkDown(f"Redis command timed out after {self.patience * 1000:.0f} ms")
+        self._record_outcome(answer.exception())
         return answer.result()
 
     async def run(self, script: Script, keys: list[str], values: list[str | int]) -> Any:
+        """Run a script by its hash; send its text only if Redis does not have it."""
         try:
             return await self.call("EVALSHA", script.sha, len(keys), *keys, *values)
         except RedisSaid as e:
@@ -179,55 +190,58 @@ class RedisLink:
                 raise
         return await self.call("EVAL", script.text, len(keys), *keys, *values)
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _record_outcome(self, error: BaseException | None) -> None:
         if isinstance(error, LinkDown):
             self._breaker.failed(self._clock.now())
         else:
             self._breaker.succeeded()
 
-    async def _keep(self) -> None:
-        pause = 0.05
+    async def _keep_connected(self) -> None:
+        delay = 0.05
         while True:
-            wire = _Wire()
+            connection = _RedisProtocol()
             try:
-                await self._connect(wire)
-                self._wire, pause = wire, 0.05
+                await self._connect(connection)
+                self._connection, delay = connection, 0.05
                 self.stats.connects += 1
-                await self._listen(wire)
-            except (OSError, ValueError, TimeoutError, LinkDown, RedisSaid):  # ValueError: of a name that is none
+                await self._wait_until_lost(connection)
+            except (OSError, ValueError, TimeoutError, LinkDown, RedisSaid):  # ValueError: an invalid host name
                 pass
             finally:
-                self._wire = None
-                wire.close()
-            await asyncio.sleep(pause)
-            pause = min(LONGEST_PAUSE, pause * 2)
+                self._connection = None
+                connection.close()
+            await asyncio.sleep(delay)
+            delay = min(LONGEST_PAUSE, delay * 2)
 
-    async def _connect(self, wire: _Wire) -> None:
+    async def _connect(self, connection: _RedisProtocol) -> None:
         parts, tls = self._parts, self._parts.scheme == "rediss"
         async with asyncio.timeout(CONNECTING):
             await asyncio.get_running_loop().create_connection(
-                lambda: wire, self._host, self._port, ssl=ssl.create_default_context() if tls else None
+                lambda: connection, self._host, self._port, ssl=ssl.create_default_context() if tls else None
             )
             if parts.password:
                 user = (unquote(parts.username),) if parts.username else ()
-                await wire.ask(("AUTH", *user, unquote(parts.password)))
-            if (base := parts.path.strip("/")) and base != "0":
-                await wire.ask(("SELECT", base))
-            await wire.ask(("PING",))
+                await connection.send(("AUTH", *user, unquote(parts.password)))
+            if (database := parts.path.strip("/")) and database != "0":
+                await connection.send(("SELECT", database))
+            await connection.send(("PING",))
 
-    async def _listen(self, wire: _Wire) -> None:
-        """Until the connection is lost, or nothing has been answered for too long."""
-        while not wire.closed.is_set():
-            oldest = wire.asked[0] if wire.asked else None
+    async def _wait_until_lost(self, connection: _RedisProtocol) -> None:
+        """Return when the connection is lost, or when the oldest command has no answer for too long."""
+        while not connection.closed.is_set():
+            oldest = connection.pending[0] if connection.pending else None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wire.closed.wait(), DEAF)
-            if oldest is not None and wire.asked and wire.asked[0] is oldest:
+                await asyncio.wait_for(connection.closed.wait(), DEAF)
+            if oldest is not None and connection.pending and connection.pending[0] is oldest:
                 return
 
 
-def _patience(query: str) -> float | None:
-    said = parse_qs(query, keep_blank_values=True)
-    milliseconds = said.pop("patience", ["1"])[0]
-    if said or not milliseconds.isdecimal() or not 0 < int(milliseconds) <= 60_000:
-        raise InvalidRequest("the address of Redis may have ?patience=MILLISECONDS, from 1 to 60000, and nothing else")
+def _read_timeout(query: str) -> float | None:
+    parameters = parse_qs(query, keep_blank_values=True)
+    milliseconds = parameters.pop("patience", ["1"])[0]
+    if parameters or not milliseconds.isdecimal() or not 0 < int(milliseconds) <= 60_000:
+        raise InvalidRequest(
+            f"the Redis URL has the query {query[:80]!r}",
+            hint="only ?patience=MILLISECONDS is allowed, from 1 to 60000: the timeout of a command",
+        )
     return int(milliseconds) / 1000 if query else None

@@ -1,5 +1,8 @@
-"""The stack: one handler out of layers. Each takes a handler and gives one; the first of the list is the outermost. A
-layer with nothing to do for a call returns the inner one's coroutine, which costs less than one of its own."""
+"""stack_layers: combines the gateway's layers into one handler.
+
+A layer is a function from a handler to a handler. A layer that has nothing to do for a request returns the coroutine of
+the inner handler, which costs less than a coroutine of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from emberline.gateway.call import Handler, Layer
 
 
 def stacked(layers: Sequence[Layer], innermost: Handler) -> Handler:
+    """Return one handler: the first layer is the outermost."""
     handler = innermost
     for layer in reversed(layers):
         handler = layer(handler)

@@ -1,5 +1,7 @@
-"""Survey: what the gateway needs to know of a large body, read once in another process. The layers then ask the call,
-and none of them decodes the body on the event loop."""
+"""BodySummary: what the layers need to know about a large request body.
+
+It is computed once, in another process, so that no layer decodes a large body on the event loop.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +14,35 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.body import Peek, canonical, peek
 from emberline.gateway.costs.estimate import estimated_input
 
-MOST_FIELDS = 64  # of an object that is kept of a body: stream_options and generationConfig
+MOST_FIELDS = 64  # of stream_options and generationConfig; a larger object is dropped
 
 
 class Survey(msgspec.Struct, frozen=True):
-    seen: Peek | None  # None: the body is no JSON object, or names a model that is too long
-    error: str  # why
-    tokens: int  # of its input, about
-    canonical: bytes  # a digest of it
+    seen: Peek | None  # None: the body is invalid
+    error: str  # the reason, if the body is invalid
+    tokens: int  # estimate
+    canonical: bytes
 
 
 def survey(body: bytes) -> Survey:
-    seen, error = None, ""
+    """Return the summary of a body, valid or not."""
+    fields, error = None, ""
     try:
-        seen = _small(peek(body))
+        fields = _without_large_values(peek(body))
     except InvalidRequest as e:
         error = e.message
     digest = hashlib.sha256(canonical(body)).digest()
-    return Survey(seen, error, estimated_input(body), b"sha256:" + digest)
+    return Survey(fields, error, estimated_input(body), b"sha256:" + digest)
 
 
-def _small(seen: Peek) -> Peek:
-    """Without values that no field of this kind has: they need not come back from the other process."""
-    return Peek(*(_scalar(getattr(seen, name), dive=True) for name in Peek.__struct_fields__))
+def _without_large_values(fields: Peek) -> Peek:
+    """Return the fields without values of invalid types, which may be large to copy between processes."""
+    return Peek(*(_small_value(getattr(fields, name), nested=True) for name in Peek.__struct_fields__))
 
 
-def _scalar(value: Any, *, dive: bool = False) -> Any:
-    if isinstance(value, dict) and dive and len(value) <= MOST_FIELDS:
-        return {key: _scalar(inner) for key, inner in value.items() if len(key) < 256}
+def _small_value(value: Any, *, nested: bool = False) -> Any:
+    if isinstance(value, dict) and nested and len(value) <= MOST_FIELDS:
+        return {key: _small_value(inner) for key, inner in value.items() if len(key) < 256}
     return value if value is None or isinstance(value, (bool, int, float)) or (
         isinstance(value, str) and len(value) < 4096
     ) else None  # fmt: skip

@@ -1,1 +1,1 @@
-"""The management API: what a gateway has been told, and what it has done. Handlers over a Store; no HTTP."""
+"""The management API: settings, keys, routes, logs and costs of gateways. It is independent of HTTP."""

@@ -1,5 +1,8 @@
-"""Admin: the management API in one call. Who asks must be an admin of the account; every path is known to the OpenAPI
-document; what goes wrong is an error in the shape of the path's face."""
+"""AdminAPI: dispatches requests of the management API to its endpoints.
+
+Callers need an admin key of the account. The OpenAPI document describes every path. Errors have OpenAI's form, or the
+form of Cloudflare's API on Cloudflare's paths.
+"""
 
 from __future__ import annotations
 
@@ -37,106 +40,133 @@ from emberline.gateway.keys.identity import Identity
 
 log = logging.getLogger("emberline.gateway.admin")
 
-CLIENT = "/client/v4"  # where Cloudflare's clients begin
+CLIENT = "/client/v4"  # optional prefix of the paths that Cloudflare's clients use
 MOST_PARAMETERS = 64
-_OURS = re.compile(r"/admin/|/accounts/[^/]+/ai-gateway(/|$)")  # what else an account has is inference
+_ADMIN_PATH = re.compile(r"/admin/|/accounts/[^/]+/ai-gateway(/|$)")  # other paths of an account are inference
 
 
 class Admin:
-    def __init__(self, desk: Desk, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
-        self._logs = LogDesk(desk)
+    def __init__(self, context: Desk, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
+        self._logs = LogDesk(context)
         self._endpoints = [
             Endpoint("GET", "/admin/openapi.json", "This document", self._document),
-            *gateways.endpoints(desk),
-            *SpentDesk(desk).endpoints(),
-            *KeyDesk(desk).endpoints(),
-            *ProviderKeyDesk(desk).endpoints(),
-            *CatalogueDesk(desk, catalogue or CatalogueFiles()).endpoints(),
-            *RouteDesk(desk).endpoints(),
+            *gateways.endpoints(context),
+            *SpentDesk(context).endpoints(),
+            *KeyDesk(context).endpoints(),
+            *ProviderKeyDesk(context).endpoints(),
+            *CatalogueDesk(context, catalogue or CatalogueFiles()).endpoints(),
+            *RouteDesk(context).endpoints(),
             *self._logs.endpoints(),
-            *AuditDesk(desk).endpoints(),
-            *CloudflareDesk(desk).endpoints(),
-            *CloudflareRoutes(desk).endpoints(),
-            *CloudflareProviders(desk).endpoints(),
-            *Datasets(desk).endpoints(),
+            *AuditDesk(context).endpoints(),
+            *CloudflareDesk(context).endpoints(),
+            *CloudflareRoutes(context).endpoints(),
+            *CloudflareProviders(context).endpoints(),
+            *Datasets(context).endpoints(),
         ]
         self._openapi = document(self._endpoints, version)
 
     @staticmethod
     def owns(path: str) -> bool:
-        """Whether a path belongs to this API. Paths are as on the wire, still percent-encoded."""
-        return _OURS.match(path.removeprefix(CLIENT)) is not None
+        """Return whether a path, still percent-encoded, belongs to this API."""
+        return _ADMIN_PATH.match(path.removeprefix(CLIENT)) is not None
 
     async def handle(
         self, method: str, path: str, query: str, body: bytes, identity: Identity, origin: str = ""
     ) -> tuple[int, Any]:
-        """Status, and what to send as JSON. `origin`: scheme and host by which the caller reached the gateway."""
+        """Return the status and the JSON value to send; every failure becomes an error value.
+
+        `origin`: scheme and host by which the caller reached the gateway.
+        """
         path = path.removeprefix(CLIENT)
-        cloudflare = path.startswith("/accounts/")
+        is_cloudflare = path.startswith("/accounts/")
         try:
-            endpoint, ask = self._asked(method, path, query, body, identity)
+            endpoint, request = self._read_request(method, path, query, body, identity)
             if endpoint.lines:
-                raise InvalidRequest("this answers with JSON lines")
-            found = await endpoint.handle(replace(ask, origin=origin))
-            return endpoint.status, msgspec.to_builtins(envelope(found) if cloudflare else found)
+                raise InvalidRequest(f"{path[:200]} is an export and answers with JSON lines, not with JSON")
+            result = await endpoint.handle(replace(request, origin=origin))
+            return endpoint.status, msgspec.to_builtins(envelope(result) if is_cloudflare else result)
         except Exception as e:
             if not isinstance(e, EmberlineError):
-                log.exception("%s %s", method, path)
-                e = EmberlineError("the gateway made a mistake", hint="its log says more; please report it")
-            return e.status, error_envelope(e) if cloudflare else openai_error(e).body
+                log.exception("Management request failed with an internal error: method=%s path=%s", method, path)
+                e = EmberlineError(
+                    f"{method[:20]} {path[:200]} failed with an internal error of the gateway",
+                    hint="the gateway's log has the details; please report them",
+                )
+            return e.status, error_envelope(e) if is_cloudflare else openai_error(e).body
 
     def exports(self, method: str, path: str) -> bool:
-        """Whether this is answered with JSON lines."""
+        """Return whether the endpoint answers with JSON lines, so that `export` must be called."""
         return any(e.lines and e.method == method and e.match(path) is not None for e in self._endpoints)
 
     def export(self, method: str, path: str, query: str, identity: Identity) -> AsyncIterator[bytes]:
-        """Raises before the first line if it may not be, or is wrongly asked."""
-        _, ask = self._asked(method, path, query, b"", identity)
-        return self._logs.lines(ask)
+        """Return the lines of an export. Raise EmberlineError at once if the request is invalid or forbidden."""
+        _, request = self._read_request(method, path, query, b"", identity)
+        return self._logs.lines(request)
 
-    def _asked(self, method: str, path: str, query: str, body: bytes, identity: Identity) -> tuple[Endpoint, Ask]:
-        endpoint, parts = self._found(method, path)
-        if "account" in parts:
-            _admit(identity, named(parts["account"], "account"))
-        ask = Ask(identity, parts, _read(query), body)
-        if wrong := unknown(ask.query, endpoint.query):
-            raise InvalidRequest(f"there is no parameter {wrong[:80]!r} here", param=wrong[:80])
+    def _read_request(
+        self, method: str, path: str, query: str, body: bytes, identity: Identity
+    ) -> tuple[Endpoint, Ask]:
+        endpoint, path_parameters = self._find_endpoint(method, path)
+        if "account" in path_parameters:
+            _check_access(identity, named(path_parameters["account"], "account"))
+        request = Ask(identity, path_parameters, _read_query(query), body)
+        if name := unknown(request.query, endpoint.query):
+            known = ", ".join(endpoint.query)
+            raise InvalidRequest(
+                f"unknown query parameter {name[:80]!r} of {method} {path[:200]}",
+                param=name[:80],
+                hint=f"known parameters: {known}" if known else "this endpoint has no query parameters",
+            )
         if body and endpoint.request is None and method not in ("PATCH",):
-            raise InvalidRequest("this takes no body")
-        return endpoint, ask
+            raise InvalidRequest(f"{method} {path[:200]} takes no body", hint="send the request without a body")
+        return endpoint, request
 
-    def _found(self, method: str, path: str) -> tuple[Endpoint, dict[str, str]]:
-        others = []
+    def _find_endpoint(self, method: str, path: str) -> tuple[Endpoint, dict[str, str]]:
+        methods = []
         for endpoint in self._endpoints:
-            if (parts := endpoint.match(path)) is not None:
+            if (path_parameters := endpoint.match(path)) is not None:
                 if endpoint.method == method:
-                    return endpoint, parts
-                others.append(endpoint.method)
-        if others:
-            allowed = ", ".join(dict.fromkeys(others))
-            raise MethodNotAllowed(f"this takes {allowed}, not {method[:20]}", allowed=allowed)
-        raise NotFound(f"there is no {path[:200]}", hint="/admin/openapi.json lists what there is")
+                    return endpoint, path_parameters
+                methods.append(endpoint.method)
+        if methods:
+            allowed = ", ".join(dict.fromkeys(methods))
+            raise MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method[:20]}", allowed=allowed)
+        raise NotFound(f"the management API has no path {path[:200]!r}", hint="GET /admin/openapi.json lists all paths")
 
-    async def _document(self, ask: Ask) -> dict[str, Any]:
+    async def _document(self, request: Ask) -> dict[str, Any]:
         return self._openapi
 
 
-def _admit(identity: Identity, account: str) -> None:
+def _check_access(identity: Identity, account: str) -> None:
+    """Raise Unauthorized or Forbidden unless the caller has an admin key of the account."""
     if identity.kind == "anonymous":
-        raise Unauthorized("the management API needs a key", hint="send Authorization: Bearer KEY")
+        raise Unauthorized(
+            "the management API requires an admin key and the request has none", hint="send Authorization: Bearer KEY"
+        )
     if not identity.admin:
-        raise Forbidden("this key may not manage", hint="it needs the scope admin")
+        raise Forbidden(
+            f"key {identity.name!r} may not use the management API: it does not have the scope admin",
+            hint="use an admin key, or add the scope admin to this one",
+        )
     if not fnmatchcase(account, identity.account):
-        raise Forbidden(f"this key is not of account {account!r}")
+        raise Forbidden(
+            f"key {identity.name!r} belongs to account {identity.account!r} and may not manage account {account!r}",
+            hint=f"use an admin key of account {account!r}",
+        )
 
 
-def _read(query: str) -> dict[str, str]:
+def _read_query(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_PARAMETERS, errors="strict")
     except ValueError as e:
-        raise InvalidRequest(f"the query cannot be read: {e}") from e
-    pairs = gathered(pairs)
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise InvalidRequest("a parameter is given twice", hint="put several values in one, with commas between")
-    return found
+        raise InvalidRequest(f"the URL's query is invalid: {e}") from e
+    parameters: dict[str, str] = {}
+    for name, value in gathered(pairs):
+        if name in parameters:
+            raise InvalidRequest(
+                f"query parameter {name[:80]!r} is given twice",
+                param=name[:80],
+                hint="put several values into one parameter, with commas between them",
+            )
+        parameters[name] = value
+    return parameters

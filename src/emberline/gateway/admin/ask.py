@@ -1,4 +1,4 @@
-"""Ask: one request to the management API."""
+"""AdminRequest: one request to the management API, and the decoding of its values."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from emberline.net.notjson import NOT_JSON
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_AT = re.compile(r"(.*?)(?: - at `\$?\.?(.*)`)?", re.S)
+_MESSAGE_AND_PATH = re.compile(r"(.*?)(?: - at `\$?\.?(.*)`)?", re.S)
 _FIELD = re.compile(r"field `(.*)`")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     identity: Identity
-    parts: Mapping[str, str]  # of the path
+    parts: Mapping[str, str]
     query: Mapping[str, str]
     body: bytes
     origin: str = ""  # scheme and host by which the caller reached the gateway
@@ -35,24 +35,30 @@ class Ask:
     def read(self, kind: type[T]) -> T:
         return decoded(self.body, kind)
 
-    def number(self, name: str, default: int, least: int, most: int) -> int:
+    def number(self, name: str, default: int, minimum: int, maximum: int) -> int:
+        """Return a query parameter. Raise InvalidRequest if it is not an integer in the range."""
         text = self.query.get(name)
         if text is None:
             return default
-        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not least <= int(text) <= most:
-            raise InvalidRequest(f"{name} must be a whole number from {least} to {most}", param=name)
+        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not minimum <= int(text) <= maximum:
+            raise InvalidRequest(
+                f"query parameter {name} is {text[:40]!r}; it must be an integer from {minimum} to {maximum}",
+                param=name,
+            )
         return int(text)
 
     def flag(self, name: str) -> bool | None:
+        """Return a query parameter, or None if it is not given. Raise InvalidRequest unless true or false."""
         text = self.query.get(name)
         if text is None:
             return None
         if text not in ("true", "false"):
-            raise InvalidRequest(f"{name} must be true or false", param=name)
+            raise InvalidRequest(f"query parameter {name} is {text[:40]!r}; it must be true or false", param=name)
         return text == "true"
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
+    """Decode JSON as this type; an empty body is {}. Raise InvalidRequest if it does not fit."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as e:
@@ -61,28 +67,29 @@ def decoded(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 
-def converted(found: Any, kind: type[T]) -> T:
+def converted(value: Any, kind: type[T]) -> T:
+    """Convert decoded JSON to this type. Raise InvalidRequest if it does not fit."""
     try:
-        return msgspec.convert(found, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
         raise invalid(e) from e
 
 
 def invalid(e: msgspec.ValidationError) -> InvalidRequest:
-    """msgspec says what was wrong and, at the end, where."""
+    """Return the error with msgspec's message; its `param` is the path at the end of that message."""
     if isinstance(e.__cause__, InvalidRequest):
         return e.__cause__
-    found = _AT.fullmatch(str(e))
-    assert found is not None
-    what, where = found[1], found[2] or ""
-    if field := _FIELD.search(what):  # that is missing, or not known
-        where = f"{where}.{field[1]}" if where else field[1]
-    return InvalidRequest(what, param=where or None)
+    parts = _MESSAGE_AND_PATH.fullmatch(str(e))
+    assert parts is not None
+    message, path = parts[1], parts[2] or ""
+    if field := _FIELD.search(message):  # a missing or unknown field is only in the message
+        path = f"{path}.{field[1]}" if path else field[1]
+    return InvalidRequest(message, param=path or None)
 
 
 def named(name: str, param: str) -> str:
-    """A name that can stand in a path."""
+    """Return the name if it can be part of a URL path, else raise InvalidRequest."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
-        hint = "1 to 64 letters, digits, dots, dashes and underscores"
+        hint = "use 1 to 64 letters, digits, dots, dashes and underscores"
         raise InvalidRequest(f"{param} {name[:80]!r} is not a valid name", param=param, hint=hint)
     return name

@@ -1,4 +1,4 @@
-"""Audit: who changed what, newest first."""
+"""AuditEndpoints: the audit log, which has every change and the key that made it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from emberline.gateway.admin.shelf import Listing
 
 
 class AuditDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         path, query = "/admin/accounts/{account}/audit", ("before", "limit")
-        return [Endpoint("GET", path, "Who changed what, newest first", self.list, reply=Listing, query=query)]
+        summary = "Audit log: changes and the keys that made them, newest first"
+        return [Endpoint("GET", path, summary, self.list, reply=Listing, query=query)]
 
-    async def list(self, ask: Ask) -> Listing:
-        limit = ask.number("limit", PAGE, 1, MOST)
-        before = ask.number("before", 0, 0, 2**53)
-        found = await self._desk.store.audits(ask.account, before=before, limit=limit + 1)
-        shown = [
+    async def list(self, request: Ask) -> Listing:
+        limit = request.number("limit", PAGE, 1, MOST)
+        before = request.number("before", 0, 0, 2**53)
+        found = await self._context.store.audits(request.account, before=before, limit=limit + 1)
+        views = [
             AuditView(
                 number=each.number,
                 at=each.at,
@@ -35,4 +36,4 @@ class AuditDesk:
             )
             for each in found[:limit]
         ]
-        return Listing(shown, str(shown[-1].number) if len(found) > limit else "")
+        return Listing(views, str(views[-1].number) if len(found) > limit else "")

@@ -1,4 +1,4 @@
-"""What the gateway knows without being configured: the providers that exist, and the models of the price catalogue."""
+"""CatalogueEndpoints: the known providers, and the models of the price catalogue."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from emberline.gateway.providers.registry import KNOWN
 
 class KnownProvider(msgspec.Struct, frozen=True, kw_only=True):
     slug: str
-    base_url: str  # where requests go unless the settings say another; {name}: filled in from the key or the settings
+    base_url: str  # default; {name} is filled in from the key or the settings
     needs_key: bool
-    has_key: bool  # whether this account has stored one
-    speaks: list[str]
+    has_key: bool  # this account has a stored key
+    speaks: list[str]  # dialects
 
 
 class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # provider/model
     kind: str  # chat, embedding
-    price: Any  # micro-dollars per million tokens; null: unknown
+    price: Any  # in micro-dollars per million tokens; null: unknown
     context: int | None  # tokens
     max_output: int | None  # tokens
     source: str
@@ -34,21 +34,23 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CatalogueDesk:
-    def __init__(self, desk: Desk, catalogue: CatalogueFiles) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk, catalogue: CatalogueFiles) -> None:
+        self._context = context
         self._catalogue = catalogue
 
     def endpoints(self) -> list[Endpoint]:
         base, page = "/admin/accounts/{account}", ("after", "limit")
         return [
-            Endpoint("GET", f"{base}/providers", "Every known provider", self.providers, reply=Listing, query=page),
-            Endpoint("GET", f"{base}/catalogue", "Every model it has", self.models, reply=Listing, query=page),
+            Endpoint("GET", f"{base}/providers", "List known providers", self.providers, reply=Listing, query=page),
+            Endpoint(
+                "GET", f"{base}/catalogue", "List the price catalogue's models", self.models, reply=Listing, query=page
+            ),
         ]
 
-    async def providers(self, ask: Ask) -> Listing:
-        keys = {Place.of(document).provider for document in await self._desk.all("provider_key", ask.account)}
+    async def providers(self, request: Ask) -> Listing:
+        keys = {Place.of(document).provider for document in await self._context.all("provider_key", request.account)}
         return _page(
-            ask,
+            request,
             {
                 slug: KnownProvider(
                     slug=slug,
@@ -61,12 +63,14 @@ class CatalogueDesk:
             },
         )
 
-    async def models(self, ask: Ask) -> Listing:
-        return _page(ask, {f"{model.provider}/{model.name}": _row(model) for model in self._catalogue.current.models()})
+    async def models(self, request: Ask) -> Listing:
+        return _page(
+            request, {f"{model.provider}/{model.name}": _row(model) for model in self._catalogue.current.models()}
+        )
 
 
-def _page(ask: Ask, rows: dict[str, Any]) -> Listing:
-    limit, after = ask.number("limit", PAGE, 1, MOST), ask.query.get("after", "")
+def _page(request: Ask, rows: dict[str, Any]) -> Listing:
+    limit, after = request.number("limit", PAGE, 1, MOST), request.query.get("after", "")
     left = sorted(id for id in rows if id > after)
     return Listing([rows[id] for id in left[:limit]], left[limit - 1] if len(left) > limit else "")
 

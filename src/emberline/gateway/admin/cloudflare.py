@@ -1,6 +1,7 @@
-"""The management API as Cloudflare's clients speak it: its paths, names, pages and envelope, over the same store.
+"""The management API with Cloudflare's paths, names, pages and envelope, over the same store.
 
-What a field asks for that is not done here (log push, a limit of rows, ...) is refused unless it asks for nothing.
+Fields for features that the gateway does not have (log push, a limit of log rows, ...) are accepted only with the value
+that turns the feature off.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from emberline.net.notjson import NOT_JSON
 
 ROOT = "/accounts/{account}/ai-gateway"
 PAGES = ("page", "per_page")
-DEEPEST = 10_000  # records that can be reached by numbered pages; beyond, and better, by cursor
-RATE_LIMIT = "rate_limiting"  # the name of the rule that stands for its three fields
-_CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}
+DEEPEST = 10_000  # reachable by page number; further ones by cursor
+RATE_LIMIT = "rate_limiting"  # name of the rule for Cloudflare's three rate_limiting fields
+_CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}  # HTTP status -> Cloudflare's error code
 
 
 class Paged(msgspec.Struct, frozen=True):
-    """A result with something to say about it."""
+    """A result with a `result_info` beside it."""
 
     result: list[Any]
     info: dict[str, Any]
 
 
 class Beside(msgspec.Struct, frozen=True):
-    """A result that Cloudflare's clients look for under another name."""
+    """A result that Cloudflare's clients also expect under another name."""
 
     name: str
     result: Any
@@ -83,139 +84,156 @@ class GatewayWish(Strict, frozen=True, kw_only=True):
         )
 
     def _rates(self, old: Settings) -> tuple[dict[str, Any], ...]:
-        """Other rules stay as they are; 0 is no limit."""
+        """Return the rules with the rate limit changed; a limit of 0 removes it."""
         rule = _rate_rule(old)
         limit = _or(self.rate_limiting_limit, rule.get("limit", 0))
         interval = _or(self.rate_limiting_interval, rule.get("per", 0))
         technique = _or(self.rate_limiting_technique, rule.get("technique", "fixed"))
         if bool(limit) != bool(interval):
-            raise InvalidRequest("a rate limit needs rate_limiting_limit and rate_limiting_interval", param=RATE_LIMIT)
+            raise InvalidRequest(
+                f"a rate limit needs both values: rate_limiting_limit is {limit}, rate_limiting_interval is {interval}",
+                param=RATE_LIMIT,
+                hint="set both above 0, or both to 0 for no limit",
+            )
         others = tuple(each for each in old.limits if each.get("name") != RATE_LIMIT)
         own = {"name": RATE_LIMIT, "limit": limit, "per": interval, "technique": technique}
         return (own, *others) if limit else others
 
 
 class CloudflareDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._gateways = Gateways(desk)
-        self._providers = CustomProviders(desk)
-        self._logs = LogDesk(desk)
+    def __init__(self, context: Desk) -> None:
+        self._context = context
+        self._gateways = Gateways(context)
+        self._providers = CustomProviders(context)
+        self._logs = LogDesk(context)
 
     def endpoints(self) -> list[Endpoint]:
         gateways, logs = f"{ROOT}/gateways", f"{ROOT}/gateways/{{gateway}}/logs"
         custom = f"{ROOT}/custom-providers"
-        listed = (*PAGES, "search", "enable", "beta")
-        paged = (*PAGES, *ORDER, *logquery.QUERY, "before", "meta_info", "dataset")
-        erased = (*logquery.QUERY, *ORDER, "limit")
-        found = [
-            Endpoint("GET", gateways, "Gateways", self.gateways, query=(*PAGES, "search")),
-            Endpoint("POST", gateways, "Make a gateway", self.create_gateway, GatewayWish),
-            Endpoint("GET", f"{gateways}/{{gateway}}", "One gateway", self.gateway),
+        list_query = (*PAGES, "search", "enable", "beta")
+        logs_query = (*PAGES, *ORDER, *logquery.QUERY, "before", "meta_info", "dataset")
+        erase_query = (*logquery.QUERY, *ORDER, "limit")
+        endpoints = [
+            Endpoint("GET", gateways, "List gateways", self.gateways, query=(*PAGES, "search")),
+            Endpoint("POST", gateways, "Create a gateway", self.create_gateway, GatewayWish),
+            Endpoint("GET", f"{gateways}/{{gateway}}", "Get a gateway", self.gateway),
             Endpoint("PUT", f"{gateways}/{{gateway}}", "Change a gateway", self.change_gateway, GatewayWish),
             Endpoint("DELETE", f"{gateways}/{{gateway}}", "Delete a gateway", self.delete_gateway),
-            Endpoint("GET", logs, "A gateway's log", self.logs, query=paged),
-            Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=erased),
-            Endpoint("GET", f"{logs}/{{id}}", "One record", self._logs.get),
-            Endpoint("PATCH", f"{logs}/{{id}}", "Give feedback on it", self.edit_log, FeedbackWish),
-            Endpoint("GET", f"{logs}/{{id}}/request", "What was asked", self._logs.request),
-            Endpoint("GET", f"{logs}/{{id}}/response", "What was answered", self._logs.response),
-            Endpoint("GET", custom, "Custom providers", self.providers, query=listed),
-            Endpoint("POST", custom, "Make a custom provider", self.create_provider, CustomProvider),
-            Endpoint("GET", f"{custom}/{{slug}}", "One custom provider", self.provider),
+            Endpoint("GET", logs, "List a gateway's log records", self.logs, query=logs_query),
+            Endpoint("DELETE", logs, "Delete records that match the filters", self._logs.erase, query=erase_query),
+            Endpoint("GET", f"{logs}/{{id}}", "Get a log record", self._logs.get),
+            Endpoint("PATCH", f"{logs}/{{id}}", "Add feedback to a log record", self.edit_log, FeedbackWish),
+            Endpoint("GET", f"{logs}/{{id}}/request", "Get a record's request body", self._logs.request),
+            Endpoint("GET", f"{logs}/{{id}}/response", "Get a record's response body", self._logs.response),
+            Endpoint("GET", custom, "List custom providers", self.providers, query=list_query),
+            Endpoint("POST", custom, "Create a custom provider", self.create_provider, CustomProvider),
+            Endpoint("GET", f"{custom}/{{slug}}", "Get a custom provider", self.provider),
             Endpoint("PATCH", f"{custom}/{{slug}}", "Change a custom provider", self.patch_provider),
             Endpoint("DELETE", f"{custom}/{{slug}}", "Delete a custom provider", self.delete_provider),
         ]
-        return [replace(each, cloudflare=True) for each in found]
+        return [replace(each, cloudflare=True) for each in endpoints]
 
     # Gateways
 
-    async def gateways(self, ask: Ask) -> Paged:
-        stored = [self._gateways.view(each) for each in await self._desk.all("gateway", ask.account)]
-        fixed = [
+    async def gateways(self, request: Ask) -> Paged:
+        stored = [self._gateways.view(each) for each in await self._context.all("gateway", request.account)]
+        configured = [
             Stored(id=name, version=0, updated=0, value=settings)
-            for (account, name), settings in self._desk.fixed.items()
-            if account == ask.account
+            for (account, name), settings in self._context.fixed.items()
+            if account == request.account
         ]
-        search = ask.query.get("search", "")
-        return numbered(ask, [gateway_view(each) for each in (*fixed, *stored) if search in each.id])
+        search = request.query.get("search", "")
+        return numbered(request, [gateway_view(each) for each in (*configured, *stored) if search in each.id])
 
-    async def gateway(self, ask: Ask) -> dict[str, Any]:
-        return gateway_view(await self._gateways.get(ask))
+    async def gateway(self, request: Ask) -> dict[str, Any]:
+        return gateway_view(await self._gateways.get(request))
 
-    async def create_gateway(self, ask: Ask) -> dict[str, Any]:
-        wish = ask.read(GatewayWish)
-        if wish.id is None:
-            raise InvalidRequest("a gateway needs an id", param="id")
-        made = with_parts(ask, {"gateway": wish.id}, wish.over(Settings(logs=Logging())))
-        return gateway_view(await self._gateways.create(made))
+    async def create_gateway(self, request: Ask) -> dict[str, Any]:
+        spec = request.read(GatewayWish)
+        if spec.id is None:
+            raise InvalidRequest("the new gateway has no id", param="id", hint="set id, the gateway's name")
+        create = with_parts(request, {"gateway": spec.id}, spec.over(Settings(logs=Logging())))
+        return gateway_view(await self._gateways.create(create))
 
-    async def change_gateway(self, ask: Ask) -> dict[str, Any]:
-        wish, old = ask.read(GatewayWish), await self._gateways.get(ask)
-        if wish.id not in (None, old.id):
-            raise InvalidRequest("the id of a gateway cannot be changed", param="id")
-        return gateway_view(await self._gateways.put(with_parts(ask, {}, wish.over(old.value))))
+    async def change_gateway(self, request: Ask) -> dict[str, Any]:
+        spec, old = request.read(GatewayWish), await self._gateways.get(request)
+        if spec.id not in (None, old.id):
+            raise InvalidRequest(
+                f"the id of gateway {old.id!r} cannot be changed to {spec.id!r}", param="id", hint="leave id out"
+            )
+        return gateway_view(await self._gateways.put(with_parts(request, {}, spec.over(old.value))))
 
-    async def delete_gateway(self, ask: Ask) -> dict[str, Any]:
-        return await self._gateways.delete(ask)
+    async def delete_gateway(self, request: Ask) -> dict[str, Any]:
+        return await self._gateways.delete(request)
 
     # Logs
 
-    async def logs(self, ask: Ask) -> Paged:
-        if ask.flag("meta_info"):
-            raise InvalidRequest("meta_info is not counted here", param="meta_info", hint="leave it out; see rollups")
-        page, per_page = page_of(ask, 20)
+    async def logs(self, request: Ask) -> Paged:
+        if request.flag("meta_info"):
+            raise InvalidRequest(
+                "meta_info=true is not supported: the gateway does not count the matching records",
+                param="meta_info",
+                hint="leave meta_info out; /admin/accounts/ACCOUNT/rollups has counts",
+            )
+        page, per_page = page_of(request, 20)
         if page * per_page > DEEPEST:
             raise InvalidRequest(
-                "this page is too far", param="page", hint="go on with `before`, the cursor of the last"
+                f"page {page} with {per_page} records per page is beyond the first {DEEPEST} records",
+                param="page",
+                hint="continue with `before`, the `cursor` of the last page",
             )
-        gateway = named(ask.parts["gateway"], "gateway")
-        found = await self._logs.ordered(ask, gateway, page * per_page, await self._saved(ask, gateway))
-        shown = found.records[(page - 1) * per_page :]
+        gateway = named(request.parts["gateway"], "gateway")
+        saved = await self._saved_filters(request, gateway)
+        found = await self._logs.ordered(request, gateway, page * per_page, saved)
+        records = found.records[(page - 1) * per_page :]
         info = {
-            "count": len(shown),
+            "count": len(records),
             "page": page,
             "per_page": per_page,
             "has_more": found.has_more,
             "cursor": found.cursor,
             "complete": found.complete,
         }
-        return Paged([view(each) for each in shown], info)
+        return Paged([view(each) for each in records], info)
 
-    async def edit_log(self, ask: Ask) -> dict[str, Any]:
-        """All fields may be left out: then nothing changes."""
-        return await (self._logs.get(ask) if ask.read(FeedbackWish) == FeedbackWish() else self._logs.patch(ask))
+    async def edit_log(self, request: Ask) -> dict[str, Any]:
+        """Add feedback. Unlike LogEndpoints.patch it accepts a body without fields, which changes nothing."""
+        return await (
+            self._logs.get(request) if request.read(FeedbackWish) == FeedbackWish() else self._logs.patch(request)
+        )
 
-    async def _saved(self, ask: Ask, gateway: str) -> list[logquery.Asked]:
-        """The filters of the dataset that the query names."""
-        if not (id := ask.query.get("dataset")):
+    async def _saved_filters(self, request: Ask, gateway: str) -> list[logquery.Asked]:
+        """Return the filters of the dataset that the query names."""
+        if not (id := request.query.get("dataset")):
             return []
-        document = await self._desk.found("dataset", ask.account, f"{gateway}/{id}")
+        document = await self._context.found("dataset", request.account, f"{gateway}/{id}")
         return decoded(document.body, logquery.SavedFilters).filters
 
     # Custom providers
 
-    async def providers(self, ask: Ask) -> Paged:
-        found = [provider_view(self._providers.view(d)) for d in await self._desk.all("custom_provider", ask.account)]
+    async def providers(self, request: Ask) -> Paged:
+        found = [
+            provider_view(self._providers.view(d)) for d in await self._context.all("custom_provider", request.account)
+        ]
         for name in ("enable", "beta"):
-            if (wanted := ask.flag(name)) is not None:
-                found = [each for each in found if each[name] == wanted]
-        search = ask.query.get("search", "").lower()
-        return numbered(ask, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
+            if (value := request.flag(name)) is not None:
+                found = [each for each in found if each[name] == value]
+        search = request.query.get("search", "").lower()
+        return numbered(request, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
 
-    async def provider(self, ask: Ask) -> dict[str, Any]:
-        return provider_view(await self._providers.get(ask))
+    async def provider(self, request: Ask) -> dict[str, Any]:
+        return provider_view(await self._providers.get(request))
 
-    async def create_provider(self, ask: Ask) -> dict[str, Any]:
-        given = _with_headers(ask)
-        slug = given.read(CustomProvider).slug
-        return provider_view(await self._providers.create(with_parts(given, {"slug": slug})))
+    async def create_provider(self, request: Ask) -> dict[str, Any]:
+        create = _with_decoded_headers(request)
+        slug = create.read(CustomProvider).slug
+        return provider_view(await self._providers.create(with_parts(create, {"slug": slug})))
 
-    async def patch_provider(self, ask: Ask) -> dict[str, Any]:
-        return provider_view(await self._providers.patch(_with_headers(ask)))
+    async def patch_provider(self, request: Ask) -> dict[str, Any]:
+        return provider_view(await self._providers.patch(_with_decoded_headers(request)))
 
-    async def delete_provider(self, ask: Ask) -> dict[str, Any]:
-        return await self._providers.delete(ask)
+    async def delete_provider(self, request: Ask) -> dict[str, Any]:
+        return await self._providers.delete(request)
 
 
 def gateway_view(stored: Stored) -> dict[str, Any]:
@@ -243,50 +261,55 @@ def provider_view(stored: Stored) -> dict[str, Any]:
     return {"id": stored.id, "modified_at": iso(stored.updated), **msgspec.to_builtins(stored.value)}
 
 
-def envelope(found: Any) -> dict[str, Any]:
-    """`found` as the result, and what its type puts beside that."""
-    whole = {"success": True, "errors": [], "messages": []}
-    if isinstance(found, Paged):
-        return {**whole, "result": found.result, "result_info": found.info}
-    if isinstance(found, Beside):
-        return {**whole, "result": found.result, found.name: found.result}
-    return {**whole, "result": found}
+def envelope(result: Any) -> dict[str, Any]:
+    """Return Cloudflare's envelope for a result, with the extra fields of PagedResult and NamedResult."""
+    success = {"success": True, "errors": [], "messages": []}
+    if isinstance(result, Paged):
+        return {**success, "result": result.result, "result_info": result.info}
+    if isinstance(result, Beside):
+        return {**success, "result": result.result, result.name: result.result}
+    return {**success, "result": result}
 
 
 def error_envelope(error: EmberlineError) -> dict[str, Any]:
     param, message = getattr(error, "param", None), str(error)
     if param and param not in message:
         message = f"{param}: {message}"
-    told = {"code": _CODES.get(error.status, 7000), "message": message}
-    return {"success": False, "errors": [told], "messages": [], "result": None}
+    fields = {"code": _CODES.get(error.status, 7000), "message": message}
+    return {"success": False, "errors": [fields], "messages": [], "result": None}
 
 
-def with_parts(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
-    raw = ask.body if body is None else msgspec.json.encode(body)
-    return replace(ask, parts={**ask.parts, **parts}, body=raw)
+def with_parts(request: Ask, added: dict[str, str], body: Any = None) -> Ask:
+    """Return the request with more path parameters and, unless it is None, another body."""
+    raw = request.body if body is None else msgspec.json.encode(body)
+    return replace(request, parts={**request.parts, **added}, body=raw)
 
 
-def numbered(ask: Ask, found: Sequence[Any]) -> Paged:
-    page, per_page = page_of(ask, 20)
-    shown = list(found[(page - 1) * per_page : page * per_page])
-    return Paged(shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)})
+def numbered(request: Ask, found: Sequence[Any]) -> Paged:
+    """Return the page of `found` that the query asks for by number."""
+    page, per_page = page_of(request, 20)
+    items = list(found[(page - 1) * per_page : page * per_page])
+    return Paged(items, {"count": len(items), "page": page, "per_page": per_page, "total_count": len(found)})
 
 
-def page_of(ask: Ask, default: int) -> tuple[int, int]:
-    return ask.number("page", 1, 1, 10_000), ask.number("per_page", default, 1, 100)
+def page_of(request: Ask, default: int) -> tuple[int, int]:
+    """Return the query parameters page and per_page."""
+    return request.number("page", 1, 1, 10_000), request.number("per_page", default, 1, 100)
 
 
-def _with_headers(ask: Ask) -> Ask:
-    """With the headers of a custom provider as an object: Cloudflare's clients send them as a string of JSON."""
-    body = ask.read(dict[str, Any])
+def _with_decoded_headers(request: Ask) -> Ask:
+    """Decode `headers` of a custom provider, which Cloudflare's clients send as a string of JSON."""
+    body = request.read(dict[str, Any])
     if not isinstance(headers := body.get("headers"), str):
-        return ask
+        return request
     try:
         found = msgspec.json.decode(headers or "{}", type=dict[str, str])
     except NOT_JSON as e:
-        hint = '{"x-name": "value"} as a string'
-        raise InvalidRequest(f"headers is not an object of strings: {e}", param="headers", hint=hint) from e
-    return with_parts(ask, {}, {**body, "headers": found})
+        hint = 'send an object such as {"x-name": "value"}, or the same as a string'
+        raise InvalidRequest(
+            f"headers is {headers[:80]!r}, which is not a JSON object of strings: {e}", param="headers", hint=hint
+        ) from e
+    return with_parts(request, {}, {**body, "headers": found})
 
 
 def _rate_rule(settings: Settings) -> dict[str, Any]:
@@ -297,5 +320,5 @@ def iso(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1e3, UTC).isoformat(timespec="milliseconds")
 
 
-def _or(given: Any, old: Any) -> Any:
-    return old if given is None else given
+def _or(new: Any, old: Any) -> Any:
+    return old if new is None else new

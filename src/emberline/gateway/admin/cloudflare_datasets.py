@@ -1,6 +1,7 @@
-"""Datasets of a gateway, as Cloudflare's clients speak of them: filters over its log that are kept under a name.
+"""DatasetEndpoints: Cloudflare's datasets, which are stored filters of a gateway's log.
 
-The log is read through one with `dataset=ID`."""
+The log is read through a dataset with the query parameter `dataset=ID`.
+"""
 
 from __future__ import annotations
 
@@ -29,72 +30,72 @@ class DatasetWish(Strict, frozen=True, kw_only=True):
 
 
 class Dataset(DatasetWish, frozen=True, kw_only=True):
-    created: int  # ms
+    created: int  # ms since 1970
 
 
 class Datasets:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._gateways = Gateways(desk)
+    def __init__(self, context: Desk) -> None:
+        self._context = context
+        self._gateways = Gateways(context)
 
     def endpoints(self) -> list[Endpoint]:
         many = f"{ROOT}/gateways/{{gateway}}/datasets"
         one = many + "/{dataset}"
-        listed = (*PAGES, "enable", "name", "search")
-        found = [
-            Endpoint("GET", many, "Datasets of a gateway", self.list, query=listed),
-            Endpoint("POST", many, "Make a dataset", self.create, DatasetWish),
-            Endpoint("GET", one, "One dataset", self.get),
+        list_query = (*PAGES, "enable", "name", "search")
+        endpoints = [
+            Endpoint("GET", many, "List a gateway's datasets", self.list, query=list_query),
+            Endpoint("POST", many, "Create a dataset", self.create, DatasetWish),
+            Endpoint("GET", one, "Get a dataset", self.get),
             Endpoint("PUT", one, "Replace a dataset", self.put, DatasetWish),
-            Endpoint("DELETE", one, "Delete a dataset; the log stays", self.delete),
+            Endpoint("DELETE", one, "Delete a dataset; the log records stay", self.delete),
         ]
-        return [replace(each, cloudflare=True) for each in found]
+        return [replace(each, cloudflare=True) for each in endpoints]
 
-    async def list(self, ask: Ask) -> Paged:
-        gateway = (await self._gateways.get(ask)).id
-        every = await self._desk.all("dataset", ask.account)
-        shown = [_view(each) for each in every if each.id.startswith(f"{gateway}/")]
-        if (wanted := ask.flag("enable")) is not None:
-            shown = [each for each in shown if each["enable"] == wanted]
-        if name := ask.query.get("name"):
-            shown = [each for each in shown if each["name"] == name]
-        search = ask.query.get("search", "").lower()
-        return numbered(ask, [each for each in shown if search in _searched(each)])
+    async def list(self, request: Ask) -> Paged:
+        gateway = (await self._gateways.get(request)).id
+        documents = await self._context.all("dataset", request.account)
+        views = [_view(each) for each in documents if each.id.startswith(f"{gateway}/")]
+        if (enable := request.flag("enable")) is not None:
+            views = [each for each in views if each["enable"] == enable]
+        if name := request.query.get("name"):
+            views = [each for each in views if each["name"] == name]
+        search = request.query.get("search", "").lower()
+        return numbered(request, [each for each in views if search in _searchable_text(each)])
 
-    async def get(self, ask: Ask) -> Json:
-        return _view(await self.document(ask, ask.parts["dataset"]))
+    async def get(self, request: Ask) -> Json:
+        return _view(await self.document(request, request.parts["dataset"]))
 
-    async def create(self, ask: Ask) -> Json:
-        gateway, wish = (await self._gateways.get(ask)).id, _wished(ask)
-        document = Document("dataset", ask.account, f"{gateway}/{uuid.uuid4().hex}", b"")
-        return await self._save(ask, document, wish, self._desk.now())
+    async def create(self, request: Ask) -> Json:
+        gateway, spec = (await self._gateways.get(request)).id, _read_spec(request)
+        document = Document("dataset", request.account, f"{gateway}/{uuid.uuid4().hex}", b"")
+        return await self._save(request, document, spec, self._context.now())
 
-    async def put(self, ask: Ask) -> Json:
-        old, wish = await self.document(ask, ask.parts["dataset"]), _wished(ask)
-        return await self._save(ask, old, wish, decoded(old.body, Dataset).created)
+    async def put(self, request: Ask) -> Json:
+        old, spec = await self.document(request, request.parts["dataset"]), _read_spec(request)
+        return await self._save(request, old, spec, decoded(old.body, Dataset).created)
 
-    async def delete(self, ask: Ask) -> Json:
-        old = await self.document(ask, ask.parts["dataset"])
-        await self._desk.change(ask, "dataset.delete", old.id, delete=[old], before=_view(old))
+    async def delete(self, request: Ask) -> Json:
+        old = await self.document(request, request.parts["dataset"])
+        await self._context.change(request, "dataset.delete", old.id, delete=[old], before=_view(old))
         return _view(old)
 
-    async def document(self, ask: Ask, id: str) -> Document:
-        gateway = (await self._gateways.get(ask)).id
-        return await self._desk.found("dataset", ask.account, f"{gateway}/{id}")
+    async def document(self, request: Ask, id: str) -> Document:
+        gateway = (await self._gateways.get(request)).id
+        return await self._context.found("dataset", request.account, f"{gateway}/{id}")
 
-    async def _save(self, ask: Ask, old: Document, wish: DatasetWish, created: int) -> Json:
-        new = changed(old, Dataset(**msgspec.structs.asdict(wish), created=created))
-        shown = _view(replace(new, updated=self._desk.now()))
+    async def _save(self, request: Ask, old: Document, spec: DatasetWish, created: int) -> Json:
+        new = changed(old, Dataset(**msgspec.structs.asdict(spec), created=created))
+        view = _view(replace(new, updated=self._context.now()))
         before = _view(old) if old.version else None
         action = f"dataset.{'update' if old.version else 'create'}"
-        await self._desk.change(ask, action, old.id, put=[new], before=before, after=shown)
-        return shown
+        await self._context.change(request, action, old.id, put=[new], before=before, after=view)
+        return view
 
 
-def _wished(ask: Ask) -> DatasetWish:
-    wish = ask.read(DatasetWish)
-    logquery.check(wish.filters)
-    return wish
+def _read_spec(request: Ask) -> DatasetWish:
+    spec = request.read(DatasetWish)
+    logquery.check(spec.filters)
+    return spec
 
 
 def _view(document: Document) -> Json:
@@ -111,5 +112,5 @@ def _view(document: Document) -> Json:
     }
 
 
-def _searched(shown: Json) -> str:
-    return f"{shown['id']} {shown['name']} {msgspec.json.encode(shown['filters']).decode()}".lower()
+def _searchable_text(view: Json) -> str:
+    return f"{view['id']} {view['name']} {msgspec.json.encode(view['filters']).decode()}".lower()

@@ -1,7 +1,7 @@
-"""Dynamic routes as Cloudflare's clients speak of them: below a gateway, with versions and deployments.
+"""CloudflareRouteEndpoints: dynamic routes, their versions and deployments, at Cloudflare's paths.
 
-Routes belong to the account here and name the gateways they hold for; below a gateway those are seen that hold for it.
-The id of a route is its name.
+Routes belong to the account and name the gateways that they apply to; below a gateway only its routes are visible. The
+id of a route is its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from emberline.gateway.store.base import Document
 
 Json = dict[str, Any]
 ORDER = {"order_by": "created_at", "order_by_direction": "desc"}
-# The SDK's names of types and properties -> those of the documentation, which are ours.
+# Names of types and properties in Cloudflare's SDK -> names in Cloudflare's documentation, which are used here.
 _TYPES = {"rate": "rate_limit"}
 _PROPERTIES = {"conditional": {"conditions": "condition"}, "rate_limit": {"window": "interval"}}
 
@@ -48,157 +48,172 @@ class DeploymentWish(Strict, frozen=True, kw_only=True):
 
 
 class CloudflareRoutes:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._routes = RouteDesk(desk)
+    def __init__(self, context: Desk) -> None:
+        self._context = context
+        self._routes = RouteDesk(context)
 
     def endpoints(self) -> list[Endpoint]:
         many = f"{ROOT}/gateways/{{gateway}}/routes"
         one = many + "/{route}"
         versions, deployments = one + "/versions", one + "/deployments"
-        found = [
-            Endpoint("GET", many, "Routes of a gateway", self.list, query=PAGES),
-            Endpoint("POST", many, "Make and deploy a route", self.create, NewRoute),
-            Endpoint("GET", one, "One route", self.get),
+        endpoints = [
+            Endpoint("GET", many, "List a gateway's routes", self.list, query=PAGES),
+            Endpoint("POST", many, "Create and deploy a route", self.create, NewRoute),
+            Endpoint("GET", one, "Get a route", self.get),
             Endpoint("PATCH", one, "Rename a route", self.rename, Rename),
             Endpoint("DELETE", one, "Delete a route", self.delete),
-            Endpoint("GET", versions, "A route's versions, newest first", self.versions, query=PAGES),
-            Endpoint("POST", versions, "Add a version", self.add_version, VersionWish),
-            Endpoint("GET", versions + "/{number}", "One version", self.version),
-            Endpoint("GET", deployments, "A route's deployments, newest first", self.deployments, query=PAGES),
-            Endpoint("POST", deployments, "Deploy a version", self.deploy, DeploymentWish),
+            Endpoint("GET", versions, "List a route's versions, newest first", self.versions, query=PAGES),
+            Endpoint("POST", versions, "Add a version to a route", self.add_version, VersionWish),
+            Endpoint("GET", versions + "/{number}", "Get a version of a route", self.version),
+            Endpoint("GET", deployments, "List a route's deployments, newest first", self.deployments, query=PAGES),
+            Endpoint("POST", deployments, "Deploy a version of a route", self.deploy, DeploymentWish),
         ]
-        return [replace(each, cloudflare=True) for each in found]
+        return [replace(each, cloudflare=True) for each in endpoints]
 
-    async def list(self, ask: Ask) -> Beside:
-        await self._check_gateway(ask)
-        shown = []
-        for document in await self._desk.all("route", ask.account):
-            newest = await self._version(ask, document, route_of(document).latest)
-            if _holds(newest, ask.parts["gateway"]):
-                shown.append(await self._view(ask, document))
-        return _listed(ask, "routes", shown)
+    async def list(self, request: Ask) -> Beside:
+        await self._check_gateway(request)
+        views = []
+        for document in await self._context.all("route", request.account):
+            newest = await self._version(request, document, route_of(document).latest)
+            if _applies_to(newest, request.parts["gateway"]):
+                views.append(await self._view(request, document))
+        return _page_result(request, "routes", views)
 
-    async def get(self, ask: Ask) -> Json:
-        return await self._view(ask, await self._document(ask))
+    async def get(self, request: Ask) -> Json:
+        return await self._view(request, await self._document(request))
 
-    async def create(self, ask: Ask) -> Json:
-        await self._check_gateway(ask)
-        wish = ask.read(NewRoute)
-        name = named(wish.name, "name")
-        if await self._desk.store.get("route", ask.account, name) is not None:
-            raise Conflict(f"there is a route {name!r} already", hint="the names of routes are those of the account")
-        made = with_parts(ask, {"route": name}, RouteWish(elements=_read(wish.elements), gateways=(_gateway(ask),)))
-        await self._routes.add(made)
-        await self._routes.deploy(with_parts(made, {}, Deploy(version=1)))
-        return await self.get(made)
+    async def create(self, request: Ask) -> Json:
+        await self._check_gateway(request)
+        spec = request.read(NewRoute)
+        name = named(spec.name, "name")
+        if await self._context.store.get("route", request.account, name) is not None:
+            raise Conflict(
+                f"account {request.account!r} has a route {name!r} already",
+                hint="choose another name: all gateways of an account share the names of routes",
+            )
+        route = RouteWish(elements=_read_elements(spec.elements), gateways=(_gateway(request),))
+        create = with_parts(request, {"route": name}, route)
+        await self._routes.add(create)
+        await self._routes.deploy(with_parts(create, {}, Deploy(version=1)))
+        return await self.get(create)
 
-    async def rename(self, ask: Ask) -> Beside:
-        document, name = await self._document(ask), named(ask.read(Rename).name, "name")
+    async def rename(self, request: Ask) -> Beside:
+        document, name = await self._document(request), named(request.read(Rename).name, "name")
         if name != document.id:
-            if await self._desk.store.get("route", ask.account, name) is not None:
-                raise Conflict(f"there is a route {name!r} already")
-            await self._move(ask, document, name)
-        return Beside("route", await self.get(with_parts(ask, {"route": name})))
+            if await self._context.store.get("route", request.account, name) is not None:
+                raise Conflict(f"account {request.account!r} has a route {name!r} already", hint="choose another name")
+            await self._move(request, document, name)
+        return Beside("route", await self.get(with_parts(request, {"route": name})))
 
-    async def _move(self, ask: Ask, document: Document, name: str) -> None:
+    async def _move(self, request: Ask, document: Document, name: str) -> None:
         numbers = range(1, route_of(document).latest + 1)
-        found = [await self._desk.store.get("route_version", ask.account, version_id(document.id, n)) for n in numbers]
+        found = [
+            await self._context.store.get("route_version", request.account, version_id(document.id, n)) for n in numbers
+        ]
         old = [document, *(each for each in found if each is not None)]
         new = [replace(each, id=name + each.id.removeprefix(document.id), version=0) for each in old]
-        await self._desk.change(ask, "route.rename", name, put=new, delete=old, before=document.id, after=name)
+        await self._context.change(request, "route.rename", name, put=new, delete=old, before=document.id, after=name)
 
-    async def delete(self, ask: Ask) -> Json:
-        shown = await self.get(ask)
-        await self._routes.delete(ask)
-        return shown
+    async def delete(self, request: Ask) -> Json:
+        view = await self.get(request)
+        await self._routes.delete(request)
+        return view
 
-    async def versions(self, ask: Ask) -> Beside:
-        document = await self._document(ask)
+    async def versions(self, request: Ask) -> Beside:
+        document = await self._document(request)
         route = route_of(document)
         numbers = range(route.latest, 0, -1)
-        return _listed(ask, "versions", [_version_view(await self._version(ask, document, n), route) for n in numbers])
+        views = [_version_view(await self._version(request, document, n), route) for n in numbers]
+        return _page_result(request, "versions", views)
 
-    async def version(self, ask: Ask) -> Json:
-        document = await self._document(ask)
-        found = await self._version(ask, document, _number(ask.parts["number"]))
-        return {**await self._view(ask, document, found), **_version_view(found, route_of(document))}
+    async def version(self, request: Ask) -> Json:
+        document = await self._document(request)
+        found = await self._version(request, document, _read_version_id(request.parts["number"]))
+        return {**await self._view(request, document, found), **_version_view(found, route_of(document))}
 
-    async def add_version(self, ask: Ask) -> Json:
-        document = await self._document(ask)
-        before = await self._version(ask, document, route_of(document).latest)
-        wish = RouteWish(elements=_read(ask.read(VersionWish).elements), gateways=before.gateways)
-        added = await self._routes.add(with_parts(ask, {}, wish))
-        return await self._view(ask, await self._document(ask), added)
+    async def add_version(self, request: Ask) -> Json:
+        document = await self._document(request)
+        before = await self._version(request, document, route_of(document).latest)
+        spec = RouteWish(elements=_read_elements(request.read(VersionWish).elements), gateways=before.gateways)
+        added = await self._routes.add(with_parts(request, {}, spec))
+        return await self._view(request, await self._document(request), added)
 
-    async def deployments(self, ask: Ask) -> Beside:
-        document = await self._document(ask)
-        return _listed(ask, "deployments", [_deployment_view(each) for each in reversed(_deployments(document))])
+    async def deployments(self, request: Ask) -> Beside:
+        document = await self._document(request)
+        views = [_deployment_view(each) for each in reversed(_deployments(document))]
+        return _page_result(request, "deployments", views)
 
-    async def deploy(self, ask: Ask) -> Json:
-        await self._document(ask)
-        number = _number(ask.read(DeploymentWish).version_id)
-        await self._routes.deploy(with_parts(ask, {}, Deploy(version=number)))
-        return await self.get(ask)
+    async def deploy(self, request: Ask) -> Json:
+        await self._document(request)
+        number = _read_version_id(request.read(DeploymentWish).version_id)
+        await self._routes.deploy(with_parts(request, {}, Deploy(version=number)))
+        return await self.get(request)
 
-    async def _view(self, ask: Ask, document: Document, shown: RouteVersion | None = None) -> Json:
-        """With this version, and otherwise the deployed or else the newest one."""
+    async def _view(self, request: Ask, document: Document, version: RouteVersion | None = None) -> Json:
+        """Return the route with this version; by default with the deployed or else the newest one."""
         route = route_of(document)
-        first = await self._version(ask, document, 1)
-        version = shown or await self._version(ask, document, route.deployed or route.latest)
-        made = _deployments(document)
+        first = await self._version(request, document, 1)
+        version = version or await self._version(request, document, route.deployed or route.latest)
+        deployments = _deployments(document)
         return {
             "id": document.id,
-            "account_tag": ask.account,
-            "gateway_id": _gateway(ask),
+            "account_tag": request.account,
+            "gateway_id": _gateway(request),
             "name": document.id,
             "created_at": iso(first.created),
             "modified_at": iso(document.updated),
-            "elements": [_written(each) for each in version.elements],
+            "elements": [_to_sdk_element(each) for each in version.elements],
             "version": _version_view(version, route),
-            "deployment": _deployment_view(made[-1]) if made else None,
+            "deployment": _deployment_view(deployments[-1]) if deployments else None,
         }
 
-    async def _document(self, ask: Ask) -> Document:
-        """The route, if it holds for the gateway of the path."""
-        document = await self._routes.document(ask)
-        if not _holds(await self._version(ask, document, route_of(document).latest), _gateway(ask)):
-            raise NotFound(f"gateway {_gateway(ask)!r} has no route {document.id[:80]!r}")
+    async def _document(self, request: Ask) -> Document:
+        """Return the route. Raise NotFound if it does not apply to the gateway of the path."""
+        document = await self._routes.document(request)
+        if not _applies_to(await self._version(request, document, route_of(document).latest), _gateway(request)):
+            raise NotFound(
+                f"gateway {_gateway(request)!r} has no route {document.id[:80]!r}",
+                hint="the account's route of this name applies to other gateways only",
+            )
         return document
 
-    async def _version(self, ask: Ask, document: Document, number: int) -> RouteVersion:
-        found = await self._desk.found("route_version", ask.account, version_id(document.id, number))
+    async def _version(self, request: Ask, document: Document, number: int) -> RouteVersion:
+        found = await self._context.found("route_version", request.account, version_id(document.id, number))
         return decoded(found.body, RouteVersion)
 
-    async def _check_gateway(self, ask: Ask) -> None:
-        if (ask.account, _gateway(ask)) not in self._desk.fixed:
-            await self._desk.found("gateway", ask.account, _gateway(ask))
+    async def _check_gateway(self, request: Ask) -> None:
+        if (request.account, _gateway(request)) not in self._context.fixed:
+            await self._context.found("gateway", request.account, _gateway(request))
 
 
-def _gateway(ask: Ask) -> str:
-    return named(ask.parts["gateway"], "gateway")
+def _gateway(request: Ask) -> str:
+    return named(request.parts["gateway"], "gateway")
 
 
-def _holds(version: RouteVersion, gateway: str) -> bool:
+def _applies_to(version: RouteVersion, gateway: str) -> bool:
     return any(fnmatchcase(gateway, pattern) for pattern in version.gateways)
 
 
-def _listed(ask: Ask, name: str, found: list[Json]) -> Beside:
-    page, per_page = page_of(ask, 20)
-    shown = found[(page - 1) * per_page : page * per_page]
-    return Beside("data", {**ORDER, "page": page, "per_page": per_page, name: shown})
+def _page_result(request: Ask, name: str, found: list[Json]) -> Beside:
+    page, per_page = page_of(request, 20)
+    items = found[(page - 1) * per_page : page * per_page]
+    return Beside("data", {**ORDER, "page": page, "per_page": per_page, name: items})
 
 
 def _deployments(document: Document) -> tuple[Deployment, ...]:
-    """Of a route that was deployed by an earlier release, only the last one is known."""
+    """Return the deployments, oldest first. Documents of earlier releases have only the last one."""
     route = route_of(document)
     if route.deployed is None or route.deployments:
         return route.deployments
     return (Deployment(number=len(route.history) + 1, version=route.deployed, at=document.updated),)
 
 
-def _deployment_view(made: Deployment) -> Json:
-    return {"deployment_id": str(made.number), "version_id": str(made.version), "created_at": iso(made.at)}
+def _deployment_view(deployment: Deployment) -> Json:
+    return {
+        "deployment_id": str(deployment.number),
+        "version_id": str(deployment.version),
+        "created_at": iso(deployment.at),
+    }
 
 
 def _version_view(version: RouteVersion, route: Route) -> Json:
@@ -206,36 +221,38 @@ def _version_view(version: RouteVersion, route: Route) -> Json:
         "version_id": str(version.number),
         "active": "true" if version.number == route.deployed else "false",
         "created_at": iso(version.created),
-        "data": msgspec.json.encode([_written(each) for each in version.elements]).decode(),
-        "is_valid": True,  # others are not stored
+        "data": msgspec.json.encode([_to_sdk_element(each) for each in version.elements]).decode(),
+        "is_valid": True,  # invalid versions are never stored
     }
 
 
-def _number(text: str) -> int:
+def _read_version_id(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text) <= 8:
-        raise NotFound(f"there is no version {text[:80]!r}")
+        raise NotFound(f"the route has no version {text[:80]!r}", hint="a version_id is a number from 1")
     return int(text)
 
 
-def _read(elements: list[Json]) -> tuple[Element, ...]:
-    made = []
+def _read_elements(elements: list[Json]) -> tuple[Element, ...]:
+    """Return the elements of a route from those of Cloudflare's SDK."""
+    renamed = []
     for element in elements:
         kind = element.get("type")
         kind = _TYPES.get(kind, kind) if isinstance(kind, str) else kind
-        made.append(_renamed({**element, "type": kind}, lambda theirs: theirs))
-    return converted({"elements": made}, RouteWish).elements
+        renamed.append(_rename_properties({**element, "type": kind}, lambda names: names))
+    return converted({"elements": renamed}, RouteWish).elements
 
 
-def _written(element: Element) -> Json:
-    """An element with the SDK's names."""
-    shown: Json = msgspec.to_builtins(element)
-    shown = _renamed(shown, lambda theirs: {ours: name for name, ours in theirs.items()})
-    if shown["type"] == "end":
-        shown["outputs"] = {}
-    return {**shown, "type": next((theirs for theirs, ours in _TYPES.items() if ours == shown["type"]), shown["type"])}
+def _to_sdk_element(element: Element) -> Json:
+    """Return an element with the names of Cloudflare's SDK."""
+    view: Json = msgspec.to_builtins(element)
+    view = _rename_properties(view, lambda names: {ours: sdk for sdk, ours in names.items()})
+    if view["type"] == "end":
+        view["outputs"] = {}
+    return {**view, "type": next((sdk for sdk, ours in _TYPES.items() if ours == view["type"]), view["type"])}
 
 
-def _renamed(element: Json, direction: Callable[[dict[str, str]], dict[str, str]]) -> Json:
+def _rename_properties(element: Json, direction: Callable[[dict[str, str]], dict[str, str]]) -> Json:
+    """Rename properties. `direction` returns its argument, SDK names -> our names, or the inverse."""
     names = direction(_PROPERTIES.get(str(element.get("type")), {}))
     properties = element.get("properties")
     if not isinstance(properties, dict):

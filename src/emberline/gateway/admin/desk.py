@@ -1,4 +1,4 @@
-"""Desk: what all handlers share. Every change goes through `change`, so each leaves its line of audit."""
+"""AdminContext: what all endpoints share. `commit` makes every change and adds an audit entry."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ class Desk:
         fixed: Mapping[tuple[str, str], Settings] | None = None,
         allow_private: bool = False,
     ) -> None:
-        """`fixed`: gateways of the configuration file, which only it changes, by account and name."""
+        """`configured`: gateways of the configuration file, by account and name. The API cannot change them."""
         self.store = store
         self.vault = vault
         self.limiter = limiter
         self.fixed = dict(fixed or {})
         self.allow_private = allow_private
-        self._wall = wall
+        self._wall_clock = wall
 
     def now(self) -> int:
-        return round(self._wall.now() * 1e3)
+        """Return the time in milliseconds since 1970."""
+        return round(self._wall_clock.now() * 1e3)
 
     async def found(self, kind: Kind, account: str, id: str) -> Document:
+        """Return a document. Raise NotFound if it does not exist."""
         document = await self.store.get(kind, account, id)
         if document is None:
-            raise NotFound(f"there is no {kind.replace('_', ' ')} {id[:80]!r}")
+            raise NotFound(f"account {account[:80]!r} has no {kind.replace('_', ' ')} {id[:80]!r}")
         return document
 
-    async def listed(self, kind: Kind, ask: Ask, prefix: str = "") -> tuple[list[Document], str]:
-        """A page, and the cursor of the next: empty at the end."""
-        limit = ask.number("limit", PAGE, 1, MOST)
-        after = (ask.query.get("after", ""), ask.account)
-        found = await self.store.documents(kind, ask.account, prefix=prefix, after=after, limit=limit + 1)
+    async def listed(self, kind: Kind, request: Ask, prefix: str = "") -> tuple[list[Document], str]:
+        """Return a page of documents and the cursor of the next page, which is empty at the end."""
+        limit = request.number("limit", PAGE, 1, MOST)
+        after = (request.query.get("after", ""), request.account)
+        found = await self.store.documents(kind, request.account, prefix=prefix, after=after, limit=limit + 1)
         return found[:limit], found[limit - 1].id if len(found) > limit else ""
 
     async def all(self, kind: Kind, account: str) -> list[Document]:
@@ -66,7 +68,7 @@ class Desk:
 
     async def change(
         self,
-        ask: Ask,
+        request: Ask,
         action: str,
         target: str,
         *,
@@ -75,11 +77,11 @@ class Desk:
         before: Any = None,
         after: Any = None,
     ) -> None:
-        """`before` and `after` are what may be seen by whoever reads the audit: never a secret."""
+        """Commit a change with its audit entry, which shows `before` and `after`: they must have no secrets."""
         audit = Audit(
             at=self.now(),
-            account=ask.account,
-            actor=ask.identity.key_id,
+            account=request.account,
+            actor=request.identity.key_id,
             action=action,
             target=target,
             before=msgspec.json.encode(before),
@@ -88,10 +90,10 @@ class Desk:
         await self.store.commit(Change(audit, put=put, delete=delete))
 
 
-def based_on(document: Document, ask: Ask) -> Document:
-    """The document, if it still is of the version that the asker has seen (or did not say)."""
-    seen = ask.number("version", document.version, 0, 2**53)
-    if seen != document.version:
+def based_on(document: Document, request: Ask) -> Document:
+    """Return the document. Raise Conflict if the query names another version than the stored one."""
+    version = request.number("version", document.version, 0, 2**53)
+    if version != document.version:
         raise Conflict.of(document.kind, document.id, is_new=False)
     return document
 

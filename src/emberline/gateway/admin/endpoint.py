@@ -1,4 +1,4 @@
-"""Endpoint: one thing that can be asked of the management API. The OpenAPI document is made from these."""
+"""AdminEndpoint: one method and path of the management API. The OpenAPI document is made from these."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Handle = Callable[[Ask], Awaitable[Any]]
 @dataclass(frozen=True)
 class Endpoint:
     method: str
-    path: str  # {name}: one part of it; {name*}: all that is left
+    path: str  # {name}: one segment; {name*}: all remaining segments
     summary: str
     handle: Handle
-    request: Any = None  # the type of its body
-    reply: Any = None  # None: any JSON
-    query: tuple[str, ...] = ()  # all that may be asked
+    request: Any = None  # type of the body; None: no body, except for PATCH
+    reply: Any = None  # type of the reply; None: any JSON
+    query: tuple[str, ...] = ()  # allowed query parameters; NAME*: all with this prefix
     status: int = 200
-    cloudflare: bool = False  # in Cloudflare's envelope
-    lines: bool = False  # answers with JSON lines: see Admin.export
+    cloudflare: bool = False
+    lines: bool = False  # the reply is JSON lines: see AdminAPI.export
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -35,14 +35,17 @@ class Endpoint:
         return re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", text))
 
     def match(self, path: str) -> dict[str, str] | None:
-        """The parts of a path, as it is on the wire; None: it is not this one's."""
+        """Return the parameters in a percent-encoded path, or None if it is not this endpoint's.
+
+        Raise InvalidRequest if the path is not UTF-8.
+        """
         found = self._pattern.fullmatch(path)
         if found is None:
             return None
         try:
             return {name: unquote(part, errors="strict") for name, part in found.groupdict().items()}
         except UnicodeDecodeError as e:
-            raise InvalidRequest("the path is not UTF-8") from e
+            raise InvalidRequest(f"the path {path[:200]!r} is not valid UTF-8 after percent-decoding") from e
 
     @property
     def parameters(self) -> list[str]:

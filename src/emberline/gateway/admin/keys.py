@@ -1,4 +1,4 @@
-"""Keys of the gateway and of providers. Secrets come in or go out once, and are in no answer afterwards."""
+"""Endpoints for gateway keys and provider keys. A secret is shown or received only once."""
 
 from __future__ import annotations
 
@@ -20,90 +20,117 @@ _CHANGEABLE = tuple(name for name in KeyWish.__struct_fields__ if name != "kind"
 
 
 class KeyDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         many, one = "/admin/accounts/{account}/keys", "/admin/accounts/{account}/keys/{key}"
         return [
-            Endpoint("GET", many, "Every key, without secrets", self.list, reply=Listing, query=("after", "limit")),
-            Endpoint("POST", many, "Make a key; its secret is shown once", self.create, KeyWish, KeyView, status=201),
-            Endpoint("GET", one, "One key", self.get, reply=KeyView),
+            Endpoint("GET", many, "List keys, without secrets", self.list, reply=Listing, query=("after", "limit")),
+            Endpoint("POST", many, "Create a key; its secret is shown once", self.create, KeyWish, KeyView, status=201),
+            Endpoint("GET", one, "Get a key", self.get, reply=KeyView),
             Endpoint("PATCH", one, "Change what a key may do, or disable it", self.patch, reply=KeyView),
-            Endpoint("DELETE", one, "Revoke a key for good", self.delete),
+            Endpoint("DELETE", one, "Revoke a key permanently", self.delete),
         ]
 
-    async def list(self, ask: Ask) -> Listing:
-        found, cursor = await self._desk.listed("key", ask)
+    async def list(self, request: Ask) -> Listing:
+        found, cursor = await self._context.listed("key", request)
         return Listing([KeyView.of(_key(each)) for each in found], cursor)
 
-    async def get(self, ask: Ask) -> KeyView:
-        return KeyView.of(_key(await self._desk.found("key", ask.account, ask.parts["key"])))
+    async def get(self, request: Ask) -> KeyView:
+        return KeyView.of(_key(await self._context.found("key", request.account, request.parts["key"])))
 
-    async def create(self, ask: Ask) -> KeyView:
-        wish = ask.read(KeyWish)
-        self._check(wish)
-        secret = new_secret(wish.kind)
-        given = msgspec.structs.asdict(wish)
-        key = Key(hash=hash_of(secret), shown=shown_of(secret), account=ask.account, created=self._desk.now(), **given)
-        document = Document("key", ask.account, key.id, msgspec.json.encode(key))
-        await self._desk.change(ask, "key.create", key.id, put=[document], after=KeyView.of(key))
+    async def create(self, request: Ask) -> KeyView:
+        spec = request.read(KeyWish)
+        self._check(spec)
+        secret = new_secret(spec.kind)
+        fields = msgspec.structs.asdict(spec)
+        key = Key(
+            hash=hash_of(secret), shown=shown_of(secret), account=request.account, created=self._context.now(), **fields
+        )
+        document = Document("key", request.account, key.id, msgspec.json.encode(key))
+        await self._context.change(request, "key.create", key.id, put=[document], after=KeyView.of(key))
         return KeyView.of(key, secret)
 
-    async def patch(self, ask: Ask) -> KeyView:
-        document = await self._desk.found("key", ask.account, ask.parts["key"])
+    async def patch(self, request: Ask) -> KeyView:
+        document = await self._context.found("key", request.account, request.parts["key"])
         old = _key(document)
-        patch = ask.read(dict[str, Any])
-        if wrong := [name for name in patch if name not in _CHANGEABLE]:
-            raise InvalidRequest(f"{wrong[0][:80]!r} of a key cannot be changed", param=wrong[0])
-        present = {name: getattr(old, name) for name in KeyWish.__struct_fields__}
-        wish = converted(merge(msgspec.to_builtins(present), patch), KeyWish)
-        self._check(wish)
-        new = msgspec.structs.replace(old, **msgspec.structs.asdict(wish))
+        patch = request.read(dict[str, Any])
+        if unchangeable := [name for name in patch if name not in _CHANGEABLE]:
+            raise InvalidRequest(
+                f"field {unchangeable[0][:80]!r} of key {old.id!r} cannot be changed",
+                param=unchangeable[0],
+                hint=f"fields that can be changed: {', '.join(_CHANGEABLE)}",
+            )
+        current = {name: getattr(old, name) for name in KeyWish.__struct_fields__}
+        spec = converted(merge(msgspec.to_builtins(current), patch), KeyWish)
+        self._check(spec)
+        new = msgspec.structs.replace(old, **msgspec.structs.asdict(spec))
         before, after = KeyView.of(old), KeyView.of(new)
-        await self._desk.change(ask, "key.update", old.id, put=[changed(document, new)], before=before, after=after)
+        await self._context.change(
+            request, "key.update", old.id, put=[changed(document, new)], before=before, after=after
+        )
         return after
 
-    async def delete(self, ask: Ask) -> dict[str, Any]:
-        document = await self._desk.found("key", ask.account, ask.parts["key"])
-        await self._desk.change(ask, "key.delete", document.id, delete=[document], before=KeyView.of(_key(document)))
+    async def delete(self, request: Ask) -> dict[str, Any]:
+        document = await self._context.found("key", request.account, request.parts["key"])
+        await self._context.change(
+            request, "key.delete", document.id, delete=[document], before=KeyView.of(_key(document))
+        )
         return {"id": document.id, "deleted": True}
 
-    def _check(self, wish: KeyWish) -> None:
-        if wish.expires is not None and wish.expires <= self._desk.now():
-            raise InvalidRequest("expires has passed already", param="expires", hint="it is in milliseconds since 1970")
+    def _check(self, spec: KeyWish) -> None:
+        if spec.expires is not None and spec.expires <= self._context.now():
+            raise InvalidRequest(
+                f"expires is {spec.expires}, which is in the past",
+                param="expires",
+                hint="give a future time in milliseconds since 1970",
+            )
 
 
 class ProviderKeyDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         many = "/admin/accounts/{account}/provider-keys"
         one = many + "/{provider}/{alias}"
         return [
-            Endpoint("GET", many, "Which providers have keys", self.list, reply=Listing, query=("after", "limit")),
-            Endpoint("PUT", one, "Store a provider's key, encrypted", self.put, ProviderKeyWish, ProviderKeyView),
-            Endpoint("DELETE", one, "Delete a provider's key", self.delete),
+            Endpoint(
+                "GET",
+                many,
+                "List stored provider keys, without secrets",
+                self.list,
+                reply=Listing,
+                query=("after", "limit"),
+            ),
+            Endpoint("PUT", one, "Store a provider key, encrypted", self.put, ProviderKeyWish, ProviderKeyView),
+            Endpoint("DELETE", one, "Delete a provider key", self.delete),
         ]
 
-    async def list(self, ask: Ask) -> Listing:
-        found, cursor = await self._desk.listed("provider_key", ask)
+    async def list(self, request: Ask) -> Listing:
+        found, cursor = await self._context.listed("provider_key", request)
         return Listing([provider_key_view(each) for each in found], cursor)
 
-    async def put(self, ask: Ask) -> ProviderKeyView:
-        place, secret = _place(ask), ask.read(ProviderKeyWish).secret
+    async def put(self, request: Ask) -> ProviderKeyView:
+        key_id, secret = _provider_key_id(request), request.read(ProviderKeyWish).secret
         if not secret.isascii() or not secret.isprintable() or secret != secret.strip():
-            raise InvalidRequest("a key has no spaces around it, no line breaks and only ASCII", param="secret")
-        document = await self._desk.vault.document(place, secret, self._desk.now())
+            raise InvalidRequest(
+                f"the key for {key_id.id!r} has spaces around it, line breaks or characters that are not ASCII",
+                param="secret",
+                hint="copy the key again, without spaces and line breaks",
+            )
+        document = await self._context.vault.document(key_id, secret, self._context.now())
         action = f"provider_key.{'update' if document.version else 'create'}"
-        await self._desk.change(ask, action, document.id, put=[document], after=provider_key_view(document))
+        await self._context.change(request, action, document.id, put=[document], after=provider_key_view(document))
         return provider_key_view(document)
 
-    async def delete(self, ask: Ask) -> dict[str, Any]:
-        document = based_on(await self._desk.found("provider_key", ask.account, _place(ask).id), ask)
-        await self._desk.change(
-            ask, "provider_key.delete", document.id, delete=[document], before=provider_key_view(document)
+    async def delete(self, request: Ask) -> dict[str, Any]:
+        document = based_on(
+            await self._context.found("provider_key", request.account, _provider_key_id(request).id), request
+        )
+        await self._context.change(
+            request, "provider_key.delete", document.id, delete=[document], before=provider_key_view(document)
         )
         return {"id": document.id, "deleted": True}
 
@@ -112,10 +139,12 @@ def _key(document: Document) -> Key:
     return decoded(document.body, Key)
 
 
-def _place(ask: Ask) -> Place:
-    return Place(ask.account, named(ask.parts["provider"], "provider"), named(ask.parts["alias"], "alias"))
+def _provider_key_id(request: Ask) -> Place:
+    return Place(request.account, named(request.parts["provider"], "provider"), named(request.parts["alias"], "alias"))
 
 
 def provider_key_view(document: Document) -> ProviderKeyView:
-    place, sealed = Place.of(document), decoded(document.body, Sealed)
-    return ProviderKeyView(provider=place.provider, alias=place.alias, created=sealed.created, master_key=sealed.master)
+    key_id, encrypted = Place.of(document), decoded(document.body, Sealed)
+    return ProviderKeyView(
+        provider=key_id.provider, alias=key_id.alias, created=encrypted.created, master_key=encrypted.master
+    )

@@ -1,5 +1,8 @@
-"""Log queries: parameters of a URL to Filters. The same on both faces of the API, with Cloudflare's names where it has
-some, and its `filters` as a JSON array of {key, operator, value}."""
+"""Log queries: converts query parameters of a URL to LogFilters.
+
+Both forms of the API take the same parameters, with Cloudflare's names where it has some, and Cloudflare's `filters`, a
+JSON array of {key, operator, value}.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ _TEXTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "se
 _LISTS = (*_TEXTS, "id")
 _SEARCHED = ("provider", "model", "path", "error", "user", "event_id", "session_id")
 _FLAGS = ("success", "cached", "rescued")
-_SPANS = {
+_RANGES = {  # name in a query -> field of LogFilters
     "cost": "micros",
     "tokens_in": "tokens_in",
     "tokens_out": "tokens_out",
     "tokens": "tokens",
     "duration": "duration_ms",
 }
-_BOUNDS = {"total_tokens" if name == "tokens" else name: field for name, field in _SPANS.items()}
+_BOUNDS = {"total_tokens" if name == "tokens" else name: field for name, field in _RANGES.items()}
 METADATA = "metadata."
 QUERY = (
     "since",
@@ -44,11 +47,12 @@ QUERY = (
     "search",
     "filters",
 )
+_FILTER_NAMES = (*_LISTS, *_FLAGS, *_RANGES, "status_code", "feedback", "created_at", "metadata.key", "metadata.value")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of Cloudflare's filters."""
+    """One element of Cloudflare's `filters`."""
 
     key: str
     operator: Literal["eq", "neq", "contains", "gt", "lt"]
@@ -61,125 +65,140 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SavedFilters(msgspec.Struct, frozen=True):
-    """What a dataset has of them, among other things."""
+    """The filters of a stored dataset; its other fields are ignored."""
 
     filters: list[Asked]
 
 
-def filters(ask: Ask, gateway: str, more: Sequence[Asked] = ()) -> Filters:
-    """`more`: filters besides those of the query."""
-    given: dict[str, Any] = {}
+def filters(request: Ask, gateway: str, more: Sequence[Asked] = ()) -> Filters:
+    """Return the filters in a request's query, and `more`, which the query is combined with.
+
+    Raise InvalidRequest if a value is invalid or a filter is unknown.
+    """
+    fields: dict[str, Any] = {}
     for name in _FLAGS:
-        if (flag := ask.flag(name)) is not None:
-            given[name] = flag
+        if (flag := request.flag(name)) is not None:
+            fields[name] = flag
     for name, field in (("since", "since"), ("start_date", "since"), ("until", "until"), ("end_date", "until")):
-        if name in ask.query:
-            given[field] = moment(ask.query[name], name)
+        if name in request.query:
+            fields[field] = moment(request.query[name], name)
     for name in _LISTS:
-        if name in ask.query:
-            given[name] = tuple(ask.query[name].split(","))
+        if name in request.query:
+            fields[name] = tuple(request.query[name].split(","))
     for name in ("status", "feedback"):
-        if name in ask.query:
-            given[name] = tuple(_whole(each, name) for each in ask.query[name].split(","))
-    given["unlike"], given["containing"] = (), ()
-    if search := ask.query.get("search"):
-        given["containing"] = (Containing(_SEARCHED, (search,)),)
+        if name in request.query:
+            fields[name] = tuple(_read_int(each, name) for each in request.query[name].split(","))
+    fields["unlike"], fields["containing"] = (), ()
+    if search := request.query.get("search"):
+        fields["containing"] = (Containing(_SEARCHED, (search,)),)
     for name, field in _BOUNDS.items():
-        read = _reader(name)
-        ends = [read(ask.query[each], each) if each in ask.query else None for each in (f"min_{name}", f"max_{name}")]
-        given[field] = Span(*ends)
-    given["metadata"] = {n.removeprefix(METADATA): v for n, v in ask.query.items() if n.startswith(METADATA)}
-    if "filters" in ask.query:
-        _add(given, decoded(ask.query["filters"].encode(), list[Asked]))
-    _add(given, list(more))
-    unlike = [id for each in given["unlike"] if each.field == "id" for id in each.values]
-    for id in (*given.get("id", ()), *unlike):
+        read, bounds = _number_reader(name), (f"min_{name}", f"max_{name}")
+        fields[field] = Span(*(read(request.query[each], each) if each in request.query else None for each in bounds))
+    fields["metadata"] = {n.removeprefix(METADATA): v for n, v in request.query.items() if n.startswith(METADATA)}
+    if "filters" in request.query:
+        _add_filters(fields, decoded(request.query["filters"].encode(), list[Asked]))
+    _add_filters(fields, list(more))
+    excluded = [id for each in fields["unlike"] if each.field == "id" for id in each.values]
+    for id in (*fields.get("id", ()), *excluded):
         if not _ID.fullmatch(id):
-            raise InvalidRequest("the id of a log is 32 hexadecimal digits", param="id")
-    return Filters(ask.account, gateway, **given)
+            raise InvalidRequest(
+                f"{str(id)[:80]!r} is not the id of a log record", param="id", hint="an id is 32 hexadecimal digits"
+            )
+    return Filters(request.account, gateway, **fields)
 
 
 def check(asked: Sequence[Asked]) -> None:
-    """Raises InvalidRequest for filters that cannot be used."""
+    """Raise InvalidRequest if one of the filters is invalid."""
     filters(Ask(ANONYMOUS, {"account": ""}, {}, b""), "", asked)
 
 
-def _add(given: dict[str, Any], asked: list[Asked]) -> None:
+def _add_filters(fields: dict[str, Any], asked: list[Asked]) -> None:
     pairs: dict[str, str] = {}
     for each in asked:
         name, values = each.key, each.values
         if not values:
-            raise InvalidRequest(f"the filter {name[:40]!r} has no value", param="filters")
+            raise InvalidRequest(f"filter {name[:40]!r} has no value", param="filters")
         if each.operator == "neq":
-            _add_unlike(given, name, values)
+            _add_exclusion(fields, name, values)
         elif each.operator == "contains" and name in _TEXTS:
-            given["containing"] += (Containing((name,), tuple(values)),)
-        elif name in _SPANS and each.operator != "contains":
-            given[_SPANS[name]] = _narrowed(given[_SPANS[name]], each)
+            fields["containing"] += (Containing((name,), tuple(values)),)
+        elif name in _RANGES and each.operator != "contains":
+            fields[_RANGES[name]] = _narrow_range(fields[_RANGES[name]], each)
         elif name == "created_at" and each.operator != "contains":
             ms = moment(values[0], name)
             if each.operator != "lt":
-                given["since"] = max(ms + (each.operator == "gt"), given.get("since", 0))
+                fields["since"] = max(ms + (each.operator == "gt"), fields.get("since", 0))
             if each.operator != "gt":
                 last = ms + (each.operator == "eq")
-                given["until"] = min(last, given.get("until", last))
+                fields["until"] = min(last, fields.get("until", last))
         elif each.operator != "eq":
-            raise InvalidRequest(f"the filter {name[:40]!r} does not take {each.operator}", param="filters")
-        elif given.get("status" if name == "status_code" else name) not in (None, ()):
-            raise InvalidRequest(f"{name!r} is filtered twice", param="filters", hint="put its values into one filter")
+            raise InvalidRequest(
+                f"filter {name[:40]!r} does not support the operator {each.operator}", param="filters", hint="use eq"
+            )
+        elif fields.get("status" if name == "status_code" else name) not in (None, ()):
+            raise InvalidRequest(
+                f"filter {name!r} is given twice", param="filters", hint="put all its values into one filter"
+            )
         elif name in _LISTS:
-            given[name] = tuple(values)
+            fields[name] = tuple(values)
         elif name in _FLAGS:
-            given[name] = _truth(name, values)
+            fields[name] = _read_bool(name, values)
         elif name in ("status_code", "feedback"):
-            given["status" if name == "status_code" else name] = tuple(_whole(v, name) for v in values)
+            fields["status" if name == "status_code" else name] = tuple(_read_int(v, name) for v in values)
         elif name in ("metadata.key", "metadata.value"):
             pairs[name] = values[0]
         else:
-            raise InvalidRequest(f"there is no filter {name[:40]!r}", param="filters")
+            raise InvalidRequest(
+                f"unknown filter {name[:40]!r}", param="filters", hint=f"known filters: {', '.join(_FILTER_NAMES)}"
+            )
     if pairs:
         if len(pairs) < 2:
-            raise InvalidRequest("metadata.key and metadata.value need each other", param="filters")
-        given["metadata"] = {**given["metadata"], pairs["metadata.key"]: pairs["metadata.value"]}
+            raise InvalidRequest(
+                f"filter {next(iter(pairs))!r} is incomplete: metadata.key and metadata.value are used together",
+                param="filters",
+            )
+        fields["metadata"] = {**fields["metadata"], pairs["metadata.key"]: pairs["metadata.value"]}
 
 
-def _add_unlike(given: dict[str, Any], name: str, values: list[str]) -> None:
+def _add_exclusion(fields: dict[str, Any], name: str, values: list[str]) -> None:
+    """Add a filter with the operator neq."""
     if name in _FLAGS:
-        given[name] = not _truth(name, values)
+        fields[name] = not _read_bool(name, values)
     elif name in _LISTS:
-        given["unlike"] += (Unlike(name, tuple(values)),)
-    elif name in _SPANS:
-        given["unlike"] += (Unlike(_SPANS[name], tuple(_reader(name)(v, "filters") for v in values)),)
+        fields["unlike"] += (Unlike(name, tuple(values)),)
+    elif name in _RANGES:
+        fields["unlike"] += (Unlike(_RANGES[name], tuple(_number_reader(name)(v, "filters") for v in values)),)
     elif name in ("status_code", "feedback"):
         field = "status" if name == "status_code" else name
-        given["unlike"] += (Unlike(field, tuple(_whole(v, name) for v in values)),)
+        fields["unlike"] += (Unlike(field, tuple(_read_int(v, name) for v in values)),)
     else:
-        raise InvalidRequest(f"the filter {name[:40]!r} does not take neq", param="filters")
+        raise InvalidRequest(f"filter {name[:40]!r} does not support the operator neq", param="filters")
 
 
-def _truth(name: str, values: list[str]) -> bool:
+def _read_bool(name: str, values: list[str]) -> bool:
     if values not in (["true"], ["false"]):
-        raise InvalidRequest(f"the filter {name!r} takes true or false", param="filters")
+        raise InvalidRequest(f"filter {name!r} is {values[0][:40]!r}; it must be true or false", param="filters")
     return values == ["true"]
 
 
-def _narrowed(span: Span, asked: Asked) -> Span:
-    value = _reader(asked.key)(asked.values[0], "filters")
+def _narrow_range(range: Span, asked: Asked) -> Span:
+    value = _number_reader(asked.key)(asked.values[0], "filters")
     match asked.operator:
         case "eq":
             return Span(value, value)
         case "gt":
-            return Span(value + 1, span.most)
+            return Span(value + 1, range.most)
         case "lt":
-            return Span(span.least, value - 1)
+            return Span(range.least, value - 1)
         case _:
             raise AssertionError("not reached")
 
 
 def gathered(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The parameters of a URL with `filters.key=..&filters.operator=..&filters.value=..`, as Cloudflare's clients write
-    a list of filters, made into one `filters` of JSON. A `value` may come several times; each other part that comes
-    again begins the next filter."""
+    """Replace `filters.key=..&filters.operator=..&filters.value=..` by one parameter `filters` of JSON.
+
+    `filters.value` may be repeated for one filter; a repeated key or operator begins the next filter.
+    """
     found: list[dict[str, Any]] = []
     others = []
     for name, value in pairs:
@@ -196,39 +215,42 @@ def gathered(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def moment(text: str, param: str) -> int:
-    """Milliseconds since 1970, or a date and time."""
+    """Return milliseconds since 1970 for such a number, or for a date and time in ISO 8601."""
     if text.isdecimal() and len(text) <= 14:
         return int(text)
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
         raise InvalidRequest(
-            f"{param} must be milliseconds since 1970 or like 2026-01-31T12:00:00Z", param=param
+            f"{param} is {text[:40]!r}, which is not a time",
+            param=param,
+            hint="give milliseconds since 1970, or a time such as 2026-01-31T12:00:00Z",
         ) from None
     return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e3)
 
 
-def _reader(name: str) -> Callable[[str, str], int]:
-    return _micros if name == "cost" else _whole
+def _number_reader(name: str) -> Callable[[str, str], int]:
+    return _read_micros if name == "cost" else _read_int
 
 
-def _whole(text: str, param: str) -> int:
+def _read_int(text: str, param: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,15}", text):
-        raise InvalidRequest(f"{param} must be a whole number", param=param)
+        raise InvalidRequest(f"{param} is {text[:40]!r}; it must be an integer", param=param)
     return int(text)
 
 
-def _micros(text: str, param: str) -> int:
+def _read_micros(text: str, param: str) -> int:
+    """Return micro-dollars for an amount in dollars."""
     try:
         amount = Decimal(text).scaleb(6)
         if amount.is_finite() and 0 <= amount < 10**15:
             return int(amount)
     except InvalidOperation:
         pass
-    raise InvalidRequest(f"{param} must be dollars", param=param)
+    raise InvalidRequest(f"{param} is {text[:40]!r}; it must be an amount in dollars", param=param)
 
 
 def unknown(query: Mapping[str, str], known: tuple[str, ...]) -> str | None:
-    """The first parameter that an endpoint does not have."""
-    starts = tuple(name[:-1] for name in known if name.endswith("*"))
-    return next((name for name in query if name not in known and not (starts and name.startswith(starts))), None)
+    """Return the first parameter of the query that an endpoint does not have, or None."""
+    prefixes = tuple(name[:-1] for name in known if name.endswith("*"))
+    return next((name for name in query if name not in known and not (prefixes and name.startswith(prefixes))), None)

@@ -1,4 +1,4 @@
-"""The management API's OpenAPI document, made from its endpoints and the types that decode their bodies."""
+"""openapi_document: the management API's OpenAPI document, made from its endpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from emberline.gateway.admin.endpoint import Endpoint
 
 Json = dict[str, Any]
 
-_REFUSALS = {
-    400: "A field or parameter is wrong",
-    401: "There is no key, or it is not known",
+_ERRORS = {
+    400: "A field or parameter is invalid",
+    401: "The key is missing, unknown, expired or revoked",
     403: "The key may not manage this account",
-    404: "There is no such thing",
-    409: "It is there already, or was changed meanwhile",
-    503: "The store does not answer",
+    404: "The path or the object does not exist",
+    409: "The object exists already, or was changed concurrently",
+    503: "The gateway's store is unavailable",
 }
 _ERROR: Json = {
     "type": "object",
@@ -74,12 +74,12 @@ def document(endpoints: Sequence[Endpoint], version: str) -> Json:
 
 
 def _operation(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
-    inside = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.parameters]
-    asked = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in endpoint.query if not n.endswith("*")]
+    in_path = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.parameters]
+    in_query = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in endpoint.query if not n.endswith("*")]
     operation: Json = {
         "operationId": endpoint.method.lower() + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
         "summary": endpoint.summary,
-        "parameters": [*inside, *asked],
+        "parameters": [*in_path, *in_query],
         "responses": _responses(endpoint, ref_of),
     }
     if not endpoint.parameters:
@@ -91,13 +91,15 @@ def _operation(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
 
 
 def _responses(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
-    refused = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.cloudflare else 'Error'}"}
+    error = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.cloudflare else 'Error'}"}
     if endpoint.cloudflare:
-        schema: Json = refused
+        schema: Json = error
     else:
         schema = ref_of[endpoint.reply] if endpoint.reply is not None else {}
-    kind = "application/x-ndjson" if endpoint.lines else "application/json"
-    responses: Json = {str(endpoint.status): {"description": endpoint.summary, "content": {kind: {"schema": schema}}}}
-    for status, why in _REFUSALS.items():
-        responses[str(status)] = {"description": why, "content": {"application/json": {"schema": refused}}}
+    media_type = "application/x-ndjson" if endpoint.lines else "application/json"
+    responses: Json = {
+        str(endpoint.status): {"description": endpoint.summary, "content": {media_type: {"schema": schema}}}
+    }
+    for status, description in _ERRORS.items():
+        responses[str(status)] = {"description": description, "content": {"application/json": {"schema": error}}}
     return responses

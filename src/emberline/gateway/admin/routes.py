@@ -1,5 +1,7 @@
-"""Routes: named graphs in versions that never change. Deploying one is naming its number; rolling back names the one
-that was deployed before."""
+"""RouteEndpoints: routes, which are named graphs with immutable versions.
+
+A deployment sets the number of the version in use; a rollback sets the number that was deployed before.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from emberline.gateway.routes.graph import Graph, ModelElement
 from emberline.gateway.settings import Settings
 from emberline.gateway.store.base import Document
 
-HISTORY = 50  # deployments that can be rolled back
+HISTORY = 50  # kept for rollbacks
 
 
 class RouteView(msgspec.Struct, frozen=True):
@@ -32,142 +34,161 @@ class RouteView(msgspec.Struct, frozen=True):
 
 
 class RouteDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         many = "/admin/accounts/{account}/routes"
         one = many + "/{route}"
         paging = ("after", "limit")
         return [
-            Endpoint("GET", many, "Every route", self.list, reply=Listing, query=paging),
-            Endpoint("GET", one, "One route", self.get, reply=RouteView),
+            Endpoint("GET", many, "List routes", self.list, reply=Listing, query=paging),
+            Endpoint("GET", one, "Get a route", self.get, reply=RouteView),
             Endpoint("DELETE", one, "Delete a route and its versions", self.delete),
-            Endpoint("GET", one + "/versions", "A route's versions", self.versions, reply=Listing, query=paging),
-            Endpoint("POST", one + "/versions", "Add a version", self.add, RouteWish, RouteVersion, status=201),
-            Endpoint("POST", one + "/check", "Whether such a version could be added", self.check, RouteWish),
-            Endpoint("GET", one + "/versions/{number}", "One version", self.version, reply=RouteVersion),
-            Endpoint("POST", one + "/deploy", "Deploy a version", self.deploy, Deploy, RouteView),
-            Endpoint("POST", one + "/rollback", "Deploy the version before", self.rollback, reply=RouteView),
+            Endpoint("GET", one + "/versions", "List a route's versions", self.versions, reply=Listing, query=paging),
+            Endpoint(
+                "POST", one + "/versions", "Add a version to a route", self.add, RouteWish, RouteVersion, status=201
+            ),
+            Endpoint("POST", one + "/check", "Check a version without adding it", self.check, RouteWish),
+            Endpoint("GET", one + "/versions/{number}", "Get a version of a route", self.version, reply=RouteVersion),
+            Endpoint("POST", one + "/deploy", "Deploy a version of a route", self.deploy, Deploy, RouteView),
+            Endpoint(
+                "POST", one + "/rollback", "Deploy the previously deployed version", self.rollback, reply=RouteView
+            ),
         ]
 
-    async def list(self, ask: Ask) -> Listing:
-        found, cursor = await self._desk.listed("route", ask)
+    async def list(self, request: Ask) -> Listing:
+        found, cursor = await self._context.listed("route", request)
         return Listing([_view(each.id, route_of(each)) for each in found], cursor)
 
-    async def get(self, ask: Ask) -> RouteView:
-        document = await self.document(ask)
+    async def get(self, request: Ask) -> RouteView:
+        document = await self.document(request)
         return _view(document.id, route_of(document))
 
-    async def versions(self, ask: Ask) -> Listing:
-        name = (await self.document(ask)).id
-        found, cursor = await self._desk.listed("route_version", ask, prefix=f"{name}/")
+    async def versions(self, request: Ask) -> Listing:
+        name = (await self.document(request)).id
+        found, cursor = await self._context.listed("route_version", request, prefix=f"{name}/")
         return Listing([decoded(each.body, RouteVersion) for each in found], cursor)
 
-    async def version(self, ask: Ask) -> RouteVersion:
-        return await self._version(ask, _number(ask.parts["number"]))
+    async def version(self, request: Ask) -> RouteVersion:
+        return await self._version(request, _read_version_number(request.parts["number"]))
 
-    async def check(self, ask: Ask) -> dict[str, Any]:
-        name, wish = await self._wished(ask)
-        return {"id": name, "valid": True, "elements": len(wish.elements)}
+    async def check(self, request: Ask) -> dict[str, Any]:
+        name, spec = await self._read_spec(request)
+        return {"id": name, "valid": True, "elements": len(spec.elements)}
 
-    async def add(self, ask: Ask) -> RouteVersion:
-        name, wish = await self._wished(ask)
-        old = await self._desk.store.get("route", ask.account, name)
+    async def add(self, request: Ask) -> RouteVersion:
+        name, spec = await self._read_spec(request)
+        old = await self._context.store.get("route", request.account, name)
         route = route_of(old) if old else Route(latest=0)
         version = RouteVersion(
             number=route.latest + 1,
-            created=self._desk.now(),
-            by=ask.identity.key_id,
-            elements=wish.elements,
-            gateways=wish.gateways,
-            description=wish.description,
+            created=self._context.now(),
+            by=request.identity.key_id,
+            elements=spec.elements,
+            gateways=spec.gateways,
+            description=spec.description,
         )
         head = changed(
-            old or Document("route", ask.account, name, b""), msgspec.structs.replace(route, latest=version.number)
+            old or Document("route", request.account, name, b""), msgspec.structs.replace(route, latest=version.number)
         )
         document = Document(
-            "route_version", ask.account, version_id(name, version.number), msgspec.json.encode(version)
+            "route_version", request.account, version_id(name, version.number), msgspec.json.encode(version)
         )
-        await self._desk.change(ask, "route.version", document.id, put=[head, document], after=version)
+        await self._context.change(request, "route.version", document.id, put=[head, document], after=version)
         return version
 
-    async def deploy(self, ask: Ask) -> RouteView:
-        number = ask.read(Deploy).version
-        await self._version(ask, number)
-        document = await self.document(ask)
+    async def deploy(self, request: Ask) -> RouteView:
+        number = request.read(Deploy).version
+        await self._version(request, number)
+        document = await self.document(request)
         route = route_of(document)
         history = route.history if route.deployed is None else (*route.history, route.deployed)[-HISTORY:]
-        return await self._point(ask, document, route, "route.deploy", number, history)
+        return await self._set_deployed(request, document, route, "route.deploy", number, history)
 
-    async def rollback(self, ask: Ask) -> RouteView:
-        document = await self.document(ask)
+    async def rollback(self, request: Ask) -> RouteView:
+        document = await self.document(request)
         route = route_of(document)
         if not route.history:
-            raise Conflict(f"route {document.id!r} has nothing to roll back to")
-        return await self._point(ask, document, route, "route.rollback", route.history[-1], route.history[:-1])
+            raise Conflict(
+                f"route {document.id!r} cannot be rolled back: it has no earlier deployment",
+                hint="deploy a version with POST /deploy",
+            )
+        version, history = route.history[-1], route.history[:-1]
+        return await self._set_deployed(request, document, route, "route.rollback", version, history)
 
-    async def delete(self, ask: Ask) -> dict[str, Any]:
-        document = await self.document(ask)
+    async def delete(self, request: Ask) -> dict[str, Any]:
+        document = await self.document(request)
         route = route_of(document)
         numbers = range(1, route.latest + 1)
-        found = [await self._desk.store.get("route_version", ask.account, version_id(document.id, n)) for n in numbers]
-        gone = [document, *(each for each in found if each is not None)]
-        await self._desk.change(ask, "route.delete", document.id, delete=gone, before=_view(document.id, route))
+        found = [
+            await self._context.store.get("route_version", request.account, version_id(document.id, n)) for n in numbers
+        ]
+        deleted = [document, *(each for each in found if each is not None)]
+        await self._context.change(
+            request, "route.delete", document.id, delete=deleted, before=_view(document.id, route)
+        )
         return {"id": document.id, "deleted": True}
 
-    async def _wished(self, ask: Ask) -> tuple[str, RouteWish]:
-        """The route's name and what is wished, which has been found to go together."""
-        name, wish = named(ask.parts["route"], "route"), ask.read(RouteWish)
-        Graph(elements=wish.elements).check()
-        known = await self._providers(ask.account)
-        for element in wish.elements:
+    async def _read_spec(self, request: Ask) -> tuple[str, RouteWish]:
+        """Return the route's name and the checked new version. Raise InvalidRequest if it is invalid."""
+        name, spec = named(request.parts["route"], "route"), request.read(RouteWish)
+        Graph(elements=spec.elements).check()
+        known = await self._providers(request.account)
+        for element in spec.elements:
             slug = element.properties.provider if isinstance(element, ModelElement) else POOL
             if slug not in known and not slug.startswith(CUSTOM):
-                hint = f"known are {', '.join(sorted(known))}"
+                hint = f"known providers: {', '.join(sorted(known))}"
                 raise InvalidRequest(
-                    f"element {element.id!r}: there is no provider {slug[:80]!r}", param="elements", hint=hint
+                    f"element {element.id!r} names an unknown provider {slug[:80]!r}", param="elements", hint=hint
                 )
-        return name, wish
+        return name, spec
 
     async def _providers(self, account: str) -> set[str]:
-        """That any of its gateways may ask."""
-        stored = [decoded(each.body, Settings) for each in await self._desk.all("gateway", account)]
-        fixed = [settings for (owner, _), settings in self._desk.fixed.items() if owner == account]
-        return {POOL, *KNOWN, *(slug for each in (*stored, *fixed) for slug in each.providers)}
+        """Return the providers that at least one gateway of the account has."""
+        stored = [decoded(each.body, Settings) for each in await self._context.all("gateway", account)]
+        configured = [settings for (owner, _), settings in self._context.fixed.items() if owner == account]
+        return {POOL, *KNOWN, *(slug for each in (*stored, *configured) for slug in each.providers)}
 
-    async def _point(
-        self, ask: Ask, document: Document, route: Route, action: str, to: int, history: tuple[int, ...]
+    async def _set_deployed(
+        self, request: Ask, document: Document, route: Route, action: str, version: int, history: tuple[int, ...]
     ) -> RouteView:
-        new = msgspec.structs.replace(
-            route, deployed=to, history=history, deployments=next_deployments(route, to, self._desk.now())
-        )
+        deployments = next_deployments(route, version, self._context.now())
+        new = msgspec.structs.replace(route, deployed=version, history=history, deployments=deployments)
         before, after = _view(document.id, route), _view(document.id, new)
-        await self._desk.change(ask, action, document.id, put=[changed(document, new)], before=before, after=after)
+        await self._context.change(
+            request, action, document.id, put=[changed(document, new)], before=before, after=after
+        )
         return after
 
-    async def document(self, ask: Ask) -> Document:
-        return await self._desk.found("route", ask.account, ask.parts["route"])
+    async def document(self, request: Ask) -> Document:
+        return await self._context.found("route", request.account, request.parts["route"])
 
-    async def _version(self, ask: Ask, number: int) -> RouteVersion:
-        document = await self._desk.store.get("route_version", ask.account, version_id(ask.parts["route"], number))
+    async def _version(self, request: Ask, number: int) -> RouteVersion:
+        document = await self._context.store.get(
+            "route_version", request.account, version_id(request.parts["route"], number)
+        )
         if document is None:
-            raise NotFound(f"route {ask.parts['route'][:80]!r} has no version {number}")
+            raise NotFound(
+                f"route {request.parts['route'][:80]!r} has no version {number}",
+                hint="GET /versions lists the route's versions",
+            )
         return decoded(document.body, RouteVersion)
 
 
 def next_deployments(route: Route, version: int, now: int) -> tuple[Deployment, ...]:
+    """Return the route's deployments with a new one at the end."""
     number = route.deployments[-1].number + 1 if route.deployments else len(route.history) + 1
     return (*route.deployments, Deployment(number=number, version=version, at=now))[-HISTORY:]
 
 
 def version_id(name: str, number: int) -> str:
-    return f"{name}/{number:08d}"  # so that they sort
+    return f"{name}/{number:08d}"  # leading zeros, so that ids sort by number
 
 
-def _number(text: str) -> int:
+def _read_version_number(text: str) -> int:
     if not text.isdecimal() or len(text) > 8:
-        raise InvalidRequest("a version is a number", param="version")
+        raise InvalidRequest(f"version {text[:80]!r} is not a version number", param="version")
     return int(text)
 
 

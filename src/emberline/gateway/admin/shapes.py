@@ -1,4 +1,4 @@
-"""Shapes: what the management API takes and gives. Strict: a field that is not known is an error."""
+"""Types of the management API's request and reply bodies. An unknown field is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class KeyWish(Strict, frozen=True, kw_only=True):
-    """A key to be made."""
+    """A key to create."""
 
     name: Label
     kind: Literal["token", "virtual"] = "virtual"
@@ -36,15 +36,15 @@ class KeyWish(Strict, frozen=True, kw_only=True):
     allowed_providers: Patterns = ANY
     metadata: Metadata = {}
     limits: Annotated[tuple[Label, ...], msgspec.Meta(max_length=20)] = ()  # names of rules
-    expires: Millis | None = None
+    expires: Millis | None = None  # ms since 1970
     disabled: bool = False
 
 
 class KeyView(Strict, frozen=True, kw_only=True):
-    """A key as anybody may see it."""
+    """A key without its secret, which only the reply to its creation has."""
 
     id: str
-    shown: str  # how its secret begins
+    shown: str  # first characters of the secret
     name: str
     kind: str
     user: str
@@ -57,7 +57,7 @@ class KeyView(Strict, frozen=True, kw_only=True):
     created: int
     expires: int | None
     disabled: bool
-    secret: str | None = None  # only once: in the answer to its making
+    secret: str | None = None  # only in the reply to the key's creation
 
     @staticmethod
     def of(key: Key, secret: str | None = None) -> KeyView:
@@ -70,16 +70,16 @@ class ProviderKeyWish(Strict, frozen=True, kw_only=True):
 
 
 class ProviderKeyView(Strict, frozen=True, kw_only=True):
-    """That there is a key, and since when; never the key."""
+    """A stored provider key, without its secret."""
 
     provider: str
     alias: str
-    created: int
-    master_key: str  # id of the one it is wrapped with
+    created: int  # ms since 1970
+    master_key: str  # id of the master key that encrypts it
 
 
 class CustomProvider(Strict, frozen=True, kw_only=True):
-    """A provider of the account's own, at `custom-{slug}`."""
+    """A provider that the account defines. Its name in requests is `custom-{slug}`."""
 
     name: Label
     slug: Slug
@@ -92,11 +92,11 @@ class CustomProvider(Strict, frozen=True, kw_only=True):
     js_example: Text = ""
     speaks: tuple[str, ...] | None = None  # dialects; None: OpenAI's
     headers: dict[Label, Text] = {}  # sent with every request
-    position: int = 0  # in lists, for clients that sort by it
+    position: int = 0  # sort order in a user interface
 
 
 class Budget(Strict, frozen=True, kw_only=True):
-    """A rule over requests, tokens or money, for these gateways of the account."""
+    """A rule over requests, tokens or cost, for some gateways of the account."""
 
     rule: Rule
     gateways: Patterns = ANY
@@ -110,24 +110,24 @@ class RouteWish(Strict, frozen=True, kw_only=True):
 
 
 class Deployment(Strict, frozen=True, kw_only=True):
-    number: int  # of the route's deployments, from 1
+    number: int  # counts the route's deployments, from 1
     version: int
-    at: int  # ms
+    at: int  # ms since 1970
 
 
 class Route(Strict, frozen=True, kw_only=True):
-    """What is stored of a route besides its versions."""
+    """A route as stored, apart from its versions."""
 
-    latest: int
-    deployed: int | None = None
-    history: tuple[int, ...] = ()  # versions that were deployed before, oldest first
-    deployments: tuple[Deployment, ...] = ()  # the last ones, rollbacks among them, oldest first
+    latest: int  # newest version
+    deployed: int | None = None  # version in use
+    history: tuple[int, ...] = ()  # versions to roll back to, oldest first
+    deployments: tuple[Deployment, ...] = ()  # the last deployments and rollbacks, oldest first
 
 
 class RouteVersion(Strict, frozen=True, kw_only=True):
     number: int
-    created: int  # ms
-    by: str  # key id
+    created: int  # ms since 1970
+    by: str  # id of the key that added it
     elements: tuple[Element, ...]
     gateways: tuple[str, ...] = ANY
     description: str = ""

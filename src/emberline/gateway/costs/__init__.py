@@ -1,1 +1,1 @@
-"""What a request used, and what that costs: tokens, prices, bills."""
+"""Token usage, prices and costs of requests."""

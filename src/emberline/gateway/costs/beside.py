@@ -1,6 +1,8 @@
-"""Beside: what a call cost besides the reply that is sent: those that were dropped for a better or faster one, and who
-was asked for an opinion. It is added to the reply's own when that has ended; where the price of something is not known
-the sum is only an estimate, and says so."""
+"""ExtraCost: what a request cost in addition to the reply that the client gets.
+
+That are replies dropped for a better or faster one, and the calls of guardrail judges. The sum is added to the reply's
+own cost when the reply ends; if a price is unknown, the total is marked as estimated.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from emberline.gateway.costs.usage import Usage
 
 @dataclass(slots=True)
 class Beside:
-    micros: int = 0
-    usage: Usage | None = None  # of those that could have been the reply
+    micros: int = 0  # micro-dollars
+    usage: Usage | None = None  # of dropped replies, not of judges
     estimated: bool = False
 
     async def drop(self, reply: Reply) -> None:
-        """A reply that nobody will read."""
+        """Close a reply that will not be sent, and add its cost."""
         await reply.close()
         self.count(reply.usage, reply.micros, estimated=reply.estimated)
 
@@ -28,7 +30,7 @@ class Beside:
             self.usage = usage if self.usage is None else self.usage.plus(usage)
 
     async def add(self, reply: Reply) -> None:
-        """An ending."""
+        """Add the extra cost to the reply. A callback for GatewayReply.close_callbacks."""
         if self.usage is not None:
             reply.usage = self.usage if reply.usage is None else reply.usage.plus(self.usage)
         if reply.micros is not None:

@@ -1,4 +1,4 @@
-"""Bill: what a reply cost, once its usage is known."""
+"""Billing: the cost of a reply, once its usage is known."""
 
 from __future__ import annotations
 
@@ -13,39 +13,44 @@ from emberline.gateway.settings import Settings
 
 class Prices(Protocol):
     def price(self, settings: Settings, provider: str, model: str) -> Price | None:
-        """None: not known."""
+        """Return the price of a model, or None if it is unknown."""
         ...
 
-    def max_output(self, provider: str, model: str) -> int | None: ...
+    def max_output(self, provider: str, model: str) -> int | None:
+        """Return the model's limit on output tokens, or None if it is unknown."""
+        ...
 
 
-def input_tokens(call: Call) -> int:
-    """About how many its input has."""
-    return estimated_input(call.body) if call.surveyed is None else call.surveyed.tokens
+def input_tokens(request: Call) -> int:
+    """Return an estimate of the request's input tokens."""
+    return estimated_input(request.body) if request.surveyed is None else request.surveyed.tokens
 
 
-def bill(call: Call, reply: Reply, prices: Prices) -> None:
-    """What is not known stays unknown."""
+def bill(request: Call, reply: Reply, prices: Prices) -> None:
+    """Set the reply's cost. An unknown cost leaves `reply.micros` unchanged."""
     price = None
-    for name in (call.model, reply.model):
-        if name and (price := prices.price(call.settings, reply.provider, name)) is not None:
+    for name in (request.model, reply.model):
+        if name and (price := prices.price(request.settings, reply.provider, name)) is not None:
             break
-    micros = charged(call, reply.usage, price)
+    micros = charged(request, reply.usage, price)
     reply.micros = reply.micros if micros is None else micros
 
 
-def charged(call: Call, usage: Usage | None, price: Price | None) -> int | None:
-    """What the caller says it costs counts first. But virtual keys are in other people's hands, and anybody has none:
-    where money is counted they cannot make a call cheaper than it is known to be."""
+def charged(request: Call, usage: Usage | None, price: Price | None) -> int | None:
+    """Return the cost in micro-dollars, or None if it is unknown.
+
+    A custom cost that the client sends overrides the catalogue's. But if the gateway has budgets, a client with a
+    virtual key or no key cannot make a request cheaper than its known cost: such keys are given to third parties.
+    """
     known = cost(usage, price) if usage is not None else None
-    custom = call.options.custom_cost
+    custom = request.options.custom_cost
     if custom is None:
         return known
-    said = custom.micros if custom.micros is not None or usage is None else cost(usage, custom.price)
-    if said is None or known is None or call.identity.kind == "token" or not _counts_money(call.settings):
-        return said
-    return max(said, known)
+    claimed = custom.micros if custom.micros is not None or usage is None else cost(usage, custom.price)
+    if claimed is None or known is None or request.identity.kind == "token" or not _has_budget(request.settings):
+        return claimed
+    return max(claimed, known)
 
 
-def _counts_money(settings: Settings) -> bool:
+def _has_budget(settings: Settings) -> bool:
     return bool(settings.budgets) or any(rule.get("amount") == "micros" for rule in settings.limits)

@@ -1,16 +1,16 @@
-"""Catalogue: what is known of models: price, sizes, who says so and when it was read. What is not known is absent.
+"""Catalogue: prices and sizes of models, with their source and its date. Unknown values are absent.
 
     [openai]
-    source = "https://..."          # of the rows below, unless they say another
+    source = "https://..."          # of the rows below, unless a row has its own
     as_of = 2026-08-08
-    like = "other-provider"         # rows that are not here are looked up there
+    like = "other-provider"         # rows that are missing here are looked up there
 
     [openai.chat]                   # the kind: chat, embedding, ...
     "gpt-4o-mini" = { input = 0.15, cached_read = 0.075, output = 0.6, context = 128_000, max_output = 16_384 }
 
-Prices in the file are dollars per million tokens, read as decimals, never as floats. Our own file comes with the
-package; a user's files lie over it, row by row. A name with a date at its end is the name without, unless it has a row;
-the row "*" is for all names that have none.
+Prices in the file are dollars per million tokens, read as decimals and not as floats. The package has a file; rows of a
+user's files override its rows. A name with a date at its end is looked up without the date if it has no row; the row
+"*" applies to all names without a row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OURS = Path(__file__).with_name("catalogue.toml")
 PRICES = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
 COUNTS = ("context", "max_output")
 OTHERS = ("aliases", "source", "as_of", "long")
-MAX_FOUND = 4096  # names whose models are remembered
+MAX_FOUND = 4096
 DATED = re.compile(r"[-@](\d{4}-\d{2}-\d{2}|\d{8})$")
 
 
@@ -41,8 +41,8 @@ class Model:
     name: str
     kind: str
     price: Price | None
-    context: int | None  # tokens of input it takes
-    max_output: int | None
+    context: int | None  # maximum input tokens
+    max_output: int | None  # tokens
     aliases: tuple[str, ...]
     source: str
     as_of: date
@@ -50,7 +50,7 @@ class Model:
 
 class Catalogue:
     def __init__(self, models: Iterable[Model], like: Mapping[str, str] | None = None) -> None:
-        """Later models lie over earlier ones."""
+        """`models`: later ones override earlier ones. `like`: provider -> provider that has missing models."""
         self._like = dict(like or {})
         self._models: dict[tuple[str, str], Model] = {}
         self._names: dict[tuple[str, str], Model] = {}
@@ -60,11 +60,14 @@ class Catalogue:
             for name in model.aliases:
                 self._names[model.provider, name] = model
         self._names.update(self._models)
-        self._found: dict[tuple[str, str], Model | None] = {}  # by what callers asked for
+        self._lookups: dict[tuple[str, str], Model | None] = {}  # cache of `model`
 
     @staticmethod
     def load(*files: Path) -> Catalogue:
-        """Our own file, and over it these."""
+        """Return the package's catalogue with the rows of `files` over it.
+
+        Raise InvalidRequest if a file cannot be read or a row is invalid.
+        """
         models: list[Model] = []
         like: dict[str, str] = {}
         for file in (OURS, *files):
@@ -72,20 +75,23 @@ class Catalogue:
                 with file.open("rb") as opened:
                     found = tomllib.load(opened, parse_float=Decimal)
             except (OSError, ValueError) as e:
-                raise InvalidRequest(f"the catalogue {file.name} cannot be read: {e}") from e
+                raise InvalidRequest(
+                    f"catalogue file {file} cannot be read: {e}", hint="the file must exist and be valid TOML"
+                ) from e
             for provider, rows in found.items():
                 if isinstance(rows, Mapping) and "like" in rows:
                     like[provider] = str(rows["like"])
-                models += _provider(provider, rows)
+                models += _read_provider(provider, rows)
         return Catalogue(models, like)
 
     def model(self, provider: str, name: str) -> Model | None:
+        """Return the model that a client names, or None if the catalogue does not have it."""
         key = (provider, name)
-        if key not in self._found:
-            if len(self._found) >= MAX_FOUND:  # callers choose names
-                self._found.clear()
-            self._found[key] = self._find(provider, name)
-        return self._found[key]
+        if key not in self._lookups:
+            if len(self._lookups) >= MAX_FOUND:  # clients choose names, so the cache must be bounded
+                self._lookups.clear()
+            self._lookups[key] = self._find(provider, name)
+        return self._lookups[key]
 
     def _find(self, provider: str, name: str) -> Model | None:
         return (
@@ -104,7 +110,7 @@ class Catalogue:
 
 
 class CatalogueFiles:
-    """A catalogue that follows its files. A file that has become unreadable leaves the last good catalogue in force."""
+    """A catalogue that is read again when its files change. The last valid one stays in use."""
 
     def __init__(self, *files: Path) -> None:
         self._files = files
@@ -115,10 +121,13 @@ class CatalogueFiles:
         return self.current.model(provider, name)
 
     def refresh(self) -> bool:
-        """Looks at the files, and reads them if they have changed. True: there is a new catalogue."""
+        """Read the files again if they have changed. Return whether there is a new catalogue.
+
+        Raise InvalidRequest if a file is invalid.
+        """
         if (stamps := self._stamp()) == self._stamps:
             return False
-        self._stamps = stamps  # whatever is in them: a broken file is complained of once, not every time
+        self._stamps = stamps  # set first: an invalid file is reported once, not at every poll
         self.current = Catalogue.load(*self._files)
         return True
 
@@ -127,42 +136,50 @@ class CatalogueFiles:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
+    """Return the file's modification time and size, by which a change is noticed."""
     try:
         stat = file.stat()
-    except OSError:  # it is not there, or is just being replaced
+    except OSError:  # missing, or just being replaced
         return 0, 0
     return stat.st_mtime_ns, stat.st_size
 
 
-def _provider(provider: str, rows: object) -> Iterable[Model]:
+def _read_provider(provider: str, rows: object) -> Iterable[Model]:
     if not isinstance(rows, Mapping):
-        raise InvalidRequest(f"the catalogue's {provider} must be a table", param=provider)
+        raise InvalidRequest(f"catalogue entry {provider} must be a table", param=provider)
     for kind, models in rows.items():
         if isinstance(models, Mapping):
             for name, row in models.items():
-                yield _model(provider, kind, name, row, rows)
+                yield _read_model(provider, kind, name, row, rows)
         elif kind not in ("source", "as_of", "like"):
-            raise InvalidRequest(f"the catalogue's {provider}.{kind} must be a table of models", param=provider)
+            raise InvalidRequest(f"catalogue entry {provider}.{kind} must be a table of models", param=provider)
 
 
-def _model(provider: str, kind: str, name: str, row: object, above: Mapping[str, Any]) -> Model:
-    where = f"{provider}/{name}"
-    if not isinstance(row, Mapping) or not set(row) <= {*PRICES, *COUNTS, *OTHERS}:
-        raise InvalidRequest(f"the catalogue's {where} must be a table of known fields, not {row!r:.80}", param=where)
-    source, as_of = row.get("source", above.get("source")), row.get("as_of", above.get("as_of"))
+def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapping[str, Any]) -> Model:
+    id = f"{provider}/{name}"
+    fields = (*PRICES, *COUNTS, *OTHERS)
+    if not isinstance(row, Mapping) or not set(row) <= {*fields}:
+        raise InvalidRequest(
+            f"catalogue entry {id} must be a table of known fields, not {row!r:.80}",
+            param=id,
+            hint=f"known fields: {', '.join(fields)}",
+        )
+    source, as_of = row.get("source", defaults.get("source")), row.get("as_of", defaults.get("as_of"))
     if not isinstance(source, str) or not isinstance(as_of, date):
-        raise InvalidRequest(f"the catalogue's {where} must say its source and as_of (a date)", param=where)
+        raise InvalidRequest(f"catalogue entry {id} must have source (a string) and as_of (a date)", param=id)
     aliases = row.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise InvalidRequest(f"the catalogue's {where}: aliases must be a list of names", param=where)
-    for count in COUNTS:
-        if count in row and (not isinstance(row[count], int) or row[count] < 1):
-            raise InvalidRequest(f"the catalogue's {where}: {count} must be a whole number above 0", param=where)
+        raise InvalidRequest(f"catalogue entry {id}: aliases must be a list of names, not {aliases!r:.80}", param=id)
+    for size in COUNTS:
+        if size in row and (not isinstance(row[size], int) or row[size] < 1):
+            raise InvalidRequest(
+                f"catalogue entry {id}: {size} is {row[size]!r:.80}; it must be an integer above 0", param=id
+            )
     return Model(
         provider=provider,
         name=name,
         kind=kind,
-        price=_price(where, row),
+        price=_read_price(id, row),
         context=row.get("context"),
         max_output=row.get("max_output"),
         aliases=tuple(aliases),
@@ -171,28 +188,34 @@ def _model(provider: str, kind: str, name: str, row: object, above: Mapping[str,
     )
 
 
-def _price(where: str, row: Mapping[str, Any]) -> Price | None:
+def _read_price(id: str, row: Mapping[str, Any]) -> Price | None:
     if "input" not in row:
-        if given := [name for name in (*PRICES, "long") if name in row]:
-            raise InvalidRequest(f"the catalogue's {where} has {given[0]} without input", param=where)
+        if fields := [name for name in (*PRICES, "long") if name in row]:
+            raise InvalidRequest(f"catalogue entry {id} has the price {fields[0]} but no price input", param=id)
         return None
-    prices: dict[str, Any] = {name: _micros(where, row[name]) for name in PRICES if name in row}
-    long = _long(where, row["long"]) if "long" in row else None
+    prices: dict[str, Any] = {name: _read_micros(id, name, row[name]) for name in PRICES if name in row}
+    long = _read_long_price(id, row["long"]) if "long" in row else None
     return Price(prices.pop("input"), prices.pop("output", 0), **prices, long=long)
 
 
-def _long(where: str, long: object) -> LongPrice:
+def _read_long_price(id: str, long: object) -> LongPrice:
     if not isinstance(long, Mapping) or not isinstance(long.get("above"), int):
-        raise InvalidRequest(f"the catalogue's {where}: long must say above how many tokens", param=where)
-    price = _price(where, {name: value for name, value in long.items() if name != "above"})
+        raise InvalidRequest(
+            f"catalogue entry {id}: long must be a table with `above`, a number of tokens, not {long!r:.80}", param=id
+        )
+    price = _read_price(id, {name: value for name, value in long.items() if name != "above"})
     if price is None:
-        raise InvalidRequest(f"the catalogue's {where}: long must have a price", param=where)
+        raise InvalidRequest(f"catalogue entry {id}: long has no price", param=id)
     return LongPrice(long["above"], price)
 
 
-def _micros(where: str, dollars: object) -> int:
-    """Dollars per million tokens to micro-dollars per million tokens."""
+def _read_micros(id: str, field: str, dollars: object) -> int:
+    """Return micro-dollars per million tokens for dollars per million tokens."""
     exact = Decimal(dollars) * 1_000_000 if isinstance(dollars, Decimal | int) else Decimal(-1)
     if isinstance(dollars, bool) or not exact.is_finite() or exact < 0 or exact != int(exact):
-        raise InvalidRequest(f"the catalogue's {where}: {dollars!r} is not a price, to the micro-dollar", param=where)
+        raise InvalidRequest(
+            f"catalogue entry {id}: {field} is {dollars!r}; it must be dollars per million tokens, 0 or more, with at"
+            " most 6 decimal places",
+            param=id,
+        )
     return int(exact)

@@ -1,7 +1,7 @@
-"""What a request costs: whole micro-dollars (1 USD = 1,000,000), from a `Usage` and a `Price`.
+"""The cost of a request in whole micro-dollars (1 USD = 1,000,000), from a `Usage` and a `Price`.
 
-Every token of the input is billed exactly once: as read from a cache, written to one, audio, image, or plain. A price
-that is not known is None, and so is a cost that would need it; 0 is a statement (self-hosted).
+Every input token is billed exactly once: as read from a cache, written to a cache, audio, image, or text. An unknown
+price is None, and so is a cost that needs it; a price of 0 is a known price (self-hosted models).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Micro-dollars per million tokens. A kind of input without a price of its own costs what other input costs."""
+    """Micro-dollars per million tokens. Cached, audio and image tokens without a price cost `input`."""
 
     input: int
     output: int
@@ -36,22 +36,23 @@ class LongPrice:
 
 
 def cost(usage: Usage, price: Price | None) -> int | None:
-    """Exact: the sum is an integer of micro-dollars per million, rounded half up once."""
+    """Return the cost in micro-dollars, or None if the price is unknown. It is rounded half up once."""
     if price is None:
         return None
     if price.long is not None and usage.input > price.long.above:
         price = price.long.price
     left, total = usage.input, usage.output * price.output
-    if not (usage.cached_read or usage.cache_write or usage.audio or usage.image):  # as most
-        return _micros(total + left * price.input)
-    for tokens, own in _special(usage, price):
+    if not (usage.cached_read or usage.cache_write or usage.audio or usage.image):  # the usual case
+        return _round_to_micros(total + left * price.input)
+    for tokens, own in _special_input(usage, price):
         billed = min(tokens, left)
         left -= billed
         total += billed * (price.input if own is None else own)
-    return _micros(total + left * price.input)
+    return _round_to_micros(total + left * price.input)
 
 
-def _special(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
+def _special_input(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
+    """Return tokens and price of each kind of input that may have its own price."""
     long = price.cache_write if price.cache_write_long is None else price.cache_write_long
     return (
         (usage.cached_read, price.cached_read),
@@ -62,5 +63,5 @@ def _special(usage: Usage, price: Price) -> tuple[tuple[int, int | None], ...]:
     )
 
 
-def _micros(per_million: int) -> int:
+def _round_to_micros(per_million: int) -> int:
     return (per_million + MILLION // 2) // MILLION

@@ -1,4 +1,4 @@
-"""Prices: of models, as a gateway's settings have them, or as the catalogue has them now."""
+"""PriceList: prices of models, from a gateway's settings or else from the current catalogue."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How many tokens a request used: one vector for every provider.
+"""Usage: the tokens that a request used, in the same form for every provider.
 
-Providers disagree on what contains what. Here the parts are always subsets: `cached_read`, `cache_write`, `audio` and
-`image` of `input`; `cache_write_long` (kept for an hour) of `cache_write`; `reasoning` of `output`. `Usage.read` makes
-it so, whatever was said: a provider's contradiction is cut down, never billed twice, never raised.
+Providers differ in what their counts include. Here the parts are always subsets: `cached_read`, `cache_write`, `audio`
+and `image` of `input`; `cache_write_long` (cached for an hour) of `cache_write`; `reasoning` of `output`. `Usage.parse`
+ensures this for any provider's counts: a part that exceeds its whole is reduced, never billed twice, never an error.
 
-In a stream several usages may come; each is cumulative, so `joined` takes the larger of every count.
+A stream may have several usage objects. Each is cumulative, so `merge_later` takes the larger of every count.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import msgspec
 
-MOST = 1 << 53  # tokens; a provider that tells more has told nothing
+MOST = 1 << 53  # a larger count is invalid and ignored
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """Numbers of tokens."""
+
     input: int = 0
     cached_read: int = 0
     cache_write: int = 0
@@ -39,28 +41,28 @@ class Usage(msgspec.Struct, frozen=True):
         return self.input + self.output
 
     @staticmethod
-    def read(dialect: str, said: object) -> Usage | None:
-        """From the decoded usage object of a dialect; None if it says nothing about tokens."""
-        return READERS[dialect](said) if isinstance(said, dict | Mapping) else None  # a dict is found out sooner
+    def read(dialect: str, data: object) -> Usage | None:
+        """Return the usage in a dialect's decoded usage object, or None if it has no token counts."""
+        return READERS[dialect](data) if isinstance(data, dict | Mapping) else None  # `dict |`: a faster check
 
     @staticmethod
     def found(dialect: str, event: object) -> Usage | None:
-        """From a whole decoded reply, or one decoded event of a stream, of a dialect."""
+        """Return the usage in a decoded reply or in one decoded event of a stream, or None."""
         if not isinstance(event, Mapping):
             return None
         for outer, name in PLACES[dialect]:
-            place = event.get(outer) if outer else event
-            if isinstance(place, Mapping) and (usage := Usage.read(dialect, place.get(name))):
+            parent = event.get(outer) if outer else event
+            if isinstance(parent, Mapping) and (usage := Usage.read(dialect, parent.get(name))):
                 return usage
         return None
 
     def plus(self, other: Usage) -> Usage:
-        """With what another request used."""
+        """Return the sum of this usage and that of another request."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
     def joined(self, later: Usage) -> Usage:
-        """With what a later event of the same stream said."""
-        return _fitted(
+        """Return this usage updated with that of a later event of the same stream."""
+        return _consistent(
             input=max(self.input, later.input),
             cached_read=max(self.cached_read, later.cached_read),
             cache_write=max(self.cache_write, later.cache_write),
@@ -72,7 +74,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
-def _fitted(
+def _consistent(
     *,
     input: int,
     output: int,
@@ -83,8 +85,8 @@ def _fitted(
     audio: int = 0,
     image: int = 0,
 ) -> Usage:
-    """The vector, with parts cut down to what they are parts of."""
-    if not (cached_read or cache_write or reasoning or audio or image):  # as most
+    """Return the usage with every part reduced to at most its whole."""
+    if not (cached_read or cache_write or reasoning or audio or image):  # the usual case
         return Usage(input=input, output=output)
     cached_read = min(cached_read, input)
     cache_write = min(cache_write, input - cached_read)
@@ -100,33 +102,33 @@ def _fitted(
     )
 
 
-def _count(said: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a count; 0 if none is. Some providers write 12.0."""
+def _count(data: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these fields that is a count, or 0. Some providers write 12.0."""
     for name in names:
-        value = said.get(name)
-        if type(value) is int and 0 <= value <= MOST:  # True is none
+        value = data.get(name)
+        if type(value) is int and 0 <= value <= MOST:  # type(): True is not a count
             return value
         if type(value) is float and 0 <= value <= MOST and value.is_integer():
             return int(value)
     return 0
 
 
-def _part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = said.get(name)
+def _part(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = data.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _chat(said: Mapping[str, Any]) -> Usage | None:
-    if "prompt_tokens" not in said and "completion_tokens" not in said:
+def _chat(data: Mapping[str, Any]) -> Usage | None:
+    if "prompt_tokens" not in data and "completion_tokens" not in data:
         return None
-    input, output = _count(said, "prompt_tokens"), _count(said, "completion_tokens")
-    into, out = _part(said, "prompt_tokens_details"), _part(said, "completion_tokens_details")
-    # xAI and Gemini's compatible endpoint leave thoughts, which they bill, out of completion_tokens, not of the total.
-    hidden = max(0, _count(said, "total_tokens") - input - output)
-    cached = _count(said, "prompt_cache_hit_tokens", "cached_tokens")
+    input, output = _count(data, "prompt_tokens"), _count(data, "completion_tokens")
+    into, out = _part(data, "prompt_tokens_details"), _part(data, "completion_tokens_details")
+    # xAI and Gemini's OpenAI endpoint count reasoning tokens, which they bill, in total_tokens only.
+    hidden = max(0, _count(data, "total_tokens") - input - output)
+    cached = _count(data, "prompt_cache_hit_tokens", "cached_tokens")
     if not (into or out or hidden):
-        return _fitted(input=input, cached_read=cached, output=output)
-    return _fitted(
+        return _consistent(input=input, cached_read=cached, output=output)
+    return _consistent(
         input=input,
         cached_read=_count(into, "cached_tokens") or cached,
         cache_write=_count(into, "cache_write_tokens", "cache_creation_tokens"),
@@ -137,79 +139,79 @@ def _chat(said: Mapping[str, Any]) -> Usage | None:
     )
 
 
-def _responses(said: Mapping[str, Any]) -> Usage | None:
-    if "input_tokens" not in said and "output_tokens" not in said:
+def _responses(data: Mapping[str, Any]) -> Usage | None:
+    if "input_tokens" not in data and "output_tokens" not in data:
         return None
-    into, out = _part(said, "input_tokens_details"), _part(said, "output_tokens_details")
-    return _fitted(
-        input=_count(said, "input_tokens"),
+    into, out = _part(data, "input_tokens_details"), _part(data, "output_tokens_details")
+    return _consistent(
+        input=_count(data, "input_tokens"),
         cached_read=_count(into, "cached_tokens"),
         cache_write=_count(into, "cache_write_tokens"),
-        output=_count(said, "output_tokens"),
+        output=_count(data, "output_tokens"),
         reasoning=_count(out, "reasoning_tokens"),
         audio=_count(into, "audio_tokens"),
         image=_count(into, "image_tokens"),
     )
 
 
-def _anthropic(said: Mapping[str, Any]) -> Usage | None:
-    if "input_tokens" not in said and "output_tokens" not in said:
+def _anthropic(data: Mapping[str, Any]) -> Usage | None:
+    if "input_tokens" not in data and "output_tokens" not in data:
         return None
-    read, write = _count(said, "cache_read_input_tokens"), _count(said, "cache_creation_input_tokens")
-    return _fitted(
-        input=_count(said, "input_tokens") + read + write,
+    read, write = _count(data, "cache_read_input_tokens"), _count(data, "cache_creation_input_tokens")
+    return _consistent(
+        input=_count(data, "input_tokens") + read + write,
         cached_read=read,
         cache_write=write,
-        cache_write_long=_count(_part(said, "cache_creation"), "ephemeral_1h_input_tokens"),
-        output=_count(said, "output_tokens"),
-        reasoning=_count(_part(said, "output_tokens_details"), "thinking_tokens", "reasoning_tokens"),
+        cache_write_long=_count(_part(data, "cache_creation"), "ephemeral_1h_input_tokens"),
+        output=_count(data, "output_tokens"),
+        reasoning=_count(_part(data, "output_tokens_details"), "thinking_tokens", "reasoning_tokens"),
     )
 
 
-def _gemini(said: Mapping[str, Any]) -> Usage | None:
-    if not any(name in said for name in ("promptTokenCount", "candidatesTokenCount", "totalTokenCount")):
+def _gemini(data: Mapping[str, Any]) -> Usage | None:
+    if not any(name in data for name in ("promptTokenCount", "candidatesTokenCount", "totalTokenCount")):
         return None
-    thoughts = _count(said, "thoughtsTokenCount")
-    return _fitted(
-        input=_count(said, "promptTokenCount") + _count(said, "toolUsePromptTokenCount"),
-        cached_read=_count(said, "cachedContentTokenCount"),
-        output=_count(said, "candidatesTokenCount") + thoughts,
+    thoughts = _count(data, "thoughtsTokenCount")
+    return _consistent(
+        input=_count(data, "promptTokenCount") + _count(data, "toolUsePromptTokenCount"),
+        cached_read=_count(data, "cachedContentTokenCount"),
+        output=_count(data, "candidatesTokenCount") + thoughts,
         reasoning=thoughts,
-        audio=_modality(said, "AUDIO"),
-        image=_modality(said, "IMAGE"),
+        audio=_modality(data, "AUDIO"),
+        image=_modality(data, "IMAGE"),
     )
 
 
-def _modality(said: Mapping[str, Any], modality: str) -> int:
-    details = said.get("promptTokensDetails")
+def _modality(data: Mapping[str, Any], modality: str) -> int:
+    details = data.get("promptTokensDetails")
     rows = [row for row in details if isinstance(row, Mapping)] if isinstance(details, list) else []
     return sum(_count(row, "tokenCount") for row in rows if row.get("modality") == modality)
 
 
-def _converse(said: Mapping[str, Any]) -> Usage | None:
-    """Bedrock's Converse: like Anthropic, the input is without what the cache gave and took."""
-    if "inputTokens" not in said and "outputTokens" not in said:
+def _converse(data: Mapping[str, Any]) -> Usage | None:
+    """Read Bedrock's Converse: as with Anthropic, inputTokens does not include cached tokens."""
+    if "inputTokens" not in data and "outputTokens" not in data:
         return None
-    read, write = _count(said, "cacheReadInputTokens"), _count(said, "cacheWriteInputTokens")
-    return _fitted(
-        input=_count(said, "inputTokens") + read + write,
+    read, write = _count(data, "cacheReadInputTokens"), _count(data, "cacheWriteInputTokens")
+    return _consistent(
+        input=_count(data, "inputTokens") + read + write,
         cached_read=read,
         cache_write=write,
-        output=_count(said, "outputTokens"),
+        output=_count(data, "outputTokens"),
     )
 
 
-def _cohere(said: Mapping[str, Any]) -> Usage | None:
-    """Cohere bills `billed_units`, which may be fewer than the model's `tokens`."""
-    billed = _part(said, "billed_units") or _part(said, "tokens")
+def _cohere(data: Mapping[str, Any]) -> Usage | None:
+    """Read Cohere's usage, which bills `billed_units`; they may be fewer than `tokens`."""
+    billed = _part(data, "billed_units") or _part(data, "tokens")
     return _responses(billed) if billed else None
 
 
-def _raw(said: Mapping[str, Any]) -> Usage | None:
-    """An endpoint passed through as it is: whichever shape fits."""
-    excludes_cache = "cache_read_input_tokens" in said or "cache_creation_input_tokens" in said
-    shapes = (_chat, _gemini, _converse, _cohere, _anthropic if excludes_cache else _responses)
-    return next((usage for shape in shapes if (usage := shape(said)) is not None), None)
+def _raw(data: Mapping[str, Any]) -> Usage | None:
+    """Read the usage of an endpoint with an unknown dialect: the first format that fits."""
+    excludes_cache = "cache_read_input_tokens" in data or "cache_creation_input_tokens" in data
+    readers = (_chat, _gemini, _converse, _cohere, _anthropic if excludes_cache else _responses)
+    return next((usage for read in readers if (usage := read(data)) is not None), None)
 
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
@@ -220,7 +222,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
     "gemini": _gemini,
     "raw": _raw,
 }
-# Where a reply or an event of a stream has its usage: (the object it is in, or "" for the top; its name).
+# Where a reply or an event of a stream has its usage: (enclosing object, or "" for the top level; field).
 PLACES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "openai-chat": (("", "usage"), ("x_groq", "usage")),
     "openai-responses": (("response", "usage"), ("", "usage")),

@@ -1,1 +1,1 @@
-"""Who may ask, and with whose key a provider is asked."""
+"""Gateway keys, which identify callers, and provider keys, which requests to providers are sent with."""

@@ -1,4 +1,4 @@
-"""Identity: who asks, and what they may use."""
+"""Identity: the caller of a request, and what the caller may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ ANY = ("*",)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a key stands for. `allowed_*` are patterns in which `*` stands for anything; none of them allows nothing."""
+    """The owner and the permissions of a key.
+
+    `allowed_*` are patterns in which `*` matches any text; an empty tuple allows nothing.
+    """
 
     key_id: str
     name: str
@@ -24,25 +27,27 @@ class Identity:
     metadata: Mapping[str, str] = field(default_factory=dict)  # added to every request of this key
     admin: bool = False  # may use the management API
     use: bool = True  # may use models
-    account: str = "*"  # a pattern: the accounts it is of
-    gateways: tuple[str, ...] = ANY
-    limits: tuple[str, ...] = ()  # names of rules that hold for this key besides the gateway's
+    account: str = "*"  # pattern of account names
+    gateways: tuple[str, ...] = ANY  # patterns of gateway names
+    limits: tuple[str, ...] = ()  # names of rules that apply to this key in addition to the gateway's
 
     def may_enter(self, account: str, gateway: str) -> bool:
-        return self.use and _any(account, (self.account,)) and _any(gateway, self.gateways)
+        return self.use and _matches_any(account, (self.account,)) and _matches_any(gateway, self.gateways)
 
     def may_use(self, provider: str, model: str) -> bool:
         return allows(self.allowed_providers, self.allowed_models, provider, model)
 
 
 def allows(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
-    """A pattern of models names the model alone, or provider/model."""
-    if providers is ANY is models:  # as most
+    """Return whether the patterns allow the model. Those of models match "model" or "provider/model"."""
+    if providers is ANY is models:  # the usual case
         return True
-    return _any(provider, providers) and (_any(model, models) or _any(f"{provider}/{model}", models))
+    if not _matches_any(provider, providers):
+        return False
+    return _matches_any(model, models) or _matches_any(f"{provider}/{model}", models)
 
 
-def _any(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
     return patterns == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

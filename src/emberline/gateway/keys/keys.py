@@ -1,7 +1,9 @@
-"""Keys: gateway tokens and virtual keys. A secret is 32 random bytes, shown once and kept as its SHA-256: what nobody
-can guess needs no slow hash, and this one costs a request half a microsecond. The hash's beginning is the key's id.
+"""KeyStore: gateway tokens and virtual keys.
 
-What a key may do is read from the store once and then known until the store changes (see `watch`).
+A secret is 32 random bytes, shown once and stored as its SHA-256. A random secret needs no slow hash; this one costs
+half a microsecond per request. The first 16 digits of the hash are the key's id.
+
+Keys are cached until the store changes (see `version_watch`).
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from emberline.gateway.store.base import Store
 from emberline.gateway.store.watch import Remembered, Watch
 
 PREFIXES = {"token": "egt_", "virtual": "evk_"}
-_BEGINNINGS = tuple(PREFIXES.values())
-_LENGTH = len(PREFIXES["token"]) + len(secrets.token_urlsafe(32))
-_SHOWN = 10  # characters of a secret by which people know it again
+_PREFIXES = tuple(PREFIXES.values())
+_SECRET_CHARS = len(PREFIXES["token"]) + len(secrets.token_urlsafe(32))
+_VISIBLE_CHARS = 10  # of a secret, shown in lists of keys
 
 Scope = Literal["use", "admin"]
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """As it is stored. `limits` names rules of the gateway that hold for this key besides those for all."""
+    """A key as it is stored. `limits` names rules that apply to this key in addition to the gateway's."""
 
     hash: str  # SHA-256, hex
-    shown: str  # the secret's beginning
+    shown: str  # first characters of the secret
     name: str
     kind: Literal["token", "virtual"]
     account: str
@@ -85,46 +87,55 @@ def id_of(hash: str) -> str:
 
 
 def shown_of(secret: str) -> str:
-    return secret[:_SHOWN]
+    return secret[:_VISIBLE_CHARS]
 
 
 def is_ours(token: str) -> bool:
-    """It was one of ours, or is meant to be: nobody else's begin like that."""
-    return token.startswith(_BEGINNINGS)
+    """Return whether the token has a gateway key's prefix, which no provider's keys have."""
+    return token.startswith(_PREFIXES)
 
 
 class Keys:
     def __init__(self, store: Store, watch: Watch, wall: Clock, fixed: Mapping[str, Identity] | None = None) -> None:
-        """`wall` tells seconds since 1970. `fixed`: secrets of the configuration, which no change can take away."""
+        """`wall_clock` returns seconds since 1970. `configured`: configured secrets, which never expire.
+
+        Raise InvalidRequest if a configured secret is too short.
+        """
         for secret in fixed or {}:
             if len(secret) < 16:
-                raise InvalidRequest("a key of the configuration is too short", hint="give 16 characters or more")
-        self._fixed = {hash_of(secret): identity for secret, identity in (fixed or {}).items()}
+                raise InvalidRequest(
+                    f"a configured API key has {len(secret)} characters, which is too short",
+                    hint="use a key of at least 16 characters",
+                )
+        self._configured = {hash_of(secret): identity for secret, identity in (fixed or {}).items()}
         self._store = store
-        self._wall = wall
-        self._known: Remembered[str, tuple[Key, Identity] | None] = Remembered(watch)
+        self._wall_clock = wall
+        self._cache: Remembered[str, tuple[Key, Identity] | None] = Remembered(watch)
 
     async def identify(self, token: str) -> Identity | None:
-        """None: unknown, expired, disabled."""
+        """Return the identity of the key with this secret; None if it is unknown, expired or disabled."""
         hash = hash_of(token)
-        if hash in self._fixed:
-            return self._fixed[hash]
-        if len(token) != _LENGTH or not is_ours(token):
+        if hash in self._configured:
+            return self._configured[hash]
+        if len(token) != _SECRET_CHARS or not is_ours(token):
             return None
-        return self._holding(await self._known.get(hash, lambda: self._load(hash)))
+        return self._valid_identity(await self._cache.get(hash, lambda: self._load(hash)))
 
     async def holder(self, id: str) -> Identity | None:
-        """Of the key with this id, which was shown before. None: it holds no longer."""
-        fixed = next((each for each in self._fixed.values() if each.key_id == id), None)
-        return fixed or self._holding(await self._known.get(id, lambda: self._load(id)))
+        """Return the identity of the key with this id; None if it is unknown, expired or disabled.
 
-    def _holding(self, found: tuple[Key, Identity] | None) -> Identity | None:
-        if found is None or not found[0].holds(round(self._wall.now() * 1e3)):
+        The id is not a secret: call it only for requests that were authenticated before.
+        """
+        configured = next((each for each in self._configured.values() if each.key_id == id), None)
+        return configured or self._valid_identity(await self._cache.get(id, lambda: self._load(id)))
+
+    def _valid_identity(self, found: tuple[Key, Identity] | None) -> Identity | None:
+        if found is None or not found[0].holds(round(self._wall_clock.now() * 1e3)):
             return None
         return found[1]
 
     async def _load(self, hash: str) -> tuple[Key, Identity] | None:
-        """By all of its hash, or only by its id."""
+        """Return the key with this hash, or with this id: an id is the first part of a hash."""
         documents = await self._store.documents("key", "", prefix=id_of(hash), limit=2)
         for document in documents:
             key = msgspec.json.decode(document.body, type=Key)

@@ -1,5 +1,8 @@
-"""MasterKeys: what data keys are wrapped with. The first is the one in use; older ones can still open what they closed.
-A key's id is the beginning of its SHA-256, so an id cannot name another key than it was made with."""
+"""MasterKeys: the keys that encrypt ("wrap") data keys.
+
+The first one wraps new data keys; the older ones can still unwrap theirs. A master key's id is the beginning of its
+SHA-256, so that an id always names the same key.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,19 @@ class MasterKeys:
 
     @staticmethod
     def parse(text: str) -> MasterKeys:
-        """Keys in base64, with white space or commas between."""
+        """Return the keys in `text`: base64, with white space or commas between them."""
         try:
             keys = tuple(base64.b64decode(word, validate=True) for word in text.replace(",", " ").split())
         except binascii.Error as e:
-            raise InvalidRequest("a master key is not base64", param="master_key") from e
-        if not keys or any(len(key) != _BYTES for key in keys):
             raise InvalidRequest(
-                f"a master key must have {_BYTES} bytes", param="master_key", hint="openssl rand -base64 32"
+                f"a master key is not valid base64: {e}", param="master_key", hint="create one: openssl rand -base64 32"
+            ) from e
+        if not keys or any(len(key) != _BYTES for key in keys):
+            sizes = ", ".join(str(len(key)) for key in keys) or "none"
+            raise InvalidRequest(
+                f"every master key must have {_BYTES} bytes; bytes of the given keys: {sizes}",
+                param="master_key",
+                hint="create one: openssl rand -base64 32",
             )
         return MasterKeys(tuple(map(MasterKey, keys)))
 
@@ -60,12 +68,12 @@ class MasterKeys:
 
 
 def master_keys(file: Path, given: str | None) -> FixedKeys | KeyFile:
-    """`given`: keys that the operator handed in by the environment; they go before the file."""
+    """Return the source of master keys: the environment variable's value if there is one, else the file."""
     return FixedKeys(MasterKeys.parse(given)) if given else KeyFile(file)
 
 
 class FixedKeys:
-    """Handed in by the operator."""
+    """Master keys that the operator set in the environment."""
 
     def __init__(self, keys: MasterKeys) -> None:
         self._keys = keys
@@ -75,7 +83,7 @@ class FixedKeys:
 
 
 class KeyFile:
-    """Made with a new key when it is first read."""
+    """A file of master keys. The first read creates it with a new key."""
 
     def __init__(self, path: Path) -> None:
         self._file = SecretFile(path)

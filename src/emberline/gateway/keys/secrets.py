@@ -1,5 +1,7 @@
-"""Secrets: which provider's key a call is sent with. The caller's own, if it came with one for this provider; else one
-that is stored; else the one of the configuration."""
+"""ProviderKeySelector: which provider key a request is sent with.
+
+The caller's own key if the request has one, else the stored key, else the key in the configuration.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,40 @@ class Vault(Protocol):
     async def reveal(self, account: str, provider: str, alias: str) -> str | None: ...
 
 
-def own_key(call: Call) -> str | None:
-    """What the caller gave for the provider, in whichever header."""
+def own_key(request: Call) -> str | None:
+    """Return the provider key that the caller sent with the request, or None."""
     for name in CREDENTIALS:
-        if given := call.headers.get(name, ""):
-            return given.removeprefix("Bearer ")
-    if call.provider == "google-ai-studio":  # whose own examples have it in the URL
-        return next((each[4:] for each in call.query.split("&") if each.startswith("key=")), None)
+        if value := request.headers.get(name, ""):
+            return value.removeprefix("Bearer ")
+    if request.provider == "google-ai-studio":  # its clients may send the key in the URL
+        return next((each[4:] for each in request.query.split("&") if each.startswith("key=")), None)
     return None
 
 
 class Secrets:
-    def __init__(self, vault: Vault | None = None) -> None:
-        self._vault = vault
+    def __init__(self, source: Vault | None = None) -> None:
+        self._source = source
 
-    async def key(self, call: Call, provider: Provider) -> str | None:
-        """None: the caller's own is in its headers as the provider wants it, or none is needed. KeyMissing: there is
-        none, or not by the name that was asked for."""
-        alias = call.options.byok_alias
-        if alias is None and (own := own_key(call)) is not None:
-            return own if call.plain else None
-        if self._vault is not None:
-            stored = await self._vault.reveal(call.account, provider.slug, alias or DEFAULT_ALIAS)
+    async def key(self, request: Call, provider: Provider) -> str | None:
+        """Return the provider key to send.
+
+        None means that the request's headers have the key already, or that the provider needs none. Raise
+        ProviderKeyMissing if there is no key, or no key with the alias that the request names.
+        """
+        alias = request.options.byok_alias
+        if alias is None and (own := own_key(request)) is not None:
+            return own if request.plain else None
+        if self._source is not None:
+            stored = await self._source.reveal(request.account, provider.slug, alias or DEFAULT_ALIAS)
             if stored is not None:
                 return stored
         if alias not in (None, DEFAULT_ALIAS):
-            what, hint = f"there is no key {alias!r} for {provider.slug}", "see cf-aig-byok-alias"
-            raise KeyMissing(what, provider=provider.slug, hint=hint)
-        key = call.settings.providers.get(provider.slug, NOTHING).key
-        if key is None and provider.needs_key and own_key(call) is None:
-            what, hint = f"there is no key for {provider.slug}", "store one, or send it with the request"
-            raise KeyMissing(what, provider=provider.slug, hint=hint)
+            message = f"account {request.account!r} has no key with the alias {alias!r} for provider {provider.slug}"
+            hint = "store the key under /provider-keys, or correct the header cf-aig-byok-alias"
+            raise KeyMissing(message, provider=provider.slug, hint=hint)
+        key = request.settings.providers.get(provider.slug, NOTHING).key
+        if key is None and provider.needs_key and own_key(request) is None:
+            message = f"account {request.account!r} has no key for provider {provider.slug}"
+            hint = "store a key under /provider-keys, or send the provider's key with the request"
+            raise KeyMissing(message, provider=provider.slug, hint=hint)
         return key

@@ -1,8 +1,11 @@
-"""Vault: providers' keys, encrypted. Each has a data key of its own (AES-256-GCM), which a master key wraps; both are
-bound to the account, provider and alias they were made for, so that one ciphertext cannot stand in another's place.
+"""ProviderKeyVault: encrypted provider keys.
 
-Rotation wraps data keys anew and leaves secrets as they are. The new master key is written beside the old before the
-first is wrapped with it, so whenever it is interrupted everything can be read, and running it again finishes it.
+Each provider key is encrypted with a data key of its own (AES-256-GCM), and a master key encrypts ("wraps") the data
+key. Both ciphertexts are authenticated with the account, provider and alias, so that one cannot replace another.
+
+Rotation wraps the data keys again and leaves the secrets as they are. The new master key is written to the file before
+the first data key is wrapped with it. So an interrupted rotation leaves everything readable, and running it again
+completes it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from emberline.gateway.keys.masterkeys import KeyFile, MasterKey, MasterKeys
 from emberline.gateway.store.base import Audit, Change, Document, Store
 from emberline.gateway.store.watch import Remembered, Watch
 
-_NONCE = 12
+_NONCE_BYTES = 12
 
 
 class MasterSource(Protocol):
@@ -29,15 +32,17 @@ class MasterSource(Protocol):
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """A provider's key, as it is stored."""
+    """A provider key as it is stored."""
 
-    master: str  # id of the key that wraps
-    wrapped: bytes  # the data key
-    sealed: bytes  # the secret
-    created: int  # ms: when the secret was given
+    master: str  # id of the master key that wraps the data key
+    wrapped: bytes  # encrypted data key
+    sealed: bytes  # encrypted secret
+    created: int  # ms since 1970: when the secret was stored
 
 
 class Place(msgspec.Struct, frozen=True):
+    """What identifies a provider key."""
+
     account: str
     provider: str
     alias: str = "default"
@@ -48,6 +53,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def bound(self) -> bytes:
+        """Return the data that the ciphertexts are authenticated with."""
         return msgspec.json.encode([self.account, self.provider, self.alias])
 
     @staticmethod
@@ -56,59 +62,65 @@ class Place(msgspec.Struct, frozen=True):
         return Place(document.account, provider, alias)
 
 
-def seal(secret: str, place: Place, master: MasterKey, now: int) -> Sealed:
-    data = AESGCM.generate_key(256)
-    sealed = _close(data, secret.encode(), b"secret" + place.bound)
-    return Sealed(master.id, _close(master.secret, data, b"key" + place.bound), sealed, now)
+def seal(secret: str, key_id: Place, master: MasterKey, now: int) -> Sealed:
+    data_key = AESGCM.generate_key(256)
+    sealed = _encrypt(data_key, secret.encode(), b"secret" + key_id.bound)
+    return Sealed(master.id, _encrypt(master.secret, data_key, b"key" + key_id.bound), sealed, now)
 
 
-def unseal(sealed: Sealed, place: Place, masters: MasterKeys) -> str:
-    data = _data_key(sealed, place, masters)
-    return _open(data, sealed.sealed, b"secret" + place.bound).decode()
+def unseal(encrypted: Sealed, key_id: Place, masters: MasterKeys) -> str:
+    """Return the secret. Raise StoreFailed if its master key is missing or the ciphertext is damaged."""
+    data_key = _unwrap_data_key(encrypted, key_id, masters)
+    return _decrypt(data_key, encrypted.sealed, b"secret" + key_id.bound, key_id).decode()
 
 
-def rewrap(sealed: Sealed, place: Place, masters: MasterKeys) -> Sealed:
-    """With the current master key."""
-    data = _data_key(sealed, place, masters)
-    wrapped = _close(masters.current.secret, data, b"key" + place.bound)
-    return msgspec.structs.replace(sealed, master=masters.current.id, wrapped=wrapped)
+def rewrap(encrypted: Sealed, key_id: Place, masters: MasterKeys) -> Sealed:
+    """Return the key with its data key wrapped by the current master key."""
+    data_key = _unwrap_data_key(encrypted, key_id, masters)
+    wrapped = _encrypt(masters.current.secret, data_key, b"key" + key_id.bound)
+    return msgspec.structs.replace(encrypted, master=masters.current.id, wrapped=wrapped)
 
 
 class Vault:
     def __init__(self, store: Store, watch: Watch, masters: MasterSource) -> None:
         self._store = store
         self._masters = masters
-        self._known: Remembered[Place, str | None] = Remembered(watch)
+        self._cache: Remembered[Place, str | None] = Remembered(watch)
 
     async def reveal(self, account: str, provider: str, alias: str = "default") -> str | None:
-        place = Place(account, provider, alias)
-        return await self._known.get(place, lambda: self._load(place))
+        """Return the decrypted provider key, or None if the account has no such key."""
+        key_id = Place(account, provider, alias)
+        return await self._cache.get(key_id, lambda: self._load(key_id))
 
-    async def document(self, place: Place, secret: str, now: int) -> Document:
-        """To commit. The master keys are read anew: a rotation may have changed them."""
+    async def document(self, key_id: Place, secret: str, now: int) -> Document:
+        """Return the document with the encrypted key; the caller commits it.
+
+        The master keys are read again, because a rotation may have changed them.
+        """
         masters = await asyncio.to_thread(self._masters.read)
-        old = await self._store.get("provider_key", place.account, place.id)
-        body = msgspec.json.encode(seal(secret, place, masters.current, now))
-        return Document("provider_key", place.account, place.id, body, old.version if old else 0)
+        old = await self._store.get("provider_key", key_id.account, key_id.id)
+        body = msgspec.json.encode(seal(secret, key_id, masters.current, now))
+        return Document("provider_key", key_id.account, key_id.id, body, old.version if old else 0)
 
-    async def _load(self, place: Place) -> str | None:
-        document = await self._store.get("provider_key", place.account, place.id)
+    async def _load(self, key_id: Place) -> str | None:
+        document = await self._store.get("provider_key", key_id.account, key_id.id)
         if document is None:
             return None
         masters = await asyncio.to_thread(self._masters.read)
-        return unseal(msgspec.json.decode(document.body, type=Sealed), place, masters)
+        return unseal(msgspec.json.decode(document.body, type=Sealed), key_id, masters)
 
 
 async def rotate(store: Store, file: KeyFile, now: int) -> int:
-    """A new master key for everything; how many keys were wrapped anew."""
+    """Create a new master key and wrap every data key with it. Return how many were wrapped."""
     masters = (await asyncio.to_thread(file.read)).with_new()
     await asyncio.to_thread(file.write, masters)
     return await rewrap_all(store, masters, now)
 
 
 async def rewrap_all(store: Store, masters: MasterKeys, now: int) -> int:
+    """Wrap every data key with the current master key. Return how many had to be wrapped again."""
     done = 0
-    while stale := await _stale(store, masters.current.id):
+    while stale := await _find_stale(store, masters.current.id):
         for document in stale:
             body = rewrap(msgspec.json.decode(document.body, type=Sealed), Place.of(document), masters)
             audit = Audit(now, document.account, "operator", "provider_key.rewrap", document.id)
@@ -117,20 +129,27 @@ async def rewrap_all(store: Store, masters: MasterKeys, now: int) -> int:
                 await store.commit(Change(audit, put=[new]))
                 done += 1
             except Conflict:
-                continue  # it was changed meanwhile: the next round looks at it again
+                continue  # changed by another process: the next round reads it again
     return done
 
 
 async def forget_old(store: Store, file: KeyFile) -> int:
-    """Old master keys that nothing needs any more are taken out of the file; how many."""
+    """Remove all master keys but the current one from the file. Return how many were removed.
+
+    Raise Conflict if a provider key still needs one of them.
+    """
     masters = await asyncio.to_thread(file.read)
-    if await _stale(store, masters.current.id):
-        raise Conflict("some keys are still wrapped with an old master key", hint="finish the rotation first")
+    if stale := await _find_stale(store, masters.current.id):
+        raise Conflict(
+            f"old master keys cannot be removed: {len(stale)} provider keys are still wrapped with them",
+            hint="complete the rotation first: emberline gateway rotate-keys",
+        )
     await asyncio.to_thread(file.write, MasterKeys(masters.keys[:1]))
     return len(masters.keys) - 1
 
 
-async def _stale(store: Store, current: str) -> list[Document]:
+async def _find_stale(store: Store, current: str) -> list[Document]:
+    """Return the provider keys that another master key than `current` wraps."""
     found: list[Document] = []
     after = ("", "")
     while page := await store.documents("provider_key", "", after=after, limit=1000):
@@ -139,23 +158,26 @@ async def _stale(store: Store, current: str) -> list[Document]:
     return found
 
 
-def _data_key(sealed: Sealed, place: Place, masters: MasterKeys) -> bytes:
-    master = masters.get(sealed.master)
+def _unwrap_data_key(encrypted: Sealed, key_id: Place, masters: MasterKeys) -> bytes:
+    master = masters.get(encrypted.master)
     if master is None:
         raise StoreFailed(
-            f"the key of {place.id} is wrapped with master key {sealed.master}, which is not here",
-            hint="give that master key as well, or store the provider's key again",
+            f"provider key {key_id.id!r} cannot be decrypted: its master key {encrypted.master} is not available",
+            hint="add that master key to the file or to EMBERLINE_MASTER_KEY, or store the provider key again",
         )
-    return _open(master.secret, sealed.wrapped, b"key" + place.bound)
+    return _decrypt(master.secret, encrypted.wrapped, b"key" + key_id.bound, key_id)
 
 
-def _close(key: bytes, plain: bytes, bound: bytes) -> bytes:
-    nonce = os.urandom(_NONCE)
-    return nonce + AESGCM(key).encrypt(nonce, plain, bound)
+def _encrypt(key: bytes, plaintext: bytes, associated_data: bytes) -> bytes:
+    nonce = os.urandom(_NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, plaintext, associated_data)
 
 
-def _open(key: bytes, closed: bytes, bound: bytes) -> bytes:
+def _decrypt(key: bytes, ciphertext: bytes, associated_data: bytes, key_id: Place) -> bytes:
     try:
-        return AESGCM(key).decrypt(closed[:_NONCE], closed[_NONCE:], bound)
+        return AESGCM(key).decrypt(ciphertext[:_NONCE_BYTES], ciphertext[_NONCE_BYTES:], associated_data)
     except InvalidTag:
-        raise StoreFailed("a provider's key was damaged or moved", hint="store it again") from None
+        raise StoreFailed(
+            f"provider key {key_id.id!r} cannot be decrypted: it was damaged or copied from another key",
+            hint="store the provider key again",
+        ) from None

@@ -1,1 +1,1 @@
-"""What is written down of every call, and for how long."""
+"""The request log: records of requests, writing them to the store, and their retention."""

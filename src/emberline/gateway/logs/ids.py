@@ -1,5 +1,8 @@
-"""Ids: of calls, in the shape that records have: 48 bits of time, and 80 that no other call has. A system call for each
-would cost more than all else about it: 40 of those bits are this process's, by chance, and 40 count."""
+"""RequestIDGenerator: unique ids of requests, which are also the ids of their log records.
+
+An id has 48 bits of time, 40 random bits of the process and a 40-bit counter. Random bits for each request would need a
+system call, which costs more than all the rest of creating an id.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import os
 
 class Ids:
     def __init__(self) -> None:
-        self._own = os.urandom(5).hex()
-        self._numbers = itertools.count(int.from_bytes(os.urandom(4)))  # processes that got equal bits differ here
+        self._process = os.urandom(5).hex()
+        self._numbers = itertools.count(int.from_bytes(os.urandom(4)))  # a random start, if two processes' bits agree
 
     def next(self, ms: int) -> str:
-        return f"{ms:012x}{self._own}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
+        """Return a new id. `ms`: milliseconds since 1970."""
+        return f"{ms:012x}{self._process}{next(self._numbers) & 0xFFFFFFFFFF:010x}"
 
 
 def born(id: str) -> int:
-    """When a call came, in seconds since 1970."""
+    """Return when the request arrived, in seconds since 1970."""
     return int(id[:12], 16) // 1000

@@ -1,5 +1,8 @@
-"""LogWriter: between requests, which never wait for the log, and the store, which wants batches. What does not fit into
-the queue is dropped and counted; a store that is away is asked again until it is back."""
+"""LogWriter: writes log records to the store in batches, in the background.
+
+Requests never wait for the log. Records that do not fit into the queue are dropped and counted. A batch is retried
+until the store is back.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from emberline.gateway.store.base import Store
 log = logging.getLogger("emberline.gateway.log")
 
 BATCH = 1000
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries at a store that fails
-TRIES = 3  # with a batch, at a store that answers otherwise: then the batch is at fault
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+TRIES = 3  # of a batch while the store answers otherwise: then the batch itself is invalid
 
 Entry = tuple[Record, Payload | None]
 
 
 class LogWriter:
-    """Use it as a context: leaving it writes what is queued, as far as `goodbye` seconds allow."""
+    """An async context manager: leaving it writes the queued records, for up to `close_timeout_s`."""
 
     def __init__(
         self,
@@ -35,35 +38,36 @@ class LogWriter:
         goodbye: float = 5.0,
     ) -> None:
         self._store = store
-        self._linger = linger
-        self._most_records, self._most_bytes = most_records, most_bytes
-        self._goodbye = goodbye
+        self._flush_delay_s = linger
+        self._max_records, self._max_bytes = most_records, most_bytes
+        self._close_timeout_s = goodbye
         self._queue: deque[Entry] = deque()
-        self._hand: list[Entry] = []  # taken from it, and not written yet
-        self._bytes = 0  # of payloads that are queued
-        self._some = asyncio.Event()
+        self._batch: list[Entry] = []  # taken from the queue and not written yet
+        self._bytes = 0  # of queued payloads
+        self._has_records = asyncio.Event()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.written = 0
-        self.dropped = 0
-        self.failures = 0  # of appends
+        self.written = 0  # records
+        self.dropped = 0  # records
+        self.failures = 0  # failed appends
 
     @property
     def queued(self) -> int:
+        """Return the number of queued records."""
         return len(self._queue)
 
     def put(self, record: Record, payload: Payload | None = None) -> None:
-        """Never waits: what there is no room for is dropped. Of a payload without room the record is kept."""
-        if self._closing.is_set() or len(self._queue) >= self._most_records:
+        """Queue a record without waiting. A full queue drops the record, or only a payload that does not fit."""
+        if self._closing.is_set() or len(self._queue) >= self._max_records:
             self.dropped += 1
             return
         size = len(payload) if payload is not None else 0
-        if self._bytes + size > self._most_bytes:
+        if self._bytes + size > self._max_bytes:
             payload, size = None, 0
         self._queue.append((record, payload))
         self._bytes += size
-        if not self._some.is_set():
-            self._some.set()
+        if not self._has_records.is_set():
+            self._has_records.set()
 
     async def __aenter__(self) -> LogWriter:
         self._task = asyncio.create_task(self._run())
@@ -74,54 +78,63 @@ class LogWriter:
     ) -> None:
         assert self._task is not None
         self._closing.set()
-        self._some.set()
+        self._has_records.set()
         try:
-            async with asyncio.timeout(self._goodbye):
+            async with asyncio.timeout(self._close_timeout_s):
                 await self._task
         except TimeoutError:
-            left = len(self._hand) + self.queued
+            left = len(self._batch) + self.queued
             self.dropped += left
-            log.warning("%d records of the log could not be written in %g s", left, self._goodbye)
+            log.warning(
+                "Log records dropped at shutdown: records=%d reason=not written within %g s",
+                left,
+                self._close_timeout_s,
+            )
         self._queue.clear()
 
     async def _run(self) -> None:
-        """While a batch waits to be full others join it: a store takes many hardly slower than a few."""
-        while await self._some.wait() and self._queue:  # woken without any: it is left
+        """Write batches until closed. A delay fills them: many records take little longer than few."""
+        while await self._has_records.wait() and self._queue:  # set with an empty queue: closed
             if len(self._queue) < BATCH:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), self._linger)
-            self._hand = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
-            self._bytes -= sum(len(payload) for _, payload in self._hand if payload is not None)
+                    await asyncio.wait_for(self._closing.wait(), self._flush_delay_s)
+            self._batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            self._bytes -= sum(len(payload) for _, payload in self._batch if payload is not None)
             if not (self._queue or self._closing.is_set()):
-                self._some.clear()
-            await self._write(self._hand)
-            self._hand = []
+                self._has_records.clear()
+            await self._write(self._batch)
+            self._batch = []
 
-    async def _write(self, batch: list[Entry], most: int = TRIES) -> None:
-        """Ends when all of it is written but what is at fault itself. A store that can write nothing now is asked until
-        it can; `most`: tries at one that fails otherwise."""
-        pause, tries = FIRST_PAUSE, 0
+    async def _write(self, batch: list[Entry], max_attempts: int = TRIES) -> None:
+        """Return when every record is written, or dropped as invalid.
+
+        An unavailable store is retried until it is back; after `max_attempts` failures of an available store, the
+        batch is written record by record.
+        """
+        delay, attempts = FIRST_PAUSE, 0
         while True:
             try:
                 await self._store.append(batch)
                 self.written += len(batch)
                 return
-            except Exception as e:  # whatever a store or a strange record can cause: the loop goes on
+            except Exception as e:  # any error of a store or of an invalid record: the loop must continue
                 self.failures += 1
-                tries += not isinstance(e, StoreBusy)
-                log.warning("%d records of the log were not written: %s: %s", len(batch), type(e).__name__, e)
-            if tries >= most and await self._answers():
+                attempts += not isinstance(e, StoreBusy)
+                log.warning(
+                    "Writing log records failed, retrying: records=%d error=%s: %s", len(batch), type(e).__name__, e
+                )
+            if attempts >= max_attempts and await self._is_store_available():
                 break
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_PAUSE)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, LONGEST_PAUSE)
         if len(batch) > 1:
             for entry in batch:
-                await self._write([entry], most=1)
+                await self._write([entry], max_attempts=1)
         else:
             self.dropped += 1
-            log.error("record %s cannot be written", batch[0][0].id)
+            log.error("Log record dropped, the store rejects it: record=%s", batch[0][0].id)
 
-    async def _answers(self) -> bool:
+    async def _is_store_available(self) -> bool:
         try:
             await self._store.version()
         except Exception:  # as above

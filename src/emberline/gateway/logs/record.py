@@ -1,4 +1,4 @@
-"""Record: one row of the log. Its id begins with the time, so ids sort as the rows were made and tell their day."""
+"""LogRecord: one row of the request log. Its id begins with the time, so ids sort by time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Scalar = str | int | float | bool
 
 
 def new_id(ms: int) -> str:
-    """48 bits of time and 80 of chance, in hex."""
+    """Return an id of 48 bits of time and 80 random bits, in hex."""
     return f"{ms:012x}{os.urandom(10).hex()}"
 
 
 def created(id: str) -> int:
+    """Return the time in an id, in milliseconds since 1970."""
     return int(id[:12], 16)
 
 
@@ -29,32 +30,32 @@ def day_of(ms: int) -> date:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    id: str  # of new_id: `created` is in it
+    id: str  # of new_record_id; has the time of creation
     account: str
     gateway: str
     provider: str
     model: str
-    path: str = ""  # after the provider
+    path: str = ""  # endpoint, after the provider
     dialect: str = "raw"
     request_type: str = ""  # chat, embeddings, ...
     status: int
-    success: bool  # answered as asked, whole; implies a status below 400
+    success: bool  # the whole reply was sent; implies a status below 400
     ended: Ended = "complete"
     cached: bool = False
     stream: bool = False
-    step: int = 0  # of a fallback chain: which one answered
+    step: int = 0  # index of the step that answered
     attempts: int = 1
     usage: Usage = Usage()
-    estimated: bool = False  # usage was counted by us, not told by the provider
-    micros: int | None = None  # None: the price is not known
+    estimated: bool = False  # the gateway counted `usage`, not the provider
+    micros: int | None = None  # cost in micro-dollars; None: the price is unknown
     custom_cost: bool = False
     duration_ms: int = 0
     first_byte_ms: int | None = None
-    error: str = ""  # its code
+    error: str = ""  # error code
     key_id: str = ""
     user: str = ""
     metadata: Mapping[str, Scalar] = {}
-    event_id: str = ""  # only if the client set one
+    event_id: str = ""  # set by the client
     session_id: str = ""
     request_content_type: str = ""
     response_content_type: str = ""
@@ -66,17 +67,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rescued(self) -> bool:
-        """A fallback answered: somebody in front of it could not."""
+        """Return whether a fallback answered because an earlier step failed."""
         return self.success and self.step > 0
 
     @property
     def created(self) -> int:
-        """Milliseconds since 1970."""
+        """Return the time of creation in milliseconds since 1970."""
         return created(self.id)
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """What was asked and answered, as it was on the wire. Kept apart from rows, compressed, or not at all."""
+    """Body of the request and of the response, as received. Stored apart from the records, compressed."""
 
     request: bytes
     response: bytes

@@ -1,5 +1,8 @@
-"""Retention: how long the log is kept. Days that no gateway keeps are dropped whole; of a gateway that keeps fewer days
-than the longest its own records are erased from the days between."""
+"""Retention: deletes log records that are older than their gateway keeps them.
+
+Days that no gateway keeps any more are dropped whole. Records of a gateway that keeps fewer days than others are erased
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -19,51 +22,51 @@ from emberline.gateway.store.scan import day_start
 
 log = logging.getLogger("emberline.gateway.log")
 
-EVERY = 3600.0  # seconds
+EVERY = 3600.0
 PAGE = 500
-PATIENCE = 1.0  # seconds of one step, between which others write
+PATIENCE = 1.0  # other writers of the store can write between two pages
 
 Days = dict[tuple[str, str], int]  # account and gateway
 
 
 class Retention:
     def __init__(self, store: Store, fixed: Mapping[tuple[str, str], Settings], wall: Clock) -> None:
-        """`fixed`: gateways of the configuration file."""
+        """`configured`: gateways of the configuration file."""
         self._store = store
-        self._fixed = fixed
-        self._wall = wall
+        self._configured = fixed
+        self._wall_clock = wall
 
     async def run(self) -> None:
-        """Until cancelled. A store that fails is asked again next time."""
+        """Delete old records every hour until cancelled. A failure is retried the next time."""
         while True:
             try:
-                gone, erased = await self.once()
-                if gone or erased:
-                    log.info("of the log, %d days were dropped and %d records erased", len(gone), erased)
-            except Exception as e:  # of a store, a file or what is stored: it is tried again
-                log.warning("old records of the log were not dropped: %s: %s", type(e).__name__, e)
+                dropped, erased = await self.once()
+                if dropped or erased:
+                    log.info("Old log records deleted: days=%d records=%d", len(dropped), erased)
+            except Exception as e:  # of the store, a file or a document: retried the next time
+                log.warning("Deleting old log records failed, retrying later: error=%s: %s", type(e).__name__, e)
             await asyncio.sleep(EVERY)
 
     async def once(self) -> tuple[list[date], int]:
-        """Days dropped, records erased."""
-        kept = await self._kept()
-        today = day_of(round(self._wall.now() * 1e3))
-        longest = max(kept.values())
-        gone = await self._store.drop_before(_first(today, longest))
+        """Delete old records once. Return the dropped days and the number of erased records."""
+        kept_days = await self._read_kept_days()
+        today = day_of(round(self._wall_clock.now() * 1e3))
+        longest = max(kept_days.values())
+        dropped = await self._store.drop_before(_oldest_kept_day(today, longest))
         erased = 0
-        for (account, gateway), days in kept.items():
+        for (account, gateway), days in kept_days.items():
             if days < longest:
-                erased += await self._erase(Filters(account, gateway, until=day_start(_first(today, days))))
-        return gone, erased
+                erased += await self._erase(Filters(account, gateway, until=day_start(_oldest_kept_day(today, days))))
+        return dropped, erased
 
-    async def _kept(self) -> Days:
-        kept = {place: settings.logs.days for place, settings in self._fixed.items()}
+    async def _read_kept_days(self) -> Days:
+        kept_days = {name: settings.logs.days for name, settings in self._configured.items()}
         after = ("", "")
         while page := await self._store.documents("gateway", "", after=after):
             for each in page:
-                kept.setdefault((each.account, each.id), msgspec.json.decode(each.body, type=Settings).logs.days)
+                kept_days.setdefault((each.account, each.id), msgspec.json.decode(each.body, type=Settings).logs.days)
             after = (page[-1].id, page[-1].account)
-        return kept or {("", ""): Settings().logs.days}
+        return kept_days or {("", ""): Settings().logs.days}
 
     async def _erase(self, filters: Filters) -> int:
         count, before = 0, ""
@@ -77,6 +80,6 @@ class Retention:
             before = page.cursor
 
 
-def _first(today: date, days: int) -> date:
-    """The oldest day that is kept: today counts as one."""
+def _oldest_kept_day(today: date, days: int) -> date:
+    """Return the oldest of `days` days that end today."""
     return today - timedelta(days=days - 1)

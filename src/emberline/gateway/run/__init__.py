@@ -1,1 +1,1 @@
-"""Models run as Workers AI runs them: by name, at once or queued, over any provider."""
+"""The endpoint /ai/run of Cloudflare's Workers AI, for the models of any provider."""

@@ -1,4 +1,4 @@
-"""Answer: a reply as Workers AI gives it: whole, in its envelope, or as events of its own."""
+"""Replies of /ai/run: converts OpenAI's replies to the envelope and the events of Workers AI."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from emberline.gateway.streams.splitter import Splitter, payload_of
 from emberline.net.notjson import NOT_JSON
 
 Json = dict[str, Any]
-BUSY = 3040  # no room for it now
+BUSY = 3040  # error code of Workers AI: out of capacity
 BUSY_TEXT = "Capacity temporarily exceeded, please try again."
-_CODES = {400: 5006, 401: 10000, 403: 10000, 404: 5007, 413: 3006, 429: 2003}
-FAILED = 3043  # of all that went wrong at the model
-_WAITS = ("upstream_refused", "upstream_resting")  # what becomes of a provider that has no room
+_CODES = {400: 5006, 401: 10000, 403: 10000, 404: 5007, 413: 3006, 429: 2003}  # HTTP status -> code of Workers AI
+FAILED = 3043  # error code of Workers AI for all other failures
+_BUSY_ERRORS = ("upstream_refused", "upstream_resting")  # error codes of a provider that is out of capacity
 
 
 def enveloped(result: Any) -> Json:
@@ -32,35 +32,40 @@ def failed(code: int, message: str) -> Json:
 
 
 def is_busy(reply: Reply) -> bool:
-    """It may have room later: not our own limits, which say when."""
-    return reply.error in _WAITS and reply.status in (429, 503, 529)
+    """Return whether the provider is out of capacity, so that a retry may succeed.
+
+    The gateway's own limits do not count: their errors name the time to wait.
+    """
+    return reply.error in _BUSY_ERRORS and reply.status in (429, 503, 529)
 
 
-async def answered(asked: WrittenQuestion, reply: Reply) -> Reply:
-    """The same reply in other words; a large one is rewritten in another process."""
+async def answered(request: WrittenQuestion, reply: Reply) -> Reply:
+    """Convert the reply to the form of Workers AI, in place; a large one is converted in another process."""
     if isinstance(reply.body, bytes):
         reply.headers["content-type"] = "application/json"
         if reply.status < 400:
-            about = asked.kind, reply.body, asked.wants_json
-            succeeded, reply.body = await offload.run_by_size(len(reply.body), rewritten, *about)
+            arguments = request.kind, reply.body, request.wants_json
+            succeeded, reply.body = await offload.run_by_size(len(reply.body), rewritten, *arguments)
             if not succeeded:
                 reply.status = 502
         else:
             reply.body = sse.dumps(refused(reply))
             reply.status = 429 if is_busy(reply) else reply.status
-    elif asked.kind == "chat/completions":
+    elif request.kind == "chat/completions":
         reply.body = RunStream(reply.body)
     return reply
 
 
-async def told(asked: WrittenQuestion, reply: Reply) -> Json:
+async def told(request: WrittenQuestion, reply: Reply) -> Json:
+    """Return the envelope for a reply that is not a stream."""
     assert isinstance(reply.body, bytes)
     if reply.status >= 400:
         return refused(reply)
-    return await offload.run_by_size(len(reply.body), read_reply, asked.kind, reply.body, asked.wants_json)
+    return await offload.run_by_size(len(reply.body), read_reply, request.kind, reply.body, request.wants_json)
 
 
 def refused(reply: Reply) -> Json:
+    """Return the envelope for an error reply."""
     assert isinstance(reply.body, bytes)
     if is_busy(reply):
         return failed(BUSY, BUSY_TEXT)
@@ -68,40 +73,42 @@ def refused(reply: Reply) -> Json:
 
 
 def rewritten(kind: Kind, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
-    """Whether it is a good reply, and the reply in its envelope."""
-    said = read_reply(kind, body, wants_json)
-    return said["success"], sse.dumps(said)
+    """Return whether the reply is valid, and its encoded envelope."""
+    envelope = read_reply(kind, body, wants_json)
+    return envelope["success"], sse.dumps(envelope)
 
 
 def read_reply(kind: Kind, body: bytes, wants_json: bool) -> Json:
+    """Return the envelope for the body of a successful reply; it has an error if the body is invalid."""
     try:
         return enveloped(result(kind, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *NOT_JSON) as e:
-        return failed(FAILED, f"the model's reply is not what it should be: {e!r}")
+        return failed(FAILED, f"the provider's reply to {kind} is invalid: {e!r}")
 
 
-def result(kind: Kind, said: Json, wants_json: bool = False) -> Json:
+def result(kind: Kind, reply: Json, wants_json: bool = False) -> Json:
+    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if invalid."""
     match kind:
         case "embeddings":
-            vectors = [row["embedding"] for row in said["data"]]
-            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _used(said)
+            vectors = [row["embedding"] for row in reply["data"]]
+            return {"shape": [len(vectors), len(vectors[0]) if vectors else 0], "data": vectors} | _usage(reply)
         case "responses":
-            return said
-    message = said["choices"][0]["message"]
-    made: Json = {"response": message.get("content")}
+            return reply
+    message = reply["choices"][0]["message"]
+    converted: Json = {"response": message.get("content")}
     if wants_json and isinstance(message.get("content"), str):
         with contextlib.suppress(*NOT_JSON):
-            made["response"] = msgspec.json.decode(message["content"])
+            converted["response"] = msgspec.json.decode(message["content"])
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [_call(each["function"]) for each in calls]
-    return made | _used(said)
+        converted["tool_calls"] = [_tool_call(each["function"]) for each in calls]
+    return converted | _usage(reply)
 
 
-def _used(said: Json) -> Json:
-    return {"usage": said["usage"]} if said.get("usage") else {}
+def _usage(reply: Json) -> Json:
+    return {"usage": reply["usage"]} if reply.get("usage") else {}
 
 
-def _call(function: Json) -> Json:
+def _tool_call(function: Json) -> Json:
     arguments: Any = function.get("arguments") or "{}"
     with contextlib.suppress(*NOT_JSON):
         arguments = msgspec.json.decode(arguments)
@@ -109,7 +116,7 @@ def _call(function: Json) -> Json:
 
 
 class RunStream:
-    """Chat's events in, Workers AI's out. Tools are told once, when they are whole."""
+    """Converts chat completion events to those of Workers AI. Tool calls are sent once, when complete."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -122,30 +129,30 @@ class RunStream:
     async def __anext__(self) -> bytes:
         while True:
             events = self._splitter.push(await self._stream.__anext__())
-            if made := b"".join(self._said(payload_of(event)[1]) for event in events):
-                return made
+            if converted := b"".join(self._convert_event(payload_of(event)[1]) for event in events):
+                return converted
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
-    def _said(self, payload: bytes) -> bytes:
+    def _convert_event(self, payload: bytes) -> bytes:
         if payload in (b"", b"[DONE]"):
             return sse.DONE if payload else b""
-        said = msgspec.json.decode(payload)
-        if said.get("error"):
-            return sse.data(failed(FAILED, problem_of(said).message))
-        made = b"".join(self._choice(choice) for choice in said.get("choices") or ())
-        return made + (sse.data({"response": "", "usage": said["usage"]}) if said.get("usage") else b"")
+        event = msgspec.json.decode(payload)
+        if event.get("error"):
+            return sse.data(failed(FAILED, problem_of(event).message))
+        converted = b"".join(self._convert_choice(choice) for choice in event.get("choices") or ())
+        return converted + (sse.data({"response": "", "usage": event["usage"]}) if event.get("usage") else b"")
 
-    def _choice(self, choice: Json) -> bytes:
+    def _convert_choice(self, choice: Json) -> bytes:
         delta = choice.get("delta") or {}
         for piece in delta.get("tool_calls") or ():
             call = self._tools.setdefault(piece.get("index", 0), {"name": "", "arguments": ""})
             function = piece.get("function") or {}
             call["name"] += function.get("name") or ""
             call["arguments"] += function.get("arguments") or ""
-        made = sse.data({"response": delta["content"]}) if delta.get("content") else b""
+        converted = sse.data({"response": delta["content"]}) if delta.get("content") else b""
         if choice.get("finish_reason") and self._tools:
-            calls, self._tools = [_call(call) for call in self._tools.values()], {}
-            made += sse.data({"response": "", "tool_calls": calls})
-        return made
+            calls, self._tools = [_tool_call(call) for call in self._tools.values()], {}
+            converted += sse.data({"response": "", "tool_calls": calls})
+        return converted

@@ -1,4 +1,4 @@
-"""Question: what Workers AI would be asked, as one of the protocols asks it."""
+"""Requests of /ai/run: converts the input of Workers AI to a request of one of the OpenAI protocols."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.core.errors import InvalidRequest
 
 Kind = Literal["chat/completions", "responses", "embeddings"]
 Json = dict[str, Any]
-_CANNOT = {"raw": "a prompt without a template", "lora": "an adapter", "image": "a picture", "audio": "sound"}
+_UNSUPPORTED = {"raw": "a prompt without a template", "lora": "an adapter", "image": "an image", "audio": "audio"}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -19,54 +19,66 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class WrittenQuestion(msgspec.Struct, frozen=True):
-    """A question as it is sent."""
+    """An encoded request for one of the gateway's endpoints."""
 
     kind: Kind
     body: bytes
-    wants_json: bool  # the answer's text is to be JSON
+    wants_json: bool  # the reply's text is JSON, to be decoded
 
     @property
     def path(self) -> str:
         return f"/v1/{self.kind}"
 
 
-def written(model: str, said: Json) -> WrittenQuestion:
-    asked = question(model, said)
-    wants_json = isinstance(asked.body.get("response_format"), dict)
-    return WrittenQuestion(asked.kind, msgspec.json.encode(asked.body), wants_json)
+def written(model: str, input: Json) -> WrittenQuestion:
+    """Return the encoded request for a model and its input. Raise InvalidRequest if it is unsupported."""
+    request = question(model, input)
+    wants_json = isinstance(request.body.get("response_format"), dict)
+    return WrittenQuestion(request.kind, msgspec.json.encode(request.body), wants_json)
 
 
-def question(model: str, said: Json) -> Question:
-    """By the shape of the input: messages or a prompt, a text to embed, or what the Responses API takes."""
-    for name, what in _CANNOT.items():
-        if said.get(name):
-            raise InvalidRequest(f"{name}: {what} is not taken here", param=name)
-    if "messages" in said or "prompt" in said:
-        return Question("chat/completions", _chat(model, said))
-    if "text" in said:
-        rest = {name: value for name, value in said.items() if name not in ("text", "pooling")}
-        if said.get("pooling"):
-            raise InvalidRequest("pooling is the model's own here", param="pooling")
-        return Question("embeddings", {**rest, "model": model, "input": said["text"], "encoding_format": "float"})
-    if "input" in said:
-        return Question("responses", {**said, "model": model})
-    raise InvalidRequest("the input has none of messages, prompt, text and input", param="messages")
+def question(model: str, input: Json) -> Question:
+    """Return the request for a model and its input. The input's fields decide the endpoint.
+
+    Raise InvalidRequest for an unsupported input.
+    """
+    for name, what in _UNSUPPORTED.items():
+        if input.get(name):
+            raise InvalidRequest(
+                f"the input has {name}: {what} is not supported by this gateway", param=name, hint=f"remove {name}"
+            )
+    if "messages" in input or "prompt" in input:
+        return Question("chat/completions", _chat(model, input))
+    if "text" in input:
+        rest = {name: value for name, value in input.items() if name not in ("text", "pooling")}
+        if input.get("pooling"):
+            raise InvalidRequest(
+                f"pooling is {input['pooling']!r:.40}, but a model's pooling cannot be changed",
+                param="pooling",
+                hint="remove pooling",
+            )
+        return Question("embeddings", {**rest, "model": model, "input": input["text"], "encoding_format": "float"})
+    if "input" in input:
+        return Question("responses", {**input, "model": model})
+    raise InvalidRequest(
+        "the input is incomplete: one of messages, prompt, text and input is required", param="messages"
+    )
 
 
-def _chat(model: str, said: Json) -> Json:
-    body = {name: value for name, value in said.items() if name != "prompt"} | {"model": model}
-    if "messages" not in said:
-        body["messages"] = [{"role": "user", "content": said["prompt"]}]
-    if isinstance(tools := said.get("tools"), list):
-        body["tools"] = [tool if _is_openai(tool) else {"type": "function", "function": tool} for tool in tools]
-    if isinstance(form := said.get("response_format"), dict) and form.get("type") == "json_schema":
-        schema = form.get("json_schema")
+def _chat(model: str, input: Json) -> Json:
+    body = {name: value for name, value in input.items() if name != "prompt"} | {"model": model}
+    if "messages" not in input:
+        body["messages"] = [{"role": "user", "content": input["prompt"]}]
+    if isinstance(tools := input.get("tools"), list):
+        body["tools"] = [tool if _is_openai_tool(tool) else {"type": "function", "function": tool} for tool in tools]
+    if isinstance(format := input.get("response_format"), dict) and format.get("type") == "json_schema":
+        schema = format.get("json_schema")
         if isinstance(schema, dict) and "schema" not in schema:
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}
-    if said.get("stream") is True:
+    if input.get("stream") is True:
         body["stream_options"] = {"include_usage": True}
     return body
 
 
-def _is_openai(tool: Any) -> bool:
+def _is_openai_tool(tool: Any) -> bool:
     return isinstance(tool, dict) and "function" in tool

@@ -1,5 +1,8 @@
-"""Queue: batches one after the other, a few requests at a time, while nobody else is waiting. What was answered is
-kept, so that another process can go on where one stopped; a request that was under way then is asked once more."""
+"""BatchQueue: works on queued batches, a few requests at a time, while the gateway has capacity.
+
+Results are saved regularly, so that another process can continue a batch when one stops. Requests that were in progress
+then are sent again.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +30,32 @@ from emberline.gateway.store.base import Document, Store
 log = logging.getLogger("emberline.gateway")
 
 Json = dict[str, Any]
-Ask = Callable[[Request, str], Awaitable[Reply]]  # a request, and the id of the key that it is asked with
-MOST_REQUESTS = 10_000  # of a batch
-MOST_WAITING = 100  # batches of an account
-WIDTH = 4  # requests under way
-LEASE = 60.0  # seconds that a batch is one process's
-SAVE = 20.0  # seconds between two times that answers are kept
-LOOK = 5.0  # seconds between two looks for batches of other processes
-PATIENCE = 30.0  # seconds that a request lets others go first
-ROOM = 100  # levels that an answer may be nested in where it is kept and told
-KEPT = 86_400.0  # seconds that answers wait to be fetched, and that a batch has to become them
-PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before a provider without room is asked again; then always the last
-_PASSES = (LimitExceeded.code, StoreFailed.code)  # as that does
+Ask = Callable[[Request, str], Awaitable[Reply]]  # takes a request and the id of the caller's key
+MOST_REQUESTS = 10_000
+MOST_WAITING = 100  # per account
+WIDTH = 4
+LEASE = 60.0  # time that a process owns a batch without renewing
+SAVE = 20.0
+LOOK = 5.0  # for batches that other processes have queued
+PATIENCE = 30.0  # time that a queued request waits for interactive ones
+ROOM = 100  # levels of nesting that are added around a result when it is stored and sent
+KEPT = 86_400.0  # also the time after which a batch gives up retrying
+PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # while a provider is out of capacity; the last one repeats
+_RETRIED_ERRORS = (LimitExceeded.code, StoreFailed.code)  # temporary failures of the gateway itself
 
 
 class Queue:
     def __init__(self, store: Store, ask: Ask, others: Callable[[], int], wall: Clock) -> None:
-        """`others`: how many requests the gateway is busy with."""
-        self._shelf = Shelf(store)
-        self._ask = ask
-        self._others = others
-        self._wall = wall
-        self._me = os.urandom(8).hex()
-        self._mine = 0  # requests under way
-        self._woken = asyncio.Event()
+        """`open_requests` returns how many requests the gateway has open, those of the queue included."""
+        self._batches = Shelf(store)
+        self._send_request = ask
+        self._open_requests = others
+        self._wall_clock = wall
+        self._owner = os.urandom(8).hex()  # names this process in leases
+        self._in_progress = 0  # requests
+        self._batch_added = asyncio.Event()
 
-    # -- from outside --------------------------------------------------------------------------------------------------
+    # -- interface -----------------------------------------------------------------------------------------------------
 
     async def add(
         self,
@@ -63,35 +66,48 @@ class Queue:
         requests: PackedRequests,
         asked: Mapping[str, str] = MappingProxyType({}),
     ) -> Batch:
-        """`key_id`: what its key may do when a request is sent counts. `asked`: the headers that each is sent with."""
-        if (waiting := await self._waiting(account)) >= MOST_WAITING:
-            raise Overloaded(f"{waiting} batches are waiting already", retry_after=60)
-        batch = Batch.new(account, gateway, model, key_id, asked, requests.count, self._now())
-        await self._shelf.add(batch, requests)
-        self._woken.set()
+        """Queue a batch. Raise Overloaded if the account has too many.
+
+        `key_id`: the caller's key; each request is sent with what the key may do then. `headers`: sent with each.
+        """
+        if (waiting := await self._count_waiting(account)) >= MOST_WAITING:
+            raise Overloaded(
+                f"account {account[:80]!r} has {waiting} unfinished batches; at most {MOST_WAITING} are allowed",
+                retry_after=60,
+            )
+        batch = Batch.new(account, gateway, model, key_id, asked, requests.count, self._now_ms())
+        await self._batches.add(batch, requests)
+        self._batch_added.set()
         return batch
 
-    async def _waiting(self, account: str) -> int:
-        """Batches of theirs that are not done, at most a little over what may."""
+    async def _count_waiting(self, account: str) -> int:
+        """Return the number of unfinished batches. Counting stops soon after the limit."""
         count, after = 0, ("", "")
-        while count < MOST_WAITING and (page := await self._shelf.open(account, after)):
+        while count < MOST_WAITING and (page := await self._batches.open(account, after)):
             count += sum(read(each).status != "done" for each in page)
             after = (page[-1].id, page[-1].account)
         return count
 
     async def look(self, account: str, id: str, identity: Identity) -> Json:
-        """How it stands; its answers, if it is done."""
-        found = await self._shelf.find(account, id)
+        """Return the batch's status, or its results if it is done.
+
+        Raise NotFound if there is no such batch, or if it was queued with another key.
+        """
+        found = await self._batches.find(account, id)
         if found is None or not (identity.admin or found[0].key_id == identity.key_id):
-            raise NotFound(f"there is no batch {id[:80]!r}")
+            raise NotFound(
+                f"account {account[:80]!r} has no batch {id[:80]!r} of this key",
+                hint="use the key that queued the batch; results are deleted after a day",
+            )
         batch = found[0]
         if batch.status != "done":
             return batch.brief
-        answers, _ = await self._shelf.part(batch, "out")
-        return {"responses": answers, "usage": _sum(answers)}
+        results, _ = await self._batches.part(batch, "out")
+        return {"responses": results, "usage": _sum_usage(results)}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Queue]:
+        """Work on batches in the background while this context is open."""
         task = asyncio.create_task(self._run())
         try:
             yield self
@@ -100,46 +116,46 @@ class Queue:
             with suppress(asyncio.CancelledError):
                 await task
 
-    # -- the work ------------------------------------------------------------------------------------------------------
+    # -- background work -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
             try:
-                worked = await self._step()
-            except EmberlineError as e:  # the store does not answer, or somebody else was faster
-                log.warning("batches: %s", e)
-                worked = False
+                found_batch = await self._work_on_oldest()
+            except EmberlineError as e:  # the store failed, or another process took the batch first
+                log.warning("Batch interrupted, retrying: error=%s", e)
+                found_batch = False
             except Exception:
-                log.exception("batches")
-                worked = False
-            if not worked:
-                self._woken.clear()
+                log.exception("Batch interrupted by an internal error, retrying")
+                found_batch = False
+            if not found_batch:
+                self._batch_added.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), LOOK)
+                    await asyncio.wait_for(self._batch_added.wait(), LOOK)
 
-    async def _step(self) -> bool:
-        """The oldest batch that nobody works on. False: there is none."""
+    async def _work_on_oldest(self) -> bool:
+        """Complete the oldest batch without a lease and delete old results. Return whether there was a batch."""
         after = ("", "")
-        while page := await self._shelf.open(after=after):
+        while page := await self._batches.open(after=after):
             for document in page:
                 batch = read(document)
                 if batch.status == "done":
-                    if self._now() > batch.finished + KEPT * 1e3:
-                        await self._shelf.remove(document, self._now())
-                elif batch.until < self._now():
-                    await self._work(batch, document)
+                    if self._now_ms() > batch.finished + KEPT * 1e3:
+                        await self._batches.remove(document, self._now_ms())
+                elif batch.until < self._now_ms():
+                    await self._complete(batch, document)
                     return True
             after = (page[-1].id, page[-1].account)
         return False
 
-    async def _work(self, batch: Batch, document: Document) -> None:
-        requests, _ = await self._shelf.part(batch, "in")
-        answers, kept = await self._shelf.part(batch, "out")
-        work = _Work(batch, document.version, answers, 0 if kept is None else kept.version)
-        await self._save(work)
-        done = {answer["id"] for answer in answers}
-        rest = iter([(at, each) for at, each in enumerate(requests) if at not in done])
-        tasks = [asyncio.create_task(self._lane(work, rest)) for _ in range(WIDTH)]
+    async def _complete(self, batch: Batch, document: Document) -> None:
+        requests, _ = await self._batches.part(batch, "in")
+        results, stored = await self._batches.part(batch, "out")
+        progress = _BatchProgress(batch, document.version, results, 0 if stored is None else stored.version)
+        await self._save(progress)
+        done = {result["id"] for result in results}
+        remaining = iter([(index, each) for index, each in enumerate(requests) if index not in done])
+        tasks = [asyncio.create_task(self._work_through(progress, remaining)) for _ in range(WIDTH)]
         try:
             pending = set(tasks)
             while pending:
@@ -147,99 +163,111 @@ class Queue:
                 for task in finished:
                     task.result()
                 if pending:
-                    await self._save(work)
-            batch.status, batch.finished = "done", self._now()
-            await self._save(work)
+                    await self._save(progress)
+            batch.status, batch.finished = "done", self._now_ms()
+            await self._save(progress)
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with suppress(EmberlineError, TimeoutError):  # what is left is anybody's
+            with suppress(EmberlineError, TimeoutError):  # give up the lease: any process may continue
                 batch.until = -1
-                await asyncio.wait_for(self._save(work), 5.0)
+                await asyncio.wait_for(self._save(progress), 5.0)
             raise
 
-    async def _save(self, work: _Work) -> None:
-        batch, now = work.batch, self._now()
+    async def _save(self, progress: _BatchProgress) -> None:
+        """Store new results and renew the lease, or give it up if `until` is negative."""
+        batch, now = progress.batch, self._now_ms()
         if batch.status != "done":
-            batch.status, batch.owner = "running", self._me
+            batch.status, batch.owner = "running", self._owner
         batch.until = 0 if batch.until < 0 else now + round(LEASE * 1e3)
-        new = len(work.answers) > work.saved or batch.status == "done"
-        answers = sorted(work.answers, key=lambda each: each["id"])
-        await self._shelf.keep(batch, work.version, now, (answers, work.out) if new else None)
-        work.version, work.out, work.saved = work.version + 1, work.out + new, len(answers)
+        has_new = len(progress.results) > progress.saved or batch.status == "done"
+        results = sorted(progress.results, key=lambda each: each["id"])
+        await self._batches.keep(batch, progress.version, now, (results, progress.results_version) if has_new else None)
+        progress.version, progress.saved = progress.version + 1, len(results)
+        progress.results_version += has_new
 
-    async def _lane(self, work: _Work, rest: Any) -> None:
-        for at, request in rest:
-            work.answers.append(await self._answer(work.batch, at, request))
+    async def _work_through(self, progress: _BatchProgress, remaining: Any) -> None:
+        for index, request in remaining:
+            progress.results.append(await self._answer(progress.batch, index, request))
 
-    async def _answer(self, batch: Batch, at: int, request: Json) -> Json:
-        row = {"id": at, "success": False, "external_reference": request.get("external_reference")}
+    async def _answer(self, batch: Batch, index: int, request: Json) -> Json:
+        row = {"id": index, "success": False, "external_reference": request.get("external_reference")}
         try:
-            said = await self._said(batch, request)
-            _check_depth(said)
-        except Exception as e:  # its own, not the batch's: asked again it would be the same, and paid for again
-            log.exception("request %d of batch %s", at, batch.id)
-            said = failed(FAILED, f"the request could not be answered: {type(e).__name__}")
-        if said["success"]:
-            return {**row, "success": True, "result": said["result"]}
-        return {**row, "error": said["errors"][0]}
+            envelope = await self._send_with_retries(batch, request)
+            _check_depth(envelope)
+        except Exception as e:  # fails this request only: a retry would fail, too, and cost again
+            log.exception("Request of a batch failed with an internal error: batch=%s request=%d", batch.id, index)
+            envelope = failed(FAILED, f"the request failed with an internal error: {type(e).__name__}")
+        if envelope["success"]:
+            return {**row, "success": True, "result": envelope["result"]}
+        return {**row, "error": envelope["errors"][0]}
 
-    async def _said(self, batch: Batch, request: Json) -> Json:
-        """When there is room for it."""
+    async def _send_with_retries(self, batch: Batch, request: Json) -> Json:
+        """Return the envelope of the reply; retry while there is no capacity, for up to a day."""
         until = batch.created + KEPT * 1e3
-        tried = 0
+        retries = 0
         while True:
-            await self._turn()
-            said, busy = await self._asked(batch, request)
-            if not busy or self._now() > until:
-                return said
-            await asyncio.sleep(PAUSES[min(tried, len(PAUSES) - 1)])
-            tried += 1
+            await self._yield_to_others()
+            envelope, is_temporary = await self._send(batch, request)
+            if not is_temporary or self._now_ms() > until:
+                return envelope
+            await asyncio.sleep(PAUSES[min(retries, len(PAUSES) - 1)])
+            retries += 1
 
-    async def _asked(self, batch: Batch, request: Json) -> tuple[Json, bool]:
-        asked = written(batch.model, _input(request))
-        path = f"/accounts/{batch.account}/ai{asked.path}"
+    async def _send(self, batch: Batch, request: Json) -> tuple[Json, bool]:
+        """Return the envelope of the reply, and whether it is a temporary failure."""
+        encoded = written(batch.model, _input(request))
+        path = f"/accounts/{batch.account}/ai{encoded.path}"
         headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
-        self._mine += 1
+        self._in_progress += 1
         try:
-            reply = await self._ask(Request("POST", path, "", headers, asked.body), batch.key_id)
+            reply = await self._send_request(Request("POST", path, "", headers, encoded.body), batch.key_id)
             try:
-                return await told(asked, reply), is_busy(reply) or reply.error in _PASSES
+                return await told(encoded, reply), is_busy(reply) or reply.error in _RETRIED_ERRORS
             finally:
                 await reply.close()
         finally:
-            self._mine -= 1
+            self._in_progress -= 1
 
-    async def _turn(self) -> None:
-        """Others go first, but not for ever."""
+    async def _yield_to_others(self) -> None:
+        """Wait while the gateway is busy with other requests, up to MAX_YIELD_S."""
         for _ in range(int(PATIENCE / 0.25)):
-            if self._others() - self._mine < WIDTH:
+            if self._open_requests() - self._in_progress < WIDTH:
                 return
             await asyncio.sleep(0.25)
 
-    def _now(self) -> int:
-        return round(self._wall.now() * 1e3)
+    def _now_ms(self) -> int:
+        return round(self._wall_clock.now() * 1e3)
 
 
-class _Work(msgspec.Struct):
-    """What this process knows of the batch it works on."""
+class _BatchProgress(msgspec.Struct):
+    """The state of the batch that this process works on."""
 
     batch: Batch
     version: int  # of the stored batch
-    answers: list[Json]
-    out: int  # the version of the stored answers; 0: there are none
-    saved: int = 0  # how many of them
+    results: list[Json]
+    results_version: int  # of the stored results; 0: none are stored
+    saved: int = 0  # number of stored results
 
 
 def checked_requests(model: str, requests: Any) -> PackedRequests:
+    """Return a batch's requests in their stored form. Raise InvalidRequest if one of them is invalid."""
     if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
-        raise InvalidRequest("requests must be a list of inputs", param="requests")
+        raise InvalidRequest("requests must be a list of objects, one for each input", param="requests")
     if not 1 <= len(requests) <= MOST_REQUESTS:
-        raise InvalidRequest(f"there are {len(requests)} requests; 1 to {MOST_REQUESTS} are taken", param="requests")
+        raise InvalidRequest(
+            f"the batch has {len(requests)} requests; it must have 1 to {MOST_REQUESTS}",
+            param="requests",
+            hint="split the batch",
+        )
     for each in requests:
         if each.get("stream"):
-            raise InvalidRequest("what is queued cannot be streamed", param="requests[].stream")
+            raise InvalidRequest(
+                "a request of the batch has stream: true; queued requests cannot be streamed",
+                param="requests[].stream",
+                hint="remove stream",
+            )
         question(model, _input(each))
     return PackedRequests(len(requests), packed_rows(requests))
 
@@ -248,15 +276,15 @@ def _input(request: Json) -> Json:
     return {name: value for name, value in request.items() if name != "external_reference"}
 
 
-def _check_depth(said: Json) -> None:
-    """RecursionError, if it could not be written, or read again, among others."""
-    deep: Any = said
+def _check_depth(envelope: Json) -> None:
+    """Raise RecursionError if the envelope is nested too deeply to be stored and sent with other results."""
+    nested: Any = envelope
     for _ in range(ROOM):
-        deep = [deep]
-    msgspec.json.encode(deep)
+        nested = [nested]
+    msgspec.json.encode(nested)
 
 
-def _sum(answers: list[Json]) -> Json:
+def _sum_usage(results: list[Json]) -> Json:
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    used = [(each.get("result") or {}).get("usage") or {} for each in answers]
-    return {name: sum(each.get(name) or 0 for each in used) for name in names}
+    usages = [(each.get("result") or {}).get("usage") or {} for each in results]
+    return {name: sum(each.get(name) or 0 for each in usages) for name in names}

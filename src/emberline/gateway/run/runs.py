@@ -1,5 +1,8 @@
-"""Runs: /ai/run, as Cloudflare's clients call it: a model by its name, over any provider. A request waits while its
-provider has no room, unless it says that it will not; one that is queued is answered later."""
+"""RunHandler: the endpoint /ai/run of Cloudflare's Workers AI, for the models of any provider.
+
+A request waits while its provider is out of capacity, unless it has rejectIfBusy. A request with queueRequest becomes a
+batch, which is answered later.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +31,30 @@ from emberline.gateway.run.queue import Queue, checked_requests
 from emberline.gateway.settings import Settings
 from emberline.net.notjson import NOT_JSON
 
-LARGEST = 10 << 20  # bytes of a batch
-LONGEST_ID = 1000  # characters of a batch's id: all that are known are shorter
+LARGEST = 10 << 20
+LONGEST_ID = 1000  # valid ids are shorter
 JSON = {"content-type": "application/json"}
-PAUSES = (0.25, 0.5, 1.0, 2.0)  # seconds before a provider without room is asked again; then always the last
+PAUSES = (0.25, 0.5, 1.0, 2.0)  # while a provider is out of capacity; the last one repeats
 _PATH = re.compile(r"(?:/client/v4)?/accounts/(?P<account>[^/]+)/ai/run(?:/(?P<model>.+))?")
-_NATIVE = "workers-ai"  # speaks like this itself
+_NATIVE = "workers-ai"  # the provider whose own protocol this is
 
 
 class Outline(msgspec.Struct):
-    """What is decided by of a body."""
+    """The fields of a body that decide how the request is handled."""
 
     model: str
-    request_id: str | None  # of a batch that is asked about
+    request_id: str | None  # id of the batch whose results are requested
     options: Json
 
 
-class _Asked(msgspec.Struct):
+class _RunRequest(msgspec.Struct):
     account: str
     gateway: str
     model: str
-    named: str  # the model, if the path names it; "": the body does
+    path_model: str  # the model, if the path names it; "": the body names it
     request_id: str | None
     queued: bool
-    rejects: bool  # if there is no room
+    rejects_if_busy: bool
     identity: Identity
     settings: Settings
 
@@ -66,135 +69,149 @@ class Runs:
     def owns(path: str) -> bool:
         return _PATH.fullmatch(path) is not None
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, inbound: Request) -> Reply:
+        """Answer a request. Errors are sent in the envelope of Workers AI."""
         try:
-            asked = await self._read(request)
-            if asked.request_id is not None:
-                found = await self._queue.look(asked.account, asked.request_id, asked.identity)
+            run = await self._read(inbound)
+            if run.request_id is not None:
+                found = await self._queue.look(run.account, run.request_id, run.identity)
                 return Reply(200, {**JSON}, await asyncio.to_thread(sse.dumps, enveloped(found)), ended="complete")
-            if asked.queued:
-                return _reply(enveloped(await self._queued(asked, request)))
-            return await self._now(asked, request)
+            if run.queued:
+                return _json_reply(enveloped(await self._add_batch(run, inbound)))
+            return await self._run_now(run, inbound)
         except EmberlineError as e:
-            told = error_reply("raw", e)
-            told.headers["content-type"] = "application/json"
-            code = {404: 7002, 400: 5006, 401: 10000, 403: 10000, 429: 2003}.get(told.status, 3043)
-            told.body = sse.dumps(failed(code, str(e)))
-            return told
+            reply = error_reply("raw", e)
+            reply.headers["content-type"] = "application/json"
+            code = {404: 7002, 400: 5006, 401: 10000, 403: 10000, 429: 2003}.get(reply.status, 3043)
+            reply.body = sse.dumps(failed(code, str(e)))
+            return reply
 
-    async def _read(self, request: Request) -> _Asked:
-        if request.method != "POST":
-            raise MethodNotAllowed(f"/ai/run takes POST, not {request.method[:20]}", allowed="POST")
-        match = _PATH.fullmatch(request.path)
+    async def _read(self, inbound: Request) -> _RunRequest:
+        if inbound.method != "POST":
+            raise MethodNotAllowed(f"/ai/run takes POST, not {inbound.method[:20]}", allowed="POST")
+        match = _PATH.fullmatch(inbound.path)
         if match is None:
-            raise NotFound(f"there is nothing at {request.path[:200]!r}")
-        named = unquote(match["model"] or "")
-        outline = await offload.run_by_size(len(request.body), read_outline, request.body, named)
+            raise NotFound(f"the path {inbound.path[:200]!r} does not exist", hint="use /accounts/ACCOUNT/ai/run/MODEL")
+        path_model = unquote(match["model"] or "")
+        outline = await offload.run_by_size(len(inbound.body), read_outline, inbound.body, path_model)
         account = match["account"]
-        gateway = Options.read(request.headers).gateway_id or DEFAULT
-        identity, settings = await self._gateway.entered(Target("plain", account, gateway), request.headers)
-        queued, rejects = _wishes(outline.options, request.query)
-        about = outline.model, named, outline.request_id
-        return _Asked(account, gateway, *about, queued, rejects, identity, settings)
+        gateway = Options.read(inbound.headers).gateway_id or DEFAULT
+        identity, settings = await self._gateway.entered(Target("plain", account, gateway), inbound.headers)
+        queued, rejects = _read_flags(outline.options, inbound.query)
+        model = outline.model, path_model, outline.request_id
+        return _RunRequest(account, gateway, *model, queued, rejects, identity, settings)
 
-    async def _queued(self, asked: _Asked, request: Request) -> Json:
-        who, (provider, model) = asked.identity, resolve(asked.model, asked.settings)
-        if not who.may_enter(asked.account, asked.gateway) or not who.may_use(provider, model):
-            raise Forbidden(f"key {who.name!r} may not use {provider}/{model} here"[:300])
-        if len(request.body) > LARGEST:
-            raise InvalidRequest(f"a batch has at most {LARGEST} bytes", param="requests")
-        requests = await offload.run_by_size(len(request.body), read_batch, request.body, asked.named)
-        wishes = asking(request.headers)
-        return (await self._queue.add(asked.account, asked.gateway, asked.model, who.key_id, requests, wishes)).brief
+    async def _add_batch(self, run: _RunRequest, inbound: Request) -> Json:
+        caller, (provider, model) = run.identity, resolve(run.model, run.settings)
+        if not caller.may_enter(run.account, run.gateway) or not caller.may_use(provider, model):
+            message = f"key {caller.name!r} may not use model {provider}/{model} on gateway {run.account}/{run.gateway}"
+            raise Forbidden(message[:300], hint="add the model and the gateway to the key, or use another key")
+        if len(inbound.body) > LARGEST:
+            raise InvalidRequest(
+                f"the batch has {len(inbound.body)} bytes; at most {LARGEST} are allowed",
+                param="requests",
+                hint="split the batch",
+            )
+        requests = await offload.run_by_size(len(inbound.body), read_batch, inbound.body, run.path_model)
+        headers = asking(inbound.headers)
+        return (await self._queue.add(run.account, run.gateway, run.model, caller.key_id, requests, headers)).brief
 
-    async def _now(self, asked: _Asked, request: Request) -> Reply:
-        provider, model = resolve(asked.model, asked.settings)
-        headers = {**request.headers, "cf-aig-gateway-id": asked.gateway}
-        if asked.rejects:
+    async def _run_now(self, run: _RunRequest, inbound: Request) -> Reply:
+        provider, model = resolve(run.model, run.settings)
+        headers = {**inbound.headers, "cf-aig-gateway-id": run.gateway}
+        if run.rejects_if_busy:
             headers["cf-aig-max-attempts"] = "1"
         if provider == _NATIVE:
-            path = f"/v1/{asked.account}/{asked.gateway}/{provider}/{model}"
-            query = request.query
-            if asked.rejects and "rejectIfBusy=" not in query:
+            path = f"/v1/{run.account}/{run.gateway}/{provider}/{model}"
+            query = inbound.query
+            if run.rejects_if_busy and "rejectIfBusy=" not in query:
                 query = f"{query}&rejectIfBusy=true".lstrip("&")
-            body = await offload.run_by_size(len(request.body), read_native, request.body, asked.named)
+            body = await offload.run_by_size(len(inbound.body), read_native, inbound.body, run.path_model)
             return await self._gateway.answer(Request("POST", path, query, headers, body))
-        told = await offload.run_by_size(len(request.body), read_question, request.body, asked.named)
-        path = f"/accounts/{asked.account}/ai{told.path}"
-        made = Request("POST", path, "", headers, told.body)
-        until = self._clock.now() + asked.settings.timeouts.total
-        for tried in range(1 << 20):
-            reply = await self._gateway.answer(made)
-            pause = PAUSES[min(tried, len(PAUSES) - 1)]
-            if not is_busy(reply) or asked.rejects or self._clock.now() + pause >= until:
-                return await _given(told, reply)
+        encoded = await offload.run_by_size(len(inbound.body), read_question, inbound.body, run.path_model)
+        path = f"/accounts/{run.account}/ai{encoded.path}"
+        request = Request("POST", path, "", headers, encoded.body)
+        until = self._clock.now() + run.settings.timeouts.total
+        for retries in range(1 << 20):
+            reply = await self._gateway.answer(request)
+            delay = PAUSES[min(retries, len(PAUSES) - 1)]
+            if not is_busy(reply) or run.rejects_if_busy or self._clock.now() + delay >= until:
+                return await _convert_or_close(encoded, reply)
             await reply.close()
-            await asyncio.sleep(pause)
+            await asyncio.sleep(delay)
         raise AssertionError("not reached")
 
 
-def _read(body: bytes, named: str) -> tuple[str, Json, Json]:
-    """The model, its input, and wishes. `named`: the model, where the path names it."""
+def _read(body: bytes, path_model: str) -> tuple[str, Json, Json]:
+    """Return the model, its input and its options. `path_model`: the model, if the path names it."""
     try:
-        said = msgspec.json.decode(body, type=dict)
+        decoded = msgspec.json.decode(body, type=dict)
     except NOT_JSON as e:
         raise InvalidRequest(f"the body is not a JSON object: {e}") from e
-    return (named, said, {}) if named else _named(said)
+    return (path_model, decoded, {}) if path_model else _read_model_and_input(decoded)
 
 
-# Each reads the body anew, so that no more than its result comes back from another process.
+# Each of these functions decodes the body again, so that only its result is copied from the other process.
 
 
-def read_outline(body: bytes, named: str) -> Outline:
-    model, said, options = _read(body, named)
-    id = str(said["request_id"])[:LONGEST_ID] if "request_id" in said else None
-    return Outline(model, id, {name: wish if isinstance(wish, bool) else None for name, wish in options.items()})
+def read_outline(body: bytes, path_model: str) -> Outline:
+    model, input, options = _read(body, path_model)
+    id = str(input["request_id"])[:LONGEST_ID] if "request_id" in input else None
+    return Outline(model, id, {name: value if isinstance(value, bool) else None for name, value in options.items()})
 
 
-def read_question(body: bytes, named: str) -> WrittenQuestion:
-    model, said, _ = _read(body, named)
-    return written(model, said)
+def read_question(body: bytes, path_model: str) -> WrittenQuestion:
+    model, input, _ = _read(body, path_model)
+    return written(model, input)
 
 
-def read_native(body: bytes, named: str) -> bytes:
-    return msgspec.json.encode(_read(body, named)[1])
+def read_native(body: bytes, path_model: str) -> bytes:
+    return msgspec.json.encode(_read(body, path_model)[1])
 
 
-def read_batch(body: bytes, named: str) -> PackedRequests:
-    model, said, _ = _read(body, named)
-    if wrong := said.keys() - {"requests"}:
-        raise InvalidRequest(f"{min(wrong)[:80]!r} has no place beside requests", param=min(wrong)[:80])
-    return checked_requests(model, said.get("requests"))
+def read_batch(body: bytes, path_model: str) -> PackedRequests:
+    model, input, _ = _read(body, path_model)
+    if unknown := input.keys() - {"requests"}:
+        name = min(unknown)[:80]
+        raise InvalidRequest(f"a batch cannot have the field {name!r} beside requests", param=name)
+    return checked_requests(model, input.get("requests"))
 
 
-_WISHES = ("queueRequest", "rejectIfBusy")
+_FLAGS = ("queueRequest", "rejectIfBusy")
 
 
-def _named(said: Json) -> tuple[str, Json, Json]:
-    """A model, its input, and wishes: of a body that has all three."""
-    model, given, options = said.get("model"), said.get("input") or Json(), said.get("options") or Json()
-    if not (model and isinstance(model, str) and isinstance(given, dict) and isinstance(options, dict)):
-        raise InvalidRequest("the body must have a model and its input", param="model")
-    if wrong := (said.keys() - {"model", "input", "options"}) | (options.keys() - {*_WISHES}):
-        raise InvalidRequest(f"{min(wrong)[:80]!r} is not known beside model and input", param=min(wrong)[:80])
-    return model, given, options
+def _read_model_and_input(body: Json) -> tuple[str, Json, Json]:
+    """Return the model, its input and its options from a body with these three fields."""
+    model, input, options = body.get("model"), body.get("input") or Json(), body.get("options") or Json()
+    if not (model and isinstance(model, str) and isinstance(input, dict) and isinstance(options, dict)):
+        raise InvalidRequest(
+            "the body must have model (a string) and input (an object)",
+            param="model",
+            hint="or name the model in the path: /ai/run/MODEL",
+        )
+    if unknown := (body.keys() - {"model", "input", "options"}) | (options.keys() - {*_FLAGS}):
+        name = min(unknown)[:80]
+        raise InvalidRequest(f"unknown field {name!r} beside model, input and options", param=name)
+    return model, input, options
 
 
-def _wishes(options: Json, query: str) -> list[bool]:
-    said = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    for name in _WISHES:
-        if options.get(name, False) not in (True, False) or said.get(name, "false") not in ("true", "false"):
+def _read_flags(options: Json, query: str) -> list[bool]:
+    """Return queueRequest and rejectIfBusy, which the body's options or the query may set."""
+    parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+    for name in _FLAGS:
+        if options.get(name, False) not in (True, False) or parameters.get(name, "false") not in ("true", "false"):
             raise InvalidRequest(f"{name} must be true or false", param=name)
-    return [options.get(name) is True or said.get(name) == "true" for name in _WISHES]
+    return [options.get(name) is True or parameters.get(name) == "true" for name in _FLAGS]
 
 
-async def _given(asked: WrittenQuestion, reply: Reply) -> Reply:
+async def _convert_or_close(request: WrittenQuestion, reply: Reply) -> Reply:
+    """Convert the reply; if that fails, close it, because the caller does not get it."""
     try:
-        return await answered(asked, reply)
-    except BaseException:  # nobody else has it to close
+        return await answered(request, reply)
+    except BaseException:
         await reply.close()
         raise
 
 
-def _reply(said: Json) -> Reply:
-    return Reply(200, {**JSON}, sse.dumps(said), ended="complete")
+def _json_reply(envelope: Json) -> Reply:
+    return Reply(200, {**JSON}, sse.dumps(envelope), ended="complete")

@@ -1,1 +1,1 @@
-"""Stores: what outlives a process. SQLite for one, PostgreSQL where replicas share it; both pass the same tests."""
+"""Persistent stores of the gateway: SQLite for one process, PostgreSQL for several replicas."""

@@ -1,9 +1,9 @@
-"""Store: everything of the gateway that outlives a process, behind one protocol.
+"""GatewayStore: the protocol of the gateway's persistent stores.
 
-documents   what the management API changes: JSON under (kind, account, id), each change with its line of audit
+documents   objects of the management API: JSON under (kind, account, id); every change adds an audit entry
 counters    of limits, for gateways that count without Redis
-logs        records by day, payloads apart; whole days are dropped
-rollups     counters by minute, hour and day, added up when records are appended: pages never count rows
+logs        records by day, payloads apart; retention drops whole days
+rollups     counters by minute, hour and day, updated when records are appended, so that no query counts records
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emberline.gateway.logs.record import Payload, Record, Scalar
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import Cell, RollupQuery
 
-PATIENCE = 0.1  # seconds of a page
+PATIENCE = 0.1
 Kind = Literal["gateway", "key", "provider_key", "custom_provider", "route", "route_version", "price", "budget",
                "dataset", "batch", "batch_part"]  # fmt: skip
 
@@ -30,37 +30,37 @@ class Document:
     account: str
     id: str
     body: bytes  # JSON
-    version: int = 0  # 0: not there yet; each change adds one
-    updated: int = 0  # ms
+    version: int = 0  # 0: not stored yet; each change adds one
+    updated: int = 0  # ms since 1970
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Who changed what; `before` and `after` are JSON without secrets."""
+    """One change by one actor. `before` and `after` are JSON without secrets."""
 
-    at: int  # ms
+    at: int  # ms since 1970
     account: str
     actor: str  # key id, or "operator" for the command line
-    action: str  # such as gateway.create
-    target: str
+    action: str  # for example gateway.create
+    target: str  # id of the changed object
     before: bytes = b"null"
     after: bytes = b"null"
-    number: int = 0  # given by the store, growing
+    number: int = 0  # set by the store, ascending
 
 
 class Counter(msgspec.Struct, frozen=True, array_like=True):
-    """What was used, or a change of it, in one slot of a limit's bucket."""
+    """The usage in one slot of a limit's bucket, or a change of it."""
 
     gateway: str  # account/gateway
     bucket: str
     slot: int
     used: int
-    ends: int  # ms: then it no longer counts
+    ends: int  # ms since 1970: from then on the counter is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """All of it or nothing. A document whose `version` is not the stored one is a Conflict."""
+    """Changes that are committed together. A document whose stored version differs is a Conflict."""
 
     audit: Audit
     put: Sequence[Document] = ()
@@ -69,7 +69,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Newest first. `has_more` is exact if `complete`; else time ran out, and `cursor` is where to look on."""
+    """One page of records, newest first.
+
+    `has_more` is exact if the page is `complete`. If not, the timeout ended the search, and `cursor` continues it.
+    """
 
     records: list[Record] = field(default_factory=list)
     has_more: bool = False
@@ -79,15 +82,15 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What is None stays as it was; metadata is added to what a request had."""
+    """Feedback on a record. A field that is None is left unchanged; metadata is merged into the record's."""
 
     feedback: int | None = None
     score: int | None = None
     metadata: dict[str, Scalar] | None = None
 
     def on(self, record: Record) -> Record:
-        given = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
-        return msgspec.structs.replace(record, **given | {"metadata": {**record.metadata, **(self.metadata or {})}})
+        changes = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
+        return msgspec.structs.replace(record, **changes | {"metadata": {**record.metadata, **(self.metadata or {})}})
 
 
 class Store(Protocol):
@@ -96,33 +99,39 @@ class Store(Protocol):
     async def documents(
         self, kind: Kind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
-        """By id, then account. An empty account: those of all. `after`: the id and account of the last one seen."""
+        """Return documents sorted by id, then account. An empty account means all accounts.
+
+        `after`: id and account of the last document of the previous page.
+        """
         ...
 
     async def commit(self, change: Change) -> int:
-        """The store's new version."""
+        """Apply a change and return the store's new version. Raise Conflict if a document's version differs."""
         ...
 
     async def version(self) -> int:
-        """Grows with every commit, by whichever replica: cheap to ask, so that caches know when they are stale."""
+        """Return a number that every commit of any replica increases. Caches use it to detect changes."""
         ...
 
     async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
-        """Newest first; `before` is a number, 0: from the newest on."""
+        """Return audit entries with numbers below `before` (0: all), newest first."""
         ...
 
     async def counters(self, now: int) -> list[Counter]:
-        """Those that still count. `now`: ms."""
+        """Return the counters that have not ended. `now`: ms since 1970."""
         ...
 
     async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
-        """Add the changes, once for each name of a batch, and forget counters that no longer count."""
+        """Add the changes, unless a batch of this name was added before, and delete counters that have ended."""
         ...
 
     async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None: ...
 
     async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
-        """`before`: a cursor. After `patience` seconds what was found is returned, incomplete."""
+        """Return a page of records. `before`: cursor of the previous page.
+
+        After `timeout_s` the records found so far are returned as an incomplete page.
+        """
         ...
 
     async def record(self, account: str, gateway: str, id: str) -> Record | None: ...
@@ -130,21 +139,24 @@ class Store(Protocol):
     async def payload(self, account: str, gateway: str, id: str) -> Payload | None: ...
 
     async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
-        """As it is now. None: there is no such record."""
+        """Add feedback to a record and return the changed record, or None if there is no such record."""
         ...
 
     async def erase(self, records: Sequence[Record]) -> None:
-        """With their payloads. Rollups go on counting them."""
+        """Delete records and their payloads. Rollups still count them."""
         ...
 
     async def rollups(self, query: RollupQuery) -> list[Cell]: ...
 
     async def days(self) -> list[date]:
-        """Those that have records, oldest first."""
+        """Return the days that have records, oldest first."""
         ...
 
     async def drop_before(self, day: date) -> list[date]:
-        """Days that are gone, whole, with their rollups by the minute; those by the hour stay for HOURS_KEPT more."""
+        """Delete all days before `day` and return them.
+
+        Their rollups by minute are deleted, too; those by hour are kept for HOURLY_CELLS_KEPT_DAYS more.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -1,6 +1,9 @@
-"""Crowd: the users of a day, of whom there may be any number: their names come from clients. An account's day keeps
-those that cost most apart; the others are added up in one cell of each gateway, so that sums stay right and a page over
-a month reads a bounded number of cells. Of a day with up to twice KEPT users each one's sums are exact."""
+"""DailyUsers: bounds the number of users that the rollups of one day keep.
+
+Clients choose user names, so a day may have any number of them. For each account and day the users with the highest
+cost keep their own rollup cells. The others are merged into one cell per gateway, so that totals stay exact and a query
+over a month reads a bounded number of cells. On a day with up to twice MAX_USERS_PER_DAY users all cells are exact.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,38 @@ from operator import add
 
 from emberline.gateway.store.rollup import OTHERS, Place
 
-KEPT = 1000  # users of an account and day
-AGAIN = 2 * KEPT  # seen on a day: then it is looked at once more
-MOST_DAYS = 100  # that are watched
+KEPT = 1000  # per account
+AGAIN = 2 * KEPT  # new users since the last check of a day
+MOST_DAYS = 100
 
-Day = tuple[str, int]  # account, start
+Day = tuple[str, int]  # account, start in ms since 1970
 
 
 class Crowd:
-    """Which users a process has counted on which day, so as to know when they may have become too many."""
+    """Tracks the users that this process has counted on each day, to find days that may have too many."""
 
     def __init__(self) -> None:
-        self._seen: dict[Day, set[tuple[str, str]]] = {}
+        self._users: dict[Day, set[tuple[str, str]]] = {}  # values: gateway, user
 
     def add(self, cells: Iterable[Place]) -> list[Day]:
-        """Days to look at: many users have come since the last time, or the account's next day has begun."""
+        """Add the users of these cells. Return the days to check: with many new users, or just completed."""
         newest: dict[str, int] = {}
         for _, start, account, gateway, dimension, value in cells:
             if dimension == "user":
-                self._seen.setdefault((account, start), set()).add((gateway, value))
+                self._users.setdefault((account, start), set()).add((gateway, value))
                 newest[account] = max(start, newest.get(account, 0))
-        due = [day for day, users in self._seen.items() if len(users) >= AGAIN or day[1] < newest.get(day[0], 0)]
+        due = [day for day, users in self._users.items() if len(users) >= AGAIN or day[1] < newest.get(day[0], 0)]
         for day in due:
-            del self._seen[day]
-        while len(self._seen) > MOST_DAYS:
-            del self._seen[next(iter(self._seen))]
+            del self._users[day]
+        while len(self._users) > MOST_DAYS:
+            del self._users[next(iter(self._users))]
         return due
 
 
-def others(day: Day, gone: Iterable[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
-    """Rows (gateway, counts...) that were taken out, as rows of a rollup: one for each gateway, in order."""
+def others(day: Day, deleted: Iterable[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
+    """Return the rollup rows that replace deleted ones (gateway, counts...): one per gateway, sorted."""
     sums: dict[str, list[int]] = {}
-    for gateway, *counts in gone:
+    for gateway, *counts in deleted:
         before = sums.get(str(gateway), [0] * len(counts))
         sums[str(gateway)] = list(map(add, before, map(int, counts)))
     account, start = day

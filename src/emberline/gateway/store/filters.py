@@ -1,4 +1,4 @@
-"""Filters: which records of the log a page is about."""
+"""LogFilters: which log records a query selects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Both ends belong to it; None is open. A record without the figure is in no span."""
+    """A range that includes both ends; None is unbounded. A missing value is in no bounded range."""
 
     least: int | None = None
     most: int | None = None
@@ -20,31 +20,34 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """Records whose field has none of these values."""
+    """Selects records whose field has none of these values."""
 
-    field: str  # of Filters
+    field: str  # of LogFilters
     values: tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Containing:
-    """Records of which one of these fields contains one of these texts; the case of ASCII letters does not matter."""
+    """Selects records in which one of the fields contains one of the texts, ignoring ASCII case."""
 
-    fields: tuple[str, ...]  # of Filters, with text in them
+    fields: tuple[str, ...]  # text fields of LogFilters
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """All that are given must hold; of a tuple, one. An empty gateway: those of the whole account."""
+    """Selects records that match every filter that is set; a tuple matches any of its values.
+
+    An empty gateway selects those of the whole account.
+    """
 
     account: str
     gateway: str = ""
-    since: int | None = None  # ms, itself included
-    until: int | None = None  # ms, itself not
+    since: int | None = None  # ms since 1970, inclusive
+    until: int | None = None  # ms since 1970, exclusive
     success: bool | None = None
     cached: bool | None = None
-    rescued: bool | None = None  # answered by a later step
+    rescued: bool | None = None  # answered by a fallback
     status: tuple[int, ...] = ()
     provider: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
@@ -61,8 +64,8 @@ class Filters:
     micros: Span = Span()
     tokens_in: Span = Span()
     tokens_out: Span = Span()
-    tokens: Span = Span()  # in and out together
+    tokens: Span = Span()  # input and output
     duration_ms: Span = Span()
     unlike: tuple[Unlike, ...] = ()
     containing: tuple[Containing, ...] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)  # values as text: true, 1.5
+    metadata: Mapping[str, str] = field(default_factory=dict)  # values as JSON text: true, 1.5

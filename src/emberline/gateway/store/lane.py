@@ -1,4 +1,4 @@
-"""Lane: a thread with its own connections to SQLite files. What is run in a lane runs one after the other."""
+"""SQLiteThread: one thread with its own connections to SQLite files. It runs one function at a time."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ from emberline.gateway.errors import StoreBusy, StoreFailed
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONGEST = 10.0  # seconds of one query
+LONGEST = 10.0
 OPEN_FILES = 40
-_CHECK_EVERY = 20_000  # steps of SQLite's machine: about a millisecond
+_DEADLINE_CHECK_STEPS = 20_000  # instructions of SQLite's virtual machine: about a millisecond
 
 
 class Lane:
     def __init__(self, name: str, *, writes: bool) -> None:
         self._writes = writes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"sqlite-{name}")
-        self._open: dict[Path, sqlite3.Connection] = {}  # the one used last is last
+        self._open: dict[Path, sqlite3.Connection] = {}  # ordered by last use
         self._deadline = 0.0
 
     async def run(self, do: Callable[Concatenate[Lane, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`do(lane, ...)` in this lane's thread."""
+        """Run `do(self, ...)` in this thread and return its result. Raise StoreFailed for SQLite's errors."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: self._timed(lambda: do(self, *args, **kwargs)))
+        return await loop.run_in_executor(
+            self._thread, lambda: self._run_with_deadline(lambda: do(self, *args, **kwargs))
+        )
 
     def connection(self, path: Path) -> sqlite3.Connection:
-        """Only from inside `run`, and only until the next one is asked for. A reader's file must be there."""
+        """Return the connection to a file, which is valid until the next call. Call it only inside `run`.
+
+        A writing thread creates the file if it does not exist; for a reading thread it must exist.
+        """
         connection = self._open.pop(path, None)
         if connection is None:
             connection = self._connect(path)
@@ -43,26 +48,28 @@ class Lane:
         return connection
 
     def release(self, path: Path) -> None:
-        """Only from inside `run`."""
+        """Close the connection to a file. Call it only inside `run`."""
         connection = self._open.pop(path, None)
         if connection is not None:
             connection.close()
 
     async def close(self) -> None:
-        def release_all(lane: Lane) -> None:
-            for path in list(lane._open):
-                lane.release(path)
+        def release_all(thread: Lane) -> None:
+            for path in list(thread._open):
+                thread.release(path)
 
         await self.run(release_all)
         self._thread.shutdown()
 
-    def _timed(self, do: Callable[[], T]) -> T:
+    def _run_with_deadline(self, do: Callable[[], T]) -> T:
         self._deadline = time.monotonic() + LONGEST
         try:
             return do()
         except sqlite3.Error as e:
             kind = StoreBusy if isinstance(e, sqlite3.OperationalError) else StoreFailed
-            raise kind(f"SQLite: {e}", hint="is the disk full, or the file in use by another program?") from e
+            raise kind(
+                f"SQLite query failed: {e}", hint="check that the disk is not full and no other program uses the file"
+            ) from e
 
     def _connect(self, path: Path) -> sqlite3.Connection:
         mode = "rwc" if self._writes else "ro"
@@ -72,8 +79,9 @@ class Lane:
         if self._writes:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute("PRAGMA wal_autocheckpoint = 8000")  # pages: indexes touch many, most of them again
+            # pages; a batch changes many index pages, most of them again and again
+            connection.execute("PRAGMA wal_autocheckpoint = 8000")
         else:
-            connection.set_progress_handler(lambda: time.monotonic() > self._deadline, _CHECK_EVERY)
+            connection.set_progress_handler(lambda: time.monotonic() > self._deadline, _DEADLINE_CHECK_STEPS)
         connection.execute("PRAGMA cache_size = -8192")  # 8 MiB
         return connection

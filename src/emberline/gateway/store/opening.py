@@ -10,7 +10,7 @@ from emberline.gateway.store.base import Store
 
 
 async def open_store(url: str, clock: Clock | None = None) -> Store:
-    """`sqlite:DIRECTORY` or `postgresql://...`. Adapters are imported when they are asked for."""
+    """Open the store at `sqlite:DIRECTORY` or `postgresql://...`. Raise InvalidRequest for another URL."""
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest:
         from emberline.gateway.store.sqlite import SQLiteStore
@@ -21,5 +21,7 @@ async def open_store(url: str, clock: Clock | None = None) -> Store:
 
         return await PostgresStore.open(url, clock)
     raise InvalidRequest(
-        f"{scheme!r} is no store", param="store", hint="give sqlite:DIRECTORY or postgresql://USER@HOST/DATABASE"
+        f"the store URL has the unknown scheme {scheme[:40]!r}, or no directory",
+        param="store",
+        hint="use sqlite:DIRECTORY or postgresql://USER@HOST/DATABASE",
     )

@@ -1,14 +1,17 @@
-"""How payloads are kept: deflated, quickly. Most are small, and of those preparing to compress takes longer than
-compressing: a small window and little memory make it a third, and not one byte larger. The smallest stay as they are:
-a third less of so few bytes is not worth the time."""
+"""Compression of payloads with deflate, at its fastest level.
+
+Most payloads are small, and for these setting up the compressor takes longer than compressing. A small window and
+little memory reduce the time to a third without a larger result. The smallest payloads are not compressed: saving a
+third of so few bytes is not worth the time.
+"""
 
 from __future__ import annotations
 
 import zlib
 
 LEVEL = 1
-SMALL, SMALLEST = 4096, 512  # bytes
-PLAIN = b"\0"  # with which nothing deflated begins
+SMALL, SMALLEST = 4096, 512
+PLAIN = b"\0"  # first byte of uncompressed data; compressed data never begins with it
 
 
 def packed(data: bytes) -> bytes:
@@ -16,8 +19,8 @@ def packed(data: bytes) -> bytes:
         return PLAIN + data
     if len(data) > SMALL:
         return zlib.compress(data, LEVEL)
-    deflating = zlib.compressobj(LEVEL, zlib.DEFLATED, 12, 5)
-    return deflating.compress(data) + deflating.flush()
+    compressor = zlib.compressobj(LEVEL, zlib.DEFLATED, 12, 5)
+    return compressor.compress(data) + compressor.flush()
 
 
 def unpacked(data: bytes) -> bytes:

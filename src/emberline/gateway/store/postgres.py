@@ -1,5 +1,8 @@
-"""PostgresStore: one database that replicas share. Logs, labels and payloads are partitioned by day (by the time that
-ids begin with), and retention drops partitions. A batch, its rollups included, is one transaction."""
+"""PostgresStore: a PostgreSQL database that replicas share.
+
+Logs, labels and payloads are partitioned by day (by the time in their ids), and retention drops partitions. A batch of
+records and its rollups are one transaction.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,15 @@ WORDS = {
     "clustered": "",
 }
 BY_DAY = ("logs", "labels", "payloads")
-LONGEST = 10.0  # seconds of one query
-_ALONE = 0x456D6265726C  # the advisory lock of whoever changes the schema
-_FOLDS = 0x456D6265  # of whoever folds the crowds of an account
+LONGEST = 10.0
+_SCHEMA_LOCK = 0x456D6265726C  # advisory lock for schema changes
+_MERGE_LOCK = 0x456D6265  # advisory lock for merging small users of an account
 _ROLLUPS = ((True, sql.upsert_rollup("$", "all")), (False, sql.upsert_rollup("$", "key")))
-_CROWD, _TAKE_OUT = sql.select_crowd("$", KEPT), sql.take_out("$", shared=True)
+_SELECT_SMALL, _DELETE_SMALL = sql.select_crowd("$", KEPT), sql.take_out("$", shared=True)
 
-_NEVER = ("22", "23", "54")  # of errors, what was given is at fault: data, constraints, what is too large
+_INVALID_INPUT_CLASSES = ("22", "23", "54")  # of SQLSTATE: invalid data, constraint violations, limits exceeded
 
-_UNLABEL = "DELETE FROM labels WHERE key = $1 AND value = $2 AND id = $3"
+_DELETE_LABEL = "DELETE FROM labels WHERE key = $1 AND value = $2 AND id = $3"
 
 Batch = Sequence[tuple[Record, Payload | None]]
 
@@ -57,16 +60,22 @@ class PostgresStore:
         try:
             import asyncpg
         except ImportError as e:
-            raise StoreFailed("PostgreSQL needs asyncpg", hint="pip install 'emberline[gateway]'") from e
+            raise StoreFailed(
+                "PostgreSQL cannot be used: the package asyncpg is not installed",
+                hint="pip install 'emberline[gateway]'",
+            ) from e
         settings = {"jit": "off", "lock_timeout": "5000"}
-        # The last is what it says of a connection in the moment of its loss.
+        # asyncpg raises InternalClientError for a connection that is just being lost.
         failures = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
         try:
             pool = await asyncpg.create_pool(
                 url, min_size=1, max_size=8, timeout=5.0, command_timeout=LONGEST, server_settings=settings
             )
         except (OSError, TimeoutError, *failures) as e:
-            raise StoreFailed(f"PostgreSQL: {e}", hint="is the URL right, and the server up?") from e
+            raise StoreFailed(
+                f"PostgreSQL cannot be reached: {e or type(e).__name__}",
+                hint="check the store URL and that the server is running",
+            ) from e
         store = cls(pool, clock or SystemClock(), failures)
         await store._prepare()
         return store
@@ -75,8 +84,8 @@ class PostgresStore:
         self._pool = pool
         self._clock = clock
         self._failures: tuple[type[Exception], ...] = (OSError, TimeoutError, *failures)
-        self._crowd = Crowd()
-        self._partitions: set[date] = set()  # known to be there
+        self._daily_users = Crowd()
+        self._partitions: set[date] = set()  # known to exist
 
     async def close(self) -> None:
         try:
@@ -105,15 +114,15 @@ class PostgresStore:
 
     async def commit(self, change: Change) -> int:
         async with self._transaction() as db:
-            # First, so that commits queue up here and the version grows in the order in which they can be seen.
-            added = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
-            version = int(await db.fetchval(added))
+            # First: its row lock puts commits in a queue, so that versions grow in the order of visibility.
+            increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
+            version = int(await db.fetchval(increment))
             for document in change.put:
                 await _put(db, document, change.audit.at)
             for document in change.delete:
                 where = "kind = $1 AND account = $2 AND id = $3 AND version = $4"
-                place = (document.kind, document.account, document.id, document.version)
-                _one(await db.execute(f"DELETE FROM documents WHERE {where}", *place), document)
+                key = (document.kind, document.account, document.id, document.version)
+                _check_changed_one(await db.execute(f"DELETE FROM documents WHERE {where}", *key), document)
             a = change.audit
             values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
             columns = "at, account, actor, action, target, before, after"
@@ -126,12 +135,10 @@ class PostgresStore:
         return [Counter(*found) for found in await self._read(sql.SELECT_COUNTERS.format("$"), (now,))]
 
     async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
-        ordered = sorted(
-            map(msgspec.structs.astuple, changes)
-        )  # so that replicas do not wait for each other in a circle
+        rows = sorted(map(msgspec.structs.astuple, changes))  # one order of locks, so that replicas cannot deadlock
         async with self._transaction() as db:
             if await db.execute(sql.INSERT_COUNTED.format("$"), batch, now) == "INSERT 0 1":
-                await db.executemany(sql.UPSERT_COUNTER.format("$"), ordered)
+                await db.executemany(sql.UPSERT_COUNTER.format("$"), rows)
                 await db.execute(sql.DELETE_COUNTERS.format("$"), now)
                 await db.execute(sql.DELETE_COUNTED.format("$"), now - sql.COUNTED_KEPT_MS)
 
@@ -142,16 +149,16 @@ class PostgresStore:
             return
         days = {day_of(each.created) for each, _ in batch}
         try:
-            await self._have(days - self._partitions)
+            await self._create_partitions(days - self._partitions)
             cells = tally(each for each, _ in batch)
             async with self._transaction() as db:
                 await self._append(db, batch, cells)
         except StoreFailed:
             self._partitions -= days  # another replica may have dropped one
             raise
-        for crowded in self._crowd.add(cells):
-            await self._fold(crowded)
-        await self._look_ahead(max(days) + timedelta(days=1))
+        for day in self._daily_users.add(cells):
+            await self._merge_small_users(day)
+        await self._prepare_next_day(max(days) + timedelta(days=1))
 
     async def _append(self, db: Connection, batch: Batch, cells: Mapping[Place, Sequence[int]]) -> None:
         first = (bytes.fromhex(batch[0][0].id), batch[0][0].created)
@@ -159,28 +166,31 @@ class PostgresStore:
             return
         await db.execute("DELETE FROM batches WHERE at < $1", first[1] - MS["day"])
         await db.copy_records_to_table("logs", records=[_clean(row(r)) for r, _ in batch], columns=COLUMNS)
-        marked = [_clean(label) for r, _ in batch for label in labels(r)]
-        if marked:
-            await db.copy_records_to_table("labels", records=marked, columns=("key", "value", "id"))
-        kept = [(r.id, p) for r, p in batch if p is not None]
-        if kept:
-            rows = await asyncio.to_thread(_pack, kept)
+        all_labels = [_clean(label) for r, _ in batch for label in labels(r)]
+        if all_labels:
+            await db.copy_records_to_table("labels", records=all_labels, columns=("key", "value", "id"))
+        payloads = [(r.id, p) for r, p in batch if p is not None]
+        if payloads:
+            rows = await asyncio.to_thread(_payload_rows, payloads)
             await db.copy_records_to_table("payloads", records=rows, columns=("id", "request", "response"))
-        for wide, upsert in _ROLLUPS:  # last, as others wait for these rows
+        for wide, upsert in _ROLLUPS:  # last, because other replicas wait for the locks of these rows
             await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
 
-    async def _fold(self, day: Day) -> None:
-        """Alone, and without waiting for those who count: so nobody waits for each other in a circle."""
+    async def _merge_small_users(self, day: Day) -> None:
+        """Merge the smallest users of a day. One replica at a time does it, without waiting for locked rows.
+
+        Waiting could deadlock with a replica that appends records.
+        """
         async with self._transaction() as db:
-            if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _FOLDS, day[0]):
+            if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _MERGE_LOCK, day[0]):
                 return  # another replica does it
-            small = await db.fetch(_CROWD, *day, OTHERS)
+            small = await db.fetch(_SELECT_SMALL, *day, OTHERS)
             if len(small) > KEPT:
-                gone = await db.fetch(_TAKE_OUT, *day, OTHERS, *small[0])
-                await db.executemany(_ROLLUPS[1][1], others(day, gone))
+                deleted = await db.fetch(_DELETE_SMALL, *day, OTHERS, *small[0])
+                await db.executemany(_ROLLUPS[1][1], others(day, deleted))
 
     async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
-        days = await self._attached()
+        days = await self._partition_days()
         return await scan(self._newest, self._select, days, filters, before, limit, patience, self._clock)
 
     async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
@@ -201,16 +211,16 @@ class PostgresStore:
         return Payload(*(unpacked(part) for part in rows[0])) if rows else None
 
     async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
-        text, exact = sql.select_log("$", account, gateway, id)
+        text, parameters = sql.select_log("$", account, gateway, id)
         async with self._transaction() as db:
-            found = await db.fetchrow(f"{text} FOR UPDATE", *exact)
+            found = await db.fetchrow(f"{text} FOR UPDATE", *parameters)
             if found is None:
                 return None
             old = record(found)
             new = given.on(old)
             values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
             await db.execute("UPDATE logs SET feedback = $1, score = $2, metadata = $3 WHERE id = $4", *values)
-            await db.executemany(_UNLABEL, map(_clean, labels(old)))
+            await db.executemany(_DELETE_LABEL, map(_clean, labels(old)))
             await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_clean, labels(new)))
             return new
 
@@ -219,20 +229,20 @@ class PostgresStore:
         async with self._transaction() as db:
             for table in ("payloads", "logs"):
                 await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
-            await db.executemany(_UNLABEL, [_clean(label) for each in records for label in labels(each)])
+            await db.executemany(_DELETE_LABEL, [_clean(label) for each in records for label in labels(each)])
 
     async def rollups(self, query: RollupQuery) -> list[Cell]:
         rows = await self._read(*sql.select_rollups("$", query))
         return [Cell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def days(self) -> list[date]:
-        found = await self._attached()
+        found = await self._partition_days()
         while found and not await self._read(f"SELECT 1 FROM {_partition('logs', found[-1])} LIMIT 1", ()):
-            found.pop()  # it was made ahead
+            found.pop()  # created in advance and still empty
         return found
 
-    async def _attached(self) -> list[date]:
-        """The days that have partitions."""
+    async def _partition_days(self) -> list[date]:
+        """Return the days that have partitions, oldest first."""
         text = (
             "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid"
             " WHERE i.inhparent = 'logs'::regclass"
@@ -240,47 +250,46 @@ class PostgresStore:
         return sorted(date.fromisoformat(name.removeprefix("logs_")) for (name,) in await self._read(text, ()))
 
     async def drop_before(self, day: date) -> list[date]:
-        gone = [each for each in await self._attached() if each < day]
-        self._partitions -= set(gone)
+        dropped = [each for each in await self._partition_days() if each < day]
+        self._partitions -= set(dropped)
         async with self._transaction() as db:
-            await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
-            for table in (_partition(parent, each) for each in gone for parent in BY_DAY):
+            await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
+            for table in (_partition(parent, each) for each in dropped for parent in BY_DAY):
                 await db.execute(f"DROP TABLE IF EXISTS {table}")
         async with self._transaction() as db:
             for table, unit, dimension, before in sql.outdated(day_start(day)):
-                following, account = sql.next_account("$", table), ""
-                while account := await db.fetchval(following, unit, account):
+                next_account, account = sql.next_account("$", table), ""
+                while account := await db.fetchval(next_account, unit, account):
                     await db.execute(sql.delete_cells("$", table), unit, account, dimension, before)
-        return gone
+        return dropped
 
     # Schema
 
     async def _prepare(self) -> None:
         async with self._transaction() as db:
-            await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
+            await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             await db.execute("CREATE TABLE IF NOT EXISTS migrations (family TEXT PRIMARY KEY, done BIGINT NOT NULL)")
             for family, steps in (("main", MAIN), ("limits", LIMITS), ("logs", LOGS), ("payloads", PAYLOADS)):
                 done = await db.fetchval("SELECT done FROM migrations WHERE family = $1", family) or 0
                 for step in missing(done, steps):
                     for text in step:
                         await db.execute(words(text, WORDS))
-                noted = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
-                await db.execute(noted, family, len(steps))
+                save = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
+                await db.execute(save, family, len(steps))
 
-    async def _look_ahead(self, day: date) -> None:
-        """The next day is there before its records, whichever replica is first; if not now, with the next batch."""
+    async def _prepare_next_day(self, day: date) -> None:
+        """Create the next day's partitions in advance. After a failure the next batch tries it again."""
         if day > max(self._partitions):
             try:
-                await self._have({day})
+                await self._create_partitions({day})
             except StoreFailed as e:
-                log.warning("%s has no partition yet: %s", day, e)
+                log.warning("Creating log partitions failed, retrying with the next batch: day=%s error=%s", day, e)
 
-    async def _have(self, days: set[date]) -> None:
-        """Partitions for these days."""
+    async def _create_partitions(self, days: set[date]) -> None:
         if not days:
             return
         async with self._transaction() as db:
-            await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
+            await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             for day in sorted(days):
                 for parent in BY_DAY:
                     await _attach(db, parent, day)
@@ -291,7 +300,7 @@ class PostgresStore:
             async with self._pool.acquire(timeout=LONGEST) as db:
                 return list(await db.fetch(text, *values))
         except self._failures as e:
-            raise _failed(e) from e
+            raise _store_error(e) from e
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
@@ -299,13 +308,17 @@ class PostgresStore:
             async with self._pool.acquire(timeout=LONGEST) as db, db.transaction():
                 yield db
         except self._failures as e:
-            raise _failed(e) from e
+            raise _store_error(e) from e
 
 
-def _failed(e: Exception) -> StoreFailed:
-    refused = isinstance(e, ValueError) or (getattr(e, "sqlstate", None) or "")[:2] in _NEVER
-    kind = StoreFailed if refused else StoreBusy
-    return kind(f"PostgreSQL: {e or type(e).__name__}", hint="is the server up, and its disk not full?")
+def _store_error(e: Exception) -> StoreFailed:
+    """Return StoreFailed if the input is invalid, else StoreBusy: a retry may succeed."""
+    is_invalid_input = isinstance(e, ValueError) or (getattr(e, "sqlstate", None) or "")[:2] in _INVALID_INPUT_CLASSES
+    kind = StoreFailed if is_invalid_input else StoreBusy
+    return kind(
+        f"PostgreSQL query failed: {e or type(e).__name__}",
+        hint="check that the server is running and its disk is not full",
+    )
 
 
 def _partition(parent: str, day: date) -> str:
@@ -313,35 +326,39 @@ def _partition(parent: str, day: date) -> str:
 
 
 async def _attach(db: Connection, parent: str, day: date) -> None:
-    """Made apart first: a table that is made as a partition waits for all who read its parent, and all wait for it."""
+    """Create a day's partition as a table of its own, then attach it.
+
+    CREATE TABLE ... PARTITION OF would wait for all readers of the parent, and block new ones meanwhile.
+    """
     name = _partition(parent, day)
     if await db.fetchval("SELECT to_regclass($1)", name) is None:
         low, high = (bound(day_start(each)).hex() for each in (day, day + timedelta(days=1)))
         await db.execute(f"CREATE TABLE {name} (LIKE {parent} INCLUDING ALL)")
-        span = rf"FROM ('\x{low}') TO ('\x{high}')"
-        await db.execute(f"ALTER TABLE {parent} ATTACH PARTITION {name} FOR VALUES {span}")
+        bounds = rf"FROM ('\x{low}') TO ('\x{high}')"
+        await db.execute(f"ALTER TABLE {parent} ATTACH PARTITION {name} FOR VALUES {bounds}")
 
 
 async def _put(db: Connection, document: Document, at: int) -> None:
-    place = (document.kind, document.account, document.id, document.body, at)
+    values = (document.kind, document.account, document.id, document.body, at)
     if document.version:
         where = "kind = $1 AND account = $2 AND id = $3 AND version = $6"
         text = f"UPDATE documents SET body = $4, updated = $5, version = version + 1 WHERE {where}"
-        _one(await db.execute(text, *place, document.version), document)
+        _check_changed_one(await db.execute(text, *values, document.version), document)
     else:
         text = "INSERT INTO documents VALUES ($1, $2, $3, $4, 1, $5) ON CONFLICT DO NOTHING"
-        _one(await db.execute(text, *place), document)
+        _check_changed_one(await db.execute(text, *values), document)
 
 
-def _one(done: str, document: Document) -> None:
-    if not done.endswith(" 1"):
+def _check_changed_one(command_tag: str, document: Document) -> None:
+    """Raise Conflict unless the statement changed one row."""
+    if not command_tag.endswith(" 1"):
         raise Conflict.of(document.kind, document.id, is_new=not document.version)
 
 
 def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """PostgreSQL's text cannot hold a NUL, and a name sent by a client can."""
+    """Replace NUL characters, which a client's text can have and PostgreSQL's TEXT cannot."""
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 
 
-def _pack(kept: Sequence[tuple[str, Payload]]) -> list[tuple[bytes, bytes, bytes]]:
-    return [(bytes.fromhex(id), packed(p.request), packed(p.response)) for id, p in kept]
+def _payload_rows(payloads: Sequence[tuple[str, Payload]]) -> list[tuple[bytes, bytes, bytes]]:
+    return [(bytes.fromhex(id), packed(p.request), packed(p.response)) for id, p in payloads]

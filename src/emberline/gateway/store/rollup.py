@@ -1,7 +1,7 @@
-"""Rollups: counters over a minute, an hour or a day, for all of a gateway and for each value of a dimension. They are
-added up when records are appended, so a page that shows a month reads a few hundred cells and no rows.
+"""Rollups: counters by minute, hour and day, for a whole gateway and for each value of a dimension.
 
-Latencies are histograms of five buckets a decade, from which percentiles are read with an error below a bucket's width.
+They are updated when records are appended, so that a page about a month reads a few hundred cells and no records.
+Latencies are histograms with five buckets per decade; the error of a percentile is below the width of a bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Unit = Literal["minute", "hour", "day"]
 Dimension = Literal["all", "provider", "model", "status", "error", "key", "user"]
 
 MS: dict[Unit, int] = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
-# What may have very many values is not kept by the minute, and without histograms.
+# Dimensions that may have very many values have no cells by minute and no histograms.
 DIMENSIONS: dict[Dimension, tuple[Unit, ...]] = {
     "all": ("minute", "hour", "day"),
     "provider": ("minute", "hour", "day"),
@@ -29,19 +29,19 @@ DIMENSIONS: dict[Dimension, tuple[Unit, ...]] = {
     "key": ("hour", "day"),
     "user": ("day",),
 }
-HOURS_KEPT = 90  # days that cells by the hour outlast their records
-WIDE: tuple[Dimension, ...] = ("all", "provider", "model")  # have histograms
-MANY: tuple[Dimension, ...] = ("key", "user")  # may have thousands of values
-OTHERS = "\u2026"  # the value under which users are counted together: see crowd.py
+HOURS_KEPT = 90  # after their records are deleted
+WIDE: tuple[Dimension, ...] = ("all", "provider", "model")
+MANY: tuple[Dimension, ...] = ("key", "user")  # thousands of values are possible
+OTHERS = "\u2026"  # value of the cell that merges small users: see daily_users.py
 
-EDGES = tuple(round(10 ** (i / 5), 3) for i in range(1, 25))  # ms: a bucket's upper end; one more is for what is longer
+EDGES = tuple(round(10 ** (i / 5), 3) for i in range(1, 25))  # upper ends; one more bucket has all longer times
 BUCKETS = len(EDGES) + 1
 SUMS = (
     "requests",
     "errors",
     "cached",
-    "rescued",  # answered by a later step of a chain
-    "unpriced",  # requests whose price is not known: `micros` is without them
+    "rescued",  # answered by a fallback
+    "unpriced",  # requests with an unknown price, which `micros` does not include
     "micros",
     "tokens_in",
     "cached_read",
@@ -49,7 +49,7 @@ SUMS = (
     "tokens_out",
     "reasoning",
     "duration_ms",
-    "first_bytes",  # requests that had one: streams
+    "first_bytes",  # requests with a time to the first byte: streams
 )
 COUNTERS = (*SUMS, *(f"duration_{i}" for i in range(BUCKETS)), *(f"first_{i}" for i in range(BUCKETS)))
 DURATIONS = slice(len(SUMS), len(SUMS) + BUCKETS)
@@ -62,22 +62,23 @@ Place = tuple[Unit, int, str, str, Dimension, str]  # unit, start, account, gate
 class RollupQuery:
     account: str
     unit: Unit
-    since: int  # ms, itself included; cells are whole, so it counts from the start of its unit
-    until: int  # ms, itself not
-    gateway: str = ""  # empty: all of the account together
+    since: int  # ms since 1970, inclusive, rounded down to a whole unit
+    until: int  # ms since 1970, exclusive, rounded up to a whole unit
+    gateway: str = ""  # empty: all gateways of the account together
     dimension: Dimension = "all"
-    value: str = ""  # of the dimension; empty: each
-    over_time: bool = True  # a cell for each start; else one for the whole time
-    limit: int = 10_000  # cells; if time is not kept apart, those that cost most
+    value: str = ""  # of the dimension; empty: all values
+    over_time: bool = True  # a cell for each unit of time; else one for the whole time
+    limit: int = 10_000  # cells; without over_time, those with the highest cost
 
     def pieces(self) -> list[tuple[Unit, int, int]]:
-        """The stretch of time, as cells to be added up: the largest that lie in it whole."""
+        """Return (unit, since, until) of the fewest cells that make up the whole time."""
         size = MS[self.unit]
         units = DIMENSIONS[self.dimension]
-        return _pieces(units[units.index(self.unit) :], self.since - self.since % size, -(-self.until // size) * size)
+        since, until = self.since - self.since % size, -(-self.until // size) * size
+        return _split_by_unit(units[units.index(self.unit) :], since, until)
 
 
-def _pieces(units: Sequence[Unit], since: int, until: int) -> list[tuple[Unit, int, int]]:
+def _split_by_unit(units: Sequence[Unit], since: int, until: int) -> list[tuple[Unit, int, int]]:
     if since >= until:
         return []
     unit, *larger = units
@@ -85,13 +86,17 @@ def _pieces(units: Sequence[Unit], since: int, until: int) -> list[tuple[Unit, i
         size = MS[larger[0]]
         low, high = -(-since // size) * size, until - until % size
         if low < high:
-            return [*_pieces([unit], since, low), *_pieces(larger, low, high), *_pieces([unit], high, until)]
+            return [
+                *_split_by_unit([unit], since, low),
+                *_split_by_unit(larger, low, high),
+                *_split_by_unit([unit], high, until),
+            ]
     return [(unit, since, until)]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    start: int  # ms; of the query's `since` if the time is not kept apart
+    start: int  # ms since 1970; without over_time, the query's `since`
     value: str
     counts: tuple[int, ...]  # in the order of COUNTERS, or of SUMS
 
@@ -99,65 +104,69 @@ class Cell:
         return self.counts[COUNTERS.index(counter)]
 
     def percentiles(self, shares: Sequence[float], of: slice = DURATIONS) -> list[float | None]:
-        """Milliseconds; None if there was nothing."""
+        """Return the percentiles in milliseconds for shares such as 0.99; None if the histogram is empty."""
         counts = self.counts[of]
-        below = list(accumulate(counts))  # and in the bucket itself
-        return [_at(share * below[-1], counts, below) if below[-1] else None for share in shares]
+        cumulative = list(accumulate(counts))
+        total = cumulative[-1]
+        return [_interpolate(share * total, counts, cumulative) if total else None for share in shares]
 
 
-def _at(rank: float, counts: Sequence[int], below: Sequence[int]) -> float:
-    i = bisect_left(below, rank)
+def _interpolate(rank: float, counts: Sequence[int], cumulative: Sequence[int]) -> float:
+    i = bisect_left(cumulative, rank)
     low, high = EDGES[i - 1] if i else 0.0, EDGES[min(i, len(EDGES) - 1)]
-    return low + (high - low) * (rank - below[i] + counts[i]) / counts[i]
+    return low + (high - low) * (rank - cumulative[i] + counts[i]) / counts[i]
 
 
 def tally(records: Iterable[Record]) -> dict[Place, Sequence[int]]:
-    """What a batch adds to which cells. Most records of a batch are alike in all but key and user: those are added up
-    first, and their sums are then spread over the dimensions."""
-    alike: dict[_Alike, list[int]] = {}
+    """Return what a batch adds to which cells.
+
+    Most records of a batch differ only in key and user. So equal ones are summed up first, and the sums are then added
+    to the cells of each dimension.
+    """
+    groups: dict[_Group, list[int]] = {}
     cells: dict[Place, Sequence[int]] = {}
     for record in records:
         start = record.created
         sums = _sums(record)
         where = (start - start % MS["minute"], record.account, record.gateway)
-        for dimension, value in zip(_APART, (record.key_id, record.user), strict=True):
+        for dimension, value in zip(_UNGROUPED, (record.key_id, record.user), strict=True):
             if value:
-                _add(cells, _place(dimension, *where, value), sums)
-        same = (*where, record.provider, record.model, record.status, record.error)
-        counts = alike.get(same)
+                _add(cells, _finest_cell(dimension, *where, value), sums)
+        group = (*where, record.provider, record.model, record.status, record.error)
+        counts = groups.get(group)
         if counts is None:
-            counts = alike[same] = [0] * len(COUNTERS)
+            counts = groups[group] = [0] * len(COUNTERS)
         counts[: len(SUMS)] = map(add, counts, sums)
         counts[DURATIONS.start + bisect_left(EDGES, record.duration_ms)] += 1
         if record.first_byte_ms is not None:
             counts[FIRSTS.start + bisect_left(EDGES, record.first_byte_ms)] += 1
-    for (start, account, gateway, provider, model, status, error), counts in alike.items():
+    for (start, account, gateway, provider, model, status, error), counts in groups.items():
         values = (provider, f"{provider}/{model}" if model else "", str(status), error)
-        for dimension, value in zip(_SPREAD, ("", *values), strict=True):
+        for dimension, value in zip(_GROUPED, ("", *values), strict=True):
             if value or dimension == "all":
-                spread = counts if dimension in WIDE else counts[: len(SUMS)]
-                _add(cells, _place(dimension, start, account, gateway, value), spread)
-    return _coarser(cells)
+                cell_counts = counts if dimension in WIDE else counts[: len(SUMS)]
+                _add(cells, _finest_cell(dimension, start, account, gateway, value), cell_counts)
+    return _with_larger_units(cells)
 
 
-_Alike = tuple[int, str, str, str, str, int, str]
-_APART: tuple[Dimension, ...] = ("key", "user")
-_SPREAD: tuple[Dimension, ...] = ("all", "provider", "model", "status", "error")
+_Group = tuple[int, str, str, str, str, int, str]  # minute, account, gateway, provider, model, status, error
+_UNGROUPED: tuple[Dimension, ...] = ("key", "user")
+_GROUPED: tuple[Dimension, ...] = ("all", "provider", "model", "status", "error")
 
 
-def _place(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> Place:
-    """The cell of the smallest unit that the dimension has."""
+def _finest_cell(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> Place:
+    """Return the key of the cell in the smallest unit that the dimension has."""
     unit = DIMENSIONS[dimension][0]
     return (unit, start - start % MS[unit], account, gateway, dimension, value)
 
 
-def _add(cells: dict[Place, Sequence[int]], place: Place, counts: Sequence[int]) -> None:
-    before = cells.get(place)
-    cells[place] = counts if before is None else list(map(add, before, counts))
+def _add(cells: dict[Place, Sequence[int]], key: Place, counts: Sequence[int]) -> None:
+    before = cells.get(key)
+    cells[key] = counts if before is None else list(map(add, before, counts))
 
 
-def _coarser(finest: dict[Place, Sequence[int]]) -> dict[Place, Sequence[int]]:
-    """With the larger units, which are sums of the smallest."""
+def _with_larger_units(finest: dict[Place, Sequence[int]]) -> dict[Place, Sequence[int]]:
+    """Return the cells and those of the larger units, which are their sums."""
     cells = dict(finest)
     for (_, start, account, gateway, dimension, value), counts in finest.items():
         for unit in DIMENSIONS[dimension][1:]:
@@ -166,7 +175,7 @@ def _coarser(finest: dict[Place, Sequence[int]]) -> dict[Place, Sequence[int]]:
 
 
 def _sums(record: Record) -> tuple[int, ...]:
-    """In the order of SUMS."""
+    """Return a record's counts in the order of SUMS."""
     usage = record.usage
     return (
         1,

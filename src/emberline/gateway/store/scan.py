@@ -1,7 +1,7 @@
-"""Scan: a page of the log, from the newest record to the oldest, in bounded time.
+"""scan_records: reads a page of the log, newest record first, in bounded time.
 
-Days are looked at one after the other, and each in stretches of time that are as long as was quick before, so that a
-filter which almost nothing passes cannot hold a page up: what was found until then is returned, with where to go on.
+A day is searched in intervals of time whose length is adapted to how long the last one took. So a filter that almost no
+record matches cannot delay a page: after the timeout the records found so far are returned with a cursor to continue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import MS
 
 FIRST_STRETCH = 10 * MS["minute"]
-SHORTEST = 1000  # ms
-QUICK = 0.02  # seconds that a stretch should take
+SHORTEST = 1000
+QUICK = 0.02  # duration of one query
 END = 1 << 48
 
-Newest = Callable[[date, bytes, bytes], Awaitable[bytes | None]]  # the id of the last record between two
+Newest = Callable[[date, bytes, bytes], Awaitable[bytes | None]]  # returns the newest id between two ids
 Select = Callable[[date, Filters, bytes, bytes, int], Awaitable[Sequence[Record]]]
 
 
@@ -29,7 +29,7 @@ def day_start(day: date) -> int:
 
 
 def bound(ms: int) -> bytes:
-    """Not after any id of this millisecond, and after all of the one before."""
+    """Return the lowest possible id of this millisecond."""
     return min(max(ms, 0), END - 1).to_bytes(6) + bytes(10)
 
 
@@ -43,16 +43,16 @@ async def scan(
     patience: float,
     clock: Clock,
 ) -> Page:
-    """`days`: those there are, in any order."""
+    """Return a page. `days`: the days that have records, in any order."""
     deadline = clock.now() + patience
     high = bytes.fromhex(before) if before else bound(END)
     if filters.until is not None:
         high = min(high, bound(filters.until))
     low = bound(filters.since or 0)
     found: list[Record] = []
-    stretch = FIRST_STRETCH
+    interval = FIRST_STRETCH
     ranges = _ranges(days, low, high)
-    while ranges:  # today has hours to come, and tomorrow may be prepared: there is nothing to look for
+    while ranges:  # skip the time without records: the rest of today, and days that were created in advance
         day, floor, upper = ranges[0]
         if (last := await newest(day, floor, upper)) is not None:
             ranges[0] = (day, floor, last + b"\0")
@@ -60,20 +60,20 @@ async def scan(
         del ranges[0]
     for day, floor, upper in ranges:
         while floor < upper:
-            lower = max(floor, bound(created(upper.hex()) - stretch))
-            began = clock.now()
+            lower = max(floor, bound(created(upper.hex()) - interval))
+            started = clock.now()
             found += await select(day, filters, lower, upper, limit + 1 - len(found))
             now = clock.now()
             if len(found) > limit:
                 return Page(found[:limit], True, found[limit - 1].id)
-            stretch, upper = _next(stretch, now - began, deadline - now), lower
+            interval, upper = _next_interval(interval, now - started, deadline - now), lower
             if now > deadline and lower > ranges[-1][1]:
                 return Page(found, True, lower.hex(), complete=False)
     return Page(found)
 
 
 def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, bytes, bytes]]:
-    """The part of each day that is asked for, newest first."""
+    """Return the part of each day that lies between two ids, newest first."""
     ranges = []
     for day in sorted(days, reverse=True):
         first = day_start(day)
@@ -83,7 +83,7 @@ def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, b
     return ranges
 
 
-def _next(stretch: int, took: float, left: float) -> int:
-    """As much as should be quick, judged by the last one, and fits into the time that is left."""
-    aim = max(min(QUICK, left), QUICK / 4)
-    return min(max(round(stretch * min(aim / max(took, 1e-6), 4.0)), SHORTEST), MS["day"])
+def _next_interval(interval: int, took: float, left: float) -> int:
+    """Return the length of the next interval, from the last one's duration and the time that is left."""
+    target = max(min(QUICK, left), QUICK / 4)
+    return min(max(round(interval * min(target / max(took, 1e-6), 4.0)), SHORTEST), MS["day"])

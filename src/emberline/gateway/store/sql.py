@@ -1,4 +1,4 @@
-"""SQL that both databases understand, but for how they mark parameters: `?1` or `$1`."""
+"""SQL for both databases, which differ only in their placeholders: `?1` or `$1`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ONE_OF = ("provider", "model", "request_type", "key_id", "user", "event_id", "s
 _SPANS = {name: name for name in ("micros", "tokens_in", "tokens_out", "duration_ms")} | {
     "tokens": "tokens_in + tokens_out"
 }
-_WILD = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})
+_LIKE_ESCAPES = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})
 
 
 class Query:
-    """SQL text and its parameters, in step."""
+    """Conditions of a WHERE clause and their parameters."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -61,9 +61,9 @@ class Query:
         self.clauses.append(f"({expression} IS NULL OR {expression} NOT IN ({inner}))")
 
     def contains(self, columns: tuple[str, ...], texts: tuple[str, ...]) -> None:
-        wild = [self.value(f"%{text.translate(_WILD)}%") for text in texts]
-        either = [f"LOWER({column}) LIKE LOWER({each}) ESCAPE '\\'" for column in columns for each in wild]
-        self.clauses.append(f"({' OR '.join(either)})")
+        patterns = [self.value(f"%{text.translate(_LIKE_ESCAPES)}%") for text in texts]
+        matches = [f"LOWER({column}) LIKE LOWER({each}) ESCAPE '\\'" for column in columns for each in patterns]
+        self.clauses.append(f"({' OR '.join(matches)})")
 
     @property
     def where(self) -> str:
@@ -82,11 +82,11 @@ UPSERT_COUNTER = (
 INSERT_COUNTED = "INSERT INTO counted VALUES ({0}1, {0}2) ON CONFLICT DO NOTHING"
 DELETE_COUNTERS = "DELETE FROM counters WHERE ends <= {0}1"
 DELETE_COUNTED = "DELETE FROM counted WHERE at < {0}1"
-COUNTED_KEPT_MS = 30 * 86_400_000  # a journal that was left longer ago is not expected back
+COUNTED_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older will not be replayed any more
 
 
 def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int) -> tuple[str, list[Any]]:
-    """Records with low <= id < high, newest first."""
+    """Return the query for records with low <= id < high, newest first."""
     query = Query(mark)
     query.holds("account", "=", filters.account)
     if filters.gateway:
@@ -97,7 +97,7 @@ def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int
     if filters.status:
         query.one_of("status", filters.status)
         if min(filters.status) >= 400 and success is None:
-            success = False  # says nothing new, but lets the index of failures be used
+            success = False  # redundant, but lets the database use the index of failures
     if success is not None:
         query.clauses.append(f"success = {int(success)}")
     if filters.cached is not None:
@@ -125,58 +125,58 @@ def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int
 
 
 def select_newest(mark: str) -> str:
-    """The id of the last record. Parameters: from which id on, and before which."""
+    """Return the query for the newest id. Parameters: lowest id, and the id below which to search."""
     return f"SELECT id FROM logs WHERE id >= {mark}1 AND id < {mark}2 ORDER BY id DESC LIMIT 1"
 
 
 def select_log(mark: str, account: str, gateway: str, id: str) -> tuple[str, list[Any]]:
-    """One record."""
+    """Return the query for one record."""
     low = bytes.fromhex(id)
     return select_logs(mark, Filters(account, gateway), low, low + b"\0", 1)
 
 
-def select_rollups(mark: str, asked: RollupQuery) -> tuple[str, list[Any]]:
+def select_rollups(mark: str, rollup_query: RollupQuery) -> tuple[str, list[Any]]:
     query = Query(mark)
-    if not asked.over_time:
-        return _select_whole(query, asked), query.values
-    table, counters = _cells(asked.dimension)
-    since = asked.since - asked.since % MS[asked.unit]
-    where = _rollups_where(query, asked, asked.unit, since, asked.until)
-    if asked.gateway:  # these are the cells themselves, as the table lies
-        by = f"ORDER BY start, gateway, value LIMIT {int(asked.limit)}"
-        return f"SELECT start, value, {', '.join(counters)} FROM {table} WHERE {where} {by}", query.values
-    by = f"GROUP BY start, value ORDER BY start, value LIMIT {int(asked.limit)}"
-    return f"SELECT start, value, {_sums(counters)} FROM {table} WHERE {where} {by}", query.values
+    if not rollup_query.over_time:
+        return _select_whole_time(query, rollup_query), query.values
+    table, counters = _cells(rollup_query.dimension)
+    since = rollup_query.since - rollup_query.since % MS[rollup_query.unit]
+    where = _rollups_where(query, rollup_query, rollup_query.unit, since, rollup_query.until)
+    if rollup_query.gateway:  # the cells themselves, in the order of the primary key
+        order = f"ORDER BY start, gateway, value LIMIT {int(rollup_query.limit)}"
+        return f"SELECT start, value, {', '.join(counters)} FROM {table} WHERE {where} {order}", query.values
+    order = f"GROUP BY start, value ORDER BY start, value LIMIT {int(rollup_query.limit)}"
+    return f"SELECT start, value, {_sums(counters)} FROM {table} WHERE {where} {order}", query.values
 
 
-def _select_whole(query: Query, asked: RollupQuery) -> str:
-    """One cell for each value: those that cost most."""
-    table, counters = _cells(asked.dimension)
-    places = [_rollups_where(query, asked, *piece) for piece in asked.pieces()] or ["1 = 0"]
+def _select_whole_time(query: Query, rollup_query: RollupQuery) -> str:
+    """Return the query for one cell per value, those with the highest cost first."""
+    table, counters = _cells(rollup_query.dimension)
+    conditions = [_rollups_where(query, rollup_query, *piece) for piece in rollup_query.pieces()] or ["1 = 0"]
 
     def cells(columns: str, also: str = "") -> str:
-        return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {place}{also}" for place in places)
+        return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {each}{also}" for each in conditions)
 
-    by = f"GROUP BY value ORDER BY SUM(micros) DESC, SUM(requests) DESC, value LIMIT {int(asked.limit)}"
-    among = ""
-    if asked.dimension in MANY:  # all counters of a few are added up after the few were found
-        among = f" AND value IN (SELECT value FROM ({cells('value, micros, requests')}) AS narrow {by})"
-    start = query.value(asked.since)
-    found = cells(", ".join(("value", *counters)), among)
-    return f"SELECT CAST({start} AS BIGINT), value, {_sums(counters)} FROM ({found}) AS cells {by}"
+    order = f"GROUP BY value ORDER BY SUM(micros) DESC, SUM(requests) DESC, value LIMIT {int(rollup_query.limit)}"
+    only_largest = ""
+    if rollup_query.dimension in MANY:  # find the largest values first, then sum up all counters of these only
+        only_largest = f" AND value IN (SELECT value FROM ({cells('value, micros, requests')}) AS narrow {order})"
+    start = query.value(rollup_query.since)
+    found = cells(", ".join(("value", *counters)), only_largest)
+    return f"SELECT CAST({start} AS BIGINT), value, {_sums(counters)} FROM ({found}) AS cells {order}"
 
 
-def _rollups_where(query: Query, asked: RollupQuery, unit: Unit, since: int, until: int) -> str:
+def _rollups_where(query: Query, rollup_query: RollupQuery, unit: Unit, since: int, until: int) -> str:
     query.clauses.clear()
     query.holds("unit", "=", unit)
-    query.holds("account", "=", asked.account)
-    query.holds("dimension", "=", asked.dimension)
+    query.holds("account", "=", rollup_query.account)
+    query.holds("dimension", "=", rollup_query.dimension)
     query.holds("start", ">=", since)
     query.holds("start", "<", until)
-    if asked.gateway:
-        query.holds("gateway", "=", asked.gateway)
-    if asked.value:
-        query.holds("value", "=", asked.value)
+    if rollup_query.gateway:
+        query.holds("gateway", "=", rollup_query.gateway)
+    if rollup_query.value:
+        query.holds("value", "=", rollup_query.value)
     return query.where
 
 
@@ -185,7 +185,7 @@ def _sums(counters: Sequence[str]) -> str:
 
 
 def upsert_rollup(mark: str, dimension: Dimension) -> str:
-    """Parameters: those of `rollup_values`."""
+    """Return the statement that adds counts to a cell. Parameters: a row of `rollup_values`."""
     table, counters = _cells(dimension)
     names = (*PLACE, *counters)
     added = ", ".join(f"{counter} = {table}.{counter} + excluded.{counter}" for counter in counters)
@@ -194,7 +194,7 @@ def upsert_rollup(mark: str, dimension: Dimension) -> str:
 
 
 def rollup_values(cells: Mapping[Place, Sequence[int]], wide: bool) -> list[tuple[Any, ...]]:
-    """In one order everywhere, so that replicas which write the same cells wait for each other in turn."""
+    """Return rows of cells with (`wide`) or without histograms, sorted so that replicas cannot deadlock."""
     return sorted(
         (unit, account, dimension, start, gateway, value, *counts)
         for (unit, start, account, gateway, dimension, value), counts in cells.items()
@@ -203,43 +203,51 @@ def rollup_values(cells: Mapping[Place, Sequence[int]], wide: bool) -> list[tupl
 
 
 def next_account(mark: str, table: str) -> str:
-    """The first account after one that has cells of a unit. Parameters: unit, account."""
+    """Return the query for the next account that has cells of a unit. Parameters: unit, account."""
     return f"SELECT MIN(account) FROM {table} WHERE unit = {mark}1 AND account > {mark}2"
 
 
 def delete_cells(mark: str, table: str) -> str:
-    """As the table lies, so that nothing else is read. Parameters: unit, account, dimension, before which start."""
+    """Return the statement that deletes old cells, in the order of the primary key.
+
+    Parameters: unit, account, dimension, start below which cells are deleted.
+    """
     return f"DELETE FROM {table} WHERE unit = {mark}1 AND account = {mark}2 AND dimension = {mark}3 AND start < {mark}4"
 
 
 def outdated(start: int) -> list[tuple[str, Unit, Dimension, int]]:
-    """Cells that go with the days before one: their table, unit and dimension, and before which start."""
-    kept: dict[Unit, int] = {"minute": 0, "hour": HOURS_KEPT}
+    """Return table, unit, dimension and first kept start of cells to delete with records before `start`."""
+    kept_days: dict[Unit, int] = {"minute": 0, "hour": HOURS_KEPT}
     return [
         (_cells(dimension)[0], unit, dimension, start - days * MS["day"])
-        for unit, days in kept.items()
+        for unit, days in kept_days.items()
         for dimension, units in DIMENSIONS.items()
         if unit in units
     ]
 
 
-_CROWD = "unit = 'day' AND account = {0}1 AND dimension = 'user' AND start = {0}2 AND value <> {0}3"
-_LARGEST = "micros, requests, gateway, value"
+_USERS_OF_DAY = "unit = 'day' AND account = {0}1 AND dimension = 'user' AND start = {0}2 AND value <> {0}3"
+_USER_ORDER = "micros, requests, gateway, value"
 
 
 def select_crowd(mark: str, kept: int) -> str:
-    """Users of a day who are not among the `kept` largest, the largest first, up to one more than as many again.
-    Parameters: account, start, OTHERS."""
-    by = ", ".join(f"{name} DESC" for name in _LARGEST.split(", "))
-    where = _CROWD.format(mark)
-    return f"SELECT {_LARGEST} FROM spends WHERE {where} ORDER BY {by} LIMIT {kept + 1} OFFSET {kept}"
+    """Return the query for a day's users after the `kept` largest, largest first, at most `kept` + 1.
+
+    Parameters: account, start, OTHER_USERS.
+    """
+    order = ", ".join(f"{name} DESC" for name in _USER_ORDER.split(", "))
+    where = _USERS_OF_DAY.format(mark)
+    return f"SELECT {_USER_ORDER} FROM spends WHERE {where} ORDER BY {order} LIMIT {kept + 1} OFFSET {kept}"
 
 
 def take_out(mark: str, *, shared: bool) -> str:
-    """Takes out users of a day from one on, the largest; gives what they had. Parameters: account, start, OTHERS, the
-    one's micros, requests, gateway, value. `shared`: leaves those alone that another replica is counting just now."""
+    """Return the statement that deletes a user of a day and all smaller ones, and returns their counts.
+
+    Parameters: account, start, OTHER_USERS, and the user's micros, requests, gateway, value. `shared`: skip rows that
+    another replica has locked.
+    """
     largest = ", ".join(f"{mark}{i}" for i in range(4, 8))
-    where = f"{_CROWD.format(mark)} AND ({_LARGEST}) <= ({largest})"
+    where = f"{_USERS_OF_DAY.format(mark)} AND ({_USER_ORDER}) <= ({largest})"
     if shared:
         where = f"ctid = ANY(ARRAY(SELECT ctid FROM spends WHERE {where} FOR UPDATE SKIP LOCKED))"
     return f"DELETE FROM spends WHERE {where} RETURNING gateway, {', '.join(SUMS)}"

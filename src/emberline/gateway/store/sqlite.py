@@ -1,9 +1,10 @@
-"""SQLiteStore: a directory. `gateway.db` has documents, audit and rollups, `limits.db` counters; every day has a file
-of rows and one of payloads, which retention unlinks whole. One lane writes, the others read, and neither waits for the
-other.
+"""SQLiteStore: a store in a directory of SQLite files.
 
-Rows are committed before the rollups that count them: if the process is killed between the two, the rollups lack that
-one batch.
+`gateway.db` has documents, audit entries and rollups, `limits.db` has counters. Every day has a file of records and a
+file of payloads, which retention deletes whole. One thread writes and others read; neither waits for the other.
+
+Records are committed before the rollups that count them: if the process is killed between the two, the rollups lack
+that one batch.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ WORDS = {
     "clustered": "WITHOUT ROWID",
 }
 READERS = 2
-_LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)})"
-_TOGETHER = (24, 4, 1)  # rows of one statement: 40 columns of 24 are within what every SQLite takes
+_INSERT_LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)})"
+_ROWS_PER_STATEMENT = (24, 4, 1)  # 40 columns of 24 rows stay below SQLite's oldest limit of 999 parameters
 _ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
-_CROWD, _TAKE_OUT = sql.select_crowd("?", KEPT), sql.take_out("?", shared=False)
+_SELECT_SMALL, _DELETE_SMALL = sql.select_crowd("?", KEPT), sql.take_out("?", shared=False)
 
 T = TypeVar("T")
 Batch = Sequence[tuple[Record, Payload | None]]
@@ -69,7 +70,7 @@ class SQLiteStore:
     async def open(cls, directory: Path, clock: Clock | None = None) -> SQLiteStore:
         store = cls(directory, clock or SystemClock())
         await store._writer.run(store._prepare)
-        await store._counter.run(lambda lane: _migrate(lane.connection(store._limits), LIMITS))
+        await store._counter.run(lambda thread: _migrate(thread.connection(store._limits), LIMITS))
         return store
 
     def __init__(self, directory: Path, clock: Clock) -> None:
@@ -77,15 +78,15 @@ class SQLiteStore:
         self._main = directory / "gateway.db"
         self._limits = directory / "limits.db"
         self._clock = clock
-        self._crowd = Crowd()
+        self._daily_users = Crowd()
         self._writer = Lane("writer", writes=True)
         self._counter = Lane("limits", writes=True)
         self._readers = [Lane(f"reader-{i}", writes=False) for i in range(READERS)]
-        self._turns = cycle(self._readers)
+        self._next_reader = cycle(self._readers)
 
     async def close(self) -> None:
-        for lane in (*self._readers, self._counter, self._writer):  # the last to close a file merges its log into it
-            await lane.close()
+        for thread in (*self._readers, self._counter, self._writer):  # writers last: they checkpoint the WAL
+            await thread.close()
 
     # Documents
 
@@ -108,35 +109,35 @@ class SQLiteStore:
         ]
 
     async def commit(self, change: Change) -> int:
-        def do(lane: Lane) -> int:
-            with _transaction(lane.connection(self._main)) as db:
+        def do(thread: Lane) -> int:
+            with _transaction(thread.connection(self._main)) as db:
                 for document in change.put:
                     _put(db, document, change.audit.at)
                 for document in change.delete:
                     where = "kind = ?1 AND account = ?2 AND id = ?3 AND version = ?4"
-                    place = (document.kind, document.account, document.id, document.version)
-                    _one(db.execute(f"DELETE FROM documents WHERE {where}", place), document)
+                    key = (document.kind, document.account, document.id, document.version)
+                    _check_changed_one(db.execute(f"DELETE FROM documents WHERE {where}", key), document)
                 a = change.audit
                 values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
                 columns = "at, account, actor, action, target, before, after"
                 db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.marks('?', 7)})", values)
-                added = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
-                return int(db.execute(added).fetchall()[0][0])
+                increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
+                return int(db.execute(increment).fetchall()[0][0])
 
         return await self._writer.run(do)
 
     # Counters
 
     async def counters(self, now: int) -> list[Counter]:
-        def do(lane: Lane) -> list[Counter]:
-            rows = lane.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
+        def do(thread: Lane) -> list[Counter]:
+            rows = thread.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
             return [Counter(*found) for found in rows]
 
         return await self._counter.run(do)
 
     async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
-        def do(lane: Lane) -> None:
-            with _transaction(lane.connection(self._limits)) as db:
+        def do(thread: Lane) -> None:
+            with _transaction(thread.connection(self._limits)) as db:
                 if db.execute(sql.INSERT_COUNTED.format("?"), (batch, now)).rowcount:
                     db.executemany(sql.UPSERT_COUNTER.format("?"), map(msgspec.structs.astuple, changes))
                     db.execute(sql.DELETE_COUNTERS.format("?"), (now,))
@@ -150,35 +151,35 @@ class SQLiteStore:
         if batch:
             await self._writer.run(self._append, batch)
 
-    def _append(self, lane: Lane, batch: Batch) -> None:
+    def _append(self, thread: Lane, batch: Batch) -> None:
         first = bytes.fromhex(batch[0][0].id)
-        if lane.connection(self._main).execute("SELECT 1 FROM batches WHERE id = ?1", (first,)).fetchall():
+        if thread.connection(self._main).execute("SELECT 1 FROM batches WHERE id = ?1", (first,)).fetchall():
             return
         for day, entries in _by_day(batch, lambda entry: entry[0]).items():
-            self._append_day(lane, day, entries)
-        with _transaction(lane.connection(self._main)) as main:
+            self._append_day(thread, day, entries)
+        with _transaction(thread.connection(self._main)) as main:
             main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, batch[0][0].created))
             main.execute("DELETE FROM batches WHERE at < ?1", (batch[0][0].created - MS["day"],))
             cells = tally(r for r, _ in batch)
             for wide, upsert in _ROLLUPS:
                 main.executemany(upsert, sql.rollup_values(cells, wide))
-        for crowded in self._crowd.add(cells):
-            self._fold(lane, crowded)
+        for user_day in self._daily_users.add(cells):
+            self._merge_small_users(thread, user_day)
 
-    def _fold(self, lane: Lane, day: Day) -> None:
-        with _transaction(lane.connection(self._main)) as db:
-            small = db.execute(_CROWD, (*day, OTHERS)).fetchall()
+    def _merge_small_users(self, thread: Lane, day: Day) -> None:
+        with _transaction(thread.connection(self._main)) as db:
+            small = db.execute(_SELECT_SMALL, (*day, OTHERS)).fetchall()
             if len(small) > KEPT:
-                gone = db.execute(_TAKE_OUT, (*day, OTHERS, *small[0])).fetchall()
-                db.executemany(_ROLLUPS[1][1], others(day, gone))
+                deleted = db.execute(_DELETE_SMALL, (*day, OTHERS, *small[0])).fetchall()
+                db.executemany(_ROLLUPS[1][1], others(day, deleted))
 
-    def _append_day(self, lane: Lane, day: date, entries: Batch) -> None:
-        with _transaction(self._day(lane, day)) as db:
-            _insert(db, _LOG, [row(r) for r, _ in entries])
-            db.executemany(_LABEL, [label for r, _ in entries if r.metadata for label in labels(r)])
+    def _append_day(self, thread: Lane, day: date, entries: Batch) -> None:
+        with _transaction(self._day(thread, day)) as db:
+            _insert(db, _INSERT_LOG, [row(r) for r, _ in entries])
+            db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in labels(r)])
         payloads = [(bytes.fromhex(r.id), packed(p.request), packed(p.response)) for r, p in entries if p is not None]
         if payloads:
-            with _transaction(self._day(lane, day, payloads=True)) as db:
+            with _transaction(self._day(thread, day, payloads=True)) as db:
                 _insert(db, "INSERT OR IGNORE INTO payloads", payloads)
 
     async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
@@ -206,38 +207,38 @@ class SQLiteStore:
         return Payload(*(unpacked(part) for part in rows[0])) if rows else None
 
     async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
-        day, exact = day_of(created(id)), sql.select_log("?", account, gateway, id)
+        day, query = day_of(created(id)), sql.select_log("?", account, gateway, id)
 
-        def do(lane: Lane) -> Record | None:
+        def do(thread: Lane) -> Record | None:
             if not self._path("logs", day).exists():
                 return None
-            with _transaction(self._day(lane, day)) as db:
-                rows = db.execute(*exact).fetchall()
+            with _transaction(self._day(thread, day)) as db:
+                rows = db.execute(*query).fetchall()
                 if not rows:
                     return None
                 old = record(rows[0])
                 new = given.on(old)
                 values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
                 db.execute("UPDATE logs SET feedback = ?1, score = ?2, metadata = ?3 WHERE id = ?4", values)
-                db.executemany(_UNLABEL, labels(old))
-                db.executemany(_LABEL, labels(new))
+                db.executemany(_DELETE_LABEL, labels(old))
+                db.executemany(_INSERT_LABEL, labels(new))
                 return new
 
         return await self._writer.run(do)
 
     async def erase(self, records: Sequence[Record]) -> None:
-        def do(lane: Lane, day: date, gone: Sequence[Record]) -> None:
-            ids = [(bytes.fromhex(each.id),) for each in gone]
+        def do(thread: Lane, day: date, erased: Sequence[Record]) -> None:
+            ids = [(bytes.fromhex(each.id),) for each in erased]
             if self._path("payloads", day).exists():
-                with _transaction(self._day(lane, day, payloads=True)) as db:
+                with _transaction(self._day(thread, day, payloads=True)) as db:
                     db.executemany("DELETE FROM payloads WHERE id = ?1", ids)
-            with _transaction(self._day(lane, day)) as db:
-                db.executemany(_UNLABEL, [label for each in gone for label in labels(each)])
+            with _transaction(self._day(thread, day)) as db:
+                db.executemany(_DELETE_LABEL, [label for each in erased for label in labels(each)])
                 db.executemany("DELETE FROM logs WHERE id = ?1", ids)
 
-        for day, gone in _by_day(records, lambda each: each).items():
+        for day, erased in _by_day(records, lambda each: each).items():
             if self._path("logs", day).exists():
-                await self._writer.run(do, day, gone)
+                await self._writer.run(do, day, erased)
 
     async def rollups(self, query: RollupQuery) -> list[Cell]:
         rows = await self._read(self._main, *sql.select_rollups("?", query))
@@ -247,69 +248,71 @@ class SQLiteStore:
         return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
 
     async def drop_before(self, day: date) -> list[date]:
-        gone = [each for each in await self.days() if each < day]
-        for path in (self._path(what, each) for each in gone for what in ("payloads", "logs")):
-            for lane in (*self._readers, self._writer):
-                await lane.run(Lane.release, path)
-            for suffix in ("-wal", "-shm", ""):  # the file itself last: until then the day is there
+        dropped = [each for each in await self.days() if each < day]
+        for path in (self._path(kind, each) for each in dropped for kind in ("payloads", "logs")):
+            for thread in (*self._readers, self._writer):
+                await thread.run(Lane.release, path)
+            for suffix in ("-wal", "-shm", ""):  # the file itself last: it shows that the day is not deleted yet
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
 
-        def do(lane: Lane) -> None:
-            with _transaction(lane.connection(self._main)) as db:
+        def do(thread: Lane) -> None:
+            with _transaction(thread.connection(self._main)) as db:
                 for table, unit, dimension, before in sql.outdated(day_start(day)):
-                    following, account = sql.next_account("?", table), ""
-                    while account := db.execute(following, (unit, account)).fetchall()[0][0]:
+                    next_account, account = sql.next_account("?", table), ""
+                    while account := db.execute(next_account, (unit, account)).fetchall()[0][0]:
                         db.execute(sql.delete_cells("?", table), (unit, account, dimension, before))
 
         await self._writer.run(do)
-        return gone
+        return dropped
 
     # Files
 
-    def _prepare(self, lane: Lane) -> None:
+    def _prepare(self, thread: Lane) -> None:
         for path in (self._main, self._limits, *self._directory.glob("*.db")):
             make_private(path)
-        _migrate(lane.connection(self._main), MAIN)
+        _migrate(thread.connection(self._main), MAIN)
         for kind, steps in (("logs", LOGS), ("payloads", PAYLOADS)):
             for path in self._directory.glob(f"{kind}-*.db"):
-                _migrate(lane.connection(path), steps)
+                _migrate(thread.connection(path), steps)
 
     def _path(self, kind: str, day: date) -> Path:
         return self._directory / f"{kind}-{day.isoformat()}.db"
 
-    def _day(self, lane: Lane, day: date, *, payloads: bool = False) -> sqlite3.Connection:
-        """To write; made if it is not there."""
+    def _day(self, thread: Lane, day: date, *, payloads: bool = False) -> sqlite3.Connection:
+        """Return the connection to a day's file for writing; create the file if it does not exist."""
         path = self._path("payloads" if payloads else "logs", day)
         if not path.exists():
-            _make(path, PAYLOADS if payloads else LOGS)
-        return lane.connection(path)
+            _create_file(path, PAYLOADS if payloads else LOGS)
+        return thread.connection(path)
 
     async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        def do(lane: Lane) -> list[tuple[Any, ...]]:
-            if path != self._main and not path.exists():  # a day that is gone
-                lane.release(path)
+        def do(thread: Lane) -> list[tuple[Any, ...]]:
+            if path != self._main and not path.exists():  # retention deleted the day
+                thread.release(path)
                 return []
-            return lane.connection(path).execute(text, values).fetchall()
+            return thread.connection(path).execute(text, values).fetchall()
 
-        return await next(self._turns).run(do)
+        return await next(self._next_reader).run(do)
 
 
-_LABEL = "INSERT OR IGNORE INTO labels VALUES (?1, ?2, ?3)"
-_UNLABEL = "DELETE FROM labels WHERE key = ?1 AND value = ?2 AND id = ?3"
+_INSERT_LABEL = "INSERT OR IGNORE INTO labels VALUES (?1, ?2, ?3)"
+_DELETE_LABEL = "DELETE FROM labels WHERE key = ?1 AND value = ?2 AND id = ?3"
 
 
 def _by_day(entries: Iterable[T], record_of: Callable[[T], Record]) -> dict[date, list[T]]:
     days: dict[int, list[T]] = {}
     for entry in entries:
         days.setdefault(record_of(entry).created // MS["day"], []).append(entry)
-    return {day_of(day * MS["day"]): some for day, some in days.items()}
+    return {day_of(day * MS["day"]): of_day for day, of_day in days.items()}
 
 
 def _insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Many with one statement: to each the thread lets go of the interpreter, and to get it back has to stop whoever
-    answers requests."""
+    """Insert many rows with one statement.
+
+    Each statement releases Python's global lock, and taking it again interrupts the event loop's thread.
+    """
     at = 0
-    for count in _TOGETHER:
+    for count in _ROWS_PER_STATEMENT:
         while len(rows) - at >= count:
             db.execute(_values(into, len(rows[0]), count), list(chain.from_iterable(rows[at : at + count])))
             at += count
@@ -328,13 +331,13 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         yield db
         db.execute("COMMIT")
     except BaseException:
-        if db.in_transaction:  # a full disk has ended it already
+        if db.in_transaction:  # SQLite rolls back by itself if the disk is full
             db.execute("ROLLBACK")
         raise
 
 
-def _make(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
-    """A file that has its tables when it is first seen. Of two that make it at once, the first is it."""
+def _create_file(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
+    """Create a file that has its tables when it appears. If two processes do so at once, the first wins."""
     draft = path.with_suffix(f".{os.urandom(8).hex()}")
     make_private(draft)
     with closing(sqlite3.connect(draft, isolation_level=None)) as db:
@@ -358,12 +361,13 @@ def _put(db: sqlite3.Connection, document: Document, at: int) -> None:
     values = (document.kind, document.account, document.id, document.body, at, document.version)
     if document.version:
         where = "kind = ?1 AND account = ?2 AND id = ?3 AND version = ?6"
-        changed = f"UPDATE documents SET body = ?4, updated = ?5, version = version + 1 WHERE {where}"
+        text = f"UPDATE documents SET body = ?4, updated = ?5, version = version + 1 WHERE {where}"
     else:
-        changed = "INSERT INTO documents VALUES (?1, ?2, ?3, ?4, ?6 + 1, ?5) ON CONFLICT DO NOTHING"
-    _one(db.execute(changed, values), document)
+        text = "INSERT INTO documents VALUES (?1, ?2, ?3, ?4, ?6 + 1, ?5) ON CONFLICT DO NOTHING"
+    _check_changed_one(db.execute(text, values), document)
 
 
-def _one(done: sqlite3.Cursor, document: Document) -> None:
-    if done.rowcount != 1:
+def _check_changed_one(cursor: sqlite3.Cursor, document: Document) -> None:
+    """Raise Conflict unless the statement changed one row."""
+    if cursor.rowcount != 1:
         raise Conflict.of(document.kind, document.id, is_new=not document.version)

@@ -1,7 +1,7 @@
-"""Tables: the schema of both databases, written once, and how a record becomes a row. Migrations only go forward.
+"""Tables: the schema of both databases, and the conversion between records and rows.
 
-`{int}`, `{text}`, `{blob}`, ... stand for a database's own words. Text sorts by its bytes in both. Truth is 0
-or 1. What most rows do not have is NULL, so that the indexes over it hold only those that do.
+`{int}`, `{text}`, `{blob}`, ... stand for each database's own types. Text sorts by its bytes in both. Booleans are 0 or
+1. Values that most rows do not have are NULL, so that partial indexes have only the rows with a value.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from emberline.gateway.store.rollup import COUNTERS, SUMS
 _USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}
 _SPARSE = ("user", "event_id", "session_id")
 _FLAGS = ("success", "cached", "stream", "estimated", "custom_cost")
-_APART = ("id", "usage", "metadata", *_SPARSE, *_FLAGS)
-_PLAIN = tuple(name for name in Record.__struct_fields__ if name not in _APART)
+_CONVERTED = ("id", "usage", "metadata", *_SPARSE, *_FLAGS)
+_PLAIN = tuple(name for name in Record.__struct_fields__ if name not in _CONVERTED)
 COLUMNS = ("id", *_PLAIN, *_FLAGS, *_SPARSE, *_USAGE.values(), "metadata")
 
 _NUMBERS = {"status", "step", "attempts", "duration_ms", *_FLAGS, *_USAGE.values()}
@@ -39,7 +39,7 @@ def _type(column: str) -> str:
 
 
 def quoted(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)  # "user" is a word of SQL
+    return ", ".join(f'"{name}"' for name in names)  # `user` is a reserved word of SQL
 
 
 _LOG_COLUMNS = ", ".join(f'"{column}" {_type(column)}' for column in COLUMNS)
@@ -48,9 +48,9 @@ PLACE = ("unit", "account", "dimension", "start", "gateway", "value")
 
 
 def _cells(table: str, counters: Sequence[str]) -> str:
-    place = ", ".join(f"{name} {'{int}' if name == 'start' else '{text}'} NOT NULL" for name in PLACE)
+    key = ", ".join(f"{name} {'{int}' if name == 'start' else '{text}'} NOT NULL" for name in PLACE)
     counts = ", ".join(f"{counter} {{int}} NOT NULL" for counter in counters)
-    return f"CREATE TABLE {table} ({place}, {counts}, PRIMARY KEY ({quoted(PLACE)})) {{clustered}}"
+    return f"CREATE TABLE {table} ({key}, {counts}, PRIMARY KEY ({quoted(PLACE)})) {{clustered}}"
 
 
 MAIN: tuple[tuple[str, ...], ...] = (
@@ -59,27 +59,27 @@ MAIN: tuple[tuple[str, ...], ...] = (
         "INSERT INTO state VALUES ('version', 0)",
         "CREATE TABLE documents (kind {text} NOT NULL, account {text} NOT NULL, id {text} NOT NULL,"
         " body {blob} NOT NULL, version {int} NOT NULL, updated {int} NOT NULL, PRIMARY KEY (kind, account, id))",
-        "CREATE INDEX documents_id ON documents (kind, id)",  # a key is looked for before its account is known
+        "CREATE INDEX documents_id ON documents (kind, id)",  # a key is looked up before its account is known
         "CREATE TABLE audits (number {serial}, at {int} NOT NULL, account {text} NOT NULL, actor {text} NOT NULL,"
         " action {text} NOT NULL, target {text} NOT NULL, before {blob} NOT NULL, after {blob} NOT NULL)",
         "CREATE INDEX audits_account ON audits (account, number)",
         _cells("rollups", COUNTERS),
         _cells("spends", SUMS),
-        "CREATE TABLE batches (id {blob} PRIMARY KEY, at {int} NOT NULL)",  # appended: none is counted twice
+        "CREATE TABLE batches (id {blob} PRIMARY KEY, at {int} NOT NULL)",  # appended batches: a retry adds nothing
     ),
 )
 
-# A file of its own in SQLite, so that no other writer is waited for.
+# A separate file in SQLite, so that limits never wait for other writers.
 LIMITS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE counters (gateway {text} NOT NULL, bucket {text} NOT NULL, slot {int} NOT NULL,"
         " used {int} NOT NULL, ends {int} NOT NULL, PRIMARY KEY (gateway, bucket, slot)) {clustered}",
         "CREATE INDEX counters_ends ON counters (ends)",
-        "CREATE TABLE counted (batch {text} PRIMARY KEY, at {int} NOT NULL)",  # applied: none is counted twice
+        "CREATE TABLE counted (batch {text} PRIMARY KEY, at {int} NOT NULL)",  # applied batches: a retry adds nothing
     ),
 )
 
-# Of one day in SQLite, of all days (as partitions) in PostgreSQL: {partitioned}.
+# A file per day in SQLite, a partition per day in PostgreSQL: {partitioned}.
 LOGS: tuple[tuple[str, ...], ...] = (
     (
         f"CREATE TABLE logs ({_LOG_COLUMNS}, PRIMARY KEY (id)) {{partitioned}}",
@@ -111,7 +111,7 @@ _usage = attrgetter(*_USAGE)
 def row(record: Record) -> tuple[Any, ...]:
     metadata = _json.encode(record.metadata).decode() if record.metadata else "{}"
     sparse = (record.user or None, record.event_id or None, record.session_id or None)
-    flags = map(int, _flags(record))  # for a truth value SQLite's driver looks for an adapter, which takes longer
+    flags = map(int, _flags(record))  # for a bool SQLite's driver searches an adapter, which takes longer
     return (bytes.fromhex(record.id), *_plain(record), *flags, *sparse, *_usage(record.usage), metadata)
 
 
@@ -128,7 +128,7 @@ def record(row: Sequence[Any]) -> Record:
 
 
 def labels(record: Record) -> list[tuple[str, str, bytes]]:
-    """Its metadata, as the index has it."""
+    """Return the record's metadata as rows of the table `labels`."""
     id = bytes.fromhex(record.id)
     return [(key, _label(value), id) for key, value in record.metadata.items()]
 
@@ -138,15 +138,15 @@ def _label(value: object) -> str:
 
 
 def missing(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
-    """Steps still to be taken by a database that has `done` some."""
+    """Return the migrations after the first `done`. Raise StoreFailed if there are more in the store."""
     if done > len(steps):
         raise StoreFailed(
-            f"the store has schema {done}, this program knows {len(steps)}",
-            hint="a newer version has used it: use that",
+            f"the store has schema version {done}; this version of Emberline supports up to {len(steps)}",
+            hint="a newer version has used this store: run that version",
         )
     return steps[done:]
 
 
 def words(step: str, dialect: Mapping[str, str]) -> str:
-    """A step of a migration, in a database's own words."""
+    """Return a statement of a migration with the database's own types."""
     return step.format_map(dialect)

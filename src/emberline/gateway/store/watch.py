@@ -1,5 +1,8 @@
-"""Watch: when what was read from the store has to be read again. Every change raises the store's version; whoever keeps
-a copy asks for it, at most every `fresh` seconds, so a key revoked on one replica is unknown to all by then."""
+"""StoreVersionWatch and StoreCache: caching what was read from the store until the store changes.
+
+Every change increases the store's version. A cache checks the version at most every `fresh_s` seconds, so a key revoked
+on one replica is rejected by all replicas after that time.
+"""
 
 from __future__ import annotations
 
@@ -12,75 +15,84 @@ from emberline.core.clock import Clock
 from emberline.gateway.errors import StoreFailed
 from emberline.gateway.store.base import Store
 
-LONGEST = 1.0  # seconds that a request waits for a store that hangs, one of many every `fresh` seconds
-PATIENCE = 10.0  # seconds that all wait at most when there is nothing to go on with
+LONGEST = 1.0  # one request every `fresh_s` waits so long for a store that hangs
+PATIENCE = 10.0  # all requests wait so long if no recent version is known
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Watch:
-    """A store that does not answer is taken to be as it was for `grace` seconds: no outage for those known by then."""
+    """The store's version. The last one stays valid for `grace_s` seconds if the store does not answer."""
 
     def __init__(self, store: Store, clock: Clock, *, fresh: float = 0.5, grace: float = 30.0) -> None:
         assert 0 <= fresh <= grace
         self._store = store
         self._clock = clock
-        self._fresh, self._grace = fresh, grace
+        self._fresh_s, self._grace_s = fresh, grace
         self._version = -1
-        self._asked = self._answered = -grace - 1.0 + clock.now()
-        self._asking: asyncio.Task[None] | None = None  # for all
+        self._read_at = self._answered_at = -grace - 1.0 + clock.now()
+        self._pending_read: asyncio.Task[None] | None = None  # shared by all callers
 
     @property
     def known(self) -> int | None:
-        """The version, if it was asked for a moment ago."""
-        return self._version if self._clock.now() - self._asked < self._fresh else None
+        """Return the version if it was read less than `fresh_s` seconds ago, else None."""
+        return self._version if self._clock.now() - self._read_at < self._fresh_s else None
 
     async def version(self) -> int:
+        """Return the version, read again if necessary. Raise StoreFailed if there is none."""
         now = self._clock.now()
-        if now - self._asked < self._fresh:
+        if now - self._read_at < self._fresh_s:
             return self._version
-        if now - self._answered > self._grace:
-            return await self._first()
-        self._asked = now  # others that come meanwhile go on with what is known
+        if now - self._answered_at > self._grace_s:
+            return await self._read_first()
+        self._read_at = now  # concurrent callers use the last version
         with contextlib.suppress(StoreFailed, TimeoutError):
-            await self._ask(LONGEST)
+            await self._read(LONGEST)
         return self._version
 
-    async def _ask(self, longest: float) -> None:
+    async def _read(self, timeout_s: float) -> None:
         now = self._clock.now()
-        async with asyncio.timeout(longest):
+        async with asyncio.timeout(timeout_s):
             version = await self._store.version()
-        if now >= self._answered:  # else a later question was answered before
-            self._version, self._answered, self._asked = version, now, max(self._asked, now)
+        if now >= self._answered_at:  # else a later read was answered first
+            self._version, self._answered_at, self._read_at = version, now, max(self._read_at, now)
 
-    async def _first(self) -> int:
-        """Or the first after a while: it may have been away, as a disk that slept; all wait for one answer."""
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask(PATIENCE))
-            self._asking.add_done_callback(self._was_asked)
+    async def _read_first(self) -> int:
+        """Read the version when none is known, or the last one is older than `grace_s`.
+
+        All callers share one read, with a long timeout: a disk may need seconds to wake up.
+        """
+        if self._pending_read is None:
+            self._pending_read = asyncio.create_task(self._read(PATIENCE))
+            self._pending_read.add_done_callback(self._finish_read)
         try:
-            await asyncio.shield(self._asking)
+            await asyncio.shield(self._pending_read)
         except (StoreFailed, TimeoutError) as e:
-            raise StoreFailed("the store does not answer", hint="it is asked again with the next request") from e
+            reason = e.message if isinstance(e, StoreFailed) else f"no answer within {PATIENCE:g} s"
+            raise StoreFailed(
+                f"the gateway's store cannot be read: {reason}",
+                hint="check the store's disk or database server; the next request reads it again",
+            ) from e
         return self._version
 
-    def _was_asked(self, task: asyncio.Task[None]) -> None:
-        self._asking = None
+    def _finish_read(self, task: asyncio.Task[None]) -> None:
+        self._pending_read = None
         if not task.cancelled():
-            task.exception()  # all who waited may have left
+            task.exception()  # marks it as retrieved: all waiting callers may have been cancelled
 
 
 class Remembered(Generic[K, V]):
-    """What was loaded from the store, until it changes. Of too many, the oldest goes."""
+    """A cache of values from the store, emptied when the store changes. It evicts the oldest entry first."""
 
     def __init__(self, watch: Watch, most: int = 10_000) -> None:
         self._watch = watch
-        self._most = most
+        self._max_entries = most
         self._version = -1
         self._values: dict[K, V] = {}
 
     async def get(self, key: K, load: Callable[[], Awaitable[V]]) -> V:
+        """Return the cached value, or the result of `load`, which is then cached."""
         if (version := self._watch.known) is None:
             version = await self._watch.version()
         if version != self._version:
@@ -89,8 +101,8 @@ class Remembered(Generic[K, V]):
         if key in self._values:
             return self._values[key]
         value = await load()
-        if self._version == version:  # else it may be from before a change
+        if self._version == version:  # else the value may be older than the change
             self._values[key] = value
-            while len(self._values) > self._most:
+            while len(self._values) > self._max_entries:
                 del self._values[next(iter(self._values))]
         return value

@@ -1,1 +1,1 @@
-"""A gateway's HTTP: requests to calls, replies back, sockets, metrics."""
+"""The gateway's server process: HTTP, WebSockets, metrics and start-up."""

@@ -1,5 +1,8 @@
-"""Attended: while it lasts, a client that leaves, or a time that is over, stops the task that works for it. Nobody
-looks out for the first moment: most replies are over by then, and to look costs more than some of them."""
+"""ClientWatch: cancels the task that serves a client when the client disconnects or a timeout passes.
+
+The client is not watched for the first 50 ms: most replies are complete by then, and watching costs more than some of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ from types import TracebackType
 
 from emberline.server.exchange import ClientGone, Receive
 
-MOMENT = 0.05  # seconds
+MOMENT = 0.05
 
 
 class Attended:
-    """A context. What stops the task inside is told outside: ClientGone, or TimeoutError. One timer serves all."""
+    """A context manager that raises ClientGone or TimeoutError when it has cancelled the task inside.
 
-    def __init__(self, receive: Receive, seconds: float) -> None:
-        """`seconds` for the request's body to be read."""
+    One timer serves both the timeout and the delayed start of watching.
+    """
+
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        """`timeout_s`: for reading the request's body."""
         self._receive = receive
-        self._watches = False  # the request's body has been read
-        self._left = self._late = False
-        self._seconds = seconds
+        self._is_watching = False  # the request's body has been read
+        self._disconnected = self._timed_out = False
+        self._timeout_s = timeout_s
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Attended:
@@ -28,64 +34,64 @@ class Attended:
         assert task is not None
         self._task = task
         self._loop = task.get_loop()
-        self._due = self._loop.time() + self._seconds
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(MOMENT, self._rings)
+        self._deadline = self._loop.time() + self._timeout_s
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(MOMENT, self._on_timer)
         return self
 
     def within(self, seconds: float) -> None:
-        """What follows may take so long."""
-        self._due = self._loop.time() + seconds
-        if self._timer is None or self._timer.when() > self._due:
-            self._set(self._due)
+        """Set the timeout from now on."""
+        self._deadline = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._set_timer(self._deadline)
 
     def watch(self) -> None:
-        """The body has been read: what comes now is that the client leaves. What follows may take its time."""
-        self._watches, self._due = True, math.inf
+        """Watch for a disconnect, without a timeout. Call it when the body has been read."""
+        self._is_watching, self._deadline = True, math.inf
         if self._timer is None or self._timer.when() > self._loop.time() + MOMENT:
-            self._set(self._loop.time() + MOMENT)
+            self._set_timer(self._loop.time() + MOMENT)
 
     def unwatch(self) -> None:
-        """What follows is the reply's last part: a server tells of its end as of a client that left."""
-        self._watches = False
+        """Stop watching. Call it before the reply's last part: servers report its end as a disconnect, too."""
+        self._is_watching = False
         if self._watcher is not None:
             self._watcher.cancel()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client left, or its time is up."""
-        return self._left or self._late
+        """Return whether the client disconnected or the timeout passed."""
+        return self._disconnected or self._timed_out
 
     def over(self) -> None:
-        """From here on nobody needs to be there, and nothing has to be in time."""
+        """Stop watching and cancel the timeout."""
         self.unwatch()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _set(self, when: float) -> None:
+    def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._rings)
+        self._timer = self._loop.call_at(when, self._on_timer)
 
-    def _rings(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        if self._loop.time() >= self._due:
-            self._late = True
+        if self._loop.time() >= self._deadline:
+            self._timed_out = True
             self._task.cancel()
             return
-        if self._watches and self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch())
-        if self._due < math.inf:
-            self._set(self._due)
+        if self._is_watching and self._watcher is None:
+            self._watcher = asyncio.create_task(self._wait_for_disconnect())
+        if self._deadline < math.inf:
+            self._set_timer(self._deadline)
 
-    async def _watch(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._left = True
+        self._disconnected = True
         self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.over()
-        if (self._left or self._late) and kind is asyncio.CancelledError and not self._task.uncancel():
-            raise (ClientGone if self._left else TimeoutError) from None
+        if self.has_ended and kind is asyncio.CancelledError and not self._task.uncancel():
+            raise (ClientGone if self._disconnected else TimeoutError) from None

@@ -1,4 +1,4 @@
-"""The gateway's HTTP face: requests in, replies out, and how it goes."""
+"""GatewayApp: the gateway's ASGI application: requests, management API, dashboard, health, metrics."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from emberline.server.pages import Page as File
 
 log = logging.getLogger("emberline.gateway")
 
-BODY = 60.0  # seconds for a request's body to come
-TAKEN = 60.0  # seconds for a piece of an export to be taken
-LAST_WORDS = 2.0  # seconds beyond a call's deadline for its client to take what is told then
-PIECE = 1 << 18  # bytes that are sent at once
+BODY = 60.0  # for receiving a request's body
+TAKEN = 60.0  # for the client to read one chunk of an export
+LAST_WORDS = 2.0  # after a request's deadline, for the client to read the error event
+PIECE = 1 << 18
 ANY_KIND = "application/octet-stream"
-LARGEST_CHANGE = 4 << 20  # bytes of a request to the management API
-# The dashboard holds an admin's token: nobody may frame it, and nothing that it shows may become a script.
+LARGEST_CHANGE = 4 << 20
+# The dashboard has an admin key: no site may frame it, and no data that it shows may become a script.
 FILE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -62,18 +62,18 @@ class GatewayApp:
         files: dict[str, File],
         needs_keys: bool = False,
     ) -> None:
-        """`needs_keys`: callers without a key see no metrics either."""
+        """Create the application. `require_keys`: metrics require a key, too."""
         self._config = config
         self._gateway = gateway
-        self._runs = runs
+        self._run_handler = runs
         self._admin = admin
         self._models = models
         self.store = store
         self._metrics = metrics
         self._files = files
-        self._needs_keys = needs_keys or bool(config.api_keys)
+        self._require_keys = needs_keys or bool(config.api_keys)
         self._replies = Replies()
-        self._began = int(time.time())
+        self._started_at = int(time.time())
         self._pages: dict[str, Page] = {
             **dict.fromkeys(files, self._file),
             "/health": self._live,
@@ -84,8 +84,8 @@ class GatewayApp:
         }
 
     async def knows(self, scope: Scope) -> bool:
-        """Whether a request carries one of our keys."""
-        headers = said(scope)[0] if scope["type"] == "websocket" else _decoded(dict(scope["headers"]))
+        """Return whether a request has a valid gateway key."""
+        headers = said(scope)[0] if scope["type"] == "websocket" else _decode_headers(dict(scope["headers"]))
         try:
             return (await self._gateway.who(headers)).kind != "anonymous"
         except EmberlineError:
@@ -108,15 +108,15 @@ class GatewayApp:
             x.note["client"] = "gone"
         except Exception as e:
             if not isinstance(e, EmberlineError | CutOff):
-                log.exception("%s %s", x.method, x.path)
+                log.exception("Request failed with an internal error: method=%s path=%s", x.method, x.path)
             if x.status is not None:
-                raise CutOff from None  # by which the server breaks the connection: nobody takes it for whole
+                raise CutOff from None  # the server breaks the connection, so that the reply does not look complete
             reply = openai_error(e)
             await x.json(reply.body, reply.status, reply.headers)
         self._replies.replied(x.path if x.path in self._pages else "other", x.status or 499)
 
     def _page(self, x: Exchange, path: str) -> Page | None:
-        """None: a call."""
+        """Return the handler of a page, or None for a request to a model."""
         if x.method in ("GET", "HEAD"):
             if (page := self._pages.get(x.path)) is not None:
                 return page
@@ -129,52 +129,52 @@ class GatewayApp:
     async def _answer(self, x: Exchange, path: str, receive: Receive) -> None:
         body = None
         try:
-            with Attended(receive, BODY) as attended:
+            with Attended(receive, BODY) as watch:
                 body = await x.body(self._config.max_body)
-                attended.watch()
-                _check_type(x, path, body)
+                watch.watch()
+                _check_content_type(x, path, body)
                 request = Request(x.method, path, x.query, _headers(x), body)
-                reply = await (self._runs if Runs.owns(path) else self._gateway).answer(request)
-                attended.within(max(reply.patience, 0.0) + LAST_WORDS)
-                await self._given(x, reply, attended)
+                reply = await (self._run_handler if Runs.owns(path) else self._gateway).answer(request)
+                watch.within(max(reply.patience, 0.0) + LAST_WORDS)
+                await self._send_and_close(x, reply, watch)
         except TimeoutError:
             if body is None:
-                raise _late() from None
-            log.warning("%s: the client did not take its reply", x.path)
+                raise _body_timeout() from None
+            log.warning("Reply cut off, the client did not read it in time: path=%s", x.path)
             raise CutOff from None
 
-    async def _given(self, x: Exchange, reply: Reply, attended: Attended) -> None:
+    async def _send_and_close(self, x: Exchange, reply: Reply, watch: Attended) -> None:
         try:
-            await self._send(x, reply, attended)
+            await self._send(x, reply, watch)
         except asyncio.CancelledError:
-            reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"  # a stream knows by itself
-            if x.status is not None and not isinstance(reply.body, bytes) and not attended.has_ended:
-                await _shut_down(x, reply)
+            reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"  # a stream sets it by itself
+            if x.status is not None and not isinstance(reply.body, bytes) and not watch.has_ended:
+                await _send_shutdown_error(x, reply)
             raise
         finally:
-            attended.over()
+            watch.over()
             await reply.close()
 
-    async def _send(self, x: Exchange, reply: Reply, attended: Attended) -> None:
-        headers = dict(reply.headers)  # the reply's own are looked at when it has ended
-        kind = headers.pop("content-type", ANY_KIND)
+    async def _send(self, x: Exchange, reply: Reply, watch: Attended) -> None:
+        headers = dict(reply.headers)  # a copy: close callbacks read the reply's own headers
+        content_type = headers.pop("content-type", ANY_KIND)
         if isinstance(reply.body, bytes) and len(reply.body) <= PIECE:
-            attended.unwatch()
-            await x.reply(reply.status, reply.body, kind, headers)
+            watch.unwatch()
+            await x.reply(reply.status, reply.body, content_type, headers)
             return
         if isinstance(reply.body, bytes):
-            await self._send_pieces(x, reply, kind, headers)
+            await self._send_in_chunks(x, reply, content_type, headers)
             return
-        await x.start(reply.status, kind, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        await x.start(reply.status, content_type, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         async for chunk in reply.body:
             await x.send(chunk)
-        attended.unwatch()
+        watch.unwatch()
         await x.send(last=True)
 
-    async def _send_pieces(self, x: Exchange, reply: Reply, kind: str, headers: dict[str, str]) -> None:
-        """A large reply, as fast as its client takes it: no server keeps it for one who does not."""
+    async def _send_in_chunks(self, x: Exchange, reply: Reply, content_type: str, headers: dict[str, str]) -> None:
+        """Send a large reply as fast as the client reads it, so that the server need not buffer it."""
         assert isinstance(reply.body, bytes)
-        await x.start(reply.status, kind, headers, len(reply.body))
+        await x.start(reply.status, content_type, headers, len(reply.body))
         for at in range(0, len(reply.body), PIECE):
             await x.send(reply.body[at : at + PIECE], last=at + PIECE >= len(reply.body))
 
@@ -189,36 +189,38 @@ class GatewayApp:
             async with asyncio.timeout(BODY):
                 body = await x.body(min(self._config.max_body, LARGEST_CHANGE))
         except TimeoutError:
-            raise _late() from None
+            raise _body_timeout() from None
         if body:
             require_json(x.header("content-type"))
         status, found = await self._admin.handle(x.method, x.path, x.query, body, identity, _origin(x))
         await x.json(found, status, {"cache-control": "no-store"})
 
     async def _list_models(self, x: Exchange) -> None:
-        asked = models_at(x.path)
-        assert asked is not None
-        target, name = asked
+        parsed = models_at(x.path)
+        assert parsed is not None
+        target, name = parsed
         identity, settings = await self._gateway.entered(target, _headers(x))
         found = await self._models.of(settings, identity, named=target.kind == "compat")
         await x.json(models.retrieve_model(found, name) if name else models.list_models(found))
 
-    # -- how it goes ---------------------------------------------------------------------------------------------------
+    # -- pages, health and metrics -------------------------------------------------------------------------------------
 
     async def _file(self, x: Exchange) -> None:
         file = self._files[x.path]
         await x.reply(200, file.body, file.kind, FILE_HEADERS)
 
     async def _live(self, x: Exchange) -> None:
-        await x.json({"status": "live", "uptime_seconds": int(time.time()) - self._began})
+        await x.json({"status": "live", "uptime_seconds": int(time.time()) - self._started_at})
 
     async def _ready(self, x: Exchange) -> None:
         await self.store.version()
         await x.json({"status": "ready"})
 
     async def _scrape(self, x: Exchange) -> None:
-        if self._needs_keys and (await self._gateway.who(_headers(x))).kind != "token":
-            raise Unauthorized("metrics need a key of this gateway", hint="send Authorization: Bearer TOKEN")
+        if self._require_keys and (await self._gateway.who(_headers(x))).kind != "token":
+            raise Unauthorized(
+                "/metrics requires a gateway token and the request has none", hint="send Authorization: Bearer TOKEN"
+            )
         text = exposition([*self._metrics.families(), self._replies.family()])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
@@ -234,45 +236,48 @@ async def _export(x: Exchange, lines: AsyncIterator[bytes]) -> None:
     await x.send(last=True)
 
 
-def _late() -> InvalidRequest:
-    return InvalidRequest(f"the body had not come after {BODY:.0f} s")
+def _body_timeout() -> InvalidRequest:
+    return InvalidRequest(f"the request's body was not received within {BODY:.0f} s", hint="send the request again")
 
 
-def _check_type(x: Exchange, path: str, body: bytes) -> None:
-    """Raises UnsupportedMediaType for JSON by another name. A provider's own path also takes forms and binary data."""
-    if not body or x.headers.get(b"content-type") == b"application/json":  # as nearly all are
+def _check_content_type(x: Exchange, path: str, body: bytes) -> None:
+    """Raise UnsupportedMediaType for JSON with another content type.
+
+    A provider's own path also takes forms and binary data.
+    """
+    if not body or x.headers.get(b"content-type") == b"application/json":  # the usual case
         return
     if is_json(kind := x.header("content-type")):
         return
     if Runs.owns(path) and kind.startswith("text/plain") and x.header("authorization"):
-        return  # as JavaScript's fetch() calls a string; no web page sends this header without permission
+        return  # fetch() of JavaScript sends strings so; another site's page cannot send `authorization` unasked
     if not is_native(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
 
 
 def _origin(x: Exchange) -> str:
-    """Scheme and host by which the client reached the gateway, or the proxy before it."""
+    """Return the scheme and host by which the client reached the gateway, or the proxy before it."""
     scheme = "https" if x.header("x-forwarded-proto") == "https" else "http"
     return f"{scheme}://{x.header('host')}"
 
 
 def _headers(x: Exchange) -> dict[str, str]:
-    return _decoded(x.headers)
+    return _decode_headers(x.headers)
 
 
-def _decoded(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+def _decode_headers(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
 
 
-async def _shut_down(x: Exchange, reply: Reply) -> None:
-    """End a stream that is open when the gateway stops with the dialect's error event; the log has it as a 503."""
+async def _send_shutdown_error(x: Exchange, reply: Reply) -> None:
+    """End an open stream with the dialect's error event when the gateway stops; log the request as a 503."""
     error = ShuttingDown()
 
-    async def failed(reply: Reply) -> None:
+    async def set_error(reply: Reply) -> None:
         reply.status, reply.ended, reply.error = error.status, "cut", error.code
 
-    reply.endings.insert(0, failed)
-    if (words := last_words(reply.dialect, error)) is not None:
+    reply.endings.insert(0, set_error)
+    if (event := last_words(reply.dialect, error)) is not None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):  # the client may have stopped reading
-                await x.send(words, last=True)
+                await x.send(event, last=True)

@@ -1,4 +1,4 @@
-"""GatewayMetrics: what the gateway counts, for Prometheus."""
+"""GatewayMetrics: the gateway's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,71 +13,75 @@ from emberline.gateway.logs.logwriter import LogWriter
 from emberline.server.metrics import SECONDS, Family, Histogram
 from emberline.server.tracing import Tracing
 
-MOST = 1000  # different models that are told apart; the rest is "other"
+MOST = 1000  # different values of the label `model`; all further models are "other"
 
 
 class GatewayMetrics:
-    """A layer, too: the outermost."""
+    """Counts requests as the outermost layer."""
 
     def __init__(
         self,
         clock: Clock,
         breakers: Iterable[tuple[str, int]],
-        journal: LogWriter,
+        log_writer: LogWriter,
         cached: Cached,
         limiter: Limiter,
         spans: Tracing | None,
     ) -> None:
         self._clock = clock
         self._breakers = breakers
-        self._journal = journal
+        self._log_writer = log_writer
         self._cached = cached
         self._limiter = limiter
         self._spans = spans
         self.open = 0
-        self._requests: Counter[tuple[str, str, str, str]] = Counter()  # provider, model, status, how it ended
-        self._tokens: Counter[tuple[str, str, str]] = Counter()
-        self._micros: Counter[tuple[str, str]] = Counter()
+        self._requests: Counter[tuple[str, str, str, str]] = Counter()  # provider, model, status, `ended`
+        self._tokens: Counter[tuple[str, str, str]] = Counter()  # provider, model, kind
+        self._micros: Counter[tuple[str, str]] = Counter()  # provider, model
         self._attempts: Counter[tuple[str, str]] = Counter()  # provider, outcome
-        self._rescued: Counter[tuple[str]] = Counter()  # provider that answered in another's place
-        self._first = Histogram("emberline:gateway_first_byte_seconds", "From arrival to the first content.", SECONDS)
-        self._whole = Histogram("emberline:gateway_request_seconds", "From arrival to the end.", SECONDS)
-        self._findings: Counter[tuple[str, str, str]] = Counter()  # of guardrails
-        self._models: set[str] = set()
+        self._rescued: Counter[tuple[str]] = Counter()  # provider of the fallback
+        self._first_byte = Histogram(
+            "emberline:gateway_first_byte_seconds", "Time from a request's arrival to the first content.", SECONDS
+        )
+        self._duration = Histogram(
+            "emberline:gateway_request_seconds", "Time from a request's arrival to the end of its reply.", SECONDS
+        )
+        self._findings: Counter[tuple[str, str, str]] = Counter()  # entry, check, action of guardrails
+        self._models: set[str] = set()  # values of the label `model`
 
     def layer(self, inner: Handler) -> Handler:
-        async def handle(call: Call) -> Reply:
+        async def handle(request: Call) -> Reply:
             self.open += 1
             try:
-                reply = await inner(call)
+                reply = await inner(request)
             except BaseException:
                 self.open -= 1
-                self._requests[call.provider, self._known(call.model), "499", "left"] += 1
+                self._requests[request.provider, self._model_label(request.model), "499", "left"] += 1
                 raise
-            reply.endings.append(lambda reply: self._ended(call, reply))
+            reply.endings.append(lambda reply: self._count_reply(request, reply))
             return reply
 
         return handle
 
-    async def _ended(self, call: Call, reply: Reply) -> None:
+    async def _count_reply(self, request: Call, reply: Reply) -> None:
         self.open -= 1
-        provider, model = reply.provider or call.provider, self._known(reply.model or call.model)
+        provider, model = reply.provider or request.provider, self._model_label(reply.model or request.model)
         self._requests[provider, model, str(reply.status), reply.ended] += 1
         if reply.usage is not None:
             self._tokens[provider, model, "input"] += reply.usage.input
             self._tokens[provider, model, "output"] += reply.usage.output
         self._micros[provider, model] += reply.micros or 0
-        for tried in call.trail:
-            self._attempts[tried.provider, tried.outcome] += 1
-        for finding in call.findings:
+        for attempt in request.trail:
+            self._attempts[attempt.provider, attempt.outcome] += 1
+        for finding in request.findings:
             self._findings[finding.entry, finding.check, finding.action] += 1
         if reply.step and reply.status < 400:
             self._rescued[provider,] += 1
-        self._first.observe(reply.first_byte)
-        self._whole.observe(self._clock.now() - call.began)
+        self._first_byte.observe(reply.first_byte)
+        self._duration.observe(self._clock.now() - request.began)
 
-    def _known(self, model: str) -> str:
-        """Clients choose names: their number is bounded."""
+    def _model_label(self, model: str) -> str:
+        """Return the model's name, or "other" after too many names: clients choose them."""
         if model not in self._models:
             if len(self._models) >= MOST:
                 return "other"
@@ -86,12 +90,22 @@ class GatewayMetrics:
 
     def families(self) -> Iterator[Family]:
         for name, help_, labels, counts in (
-            ("requests", "Requests by how they ended.", ("provider", "model", "status", "ended"), self._requests),
-            ("tokens", "Tokens used.", ("provider", "model", "kind"), self._tokens),
-            ("cost_micro_dollars", "Cost, as far as prices are known.", ("provider", "model"), self._micros),
-            ("attempts", "Tries at providers by outcome.", ("provider", "outcome"), self._attempts),
+            (
+                "requests",
+                "Requests, by status and how they ended.",
+                ("provider", "model", "status", "ended"),
+                self._requests,
+            ),
+            ("tokens", "Tokens used, by kind: input or output.", ("provider", "model", "kind"), self._tokens),
+            (
+                "cost_micro_dollars",
+                "Cost in micro-dollars of requests with a known price.",
+                ("provider", "model"),
+                self._micros,
+            ),
+            ("attempts", "Attempts at providers, by outcome.", ("provider", "outcome"), self._attempts),
             ("rescued", "Requests answered by a fallback.", ("provider",), self._rescued),
-            ("findings", "What guardrails found.", ("entry", "check", "action"), self._findings),
+            ("findings", "Findings of guardrails.", ("entry", "check", "action"), self._findings),
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield Family.of(f"emberline:gateway_{name}_total", help_, "counter", samples)
@@ -103,43 +117,44 @@ class GatewayMetrics:
         for name, help_, count in self._gauges():
             yield Family(name, help_, "gauge", [f"{name} {count}"])
         states = [(_labels(("place",), (place,)), n) for place, n in self._breakers]
-        about = "Models and keys of a provider that are not asked for a while because they failed too often."
-        yield Family.of("emberline:gateway_breaker_open", about, "gauge", states)
-        yield self._first.family('at="gateway"')
-        yield self._whole.family('at="gateway"')
+        help_ = "Models and keys of a provider that are in back-off because they failed too often."
+        yield Family.of("emberline:gateway_breaker_open", help_, "gauge", states)
+        yield self._first_byte.family('at="gateway"')
+        yield self._duration.family('at="gateway"')
 
     def _counts(self) -> Iterator[tuple[str, str, int]]:
-        """Names, what they mean, and how often it was so."""
-        cache, journal = self._cached.stats, self._journal
-        yield "cache_hits", "Replies from the cache.", cache.hits
-        yield "cache_misses", "Calls that the cache did not know.", cache.misses
-        yield "cache_shared", "Of the hits, those that waited for the same call.", cache.shared
-        yield "cache_stored", "Replies that were put into the cache.", cache.stored
-        yield "cache_too_large", "Replies that were too large for it.", cache.too_large
-        yield "log_written", "Records of the log that were written.", journal.written
-        yield "log_dropped", "Records of the log that there was no room for.", journal.dropped
-        yield "log_failures", "Times that the store did not take records.", journal.failures
+        """Yield name, help text and value of each counter without labels."""
+        cache, writer = self._cached.stats, self._log_writer
+        yield "cache_hits", "Replies served from the cache.", cache.hits
+        yield "cache_misses", "Requests without a cached reply.", cache.misses
+        yield "cache_shared", "Cache hits that waited for an identical request in progress.", cache.shared
+        yield "cache_stored", "Replies stored in the cache.", cache.stored
+        yield "cache_too_large", "Replies not cached because they are too large.", cache.too_large
+        yield "log_written", "Log records written to the store.", writer.written
+        yield (
+            "log_dropped",
+            "Log records dropped: the queue was full, or the store rejected them.",
+            writer.dropped,
+        )
+        yield "log_failures", "Failed writes of log records to the store.", writer.failures
         if self._cached.semantic is not None:
-            meant = self._cached.semantic.stats
-            yield "semantic_asked", "Questions whose meaning was looked for.", meant.asked
-            yield "semantic_near", "Of these, those that a known one is near enough to.", meant.near
-            yield "semantic_served", "Replies that were given for a question that means the same.", meant.served
-            yield (
-                "semantic_compared",
-                "In the shadow: replies that were compared with the one to be given.",
-                meant.compared,
-            )
-            yield "semantic_disagreed", "Of these, those that said something else.", meant.disagreed
-        if (shared := self._limiter.stats) is not None:
-            yield "limits_reserved", "Reservations that Redis made.", shared.reserved
-            yield "limits_degraded", "Calls for which Redis could not be asked, or refused.", shared.degraded
-            yield "limits_lost", "Settlements that were given up.", shared.lost
+            semantic = self._cached.semantic.stats
+            yield "semantic_asked", "Prompts looked up in the semantic cache.", semantic.asked
+            yield "semantic_near", "Lookups that found a similar prompt above the threshold.", semantic.near
+            yield "semantic_served", "Replies served for a similar prompt.", semantic.served
+            yield "semantic_compared", "Cached replies compared with the real reply in shadow mode.", semantic.compared
+            yield "semantic_disagreed", "Compared replies that differed from the real reply.", semantic.disagreed
+        if (limits := self._limiter.stats) is not None:
+            yield "limits_reserved", "Reservations of limits made in Redis.", limits.reserved
+            yield "limits_degraded", "Requests for which Redis was unavailable or returned an error.", limits.degraded
+            yield "limits_lost", "Settlements of limits that were never sent to Redis.", limits.lost
 
     def _gauges(self) -> Iterator[tuple[str, str, int]]:
+        """Yield name, help text and value of each gauge without labels."""
         yield "emberline:gateway_open_requests", "Requests open now.", self.open
-        yield "emberline:gateway_log_queued", "Records of the log that wait to be written.", self._journal.queued
-        if (shared := self._limiter.stats) is not None:
-            yield "emberline:gateway_limits_owed", "Settlements that wait for Redis.", shared.owed
+        yield "emberline:gateway_log_queued", "Log records waiting to be written.", self._log_writer.queued
+        if (limits := self._limiter.stats) is not None:
+            yield "emberline:gateway_limits_owed", "Settlements of limits waiting to be sent to Redis.", limits.owed
 
 
 def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:

@@ -1,10 +1,12 @@
-"""GatewaySocket: the gateway over a WebSocket, as Cloudflare's clients speak: a provider's own, where the path names
-one, or else ours. Several requests may be open on that; what belongs to which is told by its eventId.
+"""GatewaySocket: the gateway over a WebSocket, with Cloudflare's protocol.
+
+A path that names a provider opens that provider's own realtime protocol (see realtime_socket.py). On other sockets
+several requests may be open, distinguished by their eventId:
 
     {"type": "universal.create", "request": {"eventId", "provider", "endpoint", "headers", "query", "config"}}
-    {"type": "universal.created", "metadata": {...}, "response"}      the response only of what comes in one piece
-    {"type": "universal.stream", "metadata": {"eventId"}, "response"} an event each
-    {"type": "universal.done", "metadata": {...}}                     or, in place of it:
+    {"type": "universal.created", "metadata": {...}, "response"}      with the response, unless it is a stream
+    {"type": "universal.stream", "metadata": {"eventId"}, "response"} one for each event of a stream
+    {"type": "universal.done", "metadata": {...}}                     at the end, or in place of it:
     {"type": "universal.error", "metadata": {...}, "error": {"code", "message"}, "response"}
 """
 
@@ -32,10 +34,10 @@ from emberline.server.gateway.realtime_socket import RealtimeSocket
 
 log = logging.getLogger("emberline.gateway")
 
-MOST = 100  # requests open at any time
-LAST_WORDS = 2.0  # seconds beyond a call's deadline for its client to take what is told then
+MOST = 100  # per socket
+LAST_WORDS = 2.0  # after a request's deadline, for the client to read the error
 EVENTS = "text/event-stream"
-SPOKEN = {  # what a browser can only say as subprotocols -> the header, and what its value begins with
+SPOKEN = {  # subprotocol, which a browser sends in place of a header -> header, and the prefix of its value
     "cf-aig-authorization": ("cf-aig-authorization", "Bearer "),
     "openai-insecure-api-key": ("authorization", "Bearer "),
     "xi-api-key": ("xi-api-key", ""),
@@ -52,19 +54,18 @@ _MESSAGE = msgspec.json.Decoder(_Create)
 
 
 class GatewaySocket:
-    """One socket."""
-
     def __init__(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         self._gateway = gateway
         self._scope = scope
         self._receive, self._send = receive, send
         self._path: str = scope["raw_path"].decode("latin-1")
-        self._open: dict[str, asyncio.Task[None]] = {}
-        self._unnamed = 0
+        self._open: dict[str, asyncio.Task[None]] = {}  # by eventId
+        self._without_id = 0  # requests so far
 
     async def run(self) -> None:
-        opening = await self._receive()
-        assert opening["type"] == "websocket.connect"
+        """Serve the socket until the client closes it."""
+        connect = await self._receive()
+        assert connect["type"] == "websocket.connect"
         try:
             self._headers, plain, chosen = said(self._scope)
             target = self._target()
@@ -80,7 +81,7 @@ class GatewaySocket:
         await self._send({"type": "websocket.accept", "subprotocol": chosen})
         try:
             while (message := await self._receive())["type"] == "websocket.receive":
-                await self._take(message.get("text") or message.get("bytes") or "")
+                await self._start_request(message.get("text") or message.get("bytes") or "")
         finally:
             for task in self._open.values():
                 task.cancel()
@@ -93,8 +94,8 @@ class GatewaySocket:
         target = target_of(self._path)
         if target.kind not in ("universal", "native"):
             raise NotFound(
-                f"there is no WebSocket at {self._path[:200]!r}",
-                hint="it is at /v1/ACCOUNT/GATEWAY, a provider's at /v1/ACCOUNT/GATEWAY/PROVIDER",
+                f"the path {self._path[:200]!r} does not take WebSockets",
+                hint="use /v1/ACCOUNT/GATEWAY, or /v1/ACCOUNT/GATEWAY/PROVIDER for a provider's realtime protocol",
             )
         return target
 
@@ -104,74 +105,81 @@ class GatewaySocket:
         await self._send({"type": "websocket.http.response.start", "status": shaped.status, "headers": headers})
         await self._send({"type": "websocket.http.response.body", "body": dumps(shaped.body)})
 
-    async def _take(self, message: str | bytes) -> None:
-        """One message: a request, or what is none."""
+    async def _start_request(self, message: str | bytes) -> None:
+        """Start the request in a message, or send an error if the message is invalid."""
         id = ""
         try:
             id, body = await offload.run_by_size(len(message), read_message, message)
             if len(self._open) >= MOST:
-                raise InvalidRequest(f"{MOST} requests are open on this socket", hint="wait until one is done")
+                raise InvalidRequest(
+                    f"too many requests on this WebSocket: {MOST} are open", hint="wait for a universal.done message"
+                )
             if id and id in self._open:
-                raise InvalidRequest(f"eventId {id[:80]!r} is that of a request still open", param="eventId")
+                raise InvalidRequest(
+                    f"eventId {id[:80]!r} is used by an open request", param="eventId", hint="choose another eventId"
+                )
         except EmberlineError as e:
-            await self._say("universal.error", {"eventId": id}, error=_told(e))
+            await self._send_message("universal.error", {"eventId": id}, error=_error_fields(e))
             return
-        self._unnamed += not id
-        name = id or f"\0{self._unnamed}"  # no client's
+        self._without_id += not id
+        name = id or f"\0{self._without_id}"  # eventIds are printable, so no client uses such a name
         self._open[name] = task = asyncio.create_task(self._answer(body, id))
         task.add_done_callback(lambda _: self._open.pop(name, None))
 
     async def _answer(self, body: bytes, id: str) -> None:
         headers = {**self._headers, **({"cf-aig-event-id": id} if id else {})}
         reply = await self._gateway.answer(Request("POST", self._path, "", headers, body))
-        about = _metadata(reply, id)
+        metadata = _metadata(reply, id)
         try:
             async with asyncio.timeout(max(reply.patience, 0.0) + LAST_WORDS):
-                await self._give(reply, about)
+                await self._send_reply(reply, metadata)
         except TimeoutError:
-            log.warning("%s: the client did not take its reply", self._path)
+            log.warning("WebSocket reply cut off, the client did not read it in time: path=%s", self._path)
         except asyncio.CancelledError:
             reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"
             raise
         except Exception as e:
             if not isinstance(e, EmberlineError):
-                log.exception("%s", self._path)
-            await self._say("universal.error", about, error=_told(e))
+                log.exception("WebSocket request failed with an internal error: path=%s", self._path)
+            await self._send_message("universal.error", metadata, error=_error_fields(e))
         finally:
             await reply.close()
 
-    async def _give(self, reply: Reply, about: Json) -> None:
+    async def _send_reply(self, reply: Reply, metadata: Json) -> None:
         if isinstance(reply.body, bytes):
             if reply.status >= 400:
                 error = {"code": reply.error, "message": read_error(reply.body).message}
-                await self._show("universal.error", about, reply.body, error=error)
+                await self._send_response("universal.error", metadata, reply.body, error=error)
                 return
-            await self._show("universal.created", about, reply.body)
+            await self._send_response("universal.created", metadata, reply.body)
         else:
-            await self._say("universal.created", about)
-            splitter = Splitter() if about["contentType"].startswith(EVENTS) else None
+            await self._send_message("universal.created", metadata)
+            splitter = Splitter() if metadata["contentType"].startswith(EVENTS) else None
             async for chunk in reply.body:
                 for part in [chunk] if splitter is None else _payloads(splitter.push(chunk)):
-                    await self._show("universal.stream", {"eventId": about["eventId"]}, part)
+                    await self._send_response("universal.stream", {"eventId": metadata["eventId"]}, part)
             if reply.ended == "cut":
-                error = {"code": reply.error, "message": "the reply broke off"}
-                await self._say("universal.error", about, error=error)
+                error = {"code": reply.error, "message": "the stream broke off before its end"}
+                await self._send_message("universal.error", metadata, error=error)
                 return
-        await self._say("universal.done", about)
+        await self._send_message("universal.done", metadata)
 
-    async def _show(self, type: str, metadata: Json, body: bytes, **more: Any) -> None:
-        """A message with what a provider replied; a large one is written in another process."""
+    async def _send_response(self, type: str, metadata: Json, body: bytes, **more: Any) -> None:
+        """Send a message with a provider's response; a large one is encoded in another process."""
         text = await offload.run_by_size(len(body), shown_message, type, metadata, body, more)
         await self._send({"type": "websocket.send", "text": text})
 
-    async def _say(self, type: str, metadata: Json, **more: Any) -> None:
+    async def _send_message(self, type: str, metadata: Json, **more: Any) -> None:
         text = msgspec.json.encode({"type": type, "metadata": metadata, **more}).decode()
         await self._send({"type": "websocket.send", "text": text})
 
 
 def said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
-    """The headers, with what was said as a subprotocol; the others of those, which say no key; and which is taken, for
-    a browser wants one to be."""
+    """Return the headers of a handshake, its subprotocols, and the subprotocol to accept.
+
+    The headers include keys that were sent as subprotocols, and the subprotocols do not. One must be accepted if any
+    is offered, because browsers require it.
+    """
     headers = {
         name.decode("latin-1").lower(): value.decode("latin-1")
         for name, value in scope["headers"]
@@ -180,34 +188,37 @@ def said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
     offered: list[str] = scope.get("subprotocols", [])
     for name, dot, value in (each.partition(".") for each in offered):
         if dot and name in SPOKEN:
-            header, before = SPOKEN[name]
-            headers[header] = before + value
+            header, prefix = SPOKEN[name]
+            headers[header] = prefix + value
     plain = [each for each in offered if each.partition(".")[0] not in SPOKEN]
     return headers, plain, next(iter([*plain, *offered]), None)
 
 
 def read_message(message: str | bytes) -> tuple[str, bytes]:
-    """The eventId of a request, and the request as a list of one step."""
+    """Return the eventId of a request, and the request as an encoded list of one step."""
     try:
         request = _MESSAGE.decode(message).request
     except NOT_JSON as e:
-        raise InvalidRequest(f"the message is not a universal.create: {e}") from e
+        raise InvalidRequest(
+            f"the message is not a valid universal.create: {e}",
+            hint='send {"type": "universal.create", "request": {...}}',
+        ) from e
     id = _event_id(request)
     return id, msgspec.json.encode([request])
 
 
 def shown_message(type: str, metadata: Json, body: bytes, more: Json) -> str:
-    return msgspec.json.encode({"type": type, "metadata": metadata, **more, "response": _shown(body)}).decode()
+    return msgspec.json.encode({"type": type, "metadata": metadata, **more, "response": _to_json(body)}).decode()
 
 
 def _event_id(request: dict[str, msgspec.Raw]) -> str:
-    """Taken out of the request: what stays is a step."""
-    if (given := request.pop("eventId", None)) is None:
+    """Remove the eventId from the request, which then is a step, and return it."""
+    if (encoded := request.pop("eventId", None)) is None:
         return ""
-    found = msgspec.json.decode(given)
-    if not isinstance(found, str) or not 0 < len(found) <= 512 or not (found.isascii() and found.isprintable()):
-        raise InvalidRequest("eventId must be 1 to 512 printable characters of ASCII", param="eventId")
-    return found
+    id = msgspec.json.decode(encoded)
+    if not isinstance(id, str) or not 0 < len(id) <= 512 or not (id.isascii() and id.isprintable()):
+        raise InvalidRequest(f"eventId is {id!r:.80}; it must be 1 to 512 printable ASCII characters", param="eventId")
+    return id
 
 
 def _metadata(reply: Reply, id: str) -> Json:
@@ -227,8 +238,8 @@ def _payloads(events: list[bytes]) -> list[bytes]:
     return [payload for payload in found if payload and payload != b"[DONE]"]
 
 
-def _shown(body: bytes) -> Any:
-    """JSON as it is; else text; else base64 of what is neither."""
+def _to_json(body: bytes) -> Any:
+    """Return decoded JSON; else the body as text; else, if it is not UTF-8, as base64."""
     try:
         return msgspec.json.decode(body)
     except NOT_JSON:
@@ -239,5 +250,5 @@ def _shown(body: bytes) -> Any:
         return {"base64": base64.b64encode(body).decode()}
 
 
-def _told(error: Exception) -> Json:
+def _error_fields(error: Exception) -> Json:
     return {name: openai_error(error).body["error"][name] for name in ("code", "message")}

@@ -1,4 +1,4 @@
-"""serve_gateway: a gateway process from start to stop."""
+"""serve_gateway: runs a gateway process from start to stop."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ from emberline.server.tracing import tracing
 
 log = logging.getLogger("emberline.gateway")
 
-LOOK = 5.0  # seconds between two looks at the catalogue's files
+LOOK = 5.0
 
 
 async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None:
-    """Runs until told to stop by a signal. `found`: the decoded configuration file."""
+    """Run a gateway until a signal stops it. `config_file`: the decoded configuration file."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
     exposed = is_exposed(listener) and not config.open
@@ -81,18 +81,24 @@ async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None
     )
     async with AsyncExitStack() as stack:
         app = await build(config, found, stack, needs_keys=exposed)
-        where = "" if config.api_keys else f"; the dashboard's key is in {config.admin_file}"
-        told = lambda: log.info("gateway at http://%s:%d%s", config.host, port, where)  # noqa: E731
-        await listen(CrossSiteGuard(app, policy, app.knows), listener, told, largest_message=config.max_body)
+        key_file = "" if config.api_keys else f" admin_key_file={config.admin_file}"
+
+        def log_start() -> None:
+            log.info("Gateway started: url=http://%s:%d%s", config.host, port, key_file)
+
+        await listen(CrossSiteGuard(app, policy, app.knows), listener, log_start, largest_message=config.max_body)
 
 
 async def build(
     config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExitStack, *, needs_keys: bool = False
 ) -> GatewayApp:
-    """Everything, put together; `stack` takes it apart again. `needs_keys`: every gateway is only for callers with a
-    key, whatever its settings say."""
-    given = read_gateways(found, config.engine)
-    fixed = _authenticated(config, given) if needs_keys else given
+    """Create the gateway's objects and return its application; closing `stack` closes them.
+
+    `require_keys`: every gateway requires a key, whatever its settings say.
+    """
+    configured = read_gateways(found, config.engine)
+    if needs_keys:
+        configured = _require_authentication(config, configured)
     clock, wall = SystemClock(), WallClock()
     store = await open_store(config.store_url)
     stack.push_async_callback(store.close)
@@ -103,17 +109,17 @@ async def build(
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
     prices = Prices(catalogue)
     attempts = Attempts(registry, Secrets(vault), upstream, prices, clock, wall)
-    journal = await stack.enter_async_context(LogWriter(store, linger=config.flush / 5))
-    limiter = await _limiter(config, store, clock, stack)
-    kept = await open_cache(config.cache, clock, wall, stack)
-    cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
+    log_writer = await stack.enter_async_context(LogWriter(store, linger=config.flush / 5))
+    limiter = await _open_limiter(config, store, clock, stack)
+    cache_store = await open_cache(config.cache, clock, wall, stack)
+    cached = Cached(cache_store, clock, semantic_by(upstream, config.engine, config.embedder, clock))
     claims = Claims(catalogue, prices)
     spans = await stack.enter_async_context(tracing(config.trace, "emberline-gateway"))
-    metrics = GatewayMetrics(clock, attempts.breakers, journal, cached, limiter, spans)
+    metrics = GatewayMetrics(clock, attempts.breakers, log_writer, cached, limiter, spans)
     outer = (
         metrics.layer,
         *([traced(spans.tracer, payloads=config.otlp_payloads)] if spans is not None else []),
-        logged(journal, clock),
+        logged(log_writer, clock),
         told,
         permitted,
     )
@@ -128,25 +134,25 @@ async def build(
         Continued(attempts, registry).layer,
         routed,
     )
-    book = Book(fixed, store, watch, config.engine, needs_keys=needs_keys)
-    keys = Keys(store, watch, wall, _configured(config))
+    settings_store = Book(configured, store, watch, config.engine, needs_keys=needs_keys)
+    keys = Keys(store, watch, wall, _configured_keys(config))
     breakers = attempts.breakers
     realtime = Realtime(registry, Secrets(vault), upstream, prices, clock, breakers, largest=config.max_body)
-    sockets = stacked((*outer, limited_sessions(limiter, claims, clock, wall)), realtime)
-    gateway = Gateway(stacked(layers, attempts), sockets, registry, book, keys, clock, wall)
-    desk = Desk(store, vault, wall, limiter, fixed=fixed, allow_private=config.private_providers)
-    admin = Admin(desk, __version__, catalogue)
+    session_handler = stacked((*outer, limited_sessions(limiter, claims, clock, wall)), realtime)
+    gateway = Gateway(stacked(layers, attempts), session_handler, registry, settings_store, keys, clock, wall)
+    context = Desk(store, vault, wall, limiter, fixed=configured, allow_private=config.private_providers)
+    admin = Admin(context, __version__, catalogue)
     models = ModelList(registry, vault, upstream, catalogue)
-    _beside(stack, Retention(store, fixed, wall).run())
-    _beside(stack, _follow(catalogue))
+    _start_task(stack, Retention(store, configured, wall).run())
+    _start_task(stack, _reload_catalogue(catalogue))
     queue = await stack.enter_async_context(Queue(store, gateway.answer, lambda: metrics.open, wall).running())
-    runs = Runs(gateway, queue, clock)
+    run_handler = Runs(gateway, queue, clock)
     return GatewayApp(
-        config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"), needs_keys
+        config, gateway, run_handler, admin, models, store, metrics, load_pages("gateway/index.html"), needs_keys
     )
 
 
-async def _limiter(config: GatewayConfig, store: Store, clock: Clock, stack: AsyncExitStack) -> Limiter:
+async def _open_limiter(config: GatewayConfig, store: Store, clock: Clock, stack: AsyncExitStack) -> Limiter:
     return await open_limiter(
         config.redis,
         clock,
@@ -158,36 +164,41 @@ async def _limiter(config: GatewayConfig, store: Store, clock: Clock, stack: Asy
     )
 
 
-def _authenticated(config: GatewayConfig, fixed: Fixed) -> Fixed:
-    """InvalidRequest where neither a key nor a setting shows that callers were meant to need one."""
-    if not config.api_keys and not all(settings.authentication for settings in fixed.values()):
+def _require_authentication(config: GatewayConfig, configured: Fixed) -> Fixed:
+    """Return the gateways with authentication required.
+
+    Raise InvalidRequest if there is no API key and some gateway does not require authentication by itself.
+    """
+    if not config.api_keys and not all(settings.authentication for settings in configured.values()):
         raise InvalidRequest(
-            f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use it",
+            f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use the"
+            " gateway",
             param="host",
             hint="give --api-key KEY, write `authentication = true` into every [gateways.NAME] of the configuration,"
-            " or --open if anyone may use it",
+            " or give --open to allow everyone",
         )
-    return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in fixed.items()}
+    return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in configured.items()}
 
 
-def _beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+def _start_task(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in the background until `stack` is closed."""
     task = asyncio.create_task(work)
     stack.callback(task.cancel)
 
 
-async def _follow(catalogue: CatalogueFiles) -> None:
-    """Prices change while a gateway runs."""
+async def _reload_catalogue(catalogue: CatalogueFiles) -> None:
+    """Read the price catalogue again when its files change."""
     while True:
         await asyncio.sleep(LOOK)
         try:
             if catalogue.refresh():
-                log.info("the catalogue was read again")
+                log.info("Price catalogue reloaded")
         except EmberlineError as e:
-            log.warning("%s", e)
+            log.warning("Reloading the price catalogue failed, the last one stays in use: error=%s", e)
 
 
-def _configured(config: GatewayConfig) -> dict[str, Identity]:
-    """Tokens of the configuration; without any, one that was made for whoever owns the machine."""
+def _configured_keys(config: GatewayConfig) -> dict[str, Identity]:
+    """Return the configured API keys; without any, the admin key in `admin_file`, created if missing."""
     tokens = config.api_keys or (SecretFile(config.admin_file).read(lambda: secrets.token_urlsafe(24)).strip(),)
     return {
         token: Identity(f"configured-{i}", f"configured {i}", "token", admin=True) for i, token in enumerate(tokens)
