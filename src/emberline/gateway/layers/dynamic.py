@@ -7,13 +7,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, ModelNotFound
 from emberline.gateway.call import DYNAMIC, POOL, Call, Handler, Reply, Step
 from emberline.gateway.costs.beside import Beside
 from emberline.gateway.errors import Broken, Forbidden, LimitExceeded, ProviderNotFound, UpstreamFailed
+from emberline.gateway.layers.balanced import Estimate
 from emberline.gateway.layers.limited import GRACE
 from emberline.gateway.layers.permitted import permits
 from emberline.gateway.layers.routed import rescuable
@@ -25,12 +25,6 @@ from emberline.gateway.routes.facts import CallFacts, answers_about_body
 from emberline.gateway.routes.graph import Graph, ModelElement, RateLimit
 from emberline.gateway.routes.walk import Plan, Walk
 from emberline.gateway.settings import Settings
-
-
-class Estimate(Protocol):
-    def at_most(self, call: Call) -> int | None:
-        """Micro-dollars that it may cost; None: not known."""
-        ...
 
 
 class Dynamic:
