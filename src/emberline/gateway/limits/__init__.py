@@ -1,1 +1,1 @@
-"""Limits on requests, tokens and money: reserved before a call, settled after it, given back when its holder died."""
+"""Limits on requests, tokens and money: reserved before a call, settled after it, released when the holder dies."""
