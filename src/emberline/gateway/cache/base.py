@@ -1,4 +1,4 @@
-"""CacheStore: the interface of stores for cache entries. A failing store acts as an empty one; it never fails a call."""
+"""CacheStore: the interface of stores for cache entries. A failing store acts as an empty one."""
 
 from __future__ import annotations
 

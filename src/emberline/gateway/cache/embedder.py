@@ -1,4 +1,4 @@
-"""TextEmbedder: turns texts into vectors, through any server with OpenAI's embeddings API, such as Emberline's engine."""
+"""TextEmbedder: turns texts into vectors through any server with OpenAI's embeddings API, such as Emberline."""
 
 from __future__ import annotations
 

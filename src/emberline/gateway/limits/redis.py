@@ -1,8 +1,8 @@
 """RedisLimiter: limits that all replicas share. A reservation is one call of a Lua script, which Redis runs atomically
 and by its own clock; a settlement is another, whose reply is not awaited by the call.
 
-If Redis is unavailable or refuses writes (disk or memory full, or it has become a replica), `degraded` (the option
---redis-gone) decides: `local` counts in this process, starting from zero, so that r replicas may pass r times the limit; `closed`
+If Redis is unavailable or refuses writes (disk or memory full, or it has become a replica), the setting redis_gone
+decides: `local` counts in this process, starting from zero, so that r replicas may pass r times the limit; `closed`
 refuses calls. Settlements that could not be sent are sent again when Redis is back."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RedisLimiter:
         if self._degraded == "closed":
             raise StoreFailed(
                 f"limits cannot be checked in Redis: {why.message}",
-                hint="retry, or start the gateway with --redis-gone local",
+                hint="retry, or set redis_gone = 'local' in the gateway's configuration",
             ) from why
         return await self._local.reserve(claims, now, hold)
 

@@ -82,7 +82,7 @@ class Pattern:
         self._steps[state, character] = following, ends
         return following, ends
 
-    # -- for the parser ----------------------------------------------------------------------------------------------
+    # -- for the parser ------------------------------------------------------------------------------------------------
 
     def one(self, accepts: Accepts) -> Part:
         if len(self.accepts) >= MOST_POSITIONS:
