@@ -430,7 +430,7 @@ def test_a_route_leads_to_who_can_be_there(world: World) -> None:
     [
         ([], "1 to 100"),
         (_without("s"), "one start"),
-        (_without("e"), "not there"),
+        (_without("e"), "does not exist"),
         ([*ELEMENTS, {"id": "e", "type": "end"}], "same id"),
         ([*ELEMENTS, {"id": "lost", "type": "end"}], "cannot be reached"),
         (_with("m", outputs={"success": {"elementId": "c"}}), "circle"),

@@ -1,4 +1,4 @@
-"""Fake replies of APIs that are none of the gateway's dialects: Cohere, Bedrock, Replicate and Google's token endpoint."""
+"""Fake replies of APIs that are none of the gateway's dialects: Cohere, Bedrock, Replicate, Google tokens."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class FakeCohere(FakeReply):
         yield sse.event("message-end", {"type": "message-end", "delta": end}), False
 
     def error(self, status: int) -> bytes:
-        return sse.dumps({"message": "as told"})
+        return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
         return sse.event(
-            "message-end", {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "as told"}}
+            "message-end", {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "injected error"}}
         )
 
 
@@ -71,7 +71,7 @@ class FakeInvoked(FakeReply):
             yield _wrapped("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abcd"}), content
 
     def error(self, status: int) -> bytes:
-        return sse.dumps({"message": "as told"})
+        return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
         return _exception()
@@ -140,7 +140,7 @@ class FakePredicted(FakeReply):
         yield b"event: done\nid: 1:1\ndata: {}\n\n", False
 
     def error(self, status: int) -> bytes:
-        return sse.dumps({"title": "Error", "detail": "as told", "status": status})
+        return sse.dumps({"title": "Error", "detail": "injected error", "status": status})
 
     def error_event(self) -> bytes:
         return b"event: error\ndata: injected error\n\n"

@@ -119,7 +119,7 @@ def understood(said: object) -> frozenset[str]:
             return frozenset()
         case "unsafe" if codes := _CODE.findall(rest):
             return frozenset(codes)
-    raise Broken(f"the judge's answer is neither safe nor unsafe with codes: {str(said)[:80]!r}")
+    raise Broken("the judge's answer is neither safe nor unsafe with codes: " + repr(str(said)[:80]))
 
 
 def decided(asked: Mapping[str, Verdict], found: frozenset[str] | None) -> list[tuple[str, Verdict]]:
