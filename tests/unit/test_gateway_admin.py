@@ -433,7 +433,7 @@ def test_a_route_leads_to_who_can_be_there(world: World) -> None:
         (_without("e"), "does not exist"),
         ([*ELEMENTS, {"id": "e", "type": "end"}], "same id"),
         ([*ELEMENTS, {"id": "lost", "type": "end"}], "cannot be reached"),
-        (_with("m", outputs={"success": {"elementId": "c"}}), "circle"),
+        (_with("m", outputs={"success": {"elementId": "c"}}), "cycle"),
         (_with("p", outputs={"90%": {"elementId": "m"}, "20%": {"elementId": "r"}}), "110%"),
         (_with("p", outputs={"90%": {"elementId": "m"}}), "90%"),
         (_with("p", outputs={"many": {"elementId": "m"}}), "10%"),
