@@ -322,7 +322,9 @@ def test_budgets_show_what_was_spent_as_it_happens(page: Chromium, gateway: Gate
     go(page, "budgets", "[data-spent=day] .meter")
     page.until(lambda: "blue" in page.text("[data-spent=teams]"), "who was seen is shown")
     spent = manage(gateway, "spent")["items"]
-    assert {item["budget"] for item in spent} == {"day", "teams", "house"} and "house" in page.text("#budgets-configured")
+    assert {item["budget"] for item in spent} == {"day", "teams", "house"} and "house" in page.text(
+        "#budgets-configured"
+    )
     used = next(item["used"] for item in spent if item["budget"] == "day")
     ask(gateway, "priced", headers=of("red"))
     assert used > 0

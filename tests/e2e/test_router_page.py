@@ -90,7 +90,9 @@ def test_requests_that_move_are_seen(browser: Chromium, fakes: Fakes) -> None:
     browser.until(lambda: int(number(browser, "streams moved", "#moves")) >= 1, "moves are counted")
     assert int(number(browser, "moved: broken", "#moves")) >= 1 and number(browser, "prefilled", "#moves") == "2"
     browser.until(lambda: number(browser, "KV published", "[data-name=p]") == "2", "transfers are shown")
-    browser.until(lambda: any("MB at" in number(browser, "KV received", f"[data-name={n}]") for n in "de"), "and how much")
+    browser.until(
+        lambda: any("MB at" in number(browser, "KV received", f"[data-name={n}]") for n in "de"), "and how much"
+    )
     browser.screenshot(SHOTS / "router-roles.png")
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
     assert fakes.status()["decisions"] == {"load": 1, "split": 2, "again": 2}
