@@ -1,4 +1,6 @@
-"""TextEmbedder: turns texts into vectors through any server with OpenAI's embeddings API, such as Emberline."""
+"""TextEmbedder: turns texts into vectors.
+
+It uses any server with OpenAI's embeddings API, such as Emberline."""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class _Answer(msgspec.Struct):
 
 class HttpEmbedder:
     def __init__(self, upstream: Upstream, url: str, model: str, *, patience: float = 0.5) -> None:
-        """`url` is the server's address without a path; `patience` is the timeout of a request in seconds."""
+        """`url` is the server's address without a path; `timeout_s` applies to each request."""
         self._upstream, self._url, self._model, self._patience = upstream, url.rstrip("/"), model, patience
         self.failures = 0
 

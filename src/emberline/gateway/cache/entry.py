@@ -1,4 +1,6 @@
-"""CacheEntry: a reply as it is stored, and as it is served again: a stream as a stream, with the same chunks."""
+"""CacheEntry: a reply as it is stored, and as it is served again.
+
+A stream is served again as a stream, with the same chunks."""
 
 from __future__ import annotations
 

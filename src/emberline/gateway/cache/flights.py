@@ -1,4 +1,6 @@
-"""SingleFlight: of equal calls that arrive at the same time one is sent, and the others wait for its reply."""
+"""SingleFlight: of equal calls that arrive at the same time, only one is sent.
+
+The others wait for its reply."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Flights:
         return flight
 
     def land(self, key: str, flight: asyncio.Future[Landing], how: Landing) -> None:
-        """Wake the waiting calls with the outcome; `left` means that the client of the sent call disconnected."""
+        """Wake the waiting calls with the outcome; `left`: the client of the sent call disconnected."""
         if not flight.done():
             flight.set_result(how)
             del self._running[key]

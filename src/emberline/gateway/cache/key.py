@@ -49,7 +49,7 @@ def scope(call: Call) -> list[str]:
 
 
 def _credentials(call: Call) -> list[str]:
-    """Return the provider credentials that the call brings or names; none if it uses the gateway's own keys."""
+    """Return the provider credentials that the call itself brings or names."""
     found = [f"alias {call.options.byok_alias}"] if call.options.byok_alias is not None else []
     found += _secrets(call.headers, call.query)
     for step in call.steps:  # a universal request has its keys in the steps

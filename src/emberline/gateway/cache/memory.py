@@ -12,7 +12,7 @@ OVERHEAD = 200  # approximate
 
 class MemoryCache:
     def __init__(self, clock: Clock, most: int = 64 << 20, largest: int = LARGEST) -> None:
-        """`most` and `largest` are the limits in bytes for all entries and for one."""
+        """`max_bytes` limits all entries together, `max_entry_bytes` each one."""
         self._clock, self._most, self._largest = clock, most, min(most, largest)
         self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # key -> expiry, entry
         self.size = self.failures = 0

@@ -64,7 +64,7 @@ class Nearest:
         self.size = 0
 
     def find(self, question: Question, vector: Vector, threshold: float, now: float) -> Near | None:
-        """Return the most similar question with the same exact features, or None if none reaches the threshold."""
+        """Return the most similar question with the same exact features, or None below the threshold."""
         partition = self._partitions.get(question.partition)
         if partition is None or partition.vectors[0].shape != vector.shape:
             return None

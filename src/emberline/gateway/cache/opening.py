@@ -49,7 +49,7 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
 
 
 def semantic_by(upstream: Upstream, url: str, model: str, clock: Clock) -> Callable[[], Semantic]:
-    """Return a function that makes the semantic cache; numpy is imported only when it is called."""
+    """Return a function that makes the semantic cache; it imports numpy when it is called."""
 
     def make() -> Semantic:
         from emberline.gateway.cache.embedder import HttpEmbedder

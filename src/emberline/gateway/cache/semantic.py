@@ -1,8 +1,8 @@
-"""SemanticCache: serves the reply to a similar question. It is off by default, because it can be wrong: questions that
-differ in one word have similar vectors even if that word changes the answer.
+"""SemanticCache: serves the reply to a similar question.
 
-Hence the threshold is high, numbers and negations must be equal, and everything but the last turn's wording must be
-equal. The mode `shadow` serves nothing, but compares the reply it would have served with the actual one."""
+It is off by default, because it can be wrong: questions that differ in one word have similar vectors even if that word
+changes the answer. Hence the threshold is high, numbers and negations must be equal, and everything but the last turn's
+wording must be equal. The mode `shadow` serves nothing, but compares the reply it would have served with the actual one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Semantic:
         self.stats = SemanticStats()
 
     async def look(self, call: Call) -> Look | None:
-        """Search for a similar question. Returns None if the call has no question or cannot be embedded."""
+        """Search for a similar question; returns None if the call has no question or embedding failed."""
         size = len(call.body)
         question = Question.of(call) if size < LARGE else await offload.run(size, Question.of, call)
         if question is None:

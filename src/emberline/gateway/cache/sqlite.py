@@ -29,7 +29,10 @@ CREATE INDEX IF NOT EXISTS entries_used ON entries (used);
 
 
 class SqliteCache:
-    """All database work runs in one thread. `synchronous = OFF`: a crash of the machine may lose cache entries."""
+    """A cache in one SQLite file; one thread does all database work.
+
+    `synchronous = OFF`: a crash of the machine may lose cache entries.
+    """
 
     def __init__(self, path: Path, wall: Clock, most: int = 1 << 30, largest: int = LARGEST) -> None:
         self._path, self._wall, self._most, self._largest = path, wall, most, min(most, largest)

@@ -58,7 +58,7 @@ class FakeCohere(FakeReply):
 
 
 class FakeInvoked(FakeReply):
-    """Claude on Bedrock."""
+    """Claude through Bedrock's InvokeModel API."""
 
     def __init__(self, path: str, asked: Json, words: int) -> None:
         super().__init__("anthropic", path, asked, words)
@@ -114,7 +114,10 @@ class FakeConversed(FakeInvoked):
 
 
 class FakePredicted(FakeReply):
-    """Creates a prediction, reports its status, or streams it; the URLs of a prediction contain its word count."""
+    """Replicate: creates a prediction, reports its status or streams it.
+
+    The URLs of a prediction contain its word count.
+    """
 
     def __init__(self, path: str, host: str, asked: Json, words: int) -> None:
         super().__init__("raw", path, asked, words)

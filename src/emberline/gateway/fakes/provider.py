@@ -57,7 +57,9 @@ class Asked:
 
 @dataclass
 class FakeProvider:
-    """`script` has one fault for each of the next requests; after them `fault` applies to all. "" is no fault.
+    """A fake provider on a port of this machine.
+
+    `script` has one fault for each of the next requests; after them `fault` applies to all. "" is no fault.
 
     A request whose model is named like a fault gets that fault ("cut@5": after five pieces of content).
     """

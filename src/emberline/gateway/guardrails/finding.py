@@ -1,4 +1,6 @@
-"""GuardrailFinding: that a guardrail found something, where, and what is done about it. It never contains the text."""
+"""GuardrailFinding: that a guardrail found something, where, and what is done about it.
+
+It never contains the text that was found."""
 
 from __future__ import annotations
 

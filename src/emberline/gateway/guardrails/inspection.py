@@ -156,7 +156,7 @@ def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> Inspected:
 
 
 def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list[Finding]]:
-    """Return the query with redactions (the same string if there are none) and findings. Keys are kept."""
+    """Return the query with redactions, the same string if there are none, and the findings. Keys stay."""
     inspector = Inspector(rules, "REQUEST")
     pairs = [list(pair) for pair in parse_qsl(query, keep_blank_values=True)]
     texts = ((number, pair, i) for number, pair in enumerate(pairs) for i in (0, 1) if pair[0] not in SECRET)
@@ -198,7 +198,7 @@ def _is_zlib(body: bytes) -> bool:
 
 
 def _inspect_text(inspector: Inspector, body: bytes, kind: str) -> bytes | None:
-    """Redact a body that is not JSON, a form part by part; return None if unchanged. Binary data is skipped."""
+    """Return a body that is not JSON with redactions, or None if unchanged. Binary data is skipped."""
     if kind.startswith("multipart/") and (boundary := _boundary(kind)):
         parts = body.split(boundary)
         new_parts = [_inspect_text(inspector, part, "") for part in parts]
@@ -219,9 +219,10 @@ def _boundary(kind: str) -> bytes:
 
 
 def decoded(body: bytes) -> Any:
-    """Return the decoded JSON, or None if the body is not JSON. Invalid UTF-8 is replaced, as lenient parsers do.
+    """Return the decoded JSON, or None if the body is not JSON.
 
-    Raises RecursionError for JSON that is nested too deeply, which must not be mistaken for a body that is not JSON.
+    Invalid UTF-8 is replaced, as lenient parsers do. Raises RecursionError for JSON that is nested too deeply, which
+    must not be mistaken for a body that is not JSON.
     """
     if body.lstrip()[:1] not in (b"{", b"["):
         return None

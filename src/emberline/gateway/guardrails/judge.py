@@ -1,4 +1,6 @@
-"""JudgeClient: asks models whether a text is safe. The cost of a judge is billed with the call that it judges."""
+"""JudgeClient: asks models whether a text is safe.
+
+The cost of a judge is billed with the call that it judges."""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ class Judges:
 
 
 def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
-    """Return the messages for a judge; a dedicated safety model (empty instructions) gets the text only."""
+    """Return the messages for a judge; a safety model with empty instructions gets the text only."""
     if judge.instructions == "":
         return [{"role": "user", "content": text}]
     categories = "\n".join(f"{code}: {name}" for code, name in CATEGORIES.items())
@@ -112,7 +114,7 @@ def _content(body: bytes) -> Any:
 
 
 def understood(said: object) -> frozenset[str]:
-    """Return the categories of a judge's answer. Raises Broken unless it is "safe", or "unsafe" with codes."""
+    """Return the categories of a judge's answer. Raises Broken unless it is safe, or unsafe with codes."""
     first, _, rest = (said if isinstance(said, str) else "").strip().partition("\n")
     match first.strip().lower().rstrip("."):
         case "safe" if not rest.strip():

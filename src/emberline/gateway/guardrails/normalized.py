@@ -80,7 +80,7 @@ class NormalizedText:
         return position + bisect_right(self._shifted, position) if self._shifted else position
 
     def position(self, written: int) -> int:
-        """Return the position in the normalized text of an original one, or of the next that is not removed."""
+        """Return the normalized position of an original one, or of the next one that is not removed."""
         return written - bisect_left(self._removed, written) if self._removed else written
 
 

@@ -40,7 +40,7 @@ _IN_KEYS = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "git
 
 
 def _at(begins: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern`, tried only where `begins` matches, which is rare in most texts."""
+    """Yield the matches of `pattern`, tried only where `start_pattern` matches, which is rare."""
     for found in begins.finditer(text, start):
         if (whole := pattern.match(text, found.start())) is not None:
             yield whole
@@ -191,7 +191,7 @@ def _keys(text: str, start: int) -> Iterator[Span]:
 
 
 def _mixed(secret: str) -> bool:
-    """Return whether the secret has letters and digits, as random ones do; identifiers are words with dashes."""
+    """Return whether the secret has letters and digits, as random secrets do and identifiers rarely do."""
     return any(c.isdecimal() for c in secret) and any(c.isalpha() for c in secret)
 
 

@@ -1,4 +1,6 @@
-"""Scanner: the matches of a gateway's rules in a text, and the part of a growing text that is still undecided."""
+"""Scanner: the matches of a gateway's rules in a text.
+
+It also finds the end of a growing text that is still undecided."""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Scanner:
         return next((rule.name for rule, _ in self._rules if rule.action != "flag"), "")
 
     def find(self, text: str, start: int = 0) -> list[Span]:
-        """Return the matches from `start` on, ordered by position. What several rules match is listed several times."""
+        """Return the matches from `start` on, ordered by position, one for each rule that matches."""
         normalized = NormalizedText(text)
         begin, to_original = normalized.position(start), normalized.written
         matches = [

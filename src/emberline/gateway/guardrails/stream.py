@@ -3,7 +3,7 @@
 Redacted text is cut from the events that contain it. A blocked match ends the stream before the first event that
 contains any of it. If a text is interrupted by another one (a tool's arguments), its undecided end is released so that
 the other does not wait; if it then continues, a match across both halves is found and its second half held back.
-`hold` keeps everything until the end, for judges that may block."""
+`hold_all` keeps everything until the end, for judges that may block."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class GuardedStream:
     def __init__(
         self, stream: Stream, scanner: Scanner, warden: Warden, *, judged: bool = False, hold: bool = False
     ) -> None:
-        """`judged`: judges read the whole text at the end. `hold`: nothing is released before."""
+        """`is_judged`: judges read the whole text at the end. `hold_all`: nothing is released before."""
         self._stream, self._scanner, self._warden = stream, scanner, warden
         self._judged, self._hold = judged, hold
         self._splitter = Splitter()

@@ -1,6 +1,6 @@
-"""JsonText: every text in the JSON of a request, a reply or an event, also in fields that are unknown here.
+"""JsonText: every text in the JSON of a request, a reply or an event.
 
-Identifiers and binary data are skipped."""
+Texts in unknown fields are included; identifiers and binary data are skipped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Text(NamedTuple):
 
     @property
     def voice(self) -> Path:
-        """The choice that the text of an event belongs to; texts of one choice are streamed one after the other."""
+        """The choice that the text of an event belongs to; texts of one choice are streamed in sequence."""
         return self.path[1 : self._answer]
 
     @property

@@ -1,5 +1,7 @@
-"""TextWindow: a text that arrives in pieces. What is decided can be released; what may still become part of a match is
-held back, so that not one character of a match is released, however the text was split. `stream.py` uses it.
+"""TextWindow: a text that arrives in pieces, of which the decided part can be released.
+
+What may still become part of a match is held back, so that not one character of a match is released, however the text
+was split. `stream.py` uses it.
 
 TextSeries: texts that clients concatenate, such as the parts of one message. They are searched as one text, with and
 without a line break between two parts, as those of a whole reply are (`inspection.py`)."""
@@ -58,7 +60,7 @@ class Piece:
 
 class Window:
     def __init__(self, scanner: Scanner, joint: str = "") -> None:
-        """`joint` is put between two parts."""
+        """`separator` is put between two parts."""
         self._scanner, self._joint = scanner, joint
         self._text = ""
         self._base = 0  # position at which `_text` begins
@@ -104,7 +106,7 @@ class Window:
         piece.placed.append(placed)
 
     def look(self, *, last: bool = False) -> list[Span]:
-        """Return the matches that are now decided. `last`: all text must be released, even if more may follow."""
+        """Return the matches that are now decided; with `last` the whole text is, even if more may follow."""
         scanned = 0
         while self._coming and scanned + len(self._coming[0]) <= AT_ONCE:
             scanned += len(self._coming[0])
@@ -131,7 +133,7 @@ class Window:
 
     @staticmethod
     def _before_findings(found: list[Span], until: int, end: int) -> int:
-        """Return the last position up to `until` inside no match. A match at the end of the text may continue."""
+        """Return the last position up to `until` in no match; one at the end of the text may continue."""
         while open_ := [s.start for s in found if s.start < until and (s.end > until or s.end == end)]:
             until = min(open_)
         return until

@@ -1,1 +1,3 @@
-"""The layers (middleware) that every call passes. Each takes a handler and returns one; `stack` composes them."""
+"""The layers (middleware) that every call passes.
+
+Each takes a handler and returns one; `stack` composes them."""

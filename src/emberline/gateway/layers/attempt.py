@@ -1,4 +1,4 @@
-"""RetryHandler: the innermost handler, which sends one step of a call to its provider and retries failures.
+"""RetryHandler: the innermost handler. It sends one step of a call to its provider and retries failures.
 
 A reply is returned only once it is certain to begin: a whole reply that passed its checks, or a stream that has
 delivered its first content."""
@@ -36,7 +36,7 @@ _NOT_OURS = HELD | {"content-encoding", "set-cookie", "server", "date", "alt-svc
 
 
 def _in_pieces(call: Call, incoming: Incoming) -> bool:
-    """Return whether the reply is passed on in chunks; one of an unknown dialect is, unless it is JSON."""
+    """Return whether the reply is passed on in chunks, as one of an unknown dialect that is not JSON is."""
     return call.stream or (call.dialect == "raw" and incoming.kind != "application/json")
 
 

@@ -1,4 +1,6 @@
-"""The layer that replaces a pool by a list of steps, the selected member first, and records how its members perform."""
+"""The layer that replaces a pool by a list of steps, the selected member first.
+
+It also records how the members of the pool perform."""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Estimate(Protocol):
 
 
 def balanced(estimate: Estimate, clock: Clock) -> Layer:
-    """Return the layer. Statistics are kept per gateway: one tenant's failures do not move another's calls."""
+    """Return the layer that selects pool members.
+
+    Statistics are kept per gateway: one tenant's failures do not move another's calls.
+    """
     balancers: dict[tuple[str, str], Balance] = {}
 
     def layer(inner: Handler) -> Handler:
@@ -92,7 +97,7 @@ def _cost(call: Call, member: Member, estimate: Estimate) -> int | None:
 
 
 def _seed(call: Call) -> str:
-    """Return the same seed for calls of one session, and for equal calls whose reply may be in the cache."""
+    """Return an equal seed for calls of one session, and for equal calls that may share a cached reply."""
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id
     if not lifetime(call):

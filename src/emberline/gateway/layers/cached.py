@@ -49,7 +49,7 @@ class Cached:
         wait: float = WAIT,
         largest: int = LARGEST,
     ) -> None:
-        """`semantic` is called when the first gateway with a semantic cache uses it."""
+        """`make_semantic` is called when a gateway first uses the semantic cache."""
         self._store, self._clock, self._make = store, clock, semantic
         self._wait, self._largest = wait, largest
         self.semantic: Semantic | None = None
@@ -67,7 +67,7 @@ class Cached:
         return handle
 
     async def _known(self, ask: _Ask) -> Reply | None:
-        """Return the cached reply, after waiting for an equal call in flight, or None if the call must be sent."""
+        """Return the cached reply, or None if the call must be sent. Waits for an equal call in flight."""
         deadline = min(self._clock.now() + self._wait, ask.call.deadline)
         waited = False
         while True:

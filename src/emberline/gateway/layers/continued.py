@@ -84,7 +84,7 @@ class _Onward:
     registry: Registry
 
     async def ask(self, said: str, broken: Reply) -> tuple[Reply, Seam] | None:
-        """Return a reply that continues the text, and the seam to join it at; None if no step can continue it."""
+        """Return a reply that continues the text, and the seam to join it at, or None if no step can."""
         attempts = self.call.options.max_attempts or self.call.settings.retries.attempts
         if self.again and (attempts == 1 or broken.error == TimedOut.code):  # no retry of a provider that timed out
             return None

@@ -76,7 +76,7 @@ class Dynamic:
 
 
 class _Errand:
-    """One call on its way through a route."""
+    """The progress of one call through a route: its reservations, its last reply and its last error."""
 
     def __init__(self, dynamic: Dynamic, call: Call, walk: Walk, inner: Handler) -> None:
         self._dynamic, self._call, self._walk, self._inner = dynamic, call, walk, inner

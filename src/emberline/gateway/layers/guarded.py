@@ -43,7 +43,7 @@ _CHECKS: dict[Side, Check] = {"prompt": "REQUEST", "reply": "RESPONSE"}
 
 class Guarded:
     def __init__(self, ask: Handler, clock: Clock) -> None:
-        """`ask` is the handler that sends a judge's question to its model."""
+        """`judge_handler` sends a judge's question to its model."""
         self._judges = Judges(ask, clock)
 
     def layer(self, inner: Handler) -> Handler:
@@ -130,7 +130,7 @@ class Watch:
         return result
 
     def _unreadable(self, rules: tuple[PatternRule, ...], encoding: str, error: Unreadable) -> Inspected:
-        """Raise InvalidRequest if a rule redacts or blocks; otherwise record a finding and let the body pass."""
+        """Let an unreadable body pass with a finding. Raises InvalidRequest if a rule redacts or blocks."""
         if strict := next((rule.name for rule in rules if rule.action != "flag"), ""):
             raise InvalidRequest(
                 f"guardrail {strict!r} cannot read the body with content-encoding {encoding[:40]!r}: {error}",
@@ -180,7 +180,7 @@ class Watch:
         return scanner.strictest or next((each.name for each in judges if each.blocks("reply")), "")
 
     def _unread(self, reply: Reply, policy: str) -> None:
-        """Block a reply that cannot be checked: a stream without events, or JSON that is nested too deeply."""
+        """Block a reply that cannot be checked: a stream without events, or JSON nested too deeply."""
         finding = Finding(policy, "unchecked", "RESPONSE", "block")
         self.note(finding)
         self._tell()

@@ -1,7 +1,7 @@
-"""The layer that calls a second pool member when the first takes too long, and returns the reply that begins first.
+"""The layer that calls a second pool member when the first takes too long.
 
-The other call is cancelled. What it cost is billed with the reply; if it had not begun to answer, its input is
-estimated."""
+The reply that begins first is returned and the other call is cancelled. What the cancelled call cost is billed with the
+reply; if it had not begun to answer, its input is estimated."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ GRACE = 5.0  # how long a reservation outlasts the deadline of its call
 
 
 def limited(limiter: Limiter, sizes: Sizes, prices: Prices, clock: Clock, wall: Clock) -> Layer:
-    """Return the layer. `clock` is monotonic; `wall` is in seconds since the epoch."""
+    """Return the layer that enforces limits. `clock` is monotonic; `wall` is in seconds since the epoch."""
     claim_builder = Claims(sizes, prices)
 
     def layer(inner: Handler) -> Handler:

@@ -18,7 +18,7 @@ from emberline.gateway.realtime.realtime import Joined
 
 
 def limited_sessions(limiter: Limiter, claimed: Claims, clock: Clock, wall: Clock) -> Layer:
-    """Return the layer. `clock` is monotonic; `wall` is in seconds since the epoch."""
+    """Return the layer for realtime sessions. `clock` is monotonic; `wall` is in seconds since the epoch."""
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: Call) -> Reply:

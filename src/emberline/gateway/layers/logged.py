@@ -1,4 +1,6 @@
-"""The layer that writes one log record for every call when its reply has ended, and names the record in the headers."""
+"""The layer that writes one log record for every call when its reply has ended.
+
+The headers of the reply name the record."""
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ def heads(call: Call, reply: Reply) -> None:
 
 
 def asked(call: Call, reply: Reply) -> bytes:
-    """Return the request body to log. Of a list of steps only the one that answered: the list contains keys."""
+    """Return the request body to log: of a list of steps only the one that answered.
+
+    The list itself contains keys.
+    """
     if call.redacted:
         return call.redacted[-1]
     own = call.steps[reply.step].body if reply.step < len(call.steps) else None
@@ -71,7 +76,7 @@ def asked(call: Call, reply: Reply) -> bytes:
 
 
 def _kept(call: Call, reply: Reply) -> list[bytes] | None:
-    """Return the list that collects the reply's bytes as they pass, or None if payloads are not logged."""
+    """Return the list that collects the reply's bytes, or None if payloads are not logged."""
     is_enabled = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
     is_private = call.settings.zdr if call.options.zdr is None else call.options.zdr
     if not is_enabled or is_private:

@@ -1,4 +1,6 @@
-"""The layer that turns exceptions into replies in the client's dialect, so that the outer layers see replies only."""
+"""The layer that turns exceptions into replies in the client's dialect.
+
+The layers outside of it see replies only."""
 
 from __future__ import annotations
 

@@ -57,12 +57,12 @@ class Limiter(Protocol):
     async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
         """Reserve all claims. Raises LimitExceeded or StoreFailed.
 
-        `now` is in seconds since the epoch; `hold` is how many seconds the call may take.
+        `now` is in seconds since the epoch; `hold_s` is how many seconds the call may take.
         """
         ...
 
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
-        """Replace the reserved amounts by the amounts used. Never blocks and never fails, so it can end a call."""
+        """Replace the reserved amounts by the amounts used. It never blocks or fails, so it can end a call."""
         ...
 
     async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:

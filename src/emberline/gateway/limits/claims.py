@@ -1,4 +1,6 @@
-"""ClaimBuilder: what a call claims from each limit that applies to it: one request, and the most it can use."""
+"""ClaimBuilder: what a call claims from each limit that applies to it.
+
+That is one request, and the most tokens or money that it can use."""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def rules_of(settings: Settings) -> tuple[Rule, ...]:
 
 
 def splits_by_caller(rule: Rule, pinned: Collection[str]) -> tuple[str, ...]:
-    """Return the metadata names of the rule's split that callers can choose: all but `pinned`."""
+    """Return the metadata names of the rule's split that callers can choose."""
     names = (each.removeprefix("metadata.") for each in rule.split if each.startswith("metadata."))
     return tuple(name for name in names if name not in pinned)
 
@@ -131,7 +133,7 @@ def facts_of(call: Call) -> dict[str, str]:
 
 
 def _known(rule: Rule, amount: int | None, call: Call) -> int:
-    """Return the amount, or 0 for an unknown price. Raises Forbidden if the budget refuses unpriced models."""
+    """Return the amount, or 0 for an unknown price. Raises Forbidden if the budget needs a price."""
     if amount is None and rule.unpriced == "refuse":
         raise Forbidden(
             f"budget {rule.name!r} needs a price, and the price of {call.provider}/{call.model} is unknown"[:300],

@@ -1,6 +1,7 @@
-"""The remaining limits as headers in OpenAI's format: x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}.
+"""The remaining limits as headers in OpenAI's format.
 
-If several rules count the same unit, the one with the smallest fraction left is reported."""
+The headers are x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}. If several rules count the same unit, the
+one with the smallest fraction left is reported."""
 
 from __future__ import annotations
 

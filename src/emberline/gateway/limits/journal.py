@@ -57,7 +57,7 @@ class CounterJournal:
                 os.close(file)
 
     def write(self, line: bytes) -> None:
-        """Append a line, a Counter as JSON. A write error is logged once, and limits continue without the journal."""
+        """Append a line, a Counter as JSON. A write error is logged once and not raised."""
         file = self._file
         end = file.end + len(line)
         try:
@@ -84,7 +84,7 @@ class CounterJournal:
         (self._directory / f"{name}.journal").unlink(missing_ok=True)
 
     def close(self) -> str:
-        """Return the name of the last file."""
+        """Close the journal and return the name of its last file."""
         self._file.close()
         return self._file.path.stem
 

@@ -1,4 +1,6 @@
-"""LocalLimiter: exact limits in one process. It never awaits, so that a reservation is one step of the event loop."""
+"""LocalLimiter: exact limits in one process.
+
+It never awaits, so that a reservation is one step of the event loop."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ async def open_limiter(
 ) -> Limiter:
     """Open a limiter, which `stack` closes. An unreachable Redis does not prevent the start.
 
-    Without Redis, `store` keeps counters over restarts: they are written to it every `interval` seconds, and until then
-    are in files of the directory `journal`.
+    Without Redis, `store` keeps counters over restarts: they are written to it every `store_interval_s` seconds, and
+    until then are in files of `journal_directory`.
     """
     if url is None and store is not None and journal is not None:
         stored = StoredLimiter(store, CounterJournal(journal), WallClock(), interval)

@@ -1,5 +1,7 @@
-"""RedisLimiter: limits that all replicas share. A reservation is one call of a Lua script, which Redis runs atomically
-and by its own clock; a settlement is another, whose reply is not awaited by the call.
+"""RedisLimiter: limits that all replicas share.
+
+A reservation is one call of a Lua script, which Redis runs atomically and by its own clock; a settlement is another,
+whose reply is not awaited by the call.
 
 If Redis is unavailable or refuses writes (disk or memory full, or it has become a replica), the setting redis_gone
 decides: `local` counts in this process, starting from zero, so that r replicas may pass r times the limit; `closed`
@@ -89,14 +91,15 @@ class RedisLimiter:
         return await self._local.reserve(claims, now, hold)
 
     def _keys(self, claims: Sequence[Claim]) -> list[str]:
-        """Return the keys of the claims; the part in braces puts all of a call on one shard of a cluster."""
+        """Return the Redis keys of the claims; the part in braces puts all of a call on one cluster shard."""
         buckets = [f"{self._prefix}:{{{claim.gateway}}}:{claim.bucket}" for claim in claims]
         return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
 
     def _send(self, words: list[str | int], *, text: bool = False, again: bool = False) -> None:
         """Send a settlement, or queue it if Redis is unavailable.
 
-        `text` sends the script itself, for a Redis that does not have it cached. `again` marks a second attempt.
+        `with_script_text` sends the script itself, for a Redis that does not have it cached. `is_resend` marks a second
+        attempt.
         """
         script = ("EVAL", self._settle.text) if text else ("EVALSHA", self._settle.sha)
         try:

@@ -1,4 +1,6 @@
-"""LimitRule: at most so many requests, tokens or micro-dollars in a window, for all callers together or each apart.
+"""LimitRule: at most so many requests, tokens or micro-dollars in a window.
+
+A rule applies to all callers together, or to each value of an attribute separately:
 
     [[limits]]
     name = "each-team"
@@ -63,7 +65,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @staticmethod
     def read(found: Iterable[Mapping[str, Any]], amount: Amount = "requests") -> tuple[Rule, ...]:
-        """Parse rules from decoded TOML or JSON. `amount` is the unit of rules that name none.
+        """Parse rules from decoded TOML or JSON. `default_unit` is the unit of rules that name none.
 
         Raises InvalidRequest.
         """

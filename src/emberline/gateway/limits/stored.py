@@ -37,7 +37,7 @@ class CounterStore(Protocol):
 
 class StoredLimiter(LocalLimiter):
     def __init__(self, store: CounterStore, journal: CounterJournal, wall: Clock, interval: float) -> None:
-        """`interval` is in seconds between two writes to the store; `wall` is in seconds since the epoch."""
+        """`store_interval_s` is the time between two writes; `wall` is in seconds since the epoch."""
         super().__init__()
         self._store, self._journal, self._wall, self._interval = store, journal, wall, interval
         self._restored: dict[tuple[str, str], dict[int, int]] = {}

@@ -1,6 +1,7 @@
-"""LoadBalancer: the order in which the members of a pool are tried. Pure: time and randomness are passed in.
+"""LoadBalancer: the order in which the members of a pool are tried.
 
-A failed member is skipped for a back-off that doubles up to 30 s, unless every member is in back-off."""
+It is pure: time and randomness are passed in. A failed member is skipped for a back-off that doubles up to 30 s, unless
+every member is in back-off."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Balance:
     ) -> list[Member]:
         """Return the members in the order in which to try them.
 
-        `costs` are the micro-dollars of this call at each member, None if unknown. `chance` returns a random number in
+        `costs` are the micro-dollars of this call at each member, None if unknown. `draw` returns a random number in
         [0, 1).
         """
         order = sorted(range(len(members)), key=lambda i: _lot(members[i].weight, chance()))

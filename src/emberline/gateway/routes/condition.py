@@ -1,7 +1,7 @@
-"""Conditions on a call in MongoDB's syntax: {"metadata.plan": {"$in": ["free", "trial"]}}, compiled to predicates.
+"""Conditions on a call in MongoDB's syntax, compiled to predicates.
 
-A missing value equals null, is in a list only if the list contains null, and is neither greater nor less than any
-value."""
+An example is {"metadata.plan": {"$in": ["free", "trial"]}}. A missing value equals null, is in a list only if the list
+contains null, and is neither greater nor less than any value."""
 
 from __future__ import annotations
 

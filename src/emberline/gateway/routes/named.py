@@ -11,7 +11,8 @@ from emberline.gateway.settings import Settings
 def resolve(model: str, settings: Settings, *, named: bool = False) -> tuple[str, str]:
     """Return the provider and its own name of the model.
 
-    With `named`, InvalidRequest is raised if the name has no known provider; otherwise the default provider is used.
+    With `require_provider`, InvalidRequest is raised if the name has no known provider; otherwise the default provider
+    is used.
     """
     model = settings.models.get(model, model)
     if model in settings.pools:

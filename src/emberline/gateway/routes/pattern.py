@@ -31,7 +31,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 @dataclass(slots=True)
 class Part:
-    """A part of the expression: whether it can be empty, and the positions (bits) it may begin and end with."""
+    """A part of the expression, with the positions (as bits) that it may begin and end with."""
 
     empty: bool
     first: int

@@ -1,4 +1,6 @@
-"""PatternParser: parses a regular expression to a Pattern. A repeated part is parsed again for each repetition."""
+"""PatternParser: parses a regular expression to a Pattern.
+
+A repeated part is parsed again for each repetition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads the body of the universal endpoint: a list of steps, each with its provider, endpoint, headers and query."""
+"""Reads the body of the universal endpoint, which is a list of steps.
+
+Each step has its provider, endpoint, headers and query."""
 
 from __future__ import annotations
 

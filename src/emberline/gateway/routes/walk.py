@@ -1,6 +1,7 @@
-"""RouteTraversal: one call's way through a route. Pure: random choices are a hash of a seed, the same for equal seeds.
+"""RouteTraversal: one call's way through a route.
 
-It stops at each element that needs an action (a rate limit or a model), and continues with the action's result."""
+It stops at each element that needs an action (a rate limit or a model), and continues with the action's result. It is
+pure: random choices are a hash of a seed, the same for equal seeds."""
 
 from __future__ import annotations
 
