@@ -2,7 +2,8 @@
 
 It is off by default, because it can be wrong: questions that differ in one word have similar vectors even if that word
 changes the answer. Hence the threshold is high, numbers and negations must be equal, and everything but the last turn's
-wording must be equal. The mode `shadow` serves nothing, but compares the reply it would have served with the actual one."""
+wording must be equal. The mode `shadow` serves nothing, but compares the reply it would have served with the actual
+one."""
 
 from __future__ import annotations
 
