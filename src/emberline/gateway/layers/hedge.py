@@ -50,11 +50,11 @@ class _Race:
                 self._start(at_step(self.call, step, 1, True).moved(steps=(step,)))
                 winner = await self._first()
             winner = winner or first.result()  # raises the error of the first attempt
-            side_costs = await self._stopped(winner)
+            extra_cost = await self._stopped(winner)
         except BaseException:  # the client may leave after a reply has begun
             await self._stopped(None)
             raise
-        winner.endings.append(side_costs.add)
+        winner.endings.append(extra_cost.add)
         return winner
 
     def _start(self, call: Call) -> asyncio.Task[Reply]:
@@ -73,17 +73,17 @@ class _Race:
         return None
 
     async def _stopped(self, winner: Reply | None) -> Beside:
-        side_costs = Beside()
+        extra_cost = Beside()
         running = [task for task in self.runners if not task.done()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for task, (call, started_at) in self.runners.items():
             if task.cancelled():
-                self._outrun(call, started_at, side_costs)
+                self._outrun(call, started_at, extra_cost)
             elif task.exception() is None and task.result() is not winner:
-                await side_costs.drop(task.result())
-        return side_costs
+                await extra_cost.drop(task.result())
+        return extra_cost
 
     def _outrun(self, call: Call, began: float, beside: Beside) -> None:
         seconds, key = self.clock.now() - began, call.options.byok_alias or ""
