@@ -321,7 +321,7 @@ def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> Non
     status, _, body = gateway.post("/v1/default/default", [step("dynamic/x"), step("oai/a")])
     assert status == 400 and b"only step" in body
     status, _, body = gateway.post("/v1/default/default", [step("dynamic/not-there")])
-    assert status == 404 and b"no route" in body  # it was looked for
+    assert status == 404 and b"does not exist" in body
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_errors_of_providers(gateway: Gateways, socket: Connection) -> None:
 def test_who_may_come_in(gateway: Gateways) -> None:
     with pytest.raises(InvalidStatus) as refused:
         opened(gateway)
-    assert refused.value.response.status_code == 401 and b"needs a key" in (refused.value.response.body or b"")
+    assert refused.value.response.status_code == 401 and b"requires a key" in (refused.value.response.body or b"")
     wrong = {"cf-aig-authorization": "Bearer egt_not-one-of-ours"}
     with pytest.raises(InvalidStatus) as refused:
         opened(gateway, additional_headers=wrong)
