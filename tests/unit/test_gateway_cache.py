@@ -135,7 +135,7 @@ def test_custom_key_replaces_the_steps_but_not_their_credentials() -> None:
     assert len(set(keys)) == len(keys)
     assert key({"user-agent": "x"}, "elsewhere?alt=sse") == key({})
     assert key({"authorization": "Bearer a"}, identity=ALICE) != key({"authorization": "Bearer b"}, identity=ALICE), (
-        "as of a call"
+        "custom keys keep credentials apart"
     )
 
 

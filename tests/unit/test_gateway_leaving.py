@@ -1,4 +1,4 @@
-"""A client that disconnects at any moment: replies are closed once, calls are logged once, and nothing stays reserved."""
+"""A client that disconnects at any moment: replies are closed once, calls logged once, and nothing stays reserved."""
 
 from __future__ import annotations
 
