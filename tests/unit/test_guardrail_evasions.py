@@ -149,7 +149,7 @@ def test_no_digit_of_a_card_leaves_a_split_stream(name: str) -> None:
         assert made.replace(" 123", "") == "it is [payment_card] now, see you later"
 
 
-# -- request fields ---------------------------------------------------------------------------------------------------
+# -- request fields ----------------------------------------------------------------------------------------------------
 
 
 def inspect(body: Any, **headers: str) -> tuple[Any, list[str]]:
