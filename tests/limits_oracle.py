@@ -1,4 +1,4 @@
-"""The meaning of a limit, spelled out with a list of everything that ever happened; and steps to try a limiter with."""
+"""An oracle for limits, which computes usage from a list of all events, and steps to compare a limiter with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Oracle:
     events: list[Event] = field(default_factory=list)
 
     def counts(self, at: int, now: int) -> bool:
-        """Whether something of the moment `at` still counts now."""
+        """Return whether usage at time `at` still counts now."""
         per = self.rule.per
         if per == "month" and self.rule.technique == "fixed":
             then, today = (datetime.fromtimestamp(t / 1000, UTC) for t in (at, now))
@@ -40,12 +40,12 @@ class Oracle:
         return now // slot - at // slot <= -(-length // slot)
 
     def used(self, now: int) -> int:
-        return sum(event.amount for event in self.events if self._there(event, now) and self.counts(event.at, now))
+        return sum(event.amount for event in self.events if self._is_counted(event, now) and self.counts(event.at, now))
 
     def reserve(self, amount: int, now: int, hold: int) -> int | None:
         left = self.rule.limit - self.used(now)
-        alone = not any(event.held and event.expires > now for event in self.events)
-        granted = amount if amount <= left else left if left > 0 and alone else None
+        is_alone = not any(event.held and event.expires > now for event in self.events)
+        granted = amount if amount <= left else left if left > 0 and is_alone else None
         if granted is not None:
             self.events.append(Event(now, granted, now + hold))
         return granted
@@ -54,7 +54,7 @@ class Oracle:
         event.amount, event.held = actual, False
 
     @staticmethod
-    def _there(event: Event, now: int) -> bool:
+    def _is_counted(event: Event, now: int) -> bool:
         return not event.held or event.expires > now
 
 
@@ -66,7 +66,7 @@ RULES = st.builds(
     per=st.sampled_from([1, 7, 60, 100, "minute", "hour", "month"]),
     technique=st.sampled_from(["fixed", "sliding"]),
 ).filter(lambda rule: not (rule.per == "month" and rule.technique == "sliding"))
-# (what, amount, milliseconds held or passed, which reservation)
+# (action, amount, milliseconds to hold or to wait, index of the reservation)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["reserve", "reserve", "settle", "wait"]),
@@ -78,29 +78,31 @@ STEPS = st.lists(
 )
 
 
-async def compare(limiter: Limiter, rule: Rule, steps: list[tuple[str, int, int, int]], move: object = None) -> None:
-    """The limiter and the oracle say the same at every step. `move` tells time to a limiter with its own clock."""
+async def compare(
+    limiter: Limiter, rule: Rule, steps: list[tuple[str, int, int, int]], set_time: object = None
+) -> None:
+    """Assert that limiter and oracle agree at every step. `set_time` sets the clock of a limiter that has its own."""
     oracle, now = Oracle(rule), START
-    kept: list[tuple[Reservation, Event]] = []
-    for what, amount, ms, which in steps:
-        if callable(move):
-            await move(now)
-        (spent,) = await limiter.spent([rule.claim({}, 0)], now / 1000)
-        assert spent.used == oracle.used(now) and oracle.counts(now, now + spent.resets - 1)
-        if what == "wait":
+    open_reservations: list[tuple[Reservation, Event]] = []
+    for action, amount, ms, which in steps:
+        if callable(set_time):
+            await set_time(now)
+        (usage,) = await limiter.spent([rule.claim({}, 0)], now / 1000)
+        assert usage.used == oracle.used(now) and oracle.counts(now, now + usage.resets - 1)
+        if action == "wait":
             now += ms
-        elif what == "settle" and kept:
-            reservation, event = kept.pop(which % len(kept))
+        elif action == "settle" and open_reservations:
+            reservation, event = open_reservations.pop(which % len(open_reservations))
             limiter.settle(reservation, {"tokens": amount})
             oracle.settle(event, amount)
-        elif what == "reserve":
+        elif action == "reserve":
             left = rule.limit - oracle.used(now)
             expected = oracle.reserve(amount, now, ms)
             try:
-                made = await limiter.reserve([rule.claim({}, amount)], now / 1000, ms / 1000)
+                reservation = await limiter.reserve([rule.claim({}, amount)], now / 1000, ms / 1000)
             except LimitExceeded as e:
                 assert expected is None and e.remaining == max(0, left)
             else:
-                assert made.grants[0].amount == expected
-                assert made.grants[0].remaining == rule.limit - oracle.used(now)
-                kept.append((made, oracle.events[-1]))
+                assert reservation.grants[0].amount == expected
+                assert reservation.grants[0].remaining == rule.limit - oracle.used(now)
+                open_reservations.append((reservation, oracle.events[-1]))

@@ -1,4 +1,4 @@
-"""The semantic cache on the real embedder of the real engine: paraphrases are near, opposites are not near enough."""
+"""The semantic cache with the real embedding model of the engine: paraphrases are served, opposites are not."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from emberline.gateway.upstream.upstream import Upstream
 SETTINGS = {"cache_ttl": 600, "semantic": {"mode": "on", "threshold": 0.85}}
 
 
-def asked(text: str) -> dict[str, Any]:
+def request_body(text: str) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": text}]}
 
 
-def test_meanings(server: str) -> None:
-    async def go() -> None:
+def test_semantic_cache_serves_paraphrases_only(server: str) -> None:
+    async def run() -> None:
         async with Upstream() as upstream:
             embedder = HttpEmbedder(upstream, server, "minilm", patience=60.0)  # the first call starts the embedder
             semantic = Semantic(embedder, SystemClock())
             handler = Cached(MemoryCache(SystemClock()), SystemClock(), lambda: semantic).layer(answer)
 
             async def hit(text: str) -> bool:
-                reply = await handler(call(asked(text), settings=SETTINGS, deadline=1e12))
+                reply = await handler(call(request_body(text), settings=SETTINGS, deadline=1e12))
                 await reply.close()
                 return reply.cached
 
@@ -42,14 +42,14 @@ def test_meanings(server: str) -> None:
             assert not await hit("What does the plan with 5 seats cost?")
             assert not await hit("What does the plan with 50 seats cost?")
             assert embedder.failures == 0
-            made = semantic_by(upstream, server, "minilm", SystemClock())()
-            assert (await made.look(call(asked("hello"), settings=SETTINGS))) is not None
-            nowhere = HttpEmbedder(upstream, "http://127.0.0.1:9", "minilm")
-            assert await nowhere.embed(["x"]) is None and nowhere.failures == 1
-            other = HttpEmbedder(upstream, server, "unheard-of")
-            assert await other.embed(["x"]) is None and other.failures == 1
+            semantic_cache = semantic_by(upstream, server, "minilm", SystemClock())()
+            assert (await semantic_cache.look(call(request_body("hello"), settings=SETTINGS))) is not None
+            unreachable = HttpEmbedder(upstream, "http://127.0.0.1:9", "minilm")
+            assert await unreachable.embed(["x"]) is None and unreachable.failures == 1
+            unknown_model = HttpEmbedder(upstream, server, "unheard-of")
+            assert await unknown_model.embed(["x"]) is None and unknown_model.failures == 1
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 async def answer(call: Call) -> Reply:

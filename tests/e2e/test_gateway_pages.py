@@ -134,11 +134,11 @@ def test_the_door_opens_to_admins_only(browser: Chromium, gateway: Gateways) -> 
     browser.open(f"{gateway.url}/#/keys")
     assert "gateway/admin.key" in browser.text("#sign-in"), "it says where the key is"
     sign_in(browser, "egt_somebody-elses")
-    browser.wait("!document.querySelector('#refused').hidden")
-    assert "expired or revoked" in browser.text("#refused") and browser.js("document.body.dataset.signed") == "out"
+    browser.wait("!document.querySelector('#sign-in-error').hidden")
+    assert "expired or revoked" in browser.text("#sign-in-error") and browser.js("document.body.dataset.signed") == "out"
     user = manage(gateway, "keys", "POST", {"name": "a user's"})["secret"]
     sign_in(browser, user)
-    browser.wait("document.querySelector('#refused').textContent.includes('may not manage')")
+    browser.wait("document.querySelector('#sign-in-error').textContent.includes('may not manage')")
     assert browser.js("sessionStorage.length") == 0
 
     sign_in(browser, KEY)
@@ -172,19 +172,19 @@ def test_charts_show_what_has_passed(page: Chromium, gateway: Gateways) -> None:
     assert total(page, "Latency").endswith((" ms", " s")) and total(page, "Errors").endswith("%")
     assert page.js("document.querySelector('.timechart .column').getAttribute('d').length") > 10
     assert "$0.11" in page.text("[data-id='oai/priced']")
-    page.wait("!document.querySelector('#rescued').hidden")
-    assert "spare/rescuer" in page.text("#rescued") and after["rescued"] - before.get("rescued", 0) == 1
+    page.wait("!document.querySelector('#fallback-alert').hidden")
+    assert "spare/rescuer" in page.text("#fallback-alert") and after["rescued"] - before.get("rescued", 0) == 1
     page.wait("document.querySelector('#live tbody tr')")
     ask(gateway, "a-late-one")
     page.wait("document.querySelector('#live tbody tr').textContent.includes('a-late-one')")  # by itself
     page.js("document.querySelector('.timechart svg').focus()")
     page.press("ArrowLeft")
-    page.wait("document.querySelector('.timechart .told').textContent")
+    page.wait("document.querySelector('.timechart .time-label').textContent")
     SHOTS.mkdir(exist_ok=True)
     page.screenshot(SHOTS / "gateway.png")
-    page.click("#rescued a")
+    page.click("#fallback-alert a")
     page.wait("document.querySelector('#filters [name=rescued]')?.value === 'true'")
-    assert {"rescuer"} == set(page.js("[...document.querySelectorAll('#records .place b')].map(e => e.textContent)"))
+    assert {"rescuer"} == set(page.js("[...document.querySelectorAll('#records .entry b')].map(e => e.textContent)"))
 
 
 def test_the_explorer_finds_opens_and_judges(page: Chromium, gateway: Gateways) -> None:
@@ -231,7 +231,7 @@ def test_a_key_is_made_shown_once_and_disabled(page: Chromium, gateway: Gateways
     secret = page.wait("document.querySelector('#secret')?.textContent")
     key = {"authorization": f"Bearer {secret}"}
     assert ask(gateway, "small-1", headers=key) == 200 and ask(gateway, "large", headers=key) == 403
-    press(page, "I have it", "dialog")
+    press(page, "I have copied it", "dialog")
     page.wait("!document.querySelector('dialog').open")
     assert HOSTILE in page.text("#keys-found")
     go(page, "audit", "#changes")
@@ -275,7 +275,7 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
     assert page.js("document.querySelector('dialog').open"), "less than nothing is refused"
     fill(page, limit="12.5", split="nonsense")
     page.js("document.querySelector('#budget-form').requestSubmit()")
-    page.wait("document.querySelector('dialog .complaint').textContent.includes('nothing to split')")
+    page.wait("document.querySelector('dialog .form-error').textContent.includes('do not support')")
     fill(page, split="metadata.team")
     page.js("document.querySelector('#budget-form').requestSubmit()")
     page.wait("document.querySelector('[data-id=team]')")
@@ -322,13 +322,15 @@ def test_budgets_show_what_was_spent_as_it_happens(page: Chromium, gateway: Gate
     go(page, "budgets", "[data-spent=day] .meter")
     page.until(lambda: "blue" in page.text("[data-spent=teams]"), "who was seen is shown")
     spent = manage(gateway, "spent")["items"]
-    assert {item["budget"] for item in spent} == {"day", "teams", "house"} and "house" in page.text("#budgets-fixed")
+    assert {item["budget"] for item in spent} == {"day", "teams", "house"} and "house" in page.text(
+        "#budgets-configured"
+    )
     used = next(item["used"] for item in spent if item["budget"] == "day")
     ask(gateway, "priced", headers=of("red"))
     assert used > 0
     page.until(lambda: f"{used + 11 + 8} of 70 tokens" in page.text("[data-spent=day]"), "by itself")
     page.until(lambda: "red" in page.text("[data-spent=teams]"), "each team has its own")
-    assert "until" in page.text("[data-spent=day]") and "$50.00" in page.text("#budgets-fixed")
+    assert "until" in page.text("[data-spent=day]") and "$50.00" in page.text("#budgets-configured")
     page.screenshot(SHOTS / "gateway-budgets.png")
     for rule in (day, team):
         manage(gateway, f"budgets/{rule['name']}", "DELETE")
@@ -341,11 +343,11 @@ def of(team: str) -> dict[str, str]:
 
 def test_a_gateway_is_made_and_chosen(page: Chromium, gateway: Gateways) -> None:
     go(page, "gateways", "#new-gateway")
-    assert "the file" in page.text("[data-id=default]")
+    assert "configuration file" in page.text("[data-id=default]")
     page.click("#new-gateway")
     fill(page, name="team-b", settings='{"providers": {"oai": {"key": "sk-x"}}}')
     page.js("document.querySelector('#gateway-form').requestSubmit()")
-    page.wait("document.querySelector('dialog .complaint').textContent.includes('secret')")
+    page.wait("document.querySelector('dialog .form-error').textContent.includes('secret')")
     fill(page, settings='{"cache_ttl": 60}')
     page.js("document.querySelector('#gateway-form').requestSubmit()")
     page.wait("document.querySelector('[data-id=team-b]')")
@@ -368,12 +370,12 @@ def test_a_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Ga
     page.wait("document.querySelector('#graph .box.model')")
     elements = json.loads(page.js("document.querySelector('#elements').value"))
     page.type("#elements", "[")
-    page.wait("document.querySelector('#told').textContent.includes('JSON')")
+    page.wait("document.querySelector('#result').textContent.includes('JSON')")
     wrong = [{**elements[0], "outputs": {"next": {"elementId": HOSTILE}}}, *elements[1:]]
     page.type("#elements", json.dumps(wrong))
     page.wait("document.querySelector('#graph .box.missing')")
     press(page, "Check")
-    page.wait("document.querySelector('#told').textContent.includes('not there')")
+    page.wait("document.querySelector('#result').textContent.includes('does not exist')")
     press(page, "Save and deploy")
     assert manage(gateway, "routes")["items"] == []
 
@@ -387,7 +389,7 @@ def test_a_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Ga
 
     page.type("#elements", written("priced"))
     press(page, "Check")
-    page.wait("document.querySelector('#told').dataset.good === 'true'")
+    page.wait("document.querySelector('#result').dataset.good === 'true'")
     press(page, "Save and deploy")
     page.wait("document.querySelector('.head').textContent.includes('version 1 deployed')")
     page.until(lambda: answers() == "oai", "it is in force")
@@ -407,34 +409,34 @@ def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gat
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
     go(page, "playground", "#prompt")
-    page.js("document.querySelector('[name=most]').value = 30")
+    page.js("document.querySelector('[name=max_tokens]').value = 30")
     page.type("#model", "priced")
     page.type("#prompt", HOSTILE)
     page.press("Enter")
-    page.wait("document.querySelector('#talk .assistant p')?.textContent.includes('word3')")
-    assert "word29" not in page.text("#talk"), "it is shown as it comes"
-    page.wait("document.querySelector('#talk .assistant .foot')?.textContent.includes('$0.071')")
-    assert page.text("#talk .assistant p").strip().endswith("word29") and HOSTILE in page.text("#talk .user")
-    assert "oai/priced" in page.text("#talk .assistant .foot")
+    page.wait("document.querySelector('#messages .assistant p')?.textContent.includes('word3')")
+    assert "word29" not in page.text("#messages"), "it is shown as it comes"
+    page.wait("document.querySelector('#messages .assistant .foot')?.textContent.includes('$0.071')")
+    assert page.text("#messages .assistant p").strip().endswith("word29") and HOSTILE in page.text("#messages .user")
+    assert "oai/priced" in page.text("#messages .assistant .foot")
     assert gateway.newest().ended == "complete" and fake.gone == 0
 
     page.type("#prompt", "more")
     page.press("Enter")
-    page.wait("document.querySelectorAll('#talk .assistant p')[1]?.textContent.includes('word2')")
+    page.wait("document.querySelectorAll('#messages .assistant p')[1]?.textContent.includes('word2')")
     assert [m["role"] for m in fake.asked[-1].json["messages"]] == ["user", "assistant", "user"]
     page.click("#stop")
-    page.wait("document.querySelectorAll('#talk .assistant')[1].textContent.includes('stopped')")
+    page.wait("document.querySelectorAll('#messages .assistant')[1].textContent.includes('stopped')")
     page.until(lambda: fake.gone == 1, "the provider was left")
     fake.pace = 0.0
     page.type("#model", "cut@3")
     page.type("#prompt", "and again")
     page.press("Enter")
-    page.wait("document.querySelector('#talk .failed')")
+    page.wait("document.querySelector('#messages .failed')")
     before = len(fake.asked)
     page.type("#model", "429")
     page.type("#prompt", "refused")
     page.press("Enter")
-    page.wait("document.querySelectorAll('#talk .failed').length === 2")
+    page.wait("document.querySelectorAll('#messages .failed').length === 2")
     page.type("#model", "priced")
     page.type("#prompt", "at last")
     page.press("Enter")
@@ -453,11 +455,11 @@ def test_every_room_fits_a_phone_and_the_night(page: Chromium, gateway: Gateways
         assert page.js("document.documentElement.scrollWidth") == 390, room
         wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
         assert page.js(wide), room
-        assert page.js(f"document.querySelector('#rooms [data-room={room}]').ariaCurrent") == "page"
+        assert page.js(f"document.querySelector('#pages [data-page={room}]').ariaCurrent") == "page"
         for width in (320, 390):
             page.resize(width, 844, 2)
             sight = "(r => r.left >= 0 && r.right <= innerWidth && r.top >= 0 && r.bottom <= innerHeight)"
-            shown = f"[...document.querySelectorAll('#rooms a')].filter(a => {sight}(a.getBoundingClientRect())).length"
+            shown = f"[...document.querySelectorAll('#pages a')].filter(a => {sight}(a.getBoundingClientRect())).length"
             assert page.js(shown) == len(ROOMS), f"every tab is in sight at {width} px"
     go(page, "overview", "#charts")
     page.screenshot(SHOTS / "gateway-phone.png")

@@ -185,8 +185,8 @@ def test_a_refusal_is_shown(page: Chromium, server: str) -> None:
 @pytest.mark.parametrize(
     ("question", "told"),
     [
-        ("fail-400", ["refused the request: temperature (400)", "it must be in [0, 2]"]),
-        ("fail-401", ["wants an API key (401)"]),
+        ("fail-400", ["rejected the request: temperature (400)", "it must be in [0, 2]"]),
+        ("fail-401", ["requires an API key (401)"]),
         ("fail-429", ["busy (429)", "the queue is full", "wait 7 s"]),
         ("fail-503", ["not ready (503)", "the engine is restarting"]),
     ],

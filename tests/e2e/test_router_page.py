@@ -58,11 +58,11 @@ def test_workers_come_work_drain_and_die(browser: Chromium, fakes: Fakes) -> Non
         browser.screenshot(SHOTS / "router.png")
         assert all("[DONE]" in reply.result() for reply in asked)
     browser.wait("document.documentElement.dataset.busy === 'false'")
-    kinds = ("by load alone", "kept by prompt", "yielded to load")
+    kinds = ("by load only", "by prefix cache", "moved off a loaded worker")
     browser.until(lambda: sum(int(number(browser, kind)) for kind in kinds) == 6, "every request is counted")
     # The first has nothing to go by; whether the others go to the same worker depends on how much work it got since.
-    assert number(browser, "by load alone") == "1"
-    assert int(number(browser, "kept by prompt")) + int(number(browser, "yielded to load")) == 5
+    assert number(browser, "by load only") == "1"
+    assert int(number(browser, "by prefix cache")) + int(number(browser, "moved off a loaded worker")) == 5
     assert browser.js("document.querySelector('.chart .line').getAttribute('d')").count("L") > 2
 
     get(f"{fakes.url}/cluster/drain", {"name": "b"})
@@ -81,7 +81,7 @@ def test_requests_that_move_are_seen(browser: Chromium, fakes: Fakes) -> None:
     fakes.start("p", role="prefill")
     fakes.start("d", "e", role="decode", pace=0.01)
     browser.wait("document.querySelector('[data-name=p] .role')?.textContent === 'prefill'")
-    browser.until(lambda: number(browser, "takes from", "[data-name=d]") == "p", "pairs are shown")
+    browser.until(lambda: number(browser, "KV from", "[data-name=d]") == "p", "pairs are shown")
     fakes.tell("d", "break", after=5, times=1, calls="/cluster/resume")
     fakes.tell("e", "break", after=5, times=1, calls="/cluster/resume")
     body = {"model": "fake", "messages": [{"role": "user", "content": "x" * 4000}], "max_tokens": 20, "stream": True}
@@ -89,8 +89,10 @@ def test_requests_that_move_are_seen(browser: Chromium, fakes: Fakes) -> None:
     browser.until(lambda: number(browser, "prompts split", "#moves") == "2", "d and e each asked for it")
     browser.until(lambda: int(number(browser, "streams moved", "#moves")) >= 1, "moves are counted")
     assert int(number(browser, "moved: broken", "#moves")) >= 1 and number(browser, "prefilled", "#moves") == "2"
-    browser.until(lambda: number(browser, "handed out", "[data-name=p]") == "2", "transfers are shown")
-    browser.until(lambda: any("MB at" in number(browser, "taken", f"[data-name={n}]") for n in "de"), "and how much")
+    browser.until(lambda: number(browser, "KV published", "[data-name=p]") == "2", "transfers are shown")
+    browser.until(
+        lambda: any("MB at" in number(browser, "KV received", f"[data-name={n}]") for n in "de"), "and how much"
+    )
     browser.screenshot(SHOTS / "router-roles.png")
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
     assert fakes.status()["decisions"] == {"load": 1, "split": 2, "again": 2}

@@ -430,10 +430,10 @@ def test_a_route_leads_to_who_can_be_there(world: World) -> None:
     [
         ([], "1 to 100"),
         (_without("s"), "one start"),
-        (_without("e"), "not there"),
+        (_without("e"), "does not exist"),
         ([*ELEMENTS, {"id": "e", "type": "end"}], "same id"),
         ([*ELEMENTS, {"id": "lost", "type": "end"}], "cannot be reached"),
-        (_with("m", outputs={"success": {"elementId": "c"}}), "circle"),
+        (_with("m", outputs={"success": {"elementId": "c"}}), "cycle"),
         (_with("p", outputs={"90%": {"elementId": "m"}, "20%": {"elementId": "r"}}), "110%"),
         (_with("p", outputs={"90%": {"elementId": "m"}}), "90%"),
         (_with("p", outputs={"many": {"elementId": "m"}}), "10%"),

@@ -1,4 +1,4 @@
-"""The exact cache: what shares a reply, what is kept and where, how streams come back, and that one of many is sent."""
+"""The exact cache: which calls share a reply, what is stored and where, how streams are replayed, and single flight."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from emberline.gateway.providers.base import CREDENTIALS
 
 ON = {"cache_ttl": 60}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
-ADA = Identity("k1", "ada's", "virtual", user="ada")
+ALICE = Identity("k1", "alice's", "virtual", user="alice")
 BOB = Identity("k2", "bob's", "virtual", user="bob")
 
 
 # Keys
 
 
-def test_the_same_json_is_the_same_key() -> None:
+def test_equal_json_has_equal_keys() -> None:
     shuffled = b'{"temperature":0.5,  "messages":[{"content":"h\\u0069","role":"user"}],"model":"m"}'
     assert cache_key(call(BODY)) == cache_key(call(shuffled))
 
@@ -51,17 +51,17 @@ JSON = st.recursive(
 
 
 @given(JSON, st.booleans(), st.integers(0, 3))
-def test_canonical_is_the_same_however_it_is_written(value: Any, ascii_: bool, indent: int) -> None:
+def test_canonical_json_ignores_formatting(value: Any, ascii_: bool, indent: int) -> None:
     written = json.dumps(value, ensure_ascii=ascii_, indent=indent or None).encode("utf-8", "surrogatepass")
-    again = canonical(json.dumps(value).encode())
-    if canonical(written).startswith(b"json:") and again.startswith(b"json:"):
-        assert canonical(written) == again
-    else:  # a lone surrogate, or a quote in an escape
-        assert canonical(written) == b"bytes:" + written or again.startswith(b"bytes:")
+    compact = canonical(json.dumps(value).encode())
+    if canonical(written).startswith(b"json:") and compact.startswith(b"json:"):
+        assert canonical(written) == compact
+    else:  # lone surrogate, or a quote in an escape
+        assert canonical(written) == b"bytes:" + written or compact.startswith(b"bytes:")
 
 
 @given(JSON, JSON)
-def test_canonical_differs_where_the_values_do(one: Any, two: Any) -> None:
+def test_canonical_json_differs_for_different_values(one: Any, two: Any) -> None:
     texts = [json.dumps(value, sort_keys=True).encode() for value in (one, two)]
     assert (canonical(texts[0]) == canonical(texts[1])) == (texts[0] == texts[1])
 
@@ -74,11 +74,11 @@ def test_canonical_differs_where_the_values_do(one: Any, two: Any) -> None:
         b'{"q":"good","x":"evil","x":"\\u0022\\u0022"}',
     ],
 )
-def test_what_two_parsers_read_in_two_ways_shares_with_nobody(tricky: bytes) -> None:
+def test_ambiguous_json_counts_as_its_bytes(tricky: bytes) -> None:
     assert canonical(tricky) == b"bytes:" + tricky
 
 
-def test_what_makes_a_key() -> None:
+def test_parts_of_the_cache_key() -> None:
     base = cache_key(call(BODY))
     others = [
         call({**BODY, "temperature": 0.6}),
@@ -99,54 +99,56 @@ def test_what_makes_a_key() -> None:
     assert cache_key(call(BODY, headers={"user-agent": "x", "cf-aig-metadata": "{}"})) == base
 
 
-def test_a_change_of_the_gateway_makes_new_keys_if_it_says_so() -> None:
+def test_settings_update_changes_keys_if_enabled() -> None:
     def keys(**settings: Any) -> set[str]:
         return {cache_key(call(BODY, settings={**settings, "version": version})) for version in (1, 1, 2)}
 
     assert len(keys()) == 1 and len(keys(cache_invalidate_on_update=True)) == 2
 
 
-def test_who_shares() -> None:
-    def key(who: Identity, scope: str) -> str:
-        return cache_key(call(BODY, identity=who, settings={"cache_scope": scope}))
+def test_cache_scope_limits_sharing() -> None:
+    def key(identity: Identity, scope: str) -> str:
+        return cache_key(call(BODY, identity=identity, settings={"cache_scope": scope}))
 
-    assert key(ADA, "gateway") == key(BOB, "gateway")
-    assert key(ADA, "key") != key(BOB, "key") and key(ADA, "user") != key(BOB, "user")
-    other = Identity("k3", "ada's second", "virtual", user="ada")
-    assert key(ADA, "user") == key(other, "user") and key(ADA, "key") != key(other, "key")
+    assert key(ALICE, "gateway") == key(BOB, "gateway")
+    assert key(ALICE, "key") != key(BOB, "key") and key(ALICE, "user") != key(BOB, "user")
+    other = Identity("k3", "alice's second", "virtual", user="alice")
+    assert key(ALICE, "user") == key(other, "user") and key(ALICE, "key") != key(other, "key")
 
 
-def test_a_custom_key_stands_for_the_body_but_not_for_the_tenant() -> None:
+def test_custom_key_replaces_the_body_but_not_the_tenant() -> None:
     header = {"cf-aig-cache-key": "answer"}
     assert cache_key(call(BODY, headers=header)) == cache_key(call({"other": 1}, headers=header, model="n"))
     assert cache_key(call(BODY, headers=header)) != cache_key(call(BODY, headers=header, settings={"gateway": "other"}))
     assert cache_key(call(BODY, headers=header)) != cache_key(call(BODY, headers=header, stream=True))
 
 
-def test_a_custom_key_stands_for_the_steps_but_not_for_their_keys() -> None:
-    def key(headers: dict[str, str], endpoint: str = "chat/completions", who: Identity = ANONYMOUS) -> str:
-        made = call(b"[]", headers={"cf-aig-cache-key": "answer"}, identity=who)
+def test_custom_key_replaces_the_steps_but_not_their_credentials() -> None:
+    def key(headers: dict[str, str], endpoint: str = "chat/completions", identity: Identity = ANONYMOUS) -> str:
+        made = call(b"[]", headers={"cf-aig-cache-key": "answer"}, identity=identity)
         first = Step("openai", "m", endpoint="chat/completions", headers={"authorization": "Bearer shared"}, body=b"{}")
         made.steps = (first, Step("openai", "m", endpoint=endpoint, headers=headers, body=b"{}"))
         return cache_key(made)
 
-    keys = [key({}), *(key({name: one}) for name in CREDENTIALS for one in ("ada's", "bob's"))]
-    keys += [key({}, f"chat/completions?{name}={one}") for name in ("key", "api_key") for one in ("ada's", "bob's")]
+    keys = [key({}), *(key({name: one}) for name in CREDENTIALS for one in ("alice's", "bob's"))]
+    keys += [key({}, f"chat/completions?{name}={one}") for name in ("key", "api_key") for one in ("alice's", "bob's")]
     assert len(set(keys)) == len(keys)
     assert key({"user-agent": "x"}, "elsewhere?alt=sse") == key({})
-    assert key({"authorization": "Bearer a"}, who=ADA) != key({"authorization": "Bearer b"}, who=ADA), "as of a call"
+    assert key({"authorization": "Bearer a"}, identity=ALICE) != key({"authorization": "Bearer b"}, identity=ALICE), (
+        "custom keys keep credentials apart"
+    )
 
 
-def test_a_reply_of_another_credential_is_not_shared_whoever_asks() -> None:
-    def key(who: Identity, headers: dict[str, str]) -> str:
-        return cache_key(call(BODY, identity=who, headers=headers))
+def test_replies_are_not_shared_across_credentials() -> None:
+    def key(identity: Identity, headers: dict[str, str]) -> str:
+        return cache_key(call(BODY, identity=identity, headers=headers))
 
-    for who in (ANONYMOUS, ADA):
-        keys = [key(who, {}), *(key(who, {name: one}) for name in CREDENTIALS for one in ("good", "wrong"))]
-        keys += [key(who, {"cf-aig-byok-alias": alias}) for alias in ("one", "two")]
+    for identity in (ANONYMOUS, ALICE):
+        keys = [key(identity, {}), *(key(identity, {name: one}) for name in CREDENTIALS for one in ("good", "wrong"))]
+        keys += [key(identity, {"cf-aig-byok-alias": alias}) for alias in ("one", "two")]
         assert len(set(keys)) == len(keys)
-    assert key(ADA, {}) == key(BOB, {}), "the gateway's own credential is shared"
-    assert key(ADA, {"x-api-key": "good"}) == key(BOB, {"x-api-key": "good"})
+    assert key(ALICE, {}) == key(BOB, {}), "the gateway's own credential is shared"
+    assert key(ALICE, {"x-api-key": "good"}) == key(BOB, {"x-api-key": "good"})
 
 
 @pytest.mark.parametrize(
@@ -164,14 +166,14 @@ def test_a_reply_of_another_credential_is_not_shared_whoever_asks() -> None:
         (ON, {"cf-aig-zdr": "true"}, 0),
     ],
 )
-def test_how_long(settings: dict[str, Any], headers: dict[str, str], seconds: int) -> None:
+def test_cache_ttl(settings: dict[str, Any], headers: dict[str, str], seconds: int) -> None:
     assert lifetime(call(BODY, settings=settings, headers=headers)) == seconds
 
 
 # The layer
 
 
-class Bench:
+class CacheBench:
     def __init__(self, store: CacheStore | None = None, **options: Any) -> None:
         self.clock = ManualClock()
         self.cached = Cached(store or MemoryCache(self.clock), self.clock, **options)
@@ -209,9 +211,9 @@ class Bench:
         return reply, chunks
 
 
-def test_a_hit_is_the_reply_again_and_free() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_hit_returns_the_reply_without_cost() -> None:
+    async def run() -> None:
+        bench = CacheBench()
         first, body = await bench.ask()
         again, same = await bench.ask()
         assert body == same == [b"reply 1"] and bench.sent == 1
@@ -221,30 +223,30 @@ def test_a_hit_is_the_reply_again_and_free() -> None:
         bench.clock.advance(61)
         assert (await bench.ask())[1] == [b"reply 2"]
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_streams_come_back_as_streams() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_streams_are_replayed_as_streams() -> None:
+    async def run() -> None:
+        bench = CacheBench()
         _, chunks = await bench.ask(stream=True)
         again, same = await bench.ask(stream=True)
         assert chunks == same == bench.chunks and bench.sent == 1
         assert again.cached and not isinstance(again.body, bytes) and again.ended == "complete"
-        # one that the client leaves early is left, not whole
+        # a replay that the client leaves early ends as "left"
         reply = await bench.handler(call(BODY, settings=ON, stream=True))
         assert not isinstance(reply.body, bytes)
         await reply.body.__anext__()
         await reply.close()
         assert reply.ended == "left" and reply.cached
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("how", ["error", "status", "cut", "left", "large"])
-def test_what_is_not_whole_and_good_is_not_kept(how: str) -> None:
-    async def go() -> None:
-        bench = Bench(largest=10) if how == "large" else Bench()
+def test_failed_or_incomplete_reply_is_not_cached(how: str) -> None:
+    async def run() -> None:
+        bench = CacheBench(largest=10) if how == "large" else CacheBench()
         stream = how in ("cut", "left", "large")
         if how == "error":
             bench.failure = Broken("down")
@@ -263,77 +265,77 @@ def test_what_is_not_whole_and_good_is_not_kept(how: str) -> None:
         reply, _ = await bench.ask(stream=stream)
         assert not reply.cached and bench.sent == 2 and len(bench.cached._flights) == 0
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_of_many_equal_calls_one_is_sent() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_of_equal_calls_in_flight_one_is_sent() -> None:
+    async def run() -> None:
+        bench = CacheBench()
         bench.gate.clear()
-        asking = [asyncio.create_task(bench.ask(stream=i % 2 == 0)) for i in range(20)]
+        tasks = [asyncio.create_task(bench.ask(stream=i % 2 == 0)) for i in range(20)]
         await asyncio.sleep(0.01)
         bench.gate.set()
-        replies = await asyncio.gather(*asking)
+        replies = await asyncio.gather(*tasks)
         assert bench.sent == 2 and bench.cached.stats.shared == 18  # one of each kind
         assert {tuple(chunks) for _, chunks in replies} == {(b"reply 2",), tuple(bench.chunks)}
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_who_waited_in_vain_is_sent_himself() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_waiting_calls_are_sent_when_the_first_fails() -> None:
+    async def run() -> None:
+        bench = CacheBench()
         bench.gate.clear()
-        asking = [asyncio.create_task(bench.ask()) for _ in range(3)]
+        tasks = [asyncio.create_task(bench.ask()) for _ in range(3)]
         await asyncio.sleep(0.01)
         bench.failure = Broken("down")
         bench.gate.set()
-        results = await asyncio.gather(*asking, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         assert bench.sent == 3 and all(isinstance(result, Broken) for result in results)
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_a_first_that_leaves_does_not_take_the_others_along() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_disconnect_of_the_first_call_keeps_the_others() -> None:
+    async def run() -> None:
+        bench = CacheBench()
         bench.gate.clear()
-        asking = [asyncio.create_task(bench.ask()) for _ in range(4)]
+        tasks = [asyncio.create_task(bench.ask()) for _ in range(4)]
         await asyncio.sleep(0.01)
-        asking[0].cancel()
+        tasks[0].cancel()
         await asyncio.sleep(0.01)
-        assert bench.sent == 2  # one of those who waited took over
+        assert bench.sent == 2  # one of the waiting calls took over
         bench.gate.set()
-        replies = await asyncio.gather(*asking[1:])
+        replies = await asyncio.gather(*tasks[1:])
         assert bench.sent == 2 and [chunks for _, chunks in replies] == [[b"reply 2"]] * 3
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_nobody_waits_longer_than_agreed() -> None:
-    async def go() -> None:
-        bench = Bench(wait=0.01)
+def test_wait_for_an_equal_call_is_bounded() -> None:
+    async def run() -> None:
+        bench = CacheBench(wait=0.01)
         bench.gate.clear()
-        slow = asyncio.create_task(bench.ask())
+        first_call = asyncio.create_task(bench.ask())
         await asyncio.sleep(0.005)
-        impatient = asyncio.create_task(bench.ask())
+        second = asyncio.create_task(bench.ask())
         while bench.sent < 2:
             await asyncio.sleep(0.005)
         bench.gate.set()
-        assert (await slow)[1] == [b"reply 1"] and (await impatient)[1] == [b"reply 2"]
+        assert (await first_call)[1] == [b"reply 1"] and (await second)[1] == [b"reply 2"]
         assert len(bench.cached._flights) == 0
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_without_a_lifetime_nothing_is_looked_for() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_without_ttl_the_cache_is_not_used() -> None:
+    async def run() -> None:
+        bench = CacheBench()
         await bench.ask(settings={})
         await bench.ask(headers={"cf-aig-skip-cache": "true"})
         assert bench.sent == 2 and bench.cached.stats.misses == 0
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 # Stores
@@ -347,8 +349,8 @@ async def store_of(kind: str, clock: ManualClock, path: Path, **sizes: int) -> A
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-def test_stores(kind: str, tmp_path: Path) -> None:
-    async def go() -> None:
+def test_store_keeps_expires_and_evicts(kind: str, tmp_path: Path) -> None:
+    async def run() -> None:
         clock = ManualClock(1000.0)
         async with store_of(kind, clock, tmp_path, most=10_000, largest=4_000) as store:
             assert await store.get("k") is None
@@ -363,24 +365,24 @@ def test_stores(kind: str, tmp_path: Path) -> None:
                 clock.advance(61)
                 await store.put(str(i), b"x" * 3_000, 10_000)
                 await store.get("0")
-            there = [i for i in range(8) if await store.get(str(i)) is not None]
-            assert 0 in there and 7 in there and 2 <= len(there) <= 3  # the first is used, so others had to go
+            present = [i for i in range(8) if await store.get(str(i)) is not None]
+            assert 0 in present and 7 in present and 2 <= len(present) <= 3  # entry 0 is used, so others were evicted
             assert store.failures == 0
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_memory_counts_its_bytes() -> None:
-    async def go() -> None:
+def test_memory_cache_counts_its_bytes() -> None:
+    async def run() -> None:
         cache = MemoryCache(ManualClock(), most=10_000)
         for i in range(100):
             await cache.put(str(i % 30), b"x" * (37 * i % 900), 60)
         assert cache.size == sum(len(value) + OVERHEAD for _, value in cache._entries.values()) <= 10_000
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_sqlite_does_not_read_all_it_has_for_each_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sqlite_measures_its_size_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_cache, "COUNTED", 50)
     counted = 0
     count = SqliteCache._count
@@ -392,33 +394,33 @@ def test_sqlite_does_not_read_all_it_has_for_each_entry(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(SqliteCache, "_count", counting)
 
-    async def go() -> None:
+    async def run() -> None:
         async with store_of("sqlite", ManualClock(1000.0), tmp_path, most=1 << 20, largest=4_000) as store:
             for i in range(200):
                 await store.put(str(i), b"x" * 100, 60)
             assert counted == 4 and store.failures == 0
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_sqlite_outlives_its_process_and_its_failures_are_nobodys(tmp_path: Path) -> None:
-    async def go() -> None:
+def test_sqlite_survives_restart_and_damage(tmp_path: Path) -> None:
+    async def run() -> None:
         clock = ManualClock(1000.0)
         for value in (None, b"kept"):
             async with store_of("sqlite", clock, tmp_path) as store:
                 assert await store.get("k") == value
                 await store.put("k", b"kept", 60)
-        (tmp_path / "c.db").write_bytes(b"this is no database, but it is long enough to be taken for one" * 100)
+        (tmp_path / "c.db").write_bytes(b"this is not a database, but long enough to look like one" * 100)
         for name in ("c.db-wal", "c.db-shm"):
             (tmp_path / name).unlink(missing_ok=True)
         async with store_of("sqlite", clock, tmp_path) as store:
             await store.put("k", b"x", 60)
             assert await store.get("k") is None and store.failures == 2
-            bench = Bench(store)
+            bench = CacheBench(store)
             assert (await bench.ask())[1] == [b"reply 1"] and (await bench.ask())[1] == [b"reply 2"]
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_an_entry_of_another_version_is_none() -> None:
+def test_entry_of_another_version_is_ignored() -> None:
     assert Entry.decoded(b"\x93\x01\x02\x03") is None and Entry.decoded(b"") is None

@@ -1,5 +1,4 @@
-"""A client that leaves, at every moment that there is: each reply is closed once, each call leaves one record, and
-nothing is held for those who come later."""
+"""A client that disconnects at any moment: replies are closed once, calls logged once, and nothing stays reserved."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from emberline.gateway.limits.claims import Claims
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.stack import stacked
 
-SAID = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}
+ANSWER = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}
 FILES = CatalogueFiles()
 
 
@@ -55,50 +54,50 @@ SETTINGS = {
 }  # fmt: skip
 
 
-async def turns(many: int) -> None:
-    for _ in range(many):
+async def run_steps(count: int) -> None:
+    for _ in range(count):
         await asyncio.sleep(0)
 
 
 class SlowCache(MemoryCache):
     async def get(self, key: str) -> bytes | None:
-        await turns(1)
+        await run_steps(1)
         return await super().get(key)
 
     async def put(self, key: str, value: bytes, seconds: float) -> None:
-        await turns(2)
+        await run_steps(2)
         await super().put(key, value, seconds)
 
 
 class Providers:
-    """Take their time to answer, to be hung up on, and to be done with."""
+    """Providers that need several event-loop steps to answer, to be cancelled and to close."""
 
     def __init__(self) -> None:
-        self.given = self.closed = 0
+        self.opened = self.closed = 0
 
     async def __call__(self, call: Call) -> Reply:
         try:
-            await turns(3 if call.provider == "groq" else 5)
+            await run_steps(3 if call.provider == "groq" else 5)
         except asyncio.CancelledError:
-            await turns(2)
+            await run_steps(2)
             raise
         reply = Reply(200, {}, b"", usage=Usage(input=1, output=1), micros=1, provider=call.provider, step=call.step)
         if call.stream:
             reply.headers["content-type"] = "text/event-stream"
-            reply.body = Pieces(sse.data(SAID), sse.DONE, reply=reply)
+            reply.body = Pieces(sse.data(ANSWER), sse.DONE, reply=reply)
         else:
-            reply.body, reply.ended = sse.dumps(SAID), "complete"
-        self.given += 1
+            reply.body, reply.ended = sse.dumps(ANSWER), "complete"
+        self.opened += 1
         reply.endings.append(self._end)
         return reply
 
     async def _end(self, reply: Reply) -> None:
         self.closed += 1
-        await turns(2)
+        await run_steps(2)
 
 
-class World:
-    """All layers that hold something while a call lasts."""
+class Layers:
+    """All layers that hold resources during a call."""
 
     def __init__(self) -> None:
         clock, prices = ManualClock(), Prices(FILES)
@@ -106,7 +105,7 @@ class World:
         self.cached = Cached(SlowCache(clock), clock)
         self.records: list[Any] = []
         claims = Claims(FILES, prices)
-        layers = (
+        stack = (
             logged(self, clock),
             told,
             Dynamic(self.limiter, claims, clock, clock).layer,
@@ -118,49 +117,49 @@ class World:
             hedged(prices, clock),
             routed,
         )
-        self._handler = stacked(layers, self.providers)
+        self._handler = stacked(stack, self.providers)
 
     def put(self, record: Any, payload: Any = None) -> None:
         self.records.append(record)
 
-    async def one(self, asked: Call) -> None:
-        reply = await self._handler(asked)
+    async def send(self, request: Call) -> None:
+        reply = await self._handler(request)
         try:
             if not isinstance(reply.body, bytes):
                 async for _ in reply.body:
-                    await turns(1)
-            await turns(1)
+                    await run_steps(1)
+            await run_steps(1)
         finally:
             await reply.close()
 
     @property
-    def held(self) -> int:
+    def open_reservations(self) -> int:
         return sum(len(bucket.held) for bucket in self.limiter._buckets.values())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("provider", "model"), [("openai", "m"), ("pool", "p"), ("dynamic", "r")])
-def test_whenever_it_leaves_nothing_is_kept(provider: str, model: str, stream: bool) -> None:
-    async def left_after(many: int) -> bool:
-        """False: it was over by then."""
-        world = World()
-        asked = call({"messages": [{"role": "user", "content": "hi"}]}, provider=provider, model=model, stream=stream,
+def test_disconnect_at_any_step_releases_everything(provider: str, model: str, stream: bool) -> None:
+    async def cancel_after(count: int) -> bool:
+        """Cancel a call after so many event-loop steps; return False if it had ended by then."""
+        layers = Layers()
+        request = call({"messages": [{"role": "user", "content": "hi"}]}, provider=provider, model=model, stream=stream,
                      settings=SETTINGS)  # fmt: skip
-        asked.id = "0" * 32
-        task = asyncio.ensure_future(world.one(asked))
-        await turns(many)
-        left = task.cancel()
+        request.id = "0" * 32
+        task = asyncio.ensure_future(layers.send(request))
+        await run_steps(count)
+        was_running = task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await turns(20)
-        state = (len(asyncio.all_tasks()), len(world.cached._flights), world.held, len(world.records))
-        assert state == (1, 0, 0, 1), f"after {many} turns"
-        assert world.providers.closed == world.providers.given, f"after {many} turns"
-        return left
+        await run_steps(20)
+        state = (len(asyncio.all_tasks()), len(layers.cached._flights), layers.open_reservations, len(layers.records))
+        assert state == (1, 0, 0, 1), f"after {count} steps"
+        assert layers.providers.closed == layers.providers.opened, f"after {count} steps"
+        return was_running
 
     async def run() -> int:
-        many = 1
-        while await left_after(many):
-            many += 1
-        return many
+        count = 1
+        while await cancel_after(count):
+            count += 1
+        return count
 
     assert asyncio.run(run()) > 10

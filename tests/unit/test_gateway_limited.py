@@ -137,7 +137,7 @@ def test_only_an_accounts_token_can_say_that_it_costs_less(kind: Any, reserved: 
 
 def test_an_unknown_price_does_not_slip_past_a_budget() -> None:
     bench = Bench()
-    with pytest.raises(Forbidden, match="not known"):
+    with pytest.raises(Forbidden, match="is unknown"):
         bench.ask(settings={"budgets": [{"name": "b", "limit": 10}]}, model="unheard-of")
     bench.micros = None
     made = bench.ask(settings={"budgets": [{"name": "b", "limit": 10, "unpriced": "pass"}]}, model="unheard-of")

@@ -1,4 +1,4 @@
-"""Limits: windows by definition, exact against an oracle, settled once, given back, and told in headers."""
+"""Limits: windows, exactness against an oracle, settlement, expiry of reservations, and headers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HOLD = 60.0
 
 def passes(limiter: LocalLimiter, rule: Rule, now: float, amount: int = 1) -> bool:
     try:
-        made = asyncio.run(limiter.reserve([rule.claim({}, amount)], now, HOLD))
+        reservation = asyncio.run(limiter.reserve([rule.claim({}, amount)], now, HOLD))
     except LimitExceeded:
         return False
-    limiter.settle(made, {rule.amount: amount})
+    limiter.settle(reservation, {rule.amount: amount})
     return True
 
 
 @given(MOMENTS)
-def test_fixed_windows_are_those_of_the_calendar(now: int) -> None:
+def test_fixed_windows_follow_the_calendar(now: int) -> None:
     date = datetime.fromtimestamp(now // 1000, UTC)
     for period, begins in {
         "minute": date.replace(second=0),
@@ -56,7 +56,7 @@ def test_weeks_begin_on_monday() -> None:
 
 
 @given(st.integers(1, 10_000), MOMENTS)
-def test_a_sliding_window_is_never_too_short_and_a_sixtieth_too_long_at_most(per: int, now: int) -> None:
+def test_sliding_window_is_at_most_a_sixtieth_too_long(per: int, now: int) -> None:
     window = Window.of(per, "sliding")
     counted = window.ends(window.slot(now)) - now
     assert 1000 * per <= counted <= 1000 * per + 2 * window.length
@@ -65,13 +65,13 @@ def test_a_sliding_window_is_never_too_short_and_a_sixtieth_too_long_at_most(per
 
 @settings(max_examples=300, deadline=None)
 @given(RULES, STEPS)
-def test_exact_against_everything_that_ever_happened(rule: Rule, steps: list[tuple[str, int, int, int]]) -> None:
+def test_local_limiter_matches_the_oracle(rule: Rule, steps: list[tuple[str, int, int, int]]) -> None:
     asyncio.run(compare(LocalLimiter(), rule, steps))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 90), st.lists(st.integers(0, 30_000), max_size=60))
-def test_no_stretch_as_long_as_the_window_has_more_than_the_limit(limit: int, per: int, gaps: list[int]) -> None:
+def test_no_interval_of_window_length_exceeds_the_limit(limit: int, per: int, gaps: list[int]) -> None:
     rule = Rule(name="r", limit=limit, per=per, technique="sliding")
     limiter, now, passed = LocalLimiter(), START, list[int]()
     for gap in gaps:
@@ -81,105 +81,105 @@ def test_no_stretch_as_long_as_the_window_has_more_than_the_limit(limit: int, pe
             assert len([at for at in passed if at > now - 1000 * per]) <= limit
 
 
-def test_all_claims_or_none() -> None:
+def test_reservation_takes_all_claims_or_none() -> None:
     narrow, wide = Rule(name="narrow", limit=1), Rule(name="wide", limit=10)
 
-    async def go() -> None:
+    async def run() -> None:
         limiter = LocalLimiter()
         await limiter.reserve([wide.claim({}, 1), narrow.claim({}, 1)], 0, HOLD)
         for _ in range(5):
-            with pytest.raises(LimitExceeded) as refused:
+            with pytest.raises(LimitExceeded) as error:
                 await limiter.reserve([wide.claim({}, 1), narrow.claim({}, 1)], 0, HOLD)
-            assert refused.value.rule == "narrow"
+            assert error.value.rule == "narrow"
         after = await limiter.reserve([wide.claim({}, 1)], 0, HOLD)
         assert after.grants[0].remaining == 8
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_a_refusal_says_when_to_come_back() -> None:
+def test_limit_error_has_retry_after() -> None:
     fixed, sliding = Rule(name="f", limit=2, per="hour"), Rule(name="s", limit=2, per=60, technique="sliding")
     money = Rule(name="m", limit=0, amount="micros", per="day")
 
-    async def go() -> None:
+    async def run() -> None:
         limiter, hour = LocalLimiter(), 3600 * 1000
         for at in (0, 30):
             await limiter.reserve([fixed.claim({}, 1), sliding.claim({}, 1)], hour + at, HOLD)
-        with pytest.raises(LimitExceeded) as refused:
+        with pytest.raises(LimitExceeded) as error:
             await limiter.reserve([fixed.claim({}, 1), sliding.claim({}, 1)], hour + 40, HOLD)
-        assert (refused.value.rule, refused.value.retry_after) == ("f", 3560)  # the longest wait of those that refuse
-        with pytest.raises(LimitExceeded) as refused:
+        assert (error.value.rule, error.value.retry_after) == ("f", 3560)  # the longest wait of the exceeded limits
+        with pytest.raises(LimitExceeded) as error:
             await limiter.reserve([sliding.claim({}, 1)], hour + 40, HOLD)
-        assert refused.value.retry_after == 21  # the first leaves a minute and a sixtieth after it came
-        assert refused.value.status == 429 and refused.value.code == "rate_limit_exceeded"
-        with pytest.raises(LimitExceeded) as refused:
+        assert error.value.retry_after == 21  # the first call stops counting after a minute and a sixtieth
+        assert error.value.status == 429 and error.value.code == "rate_limit_exceeded"
+        with pytest.raises(LimitExceeded) as error:
             await limiter.reserve([money.claim({}, 1)], hour, HOLD)
-        assert refused.value.code == "budget_exceeded"
+        assert error.value.code == "budget_exceeded"
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 50), st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.booleans()), max_size=40))
-def test_a_budget_is_overshot_by_less_than_one_reservation(limit: int, calls: list[tuple[int, int, bool]]) -> None:
-    """Whoever runs beside whom: what is used stays below what was reserved, as it is for a call with max_tokens."""
+def test_budget_is_exceeded_by_less_than_one_reservation(limit: int, calls: list[tuple[int, int, bool]]) -> None:
+    """Each call uses at most what it reserved, as a call with max_tokens does."""
     rule = Rule(name="b", limit=limit, amount="micros", per="month")
 
-    async def go() -> None:
-        limiter, running, spent = LocalLimiter(), [], 0
+    async def run() -> None:
+        limiter, running, used_total = LocalLimiter(), [], 0
         for reserved, used, ends in calls:
             with contextlib.suppress(LimitExceeded):
                 running.append((await limiter.reserve([rule.claim({}, reserved)], 0, HOLD), min(used, reserved)))
             if running and ends:
                 reservation, actual = running.pop(0)
                 limiter.settle(reservation, {"micros": actual})
-                spent += actual
-        assert spent + sum(actual for _, actual in running) < limit + max((call[0] for call in calls), default=1)
+                used_total += actual
+        assert used_total + sum(actual for _, actual in running) < limit + max((call[0] for call in calls), default=1)
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_settled_twice_is_a_fault_of_ours() -> None:
-    async def go() -> None:
+def test_settling_twice_fails_an_assertion() -> None:
+    async def run() -> None:
         limiter = LocalLimiter()
-        made = await limiter.reserve([Rule(name="r", limit=1).claim({}, 1)], 0, HOLD)
-        limiter.settle(made, {"requests": 1})
+        reservation = await limiter.reserve([Rule(name="r", limit=1).claim({}, 1)], 0, HOLD)
+        limiter.settle(reservation, {"requests": 1})
         with pytest.raises(AssertionError):
-            limiter.settle(made, {"requests": 1})
+            limiter.settle(reservation, {"requests": 1})
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_buckets_of_those_who_left_are_swept() -> None:
+def test_unused_buckets_are_swept() -> None:
     rule = Rule(name="r", limit=1, per=1, split=("user",))
 
-    async def go() -> None:
+    async def run() -> None:
         limiter = LocalLimiter()
         for i in range(5000):
-            made = await limiter.reserve([rule.claim({"user": str(i)}, 1)], i / 100, HOLD)
-            limiter.settle(made, {"requests": 1})
-        assert limiter.buckets < 300  # a second has a hundred of them
+            reservation = await limiter.reserve([rule.claim({"user": str(i)}, 1)], i / 100, HOLD)
+            limiter.settle(reservation, {"requests": 1})
+        assert limiter.buckets < 300  # 100 buckets are used per second
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_a_long_hold_keeps_nothing_of_what_was_settled() -> None:
+def test_settled_reservations_leave_the_expiry_heap() -> None:
     rule = Rule(name="r", limit=10**9)
 
-    async def go() -> None:
+    async def run() -> None:
         limiter = LocalLimiter()
         for i in range(2000):
             limiter.settle(await limiter.reserve([rule.claim({}, 1)], i, 1e6), {"requests": 1})
         (bucket,) = limiter._buckets.values()
         assert len(bucket.expiring) <= 66 and len(bucket.used) == 1
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 # Rules
 
 
-def test_splitting_and_filtering() -> None:
+def test_rules_split_and_filter() -> None:
     rule = Rule(name="r", limit=1, split=("metadata.team",), only={"model": ("gpt-5",)})
     assert rule.holds({"model": "gpt-5"}) and not rule.holds({"model": "gpt-4"}) and not rule.holds({})
     buckets = [rule.claim({"gateway": "a/g", **facts}, 1).bucket for facts in ({"metadata.team": "x"}, {}, {"x": "y"})]
@@ -187,13 +187,13 @@ def test_splitting_and_filtering() -> None:
     assert Rule(name="r", limit=1, named=True).holds({}, ("r",)) and not Rule(name="r", limit=1, named=True).holds({})
 
 
-def test_values_cannot_be_mistaken_for_each_other() -> None:
+def test_split_values_cannot_collide() -> None:
     rule = Rule(name="r", limit=1, split=("user", "model"))
     assert rule.claim({"user": 'a","b'}, 1).bucket != rule.claim({"user": "a", "model": "b"}, 1).bucket
 
 
 @pytest.mark.parametrize(
-    "found",
+    "rule",
     [
         {"limit": 1},
         {"name": "x", "limit": -1},
@@ -207,12 +207,12 @@ def test_values_cannot_be_mistaken_for_each_other() -> None:
         {"name": "", "limit": 1},
     ],
 )
-def test_a_wrong_rule_is_a_clear_error(found: dict[str, object]) -> None:
+def test_invalid_rule_is_rejected(rule: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
-        Rule.read([found])
+        Rule.read([rule])
 
 
-def test_names_are_names() -> None:
+def test_rule_names_must_be_unique_and_few() -> None:
     with pytest.raises(InvalidRequest):
         Rule.read([{"name": "x", "limit": 1}, {"name": "x", "limit": 2}])
     with pytest.raises(InvalidRequest):
@@ -222,7 +222,7 @@ def test_names_are_names() -> None:
 # Headers
 
 
-def test_the_tightest_speaks() -> None:
+def test_headers_report_the_tightest_limit() -> None:
     def grant(limit: int, left: int, resets: int, amount: str = "requests") -> Grant:
         rule = Rule(name="r", limit=limit, amount=amount)  # type: ignore[arg-type]
         return Grant(rule.claim({}, 1), 0, 1, left, resets)

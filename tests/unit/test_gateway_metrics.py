@@ -1,4 +1,4 @@
-"""What the gateway counts is told: also how the shadow's replies compared, and for whom Redis was not there."""
+"""The metrics of the gateway: cache, log, semantic cache (with shadow mode) and shared limits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SEMANTIC = SimpleNamespace(stats=SemanticStats(asked=10, near=11, served=12, com
 SHARED = SimpleNamespace(stats=LimiterStats(reserved=15, degraded=16, owed=17, lost=18))
 
 
-def told(semantic: Any, limiter: Any) -> dict[str, int]:
+def exposed_metrics(semantic: Any, limiter: Any) -> dict[str, int]:
     cached: Any = SimpleNamespace(stats=CACHE, semantic=semantic)
     text = exposition(GatewayMetrics(SystemClock(), [], JOURNAL, cached, limiter, None).families())
     rows = [line.split() for line in text.splitlines() if not line.startswith("#") and "{" not in line]
     return {name.removeprefix("emberline:gateway_").removesuffix("_total"): int(value) for name, value in rows}
 
 
-def test_every_count_is_told() -> None:
-    assert told(SEMANTIC, SHARED) == {
+def test_every_counter_is_exposed() -> None:
+    assert exposed_metrics(SEMANTIC, SHARED) == {
         "open_requests": 0,
         "log_written": 1,
         "log_dropped": 2,
@@ -52,7 +52,7 @@ def test_every_count_is_told() -> None:
     }
 
 
-@pytest.mark.parametrize("what", ["semantic", "limits"])
-def test_what_there_is_not_is_not_told(what: str) -> None:
-    names = told(None, SHARED) if what == "semantic" else told(SEMANTIC, LocalLimiter())
-    assert not [name for name in names if name.startswith(what)]
+@pytest.mark.parametrize("feature", ["semantic", "limits"])
+def test_unused_features_expose_no_metrics(feature: str) -> None:
+    names = exposed_metrics(None, SHARED) if feature == "semantic" else exposed_metrics(SEMANTIC, LocalLimiter())
+    assert not [name for name in names if name.startswith(feature)]

@@ -1,4 +1,4 @@
-"""Dynamic routes: what may be deployed, what conditions mean, which way a call goes."""
+"""Dynamic routes: validation, the meaning of conditions, and the path of a call through a route."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ patterns = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(patterns, st.text("abc.1 \n", max_size=10), st.booleans(), st.booleans(), st.booleans())
-def test_a_pattern_means_what_it_means_elsewhere(text: str, on: str, start: bool, end: bool, any_case: bool) -> None:
+def test_patterns_match_like_re(text: str, on: str, start: bool, end: bool, any_case: bool) -> None:
     pattern = ("(?i)" if any_case else "") + ("^" if start else "") + text
     found = re.search(pattern + (r"\Z" if end else ""), on) is not None
     assert read_pattern(pattern + ("$" if end else "")).found_in(on) == found
 
 
-def test_a_pattern_takes_its_time_and_not_more() -> None:
+def test_patterns_take_linear_time() -> None:
     for catastrophic in ("(a+)+$", "(a|a)*b", "(a*)*b", "a*a*a*a*a*a*b", "(?:a?){30}a{30}b"):
         assert not read_pattern(catastrophic).found_in("a" * 5000 + "!")
 
@@ -62,7 +62,7 @@ def test_a_pattern_takes_its_time_and_not_more() -> None:
     "text", [r"(a)\1", "(?=a)", "(?<!a)b", r"\bword", "a**", "*a", "(a", "a)", "[a", "a{2", "a{3,2}", "a{500}", "a^b",
              "^a|b", "((((a{9}){9}){9}){9})", "((){99}){99}", "x" * 600, "\\"]
 )  # fmt: skip
-def test_a_pattern_that_cannot_be_used(text: str) -> None:
+def test_unsupported_pattern_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         read_pattern(text)
 
@@ -103,7 +103,7 @@ HEADERS = {"x-plan": "free", "authorization": "Bearer secret", "cf-aig-metadata"
         ({"body.tags": {"$contains": 1}}, True),
         ({"body.tags": {"$contains": True}}, False),
         ({"headers.X-Plan": "free"}, True),
-        ({"headers.authorization": {"$exists": True}}, False),  # nobody's business
+        ({"headers.authorization": {"$exists": True}}, False),  # credentials are hidden
         ({"user": "ada"}, True),
         ({"$and": [{"user": "ada"}, {"body.n": 3}]}, True),
         ({"$or": [{"user": "bob"}, {"body.n": 4}]}, False),
@@ -111,15 +111,15 @@ HEADERS = {"x-plan": "free", "authorization": "Bearer secret", "cf-aig-metadata"
         ({"user": "ada", "body.n": 4}, False),
     ],
 )
-def test_conditions(condition: dict[str, Any], holds: bool) -> None:
+def test_condition(condition: dict[str, Any], holds: bool) -> None:
     graph({"c": {"type": "conditional", "properties": {"condition": condition}}})
-    who = Identity("k", "k", "virtual", user="ada", metadata={"team": "core"})
-    asked = call(BODY, headers={**HEADERS, "cf-aig-metadata": '{"team": "forged", "age": 7}'}, identity=who)
-    assert compiled(condition)(CallFacts(asked)) is holds
+    identity = Identity("k", "k", "virtual", user="ada", metadata={"team": "core"})
+    request = call(BODY, headers={**HEADERS, "cf-aig-metadata": '{"team": "forged", "age": 7}'}, identity=identity)
+    assert compiled(condition)(CallFacts(request)) is holds
 
 
 def graph(elements: Mapping[str, Any]) -> Graph:
-    """Around elements whose outputs are left out: each leads to model `m`, and then to the end."""
+    """Return a graph with these elements; omitted outputs lead to model `m`, and from there to the end."""
     outputs = {
         "conditional": {"true": {"elementId": "m"}, "false": {"elementId": "m"}},
         "rate_limit": {"success": {"elementId": "m"}},
@@ -155,13 +155,13 @@ def graph(elements: Mapping[str, Any]) -> Graph:
         {"type": "other"},
     ],
 )
-def test_what_cannot_be_deployed(element: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as told:
+def test_invalid_graph_is_rejected(element: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as error:
         graph({"x": element})
-    assert told.value.param == "elements"
+    assert error.value.param == "elements"
 
 
-# -- walks -------------------------------------------------------------------------------------------------------------
+# -- traversal ---------------------------------------------------------------------------------------------------------
 
 
 def to(**outputs: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ CHAIN = [
 ]
 
 
-def test_shares_are_what_they_say_and_the_same_seed_goes_the_same_way() -> None:
+def test_percentages_split_calls_and_follow_the_seed() -> None:
     rows = [
         {"id": "s", "type": "start", "outputs": to(next="p")},
         {
@@ -209,57 +209,57 @@ def test_shares_are_what_they_say_and_the_same_seed_goes_the_same_way() -> None:
     ]
     plan = Plan.of("r", Graph.read({"elements": rows}))
 
-    def way(seed: str) -> str:
+    def selected_model(seed: str) -> str:
         found = Walk.begin(plan, CallFacts(call()), seed).next()
         assert isinstance(found, ModelElement)
         return found.id
 
-    ways = [way(str(i)) for i in range(2000)]
-    counts = {id: ways.count(id) for id in "abc"}
+    models = [selected_model(str(i)) for i in range(2000)]
+    counts = {id: models.count(id) for id in "abc"}
     assert 140 < counts["a"] < 260 and 900 < counts["b"] < 1100 and 700 < counts["c"] < 900
-    assert all(way(str(i)) == ways[i] for i in range(100))
+    assert all(selected_model(str(i)) == models[i] for i in range(100))
 
 
-class Models:
-    """Plays what each model does, and remembers how it was asked."""
+class FakeModels:
+    """A handler that returns a status or raises an error for each model, and records its calls."""
 
     def __init__(self, **script: Any) -> None:
         self.script = script
-        self.asked: list[Call] = []
+        self.calls: list[Call] = []
 
     async def __call__(self, call: Call) -> Reply:
-        self.asked.append(call)
-        does = self.script.get(call.model, 200)
-        if isinstance(does, Exception):
-            raise does
-        reply = Reply(does, {}, b"{}", model=call.model, provider=call.provider, step=call.step)
+        self.calls.append(call)
+        outcome = self.script.get(call.model, 200)
+        if isinstance(outcome, Exception):
+            raise outcome
+        reply = Reply(outcome, {}, b"{}", model=call.model, provider=call.provider, step=call.step)
         reply.usage, reply.micros = Usage(input=10, output=5), 100
         return reply
 
     @property
     def names(self) -> list[str]:
-        return [call.model for call in self.asked]
+        return [call.model for call in self.calls]
 
 
-class Costs:
+class FakeEstimator:
     def at_most(self, call: Call) -> int | None:
         return {"large": 600, "small": 1}.get(call.model)
 
 
-def walked(models: Models, elements: list[Any] = CHAIN, dynamic: Dynamic | None = None, **more: Any) -> Reply:
+def run_route(models: FakeModels, elements: list[Any] = CHAIN, dynamic: Dynamic | None = None, **more: Any) -> Reply:
     settings = {"routes": {"r": {"elements": elements}}}
-    asked = call({"model": "dynamic/r"}, provider="dynamic", model="r", settings=settings, **more)
-    layer = dynamic or Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock(1e9))
+    request = call({"model": "dynamic/r"}, provider="dynamic", model="r", settings=settings, **more)
+    layer = dynamic or Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
 
     async def go() -> Reply:
-        reply = await layer.layer(models)(asked)
+        reply = await layer.layer(models)(request)
         await reply.close()
         return reply
 
     return asyncio.run(go())
 
 
-def meta(**values: str) -> dict[str, str]:
+def metadata_headers(**values: str) -> dict[str, str]:
     return {
         "cf-aig-metadata": json.dumps(values),
         "authorization": "Bearer of-another",
@@ -267,92 +267,97 @@ def meta(**values: str) -> dict[str, str]:
     }
 
 
-def test_each_model_is_asked_as_if_it_had_been_named() -> None:
-    models = Models()
-    reply = walked(models, headers=meta(plan="free"))
+def test_model_is_called_as_if_the_request_named_it() -> None:
+    models = FakeModels()
+    reply = run_route(models, headers=metadata_headers(plan="free"))
     assert (reply.model, reply.step, models.names) == ("small", 0, ["small"])
-    asked = models.asked[0]
-    assert (asked.provider, asked.options.request_timeout, asked.options.max_attempts) == ("openai", 1.5, 4)
-    assert "authorization" not in asked.headers and asked.headers["content-type"] == "application/json"
+    request = models.calls[0]
+    assert (request.provider, request.options.request_timeout, request.options.max_attempts) == ("openai", 1.5, 4)
+    assert "authorization" not in request.headers and request.headers["content-type"] == "application/json"
 
 
 @pytest.mark.parametrize("error", [TimedOut("late"), Forbidden("no"), LimitExceeded("much", rule="r")])
-def test_who_cannot_is_followed_by_the_next(error: Exception) -> None:
-    models = Models(large=error)
-    reply = walked(models)
+def test_failed_model_falls_back_to_the_next(error: Exception) -> None:
+    models = FakeModels(large=error)
+    reply = run_route(models)
     assert (reply.model, reply.step, models.names) == ("small", 1, ["large", "small"])
-    assert [asked.last for asked in models.asked] == [False, True]
+    assert [request.last for request in models.calls] == [False, True]
     with pytest.raises(type(error)):
-        walked(Models(large=error, small=error))
+        run_route(FakeModels(large=error, small=error))
 
 
-def test_what_the_client_did_wrong_is_not_carried_on() -> None:
+def test_request_error_has_no_fallback() -> None:
     wrong = Refused("bad", kind="request", status=400, headers={}, body=b"")
-    models = Models(large=wrong)
+    models = FakeModels(large=wrong)
     with pytest.raises(Refused):
-        walked(models)
+        run_route(models)
     assert models.names == ["large"]
-    blocked = Models(large=400)
-    assert walked(blocked).status == 400 and blocked.names == ["large"]
+    blocked = FakeModels(large=400)
+    assert run_route(blocked).status == 400 and blocked.names == ["large"]
 
 
-def test_a_limit_in_a_route_counts_each_value_and_leads_elsewhere() -> None:
-    dynamic = Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock(1e9))
-    ways = [walked(Models(), dynamic=dynamic, headers=meta(user=user)).model for user in "aaabab"]
-    assert ways == ["large", "large", "small", "large", "small", "large"]
+def test_route_quota_counts_each_value_and_falls_back() -> None:
+    dynamic = Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
+    models = [run_route(FakeModels(), dynamic=dynamic, headers=metadata_headers(user=user)).model for user in "aaabab"]
+    assert models == ["large", "large", "small", "large", "small", "large"]
 
 
-def test_a_limit_without_a_way_on_ends_the_route() -> None:
+def test_route_quota_without_fallback_ends_the_route() -> None:
     quota = {"limitType": "cost", "limit": 0.001, "interval": 60}
     rows = [{"id": "s", "type": "start", "outputs": to(next="q")},
             {"id": "q", "type": "rate_limit", "properties": quota, "outputs": to(success="large")},
             model("large", success="e"), END]  # fmt: skip
-    dynamic = Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock(1e9))
-    for _ in range(10):  # each may cost 600 of 1000 micro-dollars, and costs 100: alone they all fit
-        walked(Models(), rows, dynamic)
-    with pytest.raises(LimitExceeded) as told:
-        walked(Models(), rows, dynamic)
-    assert told.value.code == "budget_exceeded"
+    dynamic = Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
+    for _ in range(10):  # each reserves 600 of 1000 micro-dollars and costs 100
+        run_route(FakeModels(), rows, dynamic)
+    with pytest.raises(LimitExceeded) as error:
+        run_route(FakeModels(), rows, dynamic)
+    assert error.value.code == "budget_exceeded"
 
 
-def test_of_two_that_answered_the_last_is_sent_and_both_are_paid() -> None:
+def test_last_of_two_answers_is_sent_and_both_are_billed() -> None:
     rows = [
         {"id": "s", "type": "start", "outputs": to(next="large")},
         model("large", success="small"),
         model("small", success="e"),
         END,
     ]
-    reply = walked(Models(), rows)
+    reply = run_route(FakeModels(), rows)
     assert (reply.model, reply.micros, reply.usage) == ("small", 200, Usage(input=20, output=10))
 
 
-def test_a_key_reaches_by_a_route_only_what_it_may() -> None:
+def test_route_respects_the_allowed_models_of_a_key() -> None:
     small = Identity("k", "k", "virtual", allowed_models=("small",))
-    models = Models()
-    assert walked(models, identity=small).model == "small" and models.names == ["small"]
+    models = FakeModels()
+    assert run_route(models, identity=small).model == "small" and models.names == ["small"]
     route = Identity("k", "k", "virtual", allowed_models=("dynamic/r",))
-    assert walked(Models(), identity=route).model == "large"
+    assert run_route(FakeModels(), identity=route).model == "large"
     with pytest.raises(Forbidden):
-        walked(Models(), identity=Identity("k", "k", "virtual", allowed_models=("other",)))
+        run_route(FakeModels(), identity=Identity("k", "k", "virtual", allowed_models=("other",)))
 
 
-def test_a_call_that_was_carried_on_counts_once() -> None:
+def test_call_with_fallback_counts_as_one_request() -> None:
     clock, wall, limiter = ManualClock(), ManualClock(1e9), LocalLimiter()
-    dynamic = Dynamic(limiter, Costs(), clock, wall)
+    dynamic = Dynamic(limiter, FakeEstimator(), clock, wall)
     rule = {"name": "two", "limit": 2, "per": "minute"}
 
-    class Nothing:
+    class EmptyCatalogue:
         def model(self, provider: str, name: str) -> None: ...
         def price(self, settings: Settings, provider: str, model: str) -> None: ...
         def max_output(self, provider: str, model: str) -> None: ...
 
     async def ask() -> Reply:
         routes = {"r": {"elements": CHAIN}}
-        asked = call(
-            provider="dynamic", model="r", settings={"routes": routes, "limits": [rule]}, headers=meta(user="x")
+        request = call(
+            provider="dynamic",
+            model="r",
+            settings={"routes": routes, "limits": [rule]},
+            headers=metadata_headers(user="x"),
         )
-        handler = dynamic.layer(limited(limiter, Nothing(), Nothing(), clock, wall)(Models(large=TimedOut("late"))))
-        reply = await handler(asked)
+        handler = dynamic.layer(
+            limited(limiter, EmptyCatalogue(), EmptyCatalogue(), clock, wall)(FakeModels(large=TimedOut("late")))
+        )
+        reply = await handler(request)
         await reply.close()
         return reply
 
@@ -361,7 +366,7 @@ def test_a_call_that_was_carried_on_counts_once() -> None:
         asyncio.run(ask())
 
 
-def test_there_is_no_such_route() -> None:
-    layer = Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock()).layer(Models())
+def test_unknown_route_is_not_found() -> None:
+    layer = Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock()).layer(FakeModels())
     with pytest.raises(ModelNotFound):
         asyncio.run(layer(call(provider="dynamic", model="x")))

@@ -1,4 +1,4 @@
-"""The semantic cache: what may share a reply by meaning and what never does, and the shadow that only counts."""
+"""The semantic cache: which calls may share a reply, which never do, and shadow mode."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from emberline.gateway.layers.cached import Cached
 WORDS = ["capital", "france", "germany", "paris", "berlin", "weather", "tell", "me", "what", "is", "the", "of", "not"]
 
 
-class Words:
-    """An embedder that counts words: the same words in another order are the same."""
+class WordCountEmbedder:
+    """An embedder that counts words, so that the order of words does not matter."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -47,10 +47,10 @@ def body(text: Any, **more: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": text}], **more}
 
 
-class Bench:
+class SemanticBench:
     def __init__(self) -> None:
-        self.clock, self.words, self.sent = ManualClock(), Words(), 0
-        self.semantic = Semantic(self.words, self.clock)
+        self.clock, self.embedder, self.sent = ManualClock(), WordCountEmbedder(), 0
+        self.semantic = Semantic(self.embedder, self.clock)
         self.handler = Cached(MemoryCache(self.clock), self.clock, lambda: self.semantic).layer(self._inner)
         self.answers: list[str] = []
 
@@ -63,8 +63,8 @@ class Bench:
             reply.body = Pieces(b"data: " + data + b"\n\n", reply=reply)
         return reply
 
-    async def ask(self, asked: dict[str, Any], **about: Any) -> Reply:
-        reply = await self.handler(call(asked, **{"settings": settings(), **about}))
+    async def ask(self, request_body: dict[str, Any], **about: Any) -> Reply:
+        reply = await self.handler(call(request_body, **{"settings": settings(), **about}))
         if not isinstance(reply.body, bytes):
             async for _ in reply.body:
                 pass
@@ -75,42 +75,42 @@ class Bench:
 FIRST, OTHER = "what is the capital of france", "what is the weather"
 
 
-def test_the_same_meaning_gets_the_same_reply() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_similar_question_gets_the_cached_reply() -> None:
+    async def run() -> None:
+        bench = SemanticBench()
         first = await bench.ask(body(FIRST))
         bench.clock.advance(50)
         again = await bench.ask(body("The capital of France is what?"))
         assert again.cached and again.body == first.body and bench.sent == 1
         assert again.headers["x-emberline-cache"].startswith("semantic; similarity=1.0000")
         assert not (await bench.ask(body(OTHER))).cached
-        # now it is known by its own words: nothing is embedded for it
-        calls = bench.words.calls
-        assert (await bench.ask(body("The capital of France is what?"))).cached and bench.words.calls == calls
-        # and it is not kept for longer than what it is a copy of
+        # it is now stored under its own key: nothing is embedded for it
+        calls = bench.embedder.calls
+        assert (await bench.ask(body("The capital of France is what?"))).cached and bench.embedder.calls == calls
+        # and it expires with the entry that it is a copy of
         bench.clock.advance(11)
         assert not (await bench.ask(body("The capital of France is what?"))).cached
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_streams_too() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_similar_question_gets_the_cached_stream() -> None:
+    async def run() -> None:
+        bench = SemanticBench()
         await bench.ask(body(FIRST, stream=True), stream=True)
         again = await bench.ask(body("The capital of France is what?", stream=True), stream=True)
         assert again.cached and not isinstance(again.body, bytes) and again.ended == "complete"
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-ADA = Identity("k1", "ada", "virtual", user="ada")
+ALICE = Identity("k1", "alice", "virtual", user="alice")
 BOB = Identity("k2", "bob", "virtual", user="bob")
 ALIKE = "The capital of France is what?"
 
 
 @pytest.mark.parametrize(
-    ("asked", "about"),
+    ("request_body", "about"),
     [
         (body(ALIKE, temperature=1), {}),
         (body(ALIKE, tools=[{"type": "function", "function": {"name": "f"}}]), {}),
@@ -132,29 +132,29 @@ ALIKE = "The capital of France is what?"
         (body([{"type": "text", "text": ALIKE, "cache_control": {"type": "ephemeral"}}]), {}),
     ],
 )
-def test_what_is_not_all_the_same_is_never_shared(asked: dict[str, Any], about: dict[str, Any]) -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_calls_that_differ_elsewhere_never_share(request_body: dict[str, Any], about: dict[str, Any]) -> None:
+    async def run() -> None:
+        bench = SemanticBench()
         await bench.ask(body(FIRST))
-        assert not (await bench.ask(asked, **about)).cached and bench.sent == 2
+        assert not (await bench.ask(request_body, **about)).cached and bench.sent == 2
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("scope", ["key", "user"])
-def test_tenants_are_apart(scope: str) -> None:
-    async def go() -> None:
-        bench = Bench()
-        await bench.ask(body(FIRST), identity=ADA, settings=settings(cache_scope=scope))
+def test_tenants_do_not_share(scope: str) -> None:
+    async def run() -> None:
+        bench = SemanticBench()
+        await bench.ask(body(FIRST), identity=ALICE, settings=settings(cache_scope=scope))
         assert not (await bench.ask(body(ALIKE), identity=BOB, settings=settings(cache_scope=scope))).cached
-        assert (await bench.ask(body(ALIKE), identity=ADA, settings=settings(cache_scope=scope))).cached
+        assert (await bench.ask(body(ALIKE), identity=ALICE, settings=settings(cache_scope=scope))).cached
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_the_shadow_answers_nothing_and_counts() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_shadow_mode_serves_nothing_and_counts() -> None:
+    async def run() -> None:
+        bench = SemanticBench()
         bench.answers = ["paris", "paris", "berlin berlin berlin"]
         for text in (FIRST, ALIKE, "what france is the capital of"):
             reply = await bench.ask(body(text), settings=settings("shadow"))
@@ -162,34 +162,34 @@ def test_the_shadow_answers_nothing_and_counts() -> None:
         stats = bench.semantic.stats
         assert bench.sent == 3 and (stats.near, stats.served, stats.compared, stats.disagreed) == (2, 0, 2, 1)
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_without_an_embedder_calls_go_on() -> None:
-    async def go() -> None:
-        bench = Bench()
-        bench.words.down = True
+def test_embedder_failure_does_not_fail_calls() -> None:
+    async def run() -> None:
+        bench = SemanticBench()
+        bench.embedder.down = True
         await bench.ask(body(FIRST))
         await bench.ask(body(ALIKE))
         assert bench.sent == 2 and (await bench.ask(body(FIRST))).cached
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
-def test_equal_questions_at_once_are_sent_once() -> None:
-    async def go() -> None:
-        bench = Bench()
+def test_equal_questions_in_flight_are_sent_once() -> None:
+    async def run() -> None:
+        bench = SemanticBench()
         replies = await asyncio.gather(*(bench.ask(body(FIRST)) for _ in range(10)))
-        assert bench.sent == 1 and bench.words.calls == 1 and sum(reply.cached for reply in replies) == 9
+        assert bench.sent == 1 and bench.embedder.calls == 1 and sum(reply.cached for reply in replies) == 9
 
-    asyncio.run(go())
+    asyncio.run(run())
 
 
 # Questions
 
 
 @pytest.mark.parametrize(
-    ("dialect", "asked"),
+    ("dialect", "request_body"),
     [
         ("openai-chat", {"messages": [{"role": "user", "content": "hi"}]}),
         ("openai-chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
@@ -203,13 +203,13 @@ def test_equal_questions_at_once_are_sent_once() -> None:
         ),
     ],
 )
-def test_the_last_turn_of_every_dialect(dialect: Any, asked: dict[str, Any]) -> None:
-    question = Question.of(call(asked, dialect=dialect))
+def test_question_is_the_last_turn_in_every_dialect(dialect: Any, request_body: dict[str, Any]) -> None:
+    question = Question.of(call(request_body, dialect=dialect))
     assert question is not None and question.text == "hi"
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "request_body",
     [
         {},
         [],
@@ -222,32 +222,32 @@ def test_the_last_turn_of_every_dialect(dialect: Any, asked: dict[str, Any]) -> 
         {"messages": ["hi"]},
     ],
 )
-def test_no_question(asked: Any) -> None:
-    made = Question.of(call(json.dumps(asked).encode()))
-    assert made is None or asked == {"messages": "hi there"}
-    assert Question.of(call(json.dumps(asked).encode(), dialect="raw")) is None
+def test_calls_without_a_question(request_body: Any) -> None:
+    question = Question.of(call(json.dumps(request_body).encode()))
+    assert question is None or request_body == {"messages": "hi there"}
+    assert Question.of(call(json.dumps(request_body).encode(), dialect="raw")) is None
 
 
 # Vectors
 
 
-def test_nearest_is_bounded_and_exact() -> None:
-    nearest, rng = Nearest(most=50, most_each=20), np.random.default_rng(0)
-    made = [(Question(f"{i}", f"p{i % 4}"), unit(list(rng.normal(size=8)))) for i in range(200)]
-    for i, (question, vector) in enumerate(made):
+def test_question_index_is_bounded_and_exact() -> None:
+    index, rng = Nearest(most=50, most_each=20), np.random.default_rng(0)
+    questions = [(Question(f"{i}", f"p{i % 4}"), unit(list(rng.normal(size=8)))) for i in range(200)]
+    for i, (question, vector) in enumerate(questions):
         assert vector is not None
-        nearest.add(Question("", question.partition), vector, str(i), 100.0)
-        assert nearest.size <= 50
-    question, vector = made[-1]
+        index.add(Question("", question.partition), vector, str(i), 100.0)
+        assert index.size <= 50
+    question, vector = questions[-1]
     assert vector is not None
-    found = nearest.find(Question("", question.partition), vector, 0.999, 0.0)
+    found = index.find(Question("", question.partition), vector, 0.999, 0.0)
     assert found is not None and found.key == "199"
-    assert nearest.find(Question("", question.partition), vector, 0.999, 100.0) is None  # expired
-    assert nearest.find(Question("", "p9"), vector, 0.5, 0.0) is None
+    assert index.find(Question("", question.partition), vector, 0.999, 100.0) is None  # expired
+    assert index.find(Question("", "p9"), vector, 0.5, 0.0) is None
     assert unit([0.0, 0.0]) is None and unit([float("nan")]) is None and cosine([1.0], [1.0, 2.0]) == 0.0
 
 
-def test_what_a_reply_said() -> None:
+def test_reply_text() -> None:
     def entry(*chunks: bytes, stream: bool = False) -> Entry:
         return Entry(200, {}, "", "", None, stream, list(chunks))
 

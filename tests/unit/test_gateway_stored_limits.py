@@ -1,5 +1,4 @@
-"""Limits over restarts: what was counted comes back from the store, after a stop and after a kill, on SQLite and on a
-real PostgreSQL."""
+"""Limits over restarts: usage is restored from the store after a stop and after a kill, with SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ NOW = 1_800_000_000.0
 DAILY = Rule(name="daily", limit=100, amount="requests", per="day")
 MONEY = Rule(name="money", limit=1000, amount="micros", per="month", split=("user",))
 MINUTE = Rule(name="minute", limit=100, amount="requests", per="minute")
-NEVER = 1e6  # seconds between writes: only the journal has it
+NEVER_S = 1e6  # between writes to the store: only the journal has the usage
 
 
 def claim(rule: Rule, amount: int = 1, user: str = "ann") -> Claim:
@@ -32,27 +31,27 @@ def claim(rule: Rule, amount: int = 1, user: str = "ann") -> Claim:
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a gateway keeps its counters."""
+class StorageLocation:
+    """Where a gateway stores its counters."""
 
     store: str
     journals: Path
 
 
 @pytest.fixture
-def home(store_url: str, tmp_path: Path) -> Home:
-    return Home(store_url, tmp_path / "store")
+def location(store_url: str, tmp_path: Path) -> StorageLocation:
+    return StorageLocation(store_url, tmp_path / "store")
 
 
-class Process:
-    """One life of a gateway. A kill leaves it without closing anything; of a dead process the file's lock is gone."""
+class GatewayProcess:
+    """One run of a gateway process. A kill flushes nothing; the file lock of a dead process is released."""
 
-    def __init__(self, home: Home, wall: ManualClock, interval: float = NEVER) -> None:
-        self.home, self.wall, self.interval = home, wall, interval
+    def __init__(self, location: StorageLocation, wall: ManualClock, interval: float = NEVER_S) -> None:
+        self.location, self.wall, self.interval = location, wall, interval
 
-    async def __aenter__(self) -> Process:
-        self.store: Any = await open_store(self.home.store)
-        self.journal = CounterJournal(self.home.journals)
+    async def __aenter__(self) -> GatewayProcess:
+        self.store: Any = await open_store(self.location.store)
+        self.journal = CounterJournal(self.location.journals)
         self.limiter = StoredLimiter(self.store, self.journal, self.wall, self.interval)
         await self.limiter.start()
         return self
@@ -74,61 +73,61 @@ class Process:
         return [each.used for each in await self.limiter.spent(claims, self.wall.now())]
 
     async def use(self, one: Claim, actual: int) -> None:
-        made = await self.limiter.reserve([one], self.wall.now(), 60.0)
-        self.limiter.settle(made, {one.rule.amount: actual})
+        reservation = await self.limiter.reserve([one], self.wall.now(), 60.0)
+        self.limiter.settle(reservation, {one.rule.amount: actual})
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_counters_come_back_after(end: str, home: Home) -> None:
+def test_usage_is_restored_after_restart(end: str, location: StorageLocation) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(home, wall) as one:
+        async with GatewayProcess(location, wall) as one:
             for _ in range(7):
                 await one.use(claim(DAILY), 1)
             await one.use(claim(MONEY, 500), 123)
             await one.use(claim(MONEY, 500, "bob"), 45)
             await getattr(one, end)()
-        async with Process(home, wall) as two:
+        async with GatewayProcess(location, wall) as two:
             assert await two.used(claim(DAILY), claim(MONEY), claim(MONEY, user="bob")) == [7, 123, 45]
             for _ in range(93):
                 await two.use(claim(DAILY), 1)
             with pytest.raises(LimitExceeded):
                 await two.use(claim(DAILY), 1)
             await getattr(two, end)()
-        async with Process(home, wall) as three:
+        async with GatewayProcess(location, wall) as three:
             assert await three.used(claim(DAILY)) == [100]
             await three.stop()
-        assert not list(home.journals.glob("*.journal"))
+        assert not list(location.journals.glob("*.journal"))
 
     asyncio.run(run())
 
 
-def test_what_was_reserved_when_it_was_killed_stays_counted(home: Home) -> None:
+def test_reservations_stay_counted_after_a_kill(location: StorageLocation) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(home, wall) as one:
+        async with GatewayProcess(location, wall) as one:
             await one.limiter.reserve([claim(MONEY, 300)], NOW, 60.0)
             await one.kill()
-        async with Process(home, wall) as two:
+        async with GatewayProcess(location, wall) as two:
             assert await two.used(claim(MONEY)) == [300]
             await two.stop()
 
     asyncio.run(run())
 
 
-def test_a_window_that_is_over_does_not_come_back_and_short_ones_are_not_kept(home: Home) -> None:
+def test_ended_and_short_windows_are_not_restored(location: StorageLocation) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(home, wall) as one:
+        async with GatewayProcess(location, wall) as one:
             await one.use(claim(DAILY), 1)
             await one.use(claim(MINUTE), 1)
             await one.stop()
-        async with Process(home, wall) as two:
+        async with GatewayProcess(location, wall) as two:
             assert await two.used(claim(DAILY), claim(MINUTE)) == [1, 0]
             wall.advance(86_400)
             await two.use(claim(MONEY), 1)
             await two.stop()
-        async with Process(home, wall) as three:
+        async with GatewayProcess(location, wall) as three:
             assert await three.used(claim(DAILY), claim(MONEY)) == [0, 1]
             assert [each.bucket.split(":")[0] for each in await three.store.counters(0)] == ["money"]
             await three.stop()
@@ -136,8 +135,8 @@ def test_a_window_that_is_over_does_not_come_back_and_short_ones_are_not_kept(ho
     asyncio.run(run())
 
 
-class Flaky:
-    """A store that takes the first batch and then fails to say so."""
+class LostReplyStore:
+    """A store that applies a batch and then fails before it confirms it."""
 
     def __init__(self, store: Any) -> None:
         self.store, self.failing = store, True
@@ -151,12 +150,12 @@ class Flaky:
             raise StoreBusy("the connection broke")
 
 
-def test_a_batch_whose_answer_was_lost_counts_once(home: Home) -> None:
+def test_batch_with_lost_reply_counts_once(location: StorageLocation) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(home, wall) as one:
-            flaky = Flaky(one.store)
-            one.limiter._store = flaky
+        async with GatewayProcess(location, wall) as one:
+            lost_reply_store = LostReplyStore(one.store)
+            one.limiter._store = lost_reply_store
             await one.use(claim(DAILY), 1)
             with pytest.raises(StoreBusy):
                 await one.limiter._write()
@@ -164,20 +163,20 @@ def test_a_batch_whose_answer_was_lost_counts_once(home: Home) -> None:
             with pytest.raises(StoreBusy):
                 await one.limiter._write()
             await one.kill()
-        async with Process(home, wall) as two:
+        async with GatewayProcess(location, wall) as two:
             assert await two.used(claim(DAILY)) == [2]
             await two.stop()
 
     asyncio.run(run())
 
 
-def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_counted(home: Home) -> None:
+def test_live_journals_are_kept_and_damaged_lines_skipped(location: StorageLocation) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(home, wall) as one, Process(home, wall) as other:
+        async with GatewayProcess(location, wall) as one, GatewayProcess(location, wall) as other:
             await one.use(claim(DAILY), 1)
             assert not list(other.journal.abandoned())
-            one.journal.write(b'["default/default","daily",1,\0\0,3]\n')  # a page of it was not written
+            one.journal.write(b'["default/default","daily",1,\0\0,3]\n')  # a page was not written
             one.journal.write(b'["default/default","daily')
             await one.kill()
             assert [[each.used for each in changes] for _, changes in other.journal.abandoned()] == [[1]]
@@ -186,9 +185,9 @@ def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_coun
     asyncio.run(run())
 
 
-def test_counters_are_written_to_the_store_while_it_runs(home: Home) -> None:
+def test_usage_is_written_to_the_store_periodically(location: StorageLocation) -> None:
     async def run() -> None:
-        async with Process(home, ManualClock(NOW), interval=0.01) as one:
+        async with GatewayProcess(location, ManualClock(NOW), interval=0.01) as one:
             await one.use(claim(DAILY), 1)
             async with asyncio.timeout(30):
                 while not await one.store.counters(0):
@@ -198,26 +197,26 @@ def test_counters_are_written_to_the_store_while_it_runs(home: Home) -> None:
     asyncio.run(run())
 
 
-def test_a_journal_grows_and_ends_with_zeros(tmp_path: Path) -> None:
+def test_journal_file_grows_and_ends_with_zeros(tmp_path: Path) -> None:
     journal = CounterJournal(tmp_path)
     line = b'["default/default","daily",1,2,3]\n'
     count = 2 * GROWTH_BYTES // len(line) + 1
     for _ in range(count):
         journal.write(line)
     name = journal.close()
-    journal.write(line)  # of a call that ends late: it neither fails nor is kept
+    journal.write(line)  # a call that ends late: the write neither fails nor is stored
     size = (tmp_path / f"{name}.journal").stat().st_size
     assert size == 3 * GROWTH_BYTES
     [(found, changes)] = CounterJournal(tmp_path).abandoned()
     assert found == name and len(changes) == count and set(changes) == {Counter("default/default", "daily", 1, 2, 3)}
 
 
-def test_limits_go_on_while_the_disk_is_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_work_while_the_disk_is_full(location: StorageLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def run() -> None:
-        async with Process(home, ManualClock(NOW)) as one:
+        async with GatewayProcess(location, ManualClock(NOW)) as one:
             await one.use(claim(DAILY), 1)
             with monkeypatch.context() as patched:
                 patched.setattr("emberline.gateway.limits.journal.os.pwrite", full)
@@ -227,9 +226,9 @@ def test_limits_go_on_while_the_disk_is_full(home: Home, monkeypatch: pytest.Mon
                     await one.use(claim(DAILY), 1)
             assert await one.used(claim(DAILY)) == [51]
             await one.stop()
-        async with Process(home, ManualClock(NOW)) as two:
+        async with GatewayProcess(location, ManualClock(NOW)) as two:
             assert await two.used(claim(DAILY)) == [51]
             await two.stop()
-        assert not list(home.journals.glob("*.journal"))
+        assert not list(location.journals.glob("*.journal"))
 
     asyncio.run(run())

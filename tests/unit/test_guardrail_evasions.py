@@ -1,5 +1,4 @@
-"""What ordinary text does to a number: other signs between its digits, other digits, several parts, other fields. And
-text of the same look that is no finding."""
+"""Unusual notations of a card number that guardrails must find, and similar text that they must not find."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ ORDINARY = (
     "4111.1111.1111.1112",
     "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",
     "4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 2",
-    " ".join("4111111111111111" * 3),  # a row of more digits than any card has
+    " ".join("4111111111111111" * 3),  # more digits than any card has
     "3.14159265358979 2.71828182845904",
     "sum of 4111, 1111, 1111 and 1111",
     "12:30:45.678 13:30:45.678",
@@ -83,7 +82,7 @@ ORDINARY = (
 
 
 @pytest.mark.parametrize("name", EVASIONS)
-def test_a_card_is_found_and_cut_however_it_is_written(name: str) -> None:
+def test_card_is_redacted_in_every_notation(name: str) -> None:
     written = EVASIONS[name]
     for before, after in (("", ""), ("my card: ", " thanks"), ("\u200bkarte ", "\u200b!"), ("é中\u00ad", "\nend")):
         text = before + ("" if before[-1:].isspace() or not before else " ") + written + after
@@ -94,7 +93,7 @@ def test_a_card_is_found_and_cut_however_it_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ORDINARY)
-def test_ordinary_text_is_not_a_finding(text: str) -> None:
+def test_ordinary_text_has_no_match(text: str) -> None:
     assert SCANNER.find(text) == []
     assert SCANNER.find(f"see {text} there") == []
 
@@ -114,16 +113,16 @@ def test_ordinary_text_is_not_a_finding(text: str) -> None:
         ("api_key", "sk-Zk3v9Qw8Lp2Xr7Tn\u200b5Yb1Hc6Md4Fs0Jg"),
     ],
 )
-def test_other_kinds_are_found_so_too(kind: str, text: str) -> None:
+def test_other_kinds_are_found_in_unusual_notation(kind: str, text: str) -> None:
     assert redacted(f"is {text} ok", SCANNER.find(f"is {text} ok")) == f"is [{kind}] ok"
 
 
-def test_numbers_one_a_line_are_each_found() -> None:
+def test_numbers_on_separate_lines_are_found() -> None:
     assert len(SCANNER.find("123-45-6789\n234-56-7890\n345-67-8901")) == 3
     assert len(SCANNER.find("4111 1111 1111 1111\n5555 5555 5555 4444")) == 2
 
 
-def test_positions_map_back_to_what_was_written() -> None:
+def test_normalized_positions_map_to_the_original() -> None:
     read = NormalizedText("a\u200b\u200bb\\u0034c\u200b")
     assert read.text == "ab4c"
     assert [read.written(at) for at in range(5)] == [0, 3, 4, 10, 12]
@@ -131,7 +130,7 @@ def test_positions_map_back_to_what_was_written() -> None:
 
 
 @pytest.mark.parametrize("name", EVASIONS)
-def test_no_digit_of_it_leaves_a_stream_cut_anywhere(name: str) -> None:
+def test_no_digit_of_a_card_leaves_a_split_stream(name: str) -> None:
     text = f"it is {EVASIONS[name]} now, see you later"
     for size in (1, 3, 7):
         window, pieces = Window(SCANNER), []
@@ -150,10 +149,10 @@ def test_no_digit_of_it_leaves_a_stream_cut_anywhere(name: str) -> None:
         assert made.replace(" 123", "") == "it is [payment_card] now, see you later"
 
 
-# -- where it stands ---------------------------------------------------------------------------------------------------
+# -- request fields ----------------------------------------------------------------------------------------------------
 
 
-def inspected(body: Any, **headers: str) -> tuple[Any, list[str]]:
+def inspect(body: Any, **headers: str) -> tuple[Any, list[str]]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     seen = inspect_request(data, (RULE,), headers.get("kind", ""), headers.get("coding", ""))
     return seen.body, [finding.entry for finding in seen.findings]
@@ -171,71 +170,71 @@ def inspected(body: Any, **headers: str) -> tuple[Any, list[str]]:
         {"model": "m", "input": {"data": f"my card is {CARD}"}},
     ],
 )
-def test_every_field_that_goes_to_the_provider_is_looked_at(body: dict[str, Any]) -> None:
-    made, found = inspected(body)
+def test_every_field_sent_to_the_provider_is_inspected(body: dict[str, Any]) -> None:
+    made, found = inspect(body)
     assert found == ["payment_card"] and made is not None and CARD.encode() not in made
 
 
 @pytest.mark.parametrize("texts", [("4111 1111", "1111 1111"), ("my 4111 11", "11 1111", " 1111 ok"), GROUPS])
 @pytest.mark.parametrize("shape", ["chat", "system", "gemini"])
-def test_a_number_over_parts_of_one_message_is_found(texts: tuple[str, ...], shape: str) -> None:
+def test_card_across_parts_of_one_message_is_found(texts: tuple[str, ...], shape: str) -> None:
     parts = [{"type": "text", "text": text} for text in texts]
     body: dict[str, Any] = {
         "chat": {"messages": [{"role": "user", "content": parts}]},
         "system": {"system": parts},
         "gemini": {"contents": [{"parts": [{"text": text} for text in texts]}]},
     }[shape]
-    made, found = inspected(body)
+    made, found = inspect(body)
     assert found == ["payment_card"] and made is not None
     assert made.count(b"[payment_card]") == 1 and b"1111" not in made and (b"ok" in made) == (" 1111 ok" in texts)
 
 
-def test_a_number_at_the_ends_of_long_parts_is_found() -> None:
+def test_card_across_long_parts_is_found() -> None:
     long = "word " * 500
     body = {"messages": [{"content": [{"text": f"{long}4111 1111"}, {"text": f" 1111 1111 {long}"}]}]}
-    made, found = inspected(body)
+    made, found = inspect(body)
     assert (
         found == ["payment_card"] and json.loads(made)["messages"][0]["content"][0]["text"] == f"{long}[payment_card]"
     )
 
 
-def test_parts_of_two_messages_and_texts_to_embed_are_apart() -> None:
-    assert inspected({"messages": [{"content": "4111 1111"}, {"content": "1111 1111"}]}) == (None, [])
-    assert inspected({"input": ["4111 1111", "1111 1111"]}) == (None, [])
+def test_separate_messages_and_embedding_inputs_are_not_joined() -> None:
+    assert inspect({"messages": [{"content": "4111 1111"}, {"content": "1111 1111"}]}) == (None, [])
+    assert inspect({"input": ["4111 1111", "1111 1111"]}) == (None, [])
 
 
 @pytest.mark.parametrize(
     "query", [f"q={CARD}", "q=4111+1111+1111+1111", "q=4111%E2%80%911111%E2%80%911111%E2%80%911111"]
 )
-def test_the_query_is_looked_at(query: str) -> None:
+def test_query_is_inspected(query: str) -> None:
     made, found = inspect_query(f"a=1&{query}", (RULE,))
     assert made == "a=1&q=%5Bpayment_card%5D" and [each.entry for each in found] == ["payment_card"]
 
 
-def test_the_key_of_a_provider_in_the_query_stays() -> None:
+def test_provider_key_in_the_query_is_kept() -> None:
     query = "key=AIzaZk3v9Qw8Lp2Xr7Tn5Yb1Hc6Md4Fs0Jgabc4"
     assert inspect_query(query, (RULE,)) == (query, [])
 
 
 def raw_deflate(data: bytes) -> bytes:
-    packer = zlib.compressobj(wbits=-15)
-    return packer.compress(data) + packer.flush()
+    compressor = zlib.compressobj(wbits=-15)
+    return compressor.compress(data) + compressor.flush()
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
-def test_a_packed_body_is_unpacked_to_look_at_it(pack: Any) -> None:
-    coding = "gzip" if pack is gzip.compress else "deflate"
-    made, found = inspected(pack(f"card {CARD}".encode()), coding=coding)
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress, raw_deflate])
+def test_compressed_body_is_inspected(compress: Any) -> None:
+    coding = "gzip" if compress is gzip.compress else "deflate"
+    made, found = inspect(compress(f"card {CARD}".encode()), coding=coding)
     assert (made, found) == (b"card [payment_card]", ["payment_card"])
 
 
-def test_text_in_a_form_beside_a_file_is_looked_at() -> None:
+def test_text_of_a_multipart_form_is_inspected() -> None:
     form = b"--x\r\n\r\ncard %b\r\n--x\r\n\r\n\xff\xfe\x00\r\n--x--" % CARD.encode()
-    made, found = inspected(form, kind="multipart/form-data; boundary=x")
+    made, found = inspect(form, kind="multipart/form-data; boundary=x")
     assert found == ["payment_card"] and made == form.replace(CARD.encode(), b"[payment_card]")
 
 
-def guarded(asked: Call, action: str) -> list[Call]:
+def send_guarded(request: Call, action: str) -> list[Call]:
     sent: list[Call] = []
 
     async def inner(call: Call) -> Reply:
@@ -243,34 +242,34 @@ def guarded(asked: Call, action: str) -> list[Call]:
         return Reply(200, {}, b"{}", ended="complete")
 
     rule = {"name": "r", "find": ["payment_card"], "action": action}
-    asked.settings = Settings.read({"guardrails": {"patterns": [rule]}})
-    asyncio.run(Guarded(inner, ManualClock()).layer(inner)(asked))
+    request.settings = Settings.read({"guardrails": {"patterns": [rule]}})
+    asyncio.run(Guarded(inner, ManualClock()).layer(inner)(request))
     return sent
 
 
-def test_what_was_unpacked_is_sent_unpacked() -> None:
-    asked = call(gzip.compress(f"card {CARD}".encode()), headers={"content-encoding": "gzip"}, dialect="raw")
-    (sent,) = guarded(asked, "redact")
+def test_redacted_body_is_sent_uncompressed() -> None:
+    request = call(gzip.compress(f"card {CARD}".encode()), headers={"content-encoding": "gzip"}, dialect="raw")
+    (sent,) = send_guarded(request, "redact")
     assert sent.body == b"card [payment_card]" and "content-encoding" not in sent.headers
     clean = call(gzip.compress(b"no card"), headers={"content-encoding": "gzip"}, dialect="raw")
-    (sent,) = guarded(clean, "redact")
+    (sent,) = send_guarded(clean, "redact")
     assert sent.body is clean.body and sent.headers["content-encoding"] == "gzip"
 
 
 @pytest.mark.parametrize(
     ("coding", "body"),
     [("br", b"\x0b\x02\x80"), ("gzip", b"no gzip"), ("gzip", gzip.compress(b"x", mtime=0)[:-6])],
-    ids=["br", "not gzip", "cut off"],
+    ids=["br", "not gzip", "truncated"],
 )
-def test_what_cannot_be_unpacked_does_not_pass(coding: str, body: bytes) -> None:
+def test_body_that_cannot_be_decompressed_is_rejected(coding: str, body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="cannot read the body"):
-        guarded(call(body, headers={"content-encoding": coding}, dialect="raw"), "block")
+        send_guarded(call(body, headers={"content-encoding": coding}, dialect="raw"), "block")
     flagged = call(body, headers={"content-encoding": coding}, dialect="raw")
-    assert len(guarded(flagged, "flag")) == 1 and [each.entry for each in flagged.findings] == ["unchecked"]
+    assert len(send_guarded(flagged, "flag")) == 1 and [each.entry for each in flagged.findings] == ["unchecked"]
 
 
-def test_a_get_with_a_query_is_looked_at() -> None:
-    asked = call(b"", dialect="raw")
-    asked.method, asked.query = "GET", f"q={CARD}"
-    assert guarded(asked, "block") == []
-    assert [each.action for each in asked.findings] == ["block"]
+def test_get_with_a_query_is_inspected() -> None:
+    request = call(b"", dialect="raw")
+    request.method, request.query = "GET", f"q={CARD}"
+    assert send_guarded(request, "block") == []
+    assert [each.action for each in request.findings] == ["block"]

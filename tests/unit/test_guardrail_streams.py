@@ -1,4 +1,4 @@
-"""Replies that come in pieces: nothing that is found leaves, however it was cut, and the rest passes as it came."""
+"""Streamed replies: no character of a match is sent, however the stream is split, and the rest passes unchanged."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ NOISE = [
 words = st.lists(st.sampled_from(SECRETS + NOISE * 2), max_size=14).map("".join)
 
 
-class Warden:
+class RecordingGuard:
     def __init__(self) -> None:
-        self.found: list[Finding] = []
-        self.said: list[str] = []
+        self.findings: list[Finding] = []
+        self.judged_texts: list[str] = []
         self.stop: Finding | None = None
 
     def note(self, finding: Finding) -> None:
-        self.found.append(finding)
+        self.findings.append(finding)
 
     async def judge(self, said: str) -> Finding | None:
-        self.said.append(said)
+        self.judged_texts.append(said)
         return self.stop
 
     def last_words(self, finding: Finding) -> bytes:
@@ -91,44 +91,44 @@ def scanner(action: Any = "redact", find: Any = ALL) -> Scanner:
     return Scanner([PatternRule(name="rule", find=find, action=action)], "RESPONSE")
 
 
-def cut(text: str, places: list[int]) -> list[str]:
-    at = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+def split_text(text: str, positions: list[int]) -> list[str]:
+    at = sorted({0, len(text), *(place % (len(text) + 1) for place in positions)})
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
 @settings(max_examples=300, deadline=None)
 @given(words, st.lists(st.integers(0, 400), max_size=40))
-def test_cut_anywhere_it_is_the_same_as_whole(text: str, places: list[int]) -> None:
-    same_as_whole(text, places)
+def test_split_text_is_redacted_like_the_whole(text: str, positions: list[int]) -> None:
+    assert_redacts_like_whole(text, positions)
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_cut_at_each_place(secret: str) -> None:
+def test_every_split_position_redacts_like_the_whole(secret: str) -> None:
     for text in (f"It is {secret}, see?", f"no {secret}\nthen", f"12 {secret} 34"):
         for place in range(len(text) + 1):
-            same_as_whole(text, [place])
-            same_as_whole(text, [place, place + 1, place + 5])
+            assert_redacts_like_whole(text, [place])
+            assert_redacts_like_whole(text, [place, place + 1, place + 5])
 
 
-def same_as_whole(text: str, places: list[int]) -> None:
+def assert_redacts_like_whole(text: str, positions: list[int]) -> None:
     whole = scanner()
-    wanted = redacted(text, whole.find(text))
+    expected = redacted(text, whole.find(text))
     window = Window(whole)
     holders: list[dict[str, str]] = []
     pieces = []
-    gone = 0
-    for part in cut(text, places):
+    released = 0
+    for part in split_text(text, positions):
         holders.append({"text": part})
         pieces.append(Piece(Text(holders[-1], "text", part, ())))
         window.add(pieces[-1])
         window.look()
-        assert window.decided >= gone, "what has gone does not come back"
-        gone = window.decided
+        assert window.decided >= released, "released text is final"
+        released = window.decided
     window.look(last=True)
     assert window.decided == len(text)
     for piece in pieces:
         piece.edit()
-    assert "".join(holder["text"] for holder in holders) == wanted
+    assert "".join(holder["text"] for holder in holders) == expected
 
 
 def chat(text: str, index: int = 0, field: str = "content") -> bytes:
@@ -170,9 +170,9 @@ EVENTS: dict[str, Any] = {
 }
 
 
-def run(chunks: list[bytes], action: Any = "redact", warden: Warden | None = None, **more: Any) -> list[bytes]:
+def run(chunks: list[bytes], action: Any = "redact", guard: RecordingGuard | None = None, **more: Any) -> list[bytes]:
     stream = Pieces(*chunks)
-    guarded = GuardedStream(stream, scanner(action), warden or Warden(), **more)
+    guarded = GuardedStream(stream, scanner(action), guard or RecordingGuard(), **more)
 
     async def read() -> list[bytes]:
         return [chunk async for chunk in guarded]
@@ -181,26 +181,26 @@ def run(chunks: list[bytes], action: Any = "redact", warden: Warden | None = Non
 
 
 @pytest.mark.parametrize("dialect", EVENTS)
-def test_one_character_an_event(dialect: str) -> None:
+def test_one_character_per_event(dialect: str) -> None:
     event = EVENTS[dialect]
     text = f"My card is {CARD}, my mail a@example.com."
     sent = b"".join(run([event(c) for c in text]))
-    wanted = "My card is [payment_card], my mail [email]."
+    expected = "My card is [payment_card], my mail [email]."
     events = [json.loads(line[6:]) for line in sent.split(b"\n") if line.startswith(b"data: ")]
-    assert "".join(said(each) for each in events) == wanted
-    assert len(events) == len(text), "events stay, only what they say goes"
+    assert "".join(event_text(each) for each in events) == expected
+    assert len(events) == len(text), "events stay, only their text changes"
 
 
-def said(value: Any) -> str:
+def event_text(value: Any) -> str:
     if isinstance(value, dict):
         keys = ("content", "reasoning_content", "text", "arguments", "partial_json", "delta", "choices", "parts")
         inner = [value[key] for key in (*keys, "candidates", "tool_calls", "function") if key in value]
-        return "".join(map(said, inner))
-    return "".join(map(said, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
+        return "".join(map(event_text, inner))
+    return "".join(map(event_text, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
 
 
 @pytest.mark.parametrize("dialect", EVENTS)
-def test_what_is_not_found_passes_as_it_came(dialect: str) -> None:
+def test_text_without_a_match_passes_unchanged(dialect: str) -> None:
     event = EVENTS[dialect]
     pieces = [
         "Hel",
@@ -222,32 +222,32 @@ def test_what_is_not_found_passes_as_it_came(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", EVENTS)
-def test_blocked_before_the_first_of_its_events(dialect: str) -> None:
+def test_block_before_the_first_event_of_the_match(dialect: str) -> None:
     event = EVENTS[dialect]
-    warden = Warden()
+    guard = RecordingGuard()
     chunks = [event(piece) for piece in ("It is ", "your ", "card: 41", "11 1111 11", "11 1111", ", and ", "more")]
-    assert b"".join(run([*chunks, sse.DONE], "block", warden)) == chunks[0] + chunks[1] + (
+    assert b"".join(run([*chunks, sse.DONE], "block", guard)) == chunks[0] + chunks[1] + (
         b"data: blocked payment_card\n\n"
     )
-    assert [finding.entry for finding in warden.found] == ["payment_card"]
+    assert [finding.entry for finding in guard.findings] == ["payment_card"]
 
 
-def test_a_block_closes_the_provider() -> None:
+def test_block_closes_the_provider_stream() -> None:
     stream = Pieces(chat(f"{CARD} "), chat("x"))
-    guarded = GuardedStream(stream, scanner("block"), Warden())
+    guarded = GuardedStream(stream, scanner("block"), RecordingGuard())
     assert asyncio.run(anext(guarded)) == b"data: blocked payment_card\n\n"
     assert stream.closed
 
 
-def test_flagged_passes_and_is_told() -> None:
-    warden = Warden()
+def test_flagged_text_passes_and_is_recorded() -> None:
+    guard = RecordingGuard()
     chunks = [chat("mail a@exam"), chat("ple.com"), sse.DONE]
-    assert b"".join(run(chunks, "flag", warden)) == b"".join(chunks)
-    assert list(map(str, warden.found)) == ["response:email:flag"]
+    assert b"".join(run(chunks, "flag", guard)) == b"".join(chunks)
+    assert list(map(str, guard.findings)) == ["response:email:flag"]
 
 
-def test_several_answers_do_not_mix() -> None:
-    """Two choices, each with half a card at the same time: neither is one, or both are."""
+def test_choices_are_scanned_separately() -> None:
+    """Two choices, each with half a card number at a time, are not joined."""
     halves = [chat("4111 1111 ", 0), chat("4111 1111 ", 1), chat("1111 1111.", 0), chat("1111 1112.", 1)]
     events = [json.loads(part[6:]) for part in b"".join(run(halves)).strip().split(b"\n\n")]
     texts = {0: "", 1: ""}
@@ -279,8 +279,8 @@ def block_edge(kind: str, index: int) -> bytes:
 
 @pytest.mark.parametrize(("first", "second"), [("4111 1111 ", "1111 1111."), ("41111111", "11111111."),
                                                ("4111 1111", "1111 1111."), ("411", "1111111111111.")])  # fmt: skip
-def test_what_lies_across_parts_of_a_message_is_found(first: str, second: str) -> None:
-    """As in a whole reply: with or without a line between the parts."""
+def test_match_across_parts_of_a_message_is_found(first: str, second: str) -> None:
+    """As in a whole reply, with or without a line break between the parts."""
     streams = [
         [message(f"It is {first}", 0), block_edge("content_block_stop", 0), block_edge("content_block_start", 1),
          message(second, 1)],
@@ -289,26 +289,26 @@ def test_what_lies_across_parts_of_a_message_is_found(first: str, second: str) -
         [gemini_parts(f"It is {first}"), gemini_parts("", second)],
     ]  # fmt: skip
     for chunks in streams:
-        warden = Warden()
-        sent = b"".join(run(chunks, "redact", warden)).decode()
+        guard = RecordingGuard()
+        sent = b"".join(run(chunks, "redact", guard)).decode()
         assert "11" not in sent and sent.count("[payment_card]") == 1, sent
-        assert {finding.entry for finding in warden.found} == {"payment_card"}
+        assert {finding.entry for finding in guard.findings} == {"payment_card"}
         blocked = b"".join(run(chunks, "block"))
         assert b"11" not in blocked and blocked.endswith(b"data: blocked payment_card\n\n")
 
 
-def test_parts_that_are_said_again_have_it_taken_out_too() -> None:
+def test_repeated_parts_are_redacted_too() -> None:
     parts = ("It is 4111 1111 ", "1111 1111.")
     chunks = [response_part(parts[0], 0), response_part(parts[0], 0, "done"), response_part(parts[1], 1)]
     sent = b"".join(run([*chunks, response_part(parts[1], 1, "done"), response_completed(*parts)])).decode()
     events = [json.loads(line[6:]) for line in sent.split("\n") if line.startswith("data: ")]
     assert [each.get("delta") for each in events if "delta" in each] == ["It is [payment_card]", "."]
-    assert events[-2]["text"] == "[payment_card]."  # its first half was whole when it went
+    assert events[-2]["text"] == "[payment_card]."  # its first half had been released
     texts = [part["text"] for part in events[-1]["response"]["output"][0]["content"]]
     assert texts == ["It is [payment_card]", "."]
 
 
-def test_parts_that_are_nothing_together_pass_as_they_came() -> None:
+def test_parts_without_a_joint_match_pass_unchanged() -> None:
     chunks = [message("In 2024", 0), block_edge("content_block_stop", 0), message("1111 of 4111 1111", 1)]
     assert b"".join(run(chunks)) == b"".join(chunks)
 
@@ -323,20 +323,20 @@ def tool_at(index: int, arguments: str) -> bytes:
     [lambda i, text: tool_at(i, text), lambda i, text: message(text, i, "partial_json")],
     ids=["openai", "anthropic"],
 )
-def test_arguments_of_calls_that_take_turns_are_never_whole(event: Any) -> None:
-    """Their ends do not hold each other up; but of a number that goes on after a turn no second half is sent."""
+def test_interleaved_tool_arguments_never_contain_a_whole_match(event: Any) -> None:
+    """They do not delay each other, but the second half of an interrupted match is not sent."""
     chunks = [event(0, '{"card": "4111 1111'), event(1, '{"a": "x'), event(0, ' 1111 1111"}'), event(1, 'y"}')]
-    warden = Warden()
-    sent = run(chunks, "redact", warden)
+    guard = RecordingGuard()
+    sent = run(chunks, "redact", guard)
     assert b"".join(sent).startswith(chunks[0])
     assert b"".join(sent).count(b"1111") == 1 and b"[payment_card]" in b"".join(sent)
-    assert [finding.entry for finding in warden.found] == ["payment_card"]
+    assert [finding.entry for finding in guard.findings] == ["payment_card"]
     blocked = b"".join(run(chunks, "block"))
     assert blocked.count(b"1111") == 1 and blocked.endswith(b"data: blocked payment_card\n\n")
 
 
-def test_how_much_is_held_back_is_bounded() -> None:
-    """At most a word of 512 characters, or a private key: what follows never waits for the end."""
+def test_held_text_is_bounded() -> None:
+    """At most a word of 512 characters or a private key is held back."""
     chunks = [message("9" * 100, 0) for _ in range(30)]
     sent = run(chunks)
     assert b"".join(sent) == b"".join(chunks)
@@ -344,35 +344,35 @@ def test_how_much_is_held_back_is_bounded() -> None:
     assert len(sent) > 20 and max(held) < 8 * len(chunks[0])
 
 
-def test_what_was_thought_does_not_hold_back_what_is_said() -> None:
+def test_reasoning_does_not_delay_content() -> None:
     chunks = [chat("It was 2024", field="reasoning_content"), chat("Hello "), chat("there ")]
     sent = run(chunks)
     assert sent == [chunks[0] + chunks[1], chunks[2]]
 
 
-def test_what_is_said_again_at_the_end_is_redacted_too() -> None:
+def test_repeated_text_at_the_end_is_redacted_too() -> None:
     text = f"It is {CARD}."
     sent = b"".join(run([response(text[:10]), response(text[10:]), response_done(text)])).decode()
     assert "1111" not in sent and sent.count("[payment_card]") == 2
 
 
-def test_probabilities_of_what_was_redacted_go_too() -> None:
+def test_logprobs_of_redacted_text_are_removed() -> None:
     choice = {"index": 0, "delta": {"content": f"{CARD} "}, "logprobs": {"content": [{"token": "4111"}]}}
     assert b"4111" not in b"".join(run([sse.data({"choices": [choice]})]))
 
 
-def test_what_is_too_large_to_be_kept_for_a_judge_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_too_large_for_a_judge_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.gateway.guardrails.stream.LARGEST_HELD", 200)
-    warden = Warden()
-    assert run([chat("Hello ")] * 9, "flag", warden, judged=True, hold=True) == [b"data: blocked unchecked\n\n"]
-    assert not warden.said
+    guard = RecordingGuard()
+    assert run([chat("Hello ")] * 9, "flag", guard, judged=True, hold=True) == [b"data: blocked unchecked\n\n"]
+    assert not guard.judged_texts
 
 
 @pytest.mark.parametrize("stop", [None, Finding("judge", "S1", "RESPONSE", "block")])
-def test_a_judge_that_may_block_hears_all_before_anything_goes(stop: Finding | None) -> None:
-    warden = Warden()
-    warden.stop = stop
+def test_blocking_judge_reads_everything_before_release(stop: Finding | None) -> None:
+    guard = RecordingGuard()
+    guard.stop = stop
     chunks = [chat("Hello "), chat("there."), sse.DONE]
-    sent = run(chunks, "flag", warden, judged=True, hold=True)
-    assert warden.said == ["Hello there."]
+    sent = run(chunks, "flag", guard, judged=True, hold=True)
+    assert guard.judged_texts == ["Hello there."]
     assert sent == ([b"".join(chunks)] if stop is None else [b"data: blocked S1\n\n"])

@@ -1,4 +1,4 @@
-"""CPU work of large requests beside the event loop: where it runs, what ends it, and what comes back."""
+"""CPU work of large requests in child processes: where it runs, what ends it, and which errors are passed on."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def child() -> Iterator[Child]:
     made.close()
 
 
-def test_it_runs_in_another_process(child: Child) -> None:
+def test_work_runs_in_another_process(child: Child) -> None:
     assert asyncio.run(child.run(os.getpid)) != os.getpid()
 
 
-def test_the_loop_has_turns_while_it_runs(child: Child) -> None:
-    """Counted, not timed: a loop that waits inside the call would have none."""
+def test_event_loop_runs_during_the_work(child: Child) -> None:
+    """Loop steps are counted, not timed; a loop that blocks in the call would have none."""
 
     async def run() -> int:
-        turns, work = 0, asyncio.ensure_future(child.run(os.getpid))
+        loop_steps, work = 0, asyncio.ensure_future(child.run(os.getpid))
         while not work.done():
-            turns += 1
+            loop_steps += 1
             await asyncio.sleep(0)
-        return turns
+        return loop_steps
 
     assert asyncio.run(run()) > 2
 
 
-def test_what_takes_too_much_processor_time_is_ended_and_the_next_call_is_answered(child: Child) -> None:
+def test_work_over_its_cpu_limit_is_ended(child: Child) -> None:
     async def run() -> int:
         with pytest.raises(WorkTooLarge, match=r"more than 0\.2 s of processor time"):
             await child.run(sum, range(10**12))
@@ -59,7 +59,7 @@ def test_what_takes_too_much_processor_time_is_ended_and_the_next_call_is_answer
     assert asyncio.run(run()) > 0
 
 
-def test_a_child_that_is_killed_says_nothing_about_the_request(child: Child) -> None:
+def test_killed_child_is_not_the_fault_of_the_request(child: Child) -> None:
     async def run() -> int:
         with pytest.raises(EngineUnavailable):
             await child.run(signal.raise_signal, signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_a_child_that_is_killed_says_nothing_about_the_request(child: Child) -> 
     assert asyncio.run(run()) > 0
 
 
-def test_errors_come_back_as_they_are(child: Child) -> None:
+def test_errors_are_passed_on_unchanged(child: Child) -> None:
     with pytest.raises(InvalidRequest, match="not valid JSON") as caught:
         asyncio.run(child.run(decode, b"{", dict))
     assert caught.value.status == 400 and caught.value.code == "invalid_value"
@@ -76,46 +76,46 @@ def test_errors_come_back_as_they_are(child: Child) -> None:
         asyncio.run(child.run(json.loads, "[" * 100_000))
 
 
-# -- who uses it -------------------------------------------------------------------------------------------------------
+# -- users of the children ---------------------------------------------------------------------------------------------
 
 
 def chat(content: str, model: str = "gpt-4o-mini") -> bytes:
     return json.dumps({"model": model, "messages": [{"role": "user", "content": content}]}).encode()
 
 
-def made_calls() -> int:
+def child_calls() -> int:
     return offload.large.calls + offload.huge.calls
 
 
-def guarded(body: bytes, answer: bytes = b"{}") -> tuple[Call, bytes]:
+def send_guarded(body: bytes, answer: bytes = b"{}") -> tuple[Call, bytes]:
     sent: list[Call] = []
 
-    async def inner(asked: Call) -> Reply:
-        sent.append(asked)
+    async def inner(request: Call) -> Reply:
+        sent.append(request)
         return Reply(200, {}, answer, ended="complete")
 
     rule = {"name": "r", "find": ["payment_card", "email"], "action": "redact"}
-    asked = call(body, settings={"guardrails": {"patterns": [rule]}})
-    reply = asyncio.run(Guarded(inner, ManualClock()).layer(inner)(asked))
+    request = call(body, settings={"guardrails": {"patterns": [rule]}})
+    reply = asyncio.run(Guarded(inner, ManualClock()).layer(inner)(request))
     assert isinstance(reply.body, bytes)
     return sent[0], reply.body
 
 
-def test_patterns_of_a_large_prompt_and_reply_run_beside_the_loop() -> None:
-    text, before = "word " * (INSPECTED_LARGE // 4), made_calls()
-    sent, reply = guarded(chat(f"{text} 4111 1111 1111 1111"), chat(f"{text} ada@example.com"))
-    assert made_calls() == before + 2 + (len(sent.body) >= LARGE)
+def test_guardrails_of_large_bodies_run_in_a_child() -> None:
+    text, before = "word " * (INSPECTED_LARGE // 4), child_calls()
+    sent, reply = send_guarded(chat(f"{text} 4111 1111 1111 1111"), chat(f"{text} ada@example.com"))
+    assert child_calls() == before + 2 + (len(sent.body) >= LARGE)
     assert b"[payment_card]" in sent.body and b"[email]" in reply
-    guarded(chat("small"))
-    assert made_calls() == before + 2 + (len(sent.body) >= LARGE), "small bodies stay on the loop"
+    send_guarded(chat("small"))
+    assert child_calls() == before + 2 + (len(sent.body) >= LARGE), "small bodies are handled in the event loop"
 
 
-def test_a_redacted_large_body_is_surveyed_again() -> None:
-    sent, _ = guarded(chat("word " * (LARGE // 4) + "4111 1111 1111 1111"))
+def test_redacted_large_body_is_summarized_again() -> None:
+    sent, _ = send_guarded(chat("word " * (LARGE // 4) + "4111 1111 1111 1111"))
     assert sent.surveyed == survey(sent.body) and sent.seen is not None and sent.seen.model == "gpt-4o-mini"
 
 
-def test_a_survey_holds_what_the_layers_ask_for() -> None:
+def test_body_summary_has_what_the_layers_need() -> None:
     found = survey(chat("word " * 100))
     assert found.seen is not None and found.seen.model == "gpt-4o-mini" and found.tokens > 100
     respaced = json.dumps(json.loads(chat("word " * 100)), indent=1).encode()
@@ -127,29 +127,29 @@ def test_a_survey_holds_what_the_layers_ask_for() -> None:
     assert seen is not None and seen.model is None and seen.stream_options == {"include_usage": True, "x": None}
 
 
-def test_the_cache_key_of_a_surveyed_call_needs_no_decoding() -> None:
-    asked = call(chat("hi"))
-    asked.surveyed = survey(asked.body)
+def test_cache_key_of_a_summarized_body_needs_no_decoding() -> None:
+    request = call(chat("hi"))
+    request.surveyed = survey(request.body)
     other = call(chat("hi there"))
     other.surveyed = survey(other.body)
     same = call(b"not looked at")
-    same.surveyed = asked.surveyed
-    assert cache_key(asked) == cache_key(same) != cache_key(other)
+    same.surveyed = request.surveyed
+    assert cache_key(request) == cache_key(same) != cache_key(other)
 
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic", "google-ai-studio", "groq", "cohere", "aws-bedrock"])
-def test_a_large_body_is_prepared_for_its_provider_beside_the_loop(provider: str) -> None:
-    """The same request, wherever it was made."""
-    asked = call(chat("word " * (LARGE // 4)), provider=provider, settings=Settings())
-    asked.plain = True
+def test_large_body_is_translated_in_a_child(provider: str) -> None:
+    """The request is the same wherever it was translated."""
+    request = call(chat("word " * (LARGE // 4)), provider=provider, settings=Settings())
+    request.plain = True
     key = json.dumps({"accessKeyId": "a", "secretAccessKey": "b", "region": "us-east-1"}) if "aws" in provider else "k"
-    found, before = Registry().find(provider, asked.settings), made_calls()
-    here = wired(asked.moved(notes={}), found, key, 100, 7)
-    there = asyncio.run(wired_apart(asked.moved(notes={}), found, key, 100, 7))
-    assert made_calls() == before + 1
-    assert (there.out.body, there.out.url, there.dialect, there.client) == (
-        here.out.body,
-        here.out.url,
-        here.dialect,
-        here.client,
+    found, before = Registry().find(provider, request.settings), child_calls()
+    local = wired(request.moved(notes={}), found, key, 100, 7)
+    remote = asyncio.run(wired_apart(request.moved(notes={}), found, key, 100, 7))
+    assert child_calls() == before + 1
+    assert (remote.out.body, remote.out.url, remote.dialect, remote.client) == (
+        local.out.body,
+        local.out.url,
+        local.dialect,
+        local.client,
     )

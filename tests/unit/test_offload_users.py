@@ -1,7 +1,6 @@
-"""Which steps of a large request run in another process, or in pieces between which the event loop has its turns.
+"""Which steps of a large request run in a child process, or in pieces between which the event loop runs.
 
-Counted, not timed: `used` is how many calls the children were asked for.
-"""
+`used` counts the calls to children; nothing is timed."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ def used() -> Iterator[Any]:
 # -- the child ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_child_runs_at_a_lower_priority_than_its_server() -> None:
+def test_child_runs_at_a_lower_priority() -> None:
     child = Child("test")
     try:
         there = asyncio.run(child.run(os.getpriority, os.PRIO_PROCESS, 0))
@@ -85,7 +84,7 @@ def test_a_child_runs_at_a_lower_priority_than_its_server() -> None:
         child.close()
 
 
-# -- keys that are there twice -----------------------------------------------------------------------------------------
+# -- duplicate keys ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_a_child_runs_at_a_lower_priority_than_its_server() -> None:
         ('{"model":"a","user":"\\u0022","metadata":{"k":1,"k":2}}', "k"),
     ],
 )
-def test_a_key_that_is_there_twice_is_refused_at_every_level(body: str, name: str) -> None:
+def test_duplicate_json_key_is_rejected_at_every_level(body: str, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"the key '{name}' twice") as caught:
         bodies.peek(body.encode())
     assert caught.value.param == name
@@ -112,13 +111,13 @@ def test_a_key_that_is_there_twice_is_refused_at_every_level(body: str, name: st
         '{"model":"a","user":"\\u00e9\\/\\"","n":1e3,"x":[{"a":1},{"a":1}]}',
     ],
 )
-def test_keys_of_different_objects_and_quotes_within_text_are_not_taken_for_it(body: str) -> None:
+def test_equal_keys_of_different_objects_are_allowed(body: str) -> None:
     assert bodies.peek(body.encode()).model == "a"
 
 
-def test_bytes_that_are_no_text_and_long_numbers_do_not_hide_a_key() -> None:
+def test_invalid_text_and_long_numbers_do_not_hide_a_duplicate() -> None:
     odd = b'"user":"\xff \\u0022","x":' + b"1" * 5000
-    assert bodies.peek(b'{"model":"a",%b}' % odd).model == "a", "they are the provider's to refuse"
+    assert bodies.peek(b'{"model":"a",%b}' % odd).model == "a", "the provider may reject them"
     with pytest.raises(InvalidRequest, match="the key 'k' twice"):
         bodies.peek(b'{"model":"a",%b,"metadata":{"k":1,"k":2}}' % odd)
 
@@ -126,20 +125,20 @@ def test_bytes_that_are_no_text_and_long_numbers_do_not_hide_a_key() -> None:
 # -- the gateway -------------------------------------------------------------------------------------------------------
 
 
-def test_a_large_list_of_steps_is_read_and_surveyed_beside_the_loop(used: Any) -> None:
+def test_large_list_of_steps_is_read_in_a_child(used: Any) -> None:
     query = chat(model="gpt-4o-mini")
     step = {"provider": "openai", "endpoint": "chat/completions", "query": msgspec.Raw(query)}
     (made,) = asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings(), Registry()))
     assert used() == 1
     assert made.body == query and made.surveyed == survey(query)
     moved = at_step(call(b"[]"), made, 0, True)
-    assert moved.surveyed is made.surveyed and moved.seen is made.seen, "no layer reads it again"
+    assert moved.surveyed is made.surveyed and moved.seen is made.seen, "no layer reads the body again"
     (small,) = asyncio.run(read_steps(msgspec.json.encode([{**step, "query": {"model": "m"}}]), Options(), Settings(),
                                       Registry()))  # fmt: skip
     assert used() == 1 and small.model == "m" and small.surveyed is None
 
 
-def test_headers_of_a_step_are_bounded() -> None:
+def test_step_headers_are_bounded() -> None:
     step = {"provider": "openai", "endpoint": "x", "query": {}, "headers": {str(i): "x" * 100 for i in range(1000)}}
     with pytest.raises(InvalidRequest, match="headers and config"):
         asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings(), Registry()))
@@ -156,32 +155,32 @@ ROUTE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "leads_to"), [(f"needle {TEXT}", "a"), (TEXT, "b")])
-def test_conditions_about_a_large_body_are_tested_beside_the_loop(used: Any, text: str, leads_to: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), [(f"needle {TEXT}", "a"), (TEXT, "b")])
+def test_conditions_on_a_large_body_run_in_a_child(used: Any, text: str, expected: str) -> None:
     asked = call(chat(text), model="m")
     plan = Plan.of("r", Graph.read({"elements": ROUTE}))
     answers = asyncio.run(answers_about_body(asked, plan.conditions))
-    assert used() == 1 and answers == {"c": leads_to == "a"}
+    assert used() == 1 and answers == {"c": expected == "a"}
     unread = CallFacts(asked.moved(body=b"not read again"))
     chosen = Walk.begin(plan, unread, "seed", answers).next()
-    assert chosen is not None and chosen.id == leads_to
+    assert chosen is not None and chosen.id == expected
     assert asyncio.run(answers_about_body(call(chat("small")), plan.conditions)) == {} and used() == 1
     assert asyncio.run(answers_about_body(asked, {"c": {"metadata.team": "core"}})) == {} and used() == 1
 
 
-def test_whether_a_large_request_can_be_continued_is_found_beside_the_loop(used: Any) -> None:
+def test_large_conversation_is_read_in_a_child(used: Any) -> None:
     found = asyncio.run(_continuable(call(chat(stream=True)), "openai-chat"))
     assert used() == 1 and found is not None and found.messages == []
     assert asyncio.run(_continuable(call(chat(n=2)), "openai-chat")) is None
 
 
-def test_a_pool_does_not_hash_a_large_body_again() -> None:
+def test_pool_does_not_hash_a_large_body_again() -> None:
     asked = call(chat(), settings={"cache_ttl": 60})
     asked.surveyed = survey(asked.body)
     assert _seed(asked) == _seed(asked.moved(body=asked.body)) == asked.surveyed.canonical.hex()
 
 
-def test_run_reads_a_large_body_in_functions_of_bytes() -> None:
+def test_run_reads_a_body_with_functions_of_bytes() -> None:
     body = chat(model="m")
     assert read_outline(body, "fake/m").model == "fake/m"
     asked = read_question(body, "fake/m")
@@ -193,7 +192,7 @@ def test_run_reads_a_large_body_in_functions_of_bytes() -> None:
         read_batch(b'{"requests":[],"more":1}', "m")
 
 
-def test_a_large_answer_of_run_is_rewritten_beside_the_loop(used: Any) -> None:
+def test_large_answer_of_run_is_rewritten_in_a_child(used: Any) -> None:
     said = {"choices": [{"message": {"content": TEXT}}], "usage": {"total_tokens": 1}}
     asked = WrittenQuestion("chat/completions", b"{}", False)
     reply = asyncio.run(answered(asked, Reply(200, {}, json.dumps(said).encode())))
@@ -202,7 +201,7 @@ def test_a_large_answer_of_run_is_rewritten_beside_the_loop(used: Any) -> None:
     assert asyncio.run(answered(asked, Reply(200, {}, b"[" + b"1," * LARGE + b"1]"))).status == 502
 
 
-def test_a_large_message_of_a_socket_is_read_and_answered_beside_the_loop(used: Any) -> None:
+def test_large_socket_message_is_handled_in_a_child(used: Any) -> None:
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
@@ -227,14 +226,14 @@ def test_a_large_message_of_a_socket_is_read_and_answered_beside_the_loop(used: 
     assert json.loads(sent[0]["text"])["response"]["messages"][0]["content"] == TEXT
 
 
-def test_the_functions_of_a_socket_say_what_they_said() -> None:
+def test_socket_message_functions() -> None:
     id, body = read_message('{"type":"universal.create","request":{"eventId":"e","provider":"p","query":{"a":1}}}')
     assert id == "e" and json.loads(body) == [{"provider": "p", "query": {"a": 1}}]
     shown = json.loads(shown_message("universal.stream", {"eventId": "e"}, b"\xff", {}))
     assert shown["response"] == {"base64": "/w=="}
 
 
-def test_a_reply_that_a_provider_writes_in_its_own_way_is_decoded_beside_the_loop(used: Any) -> None:
+def test_large_foreign_reply_is_decoded_in_a_child(used: Any) -> None:
     said = {"message": {"content": [{"type": "text", "text": TEXT}]}, "finish_reason": "COMPLETE"}
     incoming = Decoded(Given(200, {}, json.dumps(said).encode()), Chatted("m", "0" * 32))
     made = json.loads(asyncio.run(incoming.whole()))
@@ -268,7 +267,7 @@ class Incoming:
         pass
 
 
-def passed(translator: StreamTranslator | None = None) -> tuple[bytes, Meter]:
+def pass_through(translator: StreamTranslator | None = None) -> tuple[bytes, Meter]:
     async def run() -> tuple[bytes, Meter]:
         meter = Meter("openai-chat")
         passage = Passage(call(b"{}"), Incoming(), meter, translator, ManualClock())  # type: ignore[arg-type]
@@ -278,31 +277,31 @@ def passed(translator: StreamTranslator | None = None) -> tuple[bytes, Meter]:
     return asyncio.run(run())
 
 
-def test_a_large_event_is_gauged_beside_the_loop(used: Any) -> None:
-    said, meter = passed()
+def test_large_event_is_metered_in_a_child(used: Any) -> None:
+    said, meter = pass_through()
     assert used() == 1 and said == b"".join(STREAM)
     assert meter.signs.ended and meter.signs.characters == len(HUGE_TEXT) + 1 and meter.broken is None
 
 
-def test_bytes_that_are_no_events_are_not_taken_for_a_large_one() -> None:
+def test_raw_bytes_are_not_a_large_event() -> None:
     data = b"x" * HUGE
     assert Meter("openai-chat").is_heavy(data) and not RawMeter().is_heavy(data) and RawMeter().push(data) == data
 
 
-def test_a_large_event_is_translated_beside_the_loop(used: Any) -> None:
-    said, _ = passed(StreamTranslator("openai-chat", "anthropic"))
+def test_large_event_is_translated_in_a_child(used: Any) -> None:
+    said, _ = pass_through(StreamTranslator("openai-chat", "anthropic"))
     whole = StreamTranslator("openai-chat", "anthropic")
     here = b"".join(map(whole.push, STREAM)) + whole.end()
     assert used() >= 2 and HUGE_TEXT.encode() in said
     assert said.count(b"content_block_delta") == here.count(b"content_block_delta") and b"message_stop" in said
 
 
-class Warden:
+class RecordingGuard:
     def __init__(self) -> None:
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
 
     def note(self, finding: Finding) -> None:
-        self.found.append(finding)
+        self.findings.append(finding)
 
     async def judge(self, said: str) -> None:
         return None
@@ -330,51 +329,51 @@ class Events:
         pass
 
 
-def test_a_large_event_is_guarded_beside_the_loop_and_in_pieces(used: Any) -> None:
-    """What lies across the large event's end and the next one is found, too."""
-    warden = Warden()
+def test_large_event_is_guarded_in_a_child_and_in_pieces(used: Any) -> None:
+    """A match across the end of the large event and the next event is found, too."""
+    guard = RecordingGuard()
 
     async def run() -> tuple[bytes, int]:
         events = Events(chunk(f"ada@example.com {TEXT}bob@exa"), chunk("mple.com is it"), b"data: [DONE]\n\n")
-        stream = GuardedStream(events, SCANNER, warden)
+        stream = GuardedStream(events, SCANNER, guard)
 
         async def drain() -> bytes:
             return b"".join([each async for each in stream])
 
-        turns, work = 0, asyncio.ensure_future(drain())
+        loop_steps, work = 0, asyncio.ensure_future(drain())
         while not work.done():
-            turns += 1
+            loop_steps += 1
             await asyncio.sleep(0)
-        return work.result(), turns
+        return work.result(), loop_steps
 
-    said, turns = asyncio.run(run())
-    assert used() == 2, "its texts are found, and redacted"
-    assert turns > len(TEXT) // AT_ONCE
+    said, loop_steps = asyncio.run(run())
+    assert used() == 2, "one call finds its texts, one redacts them"
+    assert loop_steps > len(TEXT) // AT_ONCE
     assert b"example.com" not in said and said.count(b"[email]") == 2 and TEXT[:1000].encode() in said
-    assert len(warden.found) == 2
+    assert len(guard.findings) == 2
 
 
-def test_an_event_of_very_many_texts_is_looked_at_as_one(used: Any) -> None:
+def test_event_with_too_many_texts_is_scanned_as_one(used: Any) -> None:
     event = b'data: {"x":[' + b'"a",' * (LARGE // 2) + b'"ada@example.com"]}\n\n'
 
     async def run() -> bytes:
-        return b"".join([each async for each in GuardedStream(Events(event), SCANNER, Warden())])
+        return b"".join([each async for each in GuardedStream(Events(event), SCANNER, RecordingGuard())])
 
     assert b"ada@example.com" not in asyncio.run(run()) and used() == 1
 
 
-def test_a_window_looks_at_a_long_text_in_pieces() -> None:
+def test_window_scans_a_long_text_in_pieces() -> None:
     window, holder = Window(SCANNER), ["x" * AT_ONCE + " ada@example.com " + "y" * AT_ONCE]
     piece = Piece(Text(holder, 0, holder[0], (0,)))
     window.add(piece)
-    spans, looks = window.look(last=True), 1
+    spans, scans = window.look(last=True), 1
     while window.is_behind:
-        spans, looks = spans + window.look(last=True), looks + 1
-    assert looks == 3 and [span.end - span.start for span in spans] == [len("ada@example.com")]
+        spans, scans = spans + window.look(last=True), scans + 1
+    assert scans == 3 and [span.end - span.start for span in spans] == [len("ada@example.com")]
     assert piece.is_decided and piece.edit() and "[email]" in holder[0] and "ada" not in holder[0]
 
 
-def test_gaps_between_events_are_the_same_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:
     for data in (b"a\n\nb\r\n\r\nc\r\rd\n\r\ne\n\n\nf", b"\r\n\r\n\r\n", b"\n\r\n\n", b"", b"a\r\r\n\r\n\n"):
         for searched in range(len(data) + 1):
             assert list(splitter._ends(data, searched)) == list(splitter._ends_in_large(data, searched))
@@ -385,24 +384,24 @@ def test_gaps_between_events_are_the_same_in_large_data(monkeypatch: pytest.Monk
 # -- the router and the engine's server --------------------------------------------------------------------------------
 
 
-def test_a_large_call_to_a_foreign_server_is_rewritten_beside_the_loop(used: Any) -> None:
+def test_large_call_to_a_foreign_server_is_rewritten_in_a_child(used: Any) -> None:
     asked = RouterCall("POST", "/v1/chat/completions", {}, chat(kv_transfer_params={"x": 1}))
     nothing: Any = None
     trip = Trip(nothing, nothing, asked, 1, 2, None, 9.0, 3, 3, generates=True, accused=False)
     made = asyncio.run(trip.written(VLLM(asked).plain, False))
     assert used() == 1 and "kv_transfer_params" not in json.loads(made.body)
     assert asyncio.run(trip.written(Native(asked, 1, None).plain, False)).body == asked.body
-    assert used() == 1, "our own workers get the body as it came"
+    assert used() == 1, "Emberline workers get the body unchanged"
 
 
-def test_a_large_envelope_is_opened_in_a_function_of_bytes() -> None:
+def test_large_envelope_is_opened_with_a_function_of_bytes() -> None:
     envelope, body = open_envelope(b'{"path":"/v1/chat/completions","body":%b,"seed":7,"handoff":{}}' % chat())
     assert body == chat() and envelope.seed == 7 and bytes(envelope.body) == b""
     there = asyncio.run(offload.run(LARGE, open_envelope, msgspec.json.encode({"path": "p", "body": {"a": 1}})))
     assert there[1] == b'{"a":1}' and there[0].path == "p"
 
 
-def test_a_large_request_of_the_responses_api_is_read_beside_the_loop(used: Any) -> None:
+def test_large_responses_request_is_read_in_a_child(used: Any) -> None:
     store = ResponseStore(None)
     responses = StoredResponses(store, lambda x: "")
     body = json.dumps({"model": "m", "input": TEXT}).encode()
@@ -423,7 +422,7 @@ def test_a_large_request_of_the_responses_api_is_read_beside_the_loop(used: Any)
     store.close()
 
 
-def test_a_request_with_too_many_values_does_not_come_back_from_the_child() -> None:
+def test_request_with_too_many_values_is_rejected_in_the_child() -> None:
     schema = {"type": "object", "enum": [{}] * 30_000}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}

@@ -1,4 +1,4 @@
-"""The real clients through a real gateway to fake providers of every dialect: what they ask and what they get."""
+"""Real clients through a real gateway to fake providers of every dialect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = "a-key-of-the-tests"
 OPENAI, ANTHROPIC = "oai/some-model", "ant/some-model"
 
 
-def places(urls: dict[str, str]) -> dict[str, Any]:
+def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
     return {
         "oai": {"base_url": urls["fake"], "speaks": ["openai-chat", "openai-embeddings"], "key": "secret-of-oai"},
         "res": {"base_url": urls["fake"], "speaks": ["openai-responses"]},
@@ -42,7 +42,7 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     more: Any = {"default_provider": "oai", "models": {"quick": ANTHROPIC}, "breaker": {"pause": 3.0}}
-    with Gateways(tmp_path_factory.mktemp("clients"), ("fake",), places, **more) as made:
+    with Gateways(tmp_path_factory.mktemp("clients"), ("fake",), provider_settings, **more) as made:
         yield made
 
 
@@ -57,7 +57,7 @@ def ant(gateway: Gateways) -> anthropic.Anthropic:
 
 
 @pytest.mark.parametrize("base", ["v1", "v1/default/default/compat", "client/v4/accounts/default/ai/v1"])
-def test_models_are_listed_by_the_names_that_calls_there_take(gateway: Gateways, base: str) -> None:
+def test_models_are_listed_by_their_request_names(gateway: Gateways, base: str) -> None:
     client = openai.OpenAI(base_url=f"{gateway.url}/{base}", api_key="sk-of-a-client", max_retries=0)
     assert {model.id for model in client.models.list()} >= {"quick"}
     assert client.models.retrieve("quick").id == "quick"
@@ -73,7 +73,7 @@ def test_chat_client(oai: openai.OpenAI, model: str) -> None:
     with oai.chat.completions.create(model=model, messages=HELLO, max_tokens=8, stream=True) as stream:
         chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
-    assert all(chunk.choices for chunk in chunks), "nobody asked for usage"
+    assert all(chunk.choices for chunk in chunks), "the request did not ask for usage"
     options: Any = {"include_usage": True}
     with oai.chat.completions.create(
         model=model, messages=HELLO, max_tokens=8, stream=True, stream_options=options
@@ -103,7 +103,7 @@ def test_responses_client(oai: openai.OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", [OPENAI, ANTHROPIC])
-def test_tools(oai: openai.OpenAI, ant: anthropic.Anthropic, model: str) -> None:
+def test_tool_calls(oai: openai.OpenAI, ant: anthropic.Anthropic, model: str) -> None:
     tools: Any = [{"type": "function", "function": TOOL}]
     called = oai.chat.completions.create(model=model, messages=HELLO, tools=tools, max_tokens=8)
     calls: Any = called.choices[0].message.tool_calls
@@ -131,15 +131,15 @@ def metrics(gateway: Gateways) -> str:
         return str(reply.read().decode())
 
 
-def directly(gateway: Gateways, body: bytes) -> bytes:
-    """What the provider answers without us."""
+def ask_provider_directly(gateway: Gateways, body: bytes) -> bytes:
+    """Return the provider's answer without the gateway."""
     url, kind = f"{gateway.fakes['fake'].url}/v1/chat/completions", {"content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, body, kind)) as reply:
         return bytes(reply.read())
 
 
-def test_bytes_pass_untouched(gateway: Gateways) -> None:
-    """A body that asks for usage itself has nothing to be added to it."""
+def test_body_passes_unchanged(gateway: Gateways) -> None:
+    """Nothing is added to a body that is not streamed."""
     fake = gateway.fakes["fake"]
     body = b'{ "model":"m",\n "messages":[], "odd": 1e3, "stream":false }'
     status, _, through = gateway.post(
@@ -147,27 +147,27 @@ def test_bytes_pass_untouched(gateway: Gateways) -> None:
     )
     asked = fake.asked[-1]
     assert status == 200 and asked.body == body and asked.path == "/v1/chat/completions"
-    assert directly(gateway, body) == through
+    assert ask_provider_directly(gateway, body) == through
 
 
-def test_events_pass_untouched(gateway: Gateways) -> None:
+def test_events_pass_unchanged(gateway: Gateways) -> None:
     body = b'{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}'
     _, _, through = gateway.post("/v1/default/default/openai/chat/completions", body, {"authorization": "Bearer mine"})
-    assert directly(gateway, body) == through
+    assert ask_provider_directly(gateway, body) == through
 
 
-def test_only_the_wish_for_usage_is_added(gateway: Gateways) -> None:
+def test_only_include_usage_is_added(gateway: Gateways) -> None:
     body = b'{"model":"m", "messages":[ ],"stream":true}'
     gateway.post("/v1/default/default/custom-mine/v1/chat/completions", body)
     assert gateway.fakes["fake"].asked[-1].json == {**json.loads(body), "stream_options": {"include_usage": True}}
 
 
-def test_credentials_go_where_they_belong(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_credentials_reach_the_right_provider(gateway: Gateways, oai: openai.OpenAI) -> None:
     fake = gateway.fakes["fake"]
     oai.chat.completions.create(model=OPENAI, messages=HELLO)
     assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", "the configured key, not the client's"
     oai.chat.completions.create(model="custom-mine/m", messages=HELLO)
-    assert "authorization" not in fake.asked[-1].headers, "a plain path's key is the gateway's"
+    assert "authorization" not in fake.asked[-1].headers, "the key on this path is for the gateway"
     headers = {
         "authorization": "Bearer mine",
         "cf-aig-authorization": f"Bearer {KEY}",
@@ -179,21 +179,23 @@ def test_credentials_go_where_they_belong(gateway: Gateways, oai: openai.OpenAI)
     assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "1"
     assert not any(name.startswith("cf-") for name in seen)
     gateway.post("/v1/default/default/compat/chat/completions", {"model": "ant/m", "messages": HELLO}, headers)
-    assert "mine" in fake.asked[-1].headers["authorization"], "on this path it is the chosen provider's"
+    assert "mine" in fake.asked[-1].headers["authorization"], "the key on this path is for the provider"
     ours = {"authorization": f"Bearer {KEY}"}
     gateway.post("/v1/default/default/oai/v1/chat/completions", {"model": "m", "messages": []}, ours)
-    assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", "a key of ours is known in any header"
+    assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", (
+        "a gateway key is recognized in any header"
+    )
     status, _, body = gateway.post("/v1/default/default/openai/chat/completions", {"model": "m", "messages": []})
     assert status == 401 and json.loads(body)["error"]["code"] == "provider_key_missing"
 
 
-def test_no_key_of_ours_goes_to_a_provider(gateway: Gateways) -> None:
-    """Not one that holds no longer, which is not nobody's either; nor one that came in two headers, or in Google's."""
+def test_gateway_keys_never_reach_a_provider(gateway: Gateways) -> None:
+    """Neither an expired or revoked one, nor one that was sent in two headers or in Google's header."""
     fake, path, body = gateway.fakes["fake"], "/v1/default/default/openai/chat/completions", {"model": "m"}
     for name in ("authorization", "x-api-key", "x-goog-api-key", "api-key"):
         for where in (path, "/v1/chat/completions"):
-            status, _, told = gateway.post(where, body, {name: "Bearer evk_" + "x" * 43})
-            assert status == 401 and json.loads(told)["error"]["code"] == "invalid_api_key", "revoked, or expired"
+            status, _, error_body = gateway.post(where, body, {name: "Bearer evk_" + "x" * 43})
+            assert status == 401 and json.loads(error_body)["error"]["code"] == "invalid_api_key", "revoked, or expired"
     step = {"provider": "openai", "endpoint": "chat/completions", "query": body, "authorization": "Bearer evk_x"}
     assert gateway.post("/v1/default/default", [step])[0] == 400 and fake.count == 0
     native = "/v1/default/default/oai/v1/chat/completions"
@@ -202,16 +204,16 @@ def test_no_key_of_ours_goes_to_a_provider(gateway: Gateways) -> None:
         {"x-goog-api-key": KEY},
         {"api-key": KEY},
     ):
-        status, told, _ = gateway.post(native, {"model": "m", "messages": []}, headers)
+        status, reply_headers, _ = gateway.post(native, {"model": "m", "messages": []}, headers)
         assert status == 200 and KEY not in str(fake.asked[-1].headers)
-        assert gateway.record(told["cf-aig-log-id"]).key_id == "configured-0"
+        assert gateway.record(reply_headers["cf-aig-log-id"]).key_id == "configured-0"
 
 
-def test_a_key_by_a_name_that_is_not_there(gateway: Gateways) -> None:
-    """Is not replaced by another."""
+def test_unknown_key_alias_is_rejected(gateway: Gateways) -> None:
+    """The alias is not replaced by another key."""
     headers = {"cf-aig-byok-alias": "nobody's"}
-    status, _, told = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, headers)
-    assert status == 401 and json.loads(told)["error"]["code"] == "provider_key_missing"
+    status, _, error_body = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, headers)
+    assert status == 401 and json.loads(error_body)["error"]["code"] == "provider_key_missing"
     assert gateway.fakes["fake"].count == 0
 
 
@@ -224,7 +226,7 @@ def test_anthropic_key_and_version(gateway: Gateways) -> None:
     assert seen.headers["anthropic-version"] and seen.path == "/v1/messages"
 
 
-def test_what_translation_changed_is_told(gateway: Gateways) -> None:
+def test_changes_by_translation_are_in_a_header(gateway: Gateways) -> None:
     body = {"model": ANTHROPIC, "messages": HELLO, "max_tokens": 8, "seed": 7, "logit_bias": {"5": 1}}
     status, headers, _ = gateway.post("/v1/chat/completions", body)
     assert (
@@ -232,7 +234,7 @@ def test_what_translation_changed_is_told(gateway: Gateways) -> None:
     )
 
 
-def test_universal_steps(gateway: Gateways) -> None:
+def test_universal_endpoint_tries_steps_in_order(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.script = ["500", "500"]
     steps = [
@@ -245,19 +247,19 @@ def test_universal_steps(gateway: Gateways) -> None:
             "config": {"requestTimeout": 900},
         },
     ]
-    status, headers, body = gateway.post("/v1/default/default", steps, {"authorization": "Bearer of-nobody"})
+    status, headers, body = gateway.post("/v1/default/default", steps, {"authorization": "Bearer unused"})
     assert status == 200 and json.loads(body)["type"] == "message" and headers["cf-aig-step"] == "1"
     assert (headers["cf-aig-provider"], headers["cf-aig-model"]) == ("ant", "b")
     assert fake.count == 3 and fake.asked[-1].headers["authorization"] == "Bearer two"
-    assert all("of-nobody" not in asked.headers.get("authorization", "") for asked in fake.asked)
+    assert all("unused" not in asked.headers.get("authorization", "") for asked in fake.asked)
     assert gateway.record(headers["cf-aig-log-id"]).step == 1
     payload = gateway.payload(headers["cf-aig-log-id"])
-    assert payload is not None and json.loads(payload.request) == steps[1]["query"]  # and none of the keys
+    assert payload is not None and json.loads(payload.request) == steps[1]["query"]  # without the keys
     for bad in ([], [{"provider": "oai"}], [{**steps[0], "config": {"odd": 1}}], [{**steps[0], "provider": "nobody"}]):
         assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
 
 
-def test_geminis_protocol_is_served_at_the_root(gateway: Gateways) -> None:
+def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     body = {
         "contents": [{"role": "user", "parts": [{"text": "hi"}]}],
@@ -275,7 +277,7 @@ def test_geminis_protocol_is_served_at_the_root(gateway: Gateways) -> None:
         assert "a-key-of-the-tests" not in str(sent.headers)
     assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
 
-    # The key as a parameter, which no provider sees; a stream of events.
+    # The key as a query parameter, which is not passed on; a stream of events.
     path = "/v1beta/models/ant/b:streamGenerateContent"
     status, headers, said = gateway.post(f"{path}?alt=sse&key=a-key-of-the-tests", body)
     events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: ")]
@@ -291,7 +293,7 @@ def test_geminis_protocol_is_served_at_the_root(gateway: Gateways) -> None:
     assert gateway.post("/v1beta/models/ant%2fb:generateContent", body, key)[0] == 400
 
 
-def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
+def test_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
 
     def step(model: str, **more: Any) -> dict[str, Any]:
@@ -299,7 +301,7 @@ def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> Non
         headers = {"Authorization": "Bearer of-the-step"}
         return {"provider": "compat", "endpoint": "chat/completions", "headers": headers, "query": query}
 
-    # Alone, and to a provider that speaks another protocol: asked in its own, answered in OpenAI's.
+    # One step, to a provider with another protocol: translated both ways.
     status, headers, body = gateway.post("/v1/default/default", [step("ant/b")])
     assert status == 200 and json.loads(body)["object"] == "chat.completion" and headers["cf-aig-provider"] == "ant"
     assert fake.asked[-1].path.endswith("/v1/messages") and json.loads(fake.asked[-1].body)["model"] == "b"
@@ -308,7 +310,7 @@ def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> Non
     payload = gateway.payload(headers["cf-aig-log-id"])
     assert payload is not None and json.loads(payload.request) == step("ant/b")["query"]
 
-    # As the second of two, streamed.
+    # The second of two steps, streamed.
     fake.script = ["500", "500"]
     status, headers, body = gateway.post(
         "/v1/default/default", [step("oai/a", stream=True), step("ant/b", stream=True)]
@@ -321,7 +323,7 @@ def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> Non
     status, _, body = gateway.post("/v1/default/default", [step("dynamic/x"), step("oai/a")])
     assert status == 400 and b"only step" in body
     status, _, body = gateway.post("/v1/default/default", [step("dynamic/not-there")])
-    assert status == 404 and b"no route" in body  # it was looked for
+    assert status == 404 and b"does not exist" in body
 
 
 @pytest.mark.parametrize(
@@ -337,21 +339,21 @@ def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> Non
         ("/v1/default/default/compat/chat/completions", b'{"model":"m"}', 400, "invalid_value"),
     ],
 )
-def test_bad_requests(gateway: Gateways, path: str, body: bytes, status: int, code: str) -> None:
-    got, _, told = gateway.post(path, body)
-    assert got == status and json.loads(told)["error"]["code"] == code and gateway.fakes["fake"].count == 0
+def test_invalid_requests_are_rejected(gateway: Gateways, path: str, body: bytes, status: int, code: str) -> None:
+    got, _, error_body = gateway.post(path, body)
+    assert got == status and json.loads(error_body)["error"]["code"] == code and gateway.fakes["fake"].count == 0
 
 
 @pytest.mark.parametrize(
     "headers", [{"cf-aig-max-attempts": "9"}, {"cf-aig-metadata": "[]"}, {"cf-aig-backoff": "odd"}]
 )
-def test_bad_options(gateway: Gateways, headers: dict[str, str]) -> None:
+def test_invalid_options_are_rejected(gateway: Gateways, headers: dict[str, str]) -> None:
     status, _, body = gateway.post("/v1/messages", {"model": ANTHROPIC}, headers)
-    told = json.loads(body)
-    assert status == 400 and told["type"] == "error" and next(iter(headers)) in told["error"]["message"]
+    error_body = json.loads(body)
+    assert status == 400 and error_body["type"] == "error" and next(iter(headers)) in error_body["error"]["message"]
 
 
-def test_the_record_of_a_call(gateway: Gateways) -> None:
+def test_log_record_of_a_call(gateway: Gateways) -> None:
     asked = {
         "cf-aig-metadata": '{"team": "red", "n": 3}',
         "cf-aig-event-id": "mine",
@@ -369,7 +371,7 @@ def test_the_record_of_a_call(gateway: Gateways) -> None:
     assert payload is not None and payload.response == body and json.loads(payload.request)["model"] == OPENAI
 
 
-def test_what_is_not_to_be_logged_is_not(gateway: Gateways) -> None:
+def test_logging_can_be_disabled_per_request(gateway: Gateways) -> None:
     body = {"model": OPENAI, "messages": HELLO}
     _, headers, _ = gateway.post("/v1/chat/completions", body, {"cf-aig-collect-log": "false"})
     _, private, _ = gateway.post("/v1/chat/completions", body, {"cf-aig-zdr": "true"})
@@ -378,8 +380,8 @@ def test_what_is_not_to_be_logged_is_not(gateway: Gateways) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_client_that_leaves(gateway: Gateways, path: str) -> None:
-    """Its provider hears of it at once, and what it got is on the bill."""
+def test_client_disconnect_stops_the_provider(gateway: Gateways, path: str) -> None:
+    """The provider's stream is closed at once, and what was sent is billed."""
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
     model = OPENAI if "chat" in path else ANTHROPIC
@@ -398,7 +400,7 @@ def test_a_client_that_leaves(gateway: Gateways, path: str) -> None:
     assert 4 <= row.usage.output < 100 and row.micros == row.usage.input + row.usage.output
 
 
-def test_a_client_that_leaves_before_anything_came(gateway: Gateways) -> None:
+def test_client_disconnect_before_the_reply(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
     body = {"model": "oai/silent", "messages": HELLO, "user": "early"}
@@ -411,10 +413,12 @@ def test_a_client_that_leaves_before_anything_came(gateway: Gateways) -> None:
     assert row.ended == "left" and row.status == 499 and not row.success
 
 
-def test_a_client_that_does_not_read(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It is not waited for beyond the deadline."""
+def test_client_that_does_not_read_is_dropped_at_the_deadline(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The gateway does not wait for it beyond the deadline."""
     short = {**TIMEOUTS, "total": 5.0}
-    made = Gateways(tmp_path_factory.mktemp("slow"), ("fake",), places, default_provider="oai", timeouts=short)
+    made = Gateways(
+        tmp_path_factory.mktemp("slow"), ("fake",), provider_settings, default_provider="oai", timeouts=short
+    )
     client = socket.socket()
     try:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -439,8 +443,8 @@ def test_retry_after_is_honoured(gateway: Gateways) -> None:
     assert fake.count == 2 and time.monotonic() - began >= 1.0
 
 
-def test_a_provider_that_keeps_failing_is_left_alone(gateway: Gateways) -> None:
-    """And is asked again after a pause."""
+def test_failing_provider_is_skipped_for_a_while(gateway: Gateways) -> None:
+    """It is tried again after a pause."""
     fake = gateway.fakes["fake"]
     fake.script = ["500"] * 5
     body = {"model": "res/m", "input": "hello"}

@@ -162,10 +162,10 @@ def test_tools(gateway: Gateways, client: openai.OpenAI, slug: str, stream: bool
 def test_errors_are_typed(gateway: Gateways, client: openai.OpenAI, slug: str) -> None:
     model = f"{slug}/{PLACES[slug][0]}"
     gateway.fakes["fake"].fault = "429"
-    with pytest.raises(openai.RateLimitError, match="as told") as caught:
+    with pytest.raises(openai.RateLimitError, match="injected error") as caught:
         client.chat.completions.create(model=model, messages=HELLO)
     said: Any = caught.value.response.json()
-    assert "as told" in said["error"]["message"] and {"type", "code", "param"} <= said["error"].keys()
+    assert "injected error" in said["error"]["message"] and {"type", "code", "param"} <= said["error"].keys()
     gateway.fakes["fake"].fault = "error-event"
     with (
         pytest.raises(openai.APIError),

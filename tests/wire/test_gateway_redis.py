@@ -97,7 +97,7 @@ def test_months_are_the_same_in_both_languages(server: RedisServer) -> None:
 
     async def go() -> None:
         async with linked(server.url) as link:
-            text = RedisLimiter(link)._reserve.text.split("-- All claims")[0]
+            text = RedisLimiter(link)._reserve.text.split("-- Reserve all claims")[0]
             text += "local s = slot_of(tonumber(ARGV[1]), 0, 0) return {s, ends_of(s, 0, 1, 0)}"
             for now in moments:
                 slot = month.slot(now)

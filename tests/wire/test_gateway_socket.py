@@ -145,7 +145,7 @@ def test_errors_of_providers(gateway: Gateways, socket: Connection) -> None:
     asks(socket, "bad")
     (error,) = to_the_end(socket)
     assert error["type"] == "universal.error" and error["metadata"]["status"] >= 500 and error["response"]["error"]
-    assert error["error"]["message"] == "as told"
+    assert error["error"]["message"] == "injected error"
     gateway.fakes["fake"].fault = "cut"
     asks(socket, "broken", stream=True)
     *_, last = to_the_end(socket)

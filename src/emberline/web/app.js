@@ -1,4 +1,4 @@
-/** The playground: wires the conversation, its transcript, the settings and the load together. */
+/** The playground page: connects the conversation, its transcript, the settings and the load charts. */
 
 import { Conversation } from "./conversation.js";
 import { element } from "./dom.js";
@@ -30,10 +30,10 @@ class Playground {
       this.send($("prompt").value);
     };
     $("prompt").oninput = () => this.fit();
-    $("prompt").onkeydown = (event) => this.typed(event);
+    $("prompt").onkeydown = (event) => this.handleKey(event);
     $("stop").onclick = () => this.generation?.stop();
     $("clear").onclick = () => this.clear();
-    $("settings").key.onchange = () => this.offerModels();
+    $("settings").key.onchange = () => this.listModels();
     for (const starter of document.querySelectorAll(".starters button")) starter.onclick = () => this.send(starter.textContent);
     addEventListener("pagehide", () => this.conversation.save());
     document.addEventListener("keydown", (event) => {
@@ -45,16 +45,16 @@ class Playground {
     });
   }
 
-  typed(event) {
+  handleKey(event) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       $("composer").requestSubmit();
     }
     if (event.key === "ArrowUp" && !$("prompt").value) {
-      const asked = this.conversation.turns.findLast((turn) => turn.role === "user");
-      if (!asked) return;
+      const lastQuestion = this.conversation.turns.findLast((turn) => turn.role === "user");
+      if (!lastQuestion) return;
       event.preventDefault();
-      $("prompt").value = asked.content;
+      $("prompt").value = lastQuestion.content;
       this.fit();
     }
   }
@@ -78,7 +78,7 @@ class Playground {
     const body = this.settings.request();
     if (!body) {
       openPanel(true);
-      this.settings.complain();
+      this.settings.reportInvalid();
     }
     return body;
   }
@@ -89,7 +89,7 @@ class Playground {
     this.conversation.save();
     this.refresh();
     this.transcript.follow(true);
-    let drawing = 0; // one redraw a frame, however fast the tokens come
+    let drawing = 0; // at most one redraw per frame, however fast tokens arrive
     const draw = () => {
       drawing = 0;
       this.transcript.update(answer);
@@ -98,16 +98,16 @@ class Playground {
     this.generation = null;
     this.refresh();
     this.transcript.update(answer);
-    if (!this.conversation.save()) toast("This conversation no longer fits into the browser's storage.");
+    if (!this.conversation.save()) toast("This conversation is too large for the browser's storage and will be lost on reload.");
     if (answer.error?.status === 401) openPanel(true);
   }
 
   clear() {
     this.generation?.stop();
-    const before = this.conversation.replace([]);
+    const previous = this.conversation.replace([]);
     this.refresh();
     $("prompt").focus();
-    if (before.length) toast("Conversation cleared.", "Undo", () => this.restore(before));
+    if (previous.length) toast("Conversation cleared.", "Undo", () => this.restore(previous));
   }
 
   restore(turns) {
@@ -121,7 +121,7 @@ class Playground {
     $("welcome").hidden = this.conversation.turns.length > 0;
     $("send").hidden = busy;
     $("stop").hidden = !busy;
-    $("log").ariaBusy = String(busy); // read out when whole, not token by token
+    $("log").ariaBusy = String(busy); // screen readers read the whole answer, not every token
     document.documentElement.dataset.busy = busy;
     this.transcript.show(this.conversation.turns);
   }
@@ -131,15 +131,15 @@ class Playground {
     $("prompt").style.height = `${$("prompt").scrollHeight}px`;
   }
 
-  async offerModels() {
+  async listModels() {
     const names = await models(this.settings.key).catch(() => []);
-    this.settings.offer(names);
-    const chosen = async () => {
+    this.settings.setModels(names);
+    const onModelChange = async () => {
       $("model-name").textContent = this.settings.model;
-      if (this.settings.model) this.settings.suggest(await samplingDefaults(this.settings.key, this.settings.model).catch(() => ({})));
+      if (this.settings.model) this.settings.applyDefaults(await samplingDefaults(this.settings.key, this.settings.model).catch(() => ({})));
     };
-    $("settings").model.onchange = chosen;
-    await chosen();
+    $("settings").model.onchange = onModelChange;
+    await onModelChange();
   }
 
   showState(stats, detail) {
@@ -147,16 +147,16 @@ class Playground {
     if ($("engine").dataset.state !== state) {
       $("engine").dataset.state = state;
       $("engine").textContent = state;
-      if (stats) this.offerModels(); // the server came, or came back, perhaps with another model
+      if (stats) this.listModels(); // the server has started or restarted, perhaps with another model
     }
     if (!stats) return heat(0);
-    if (stats.engine_restarts > (this.restarts ?? Infinity)) toast("The engine was restarted; open answers ended with an error.");
+    if (stats.engine_restarts > (this.restarts ?? Infinity)) toast("The engine has restarted. Open answers ended with an error.");
     this.restarts = stats.engine_restarts;
     heat(stats.running ? 0.35 + 0.65 * Math.min(1, Math.log10(1 + (detail.generated ?? 0)) / 3) : 0);
   }
 }
 
-/** How brightly the line under the header glows: the engine's own speed, in decades of tokens a second. */
+/** Set the brightness of the line under the header: the speed of the engine, logarithmic in tokens per second. */
 const heat = (value) => document.documentElement.style.setProperty("--heat", value.toFixed(2));
 
 function toast(message, label, action) {

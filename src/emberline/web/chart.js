@@ -1,13 +1,13 @@
-/** Chart: a few series over the last minute, as SVG. Colours come from the style sheet, so themes need no redraw. */
+/** Chart: a few series over the last minute, as SVG. Colours come from the style sheet, so a theme change needs no redraw. */
 
 import { element, svg } from "./dom.js";
 
-export const WINDOW = 60_000; // ms
+export const WINDOW = 60_000; // ms shown
 const WIDTH = 120;
 const HEIGHT = 40;
 
 export class Chart {
-  /** `series`: [{ label, tone, value(sample) -> number or null }], `format` makes the text, `max` fixes the scale. */
+  /** `series`: [{ label, tone, value(sample) -> number or null }]; `format` returns a value's text; `max` fixes the scale. */
   constructor({ title, series, format, max = null, big = false }) {
     Object.assign(this, { title, series, format, max });
     this.samples = [];
@@ -50,15 +50,15 @@ export class Chart {
     if (this.samples.length) this.read();
   }
 
-  /** Writes the values under the pointer, or the latest. */
+  /** Show the values under the pointer, or the latest ones. */
   read() {
-    const wanted = this.now + (this.hover ?? 0);
-    const distance = (sample) => Math.abs(sample.time - wanted);
+    const time = this.now + (this.hover ?? 0);
+    const distance = (sample) => Math.abs(sample.time - time);
     const nearest = this.samples.reduce((best, sample) => (distance(sample) < distance(best) ? sample : best));
     const texts = this.series.map(({ value }) => (Number.isFinite(value(nearest)) ? this.format(value(nearest)) : "–"));
     texts.forEach((text, i) => (this.readings[i].reading.textContent = text));
-    const spoken = texts.map((text, i) => `${text} ${this.series[i].label}`).join(", ");
-    this.plot.setAttribute("aria-label", `${this.title}: ${spoken}`);
+    const ariaText = texts.map((text, i) => `${text} ${this.series[i].label}`).join(", ");
+    this.plot.setAttribute("aria-label", `${this.title}: ${ariaText}`);
     const at = (WIDTH * (WINDOW + (this.hover ?? 0))) / WINDOW;
     this.cursor.setAttribute("d", this.hover === null ? "" : `M${at} 0V${HEIGHT}`);
   }
@@ -66,7 +66,7 @@ export class Chart {
 
 const path = (run) => `M${run.map((point) => point.join(" ")).join("L")}`;
 
-/** Runs of samples that have a value: a gap in what we know is a gap in the line. */
+/** Return the runs of samples that have a value; a missing value is a gap in the line. */
 function split(samples, value) {
   const runs = [[]];
   for (const sample of samples) {
@@ -76,7 +76,7 @@ function split(samples, value) {
   return runs.filter((run) => run.length);
 }
 
-/** The next 1, 2 or 5 times a power of ten, so that the scale does not twitch. */
+/** Round up to 1, 2 or 5 times a power of ten, so that the scale rarely changes. */
 function ceiling(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);

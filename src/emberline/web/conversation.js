@@ -1,4 +1,4 @@
-/** Conversation: the turns so far, kept in the browser's storage, and what of them the server is sent. */
+/** Conversation: the turns so far, kept in the browser's storage, and the messages sent to the server. */
 
 const KEY = "emberline.conversation";
 
@@ -12,7 +12,7 @@ export class Conversation {
     return this.turns.at(-1);
   }
 
-  /** A user's turn and the answer to it, which is still to be filled. */
+  /** Add a user turn and return the empty answer to it. */
   ask(text) {
     this.turns.push({ role: "user", content: text });
     return this.answer();
@@ -25,7 +25,8 @@ export class Conversation {
     return answer;
   }
 
-  /** Wire messages. A question whose request failed before any answer is left out: it stays on the page, marked. Neighbours of one role (a question whose answer never came) are joined: some templates insist on turns. */
+  /** Return the messages of a request. A question whose request failed without an answer is left out; the page shows it as
+      failed. Consecutive messages of one role are joined, because some chat templates require alternating roles. */
   messages(system) {
     const messages = system.trim() ? [{ role: "system", content: system }] : [];
     for (const [i, { role, content }] of this.turns.entries()) {
@@ -38,13 +39,13 @@ export class Conversation {
   }
 
   replace(turns) {
-    const before = this.turns;
+    const previous = this.turns;
     this.turns = turns;
     this.save();
-    return before;
+    return previous;
   }
 
-  /** False when the browser's storage has no room. */
+  /** Return false if the browser's storage is full. */
   save() {
     try {
       this.storage.setItem(KEY, JSON.stringify(this.turns));
@@ -60,7 +61,7 @@ const isFailed = (turn) => turn?.role === "assistant" && turn.ending === "failed
 function load(storage) {
   try {
     const turns = JSON.parse(storage.getItem(KEY)) ?? [];
-    // An answer still open in storage belongs to a page that was closed under it.
+    // An answer that is still open in storage was interrupted when its page was closed.
     return turns.map((turn) => (turn.ending === "open" ? { ...turn, ending: "stopped" } : turn));
   } catch {
     return [];

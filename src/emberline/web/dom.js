@@ -1,4 +1,4 @@
-/** Building the page from data. Text only ever becomes text nodes: there is no way from a string to markup in here. */
+/** Builds DOM nodes from data. Strings only become text nodes, never markup. */
 
 export function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
@@ -28,7 +28,7 @@ export function copyButton(text, label = "Copy") {
   const button = iconButton("copy", label, async () => {
     const copied = await copy(text());
     button.replaceChildren(icon(copied ? "done" : "copy"));
-    button.title = copied ? "Copied" : "The browser refused to copy";
+    button.title = copied ? "Copied" : "The browser did not allow copying";
     setTimeout(() => {
       button.replaceChildren(icon("copy"));
       button.title = label;
@@ -42,7 +42,7 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // Plain http from another host is no secure context: there only the old way is left.
+    // Plain http from another host is not a secure context, where the clipboard API does not exist.
     const area = element("textarea", { className: "sr", value: text });
     document.body.append(area);
     area.select();

@@ -1,4 +1,4 @@
-/** Generation: fills one answer from a stream of chunks, and measures it as this browser sees it. */
+/** Generation: fills one answer from a stream of chunks, and measures its latency and speed in this browser. */
 
 import { chat, WireError } from "./wire.js";
 
@@ -8,7 +8,7 @@ export class Generation {
     this.body = body;
     this.key = key;
     this.abort = new AbortController();
-    this.pieces = 0; // chunks with text; a token each, nearly always, and all we know until the usage comes
+    this.pieces = 0; // chunks with text, which are nearly always one token each; an estimate until the usage arrives
   }
 
   stop() {
@@ -26,7 +26,7 @@ export class Generation {
       answer.ending = answer.finish === "length" ? "length" : "complete";
     } catch (error) {
       answer.ending = this.abort.signal.aborted ? "stopped" : "failed";
-      if (answer.ending === "failed") answer.error = told(error);
+      if (answer.ending === "failed") answer.error = errorJSON(error);
     }
     onchange();
   }
@@ -71,4 +71,4 @@ export class Generation {
   }
 }
 
-const told = (error) => (error instanceof WireError ? error : new WireError("The page failed", String(error))).toJSON();
+const errorJSON = (error) => (error instanceof WireError ? error : new WireError("Error in this page", String(error))).toJSON();

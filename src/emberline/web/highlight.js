@@ -1,4 +1,4 @@
-/** Code coloured by one small lexer for every language: comments, strings, numbers, keywords. Good enough to read by. */
+/** Syntax highlighting by one small lexer for all languages: comments, strings, numbers, keywords. */
 
 import { element } from "./dom.js";
 

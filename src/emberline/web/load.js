@@ -1,17 +1,17 @@
-/** Load: asks the server for its counters twice a second and draws what they say about the last minute. */
+/** Load: reads the server's counters twice a second and draws charts of the last minute. */
 
 import { Chart, WINDOW } from "./chart.js";
 import { stats } from "./wire.js";
 
-const PERIOD = 500; // ms
-const SMOOTHING = 1600; // ms: a rate is taken over about this long
+const POLL_MS = 500;
+const SMOOTHING_MS = 1600; // the interval over which rates are computed
 
 const whole = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : value.toFixed(0));
 const percent = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 const share = (name) => (sample) => (sample.blocks_total ? sample[name] / sample.blocks_total : null);
 
 export class Load {
-  /** `onstate(stats or null)` is told after every answer, and when there is none. */
+  /** `onstate(stats or null, detail)` is called after every poll; null means that the server did not answer. */
   constructor(root, facts, key, onstate) {
     Object.assign(this, { facts, key, onstate });
     this.samples = [];
@@ -22,8 +22,8 @@ export class Load {
         title: "Requests",
         format: whole,
         series: [
-          { label: "run", tone: "ember", value: (s) => s.running },
-          { label: "wait", tone: "sand", value: (s) => s.waiting },
+          { label: "running", tone: "ember", value: (s) => s.running },
+          { label: "waiting", tone: "sand", value: (s) => s.waiting },
         ],
       }),
       new Chart({
@@ -32,7 +32,7 @@ export class Load {
         max: 1,
         series: [
           { label: "used", tone: "ember", value: (s) => s.kv_usage },
-          { label: "kept", tone: "sage", value: share("blocks_cached") },
+          { label: "cached", tone: "sage", value: share("blocks_cached") },
         ],
       }),
       new Chart({ title: "Prefix hits", format: percent, max: 1, series: [{ label: "", tone: "sage", value: (s) => s.hitRate }] }),
@@ -42,9 +42,9 @@ export class Load {
 
   async run() {
     for (;;) {
-      const before = performance.now();
+      const started = performance.now();
       if (!document.hidden) await this.poll();
-      await new Promise((wake) => setTimeout(wake, Math.max(50, PERIOD - (performance.now() - before))));
+      await new Promise((wake) => setTimeout(wake, Math.max(50, POLL_MS - (performance.now() - started))));
     }
   }
 
@@ -64,11 +64,11 @@ export class Load {
     this.facts.textContent = describe(sample);
   }
 
-  /** Rates from differences of counters; null where they cannot be known (first sample, gap, engine restart). */
+  /** Return rates from differences of counters; null if unknown (first sample, gap, engine restart). */
   derive(sample, now) {
     if (!sample) return {};
     const known = this.samples.filter((s) => s.step !== undefined && s.engine_restarts === sample.engine_restarts && s.step <= sample.step);
-    const recent = known.find((s) => s.time > now - SMOOTHING);
+    const recent = known.find((s) => s.time > now - SMOOTHING_MS);
     const rate = (name) => (recent ? (1000 * (sample[name] - recent[name])) / (now - recent.time) : null);
     const queries = known.length ? sample.prefix_queries - known[0].prefix_queries : 0;
     return {
@@ -81,7 +81,7 @@ export class Load {
 
 function describe(sample) {
   const parts = [`up ${uptime(sample.uptime_seconds)}`, `${sample.blocks_total} blocks, ${sample.blocks_free} free`];
-  if (sample.preemptions) parts.push(`${sample.preemptions} preempted`);
+  if (sample.preemptions) parts.push(`${sample.preemptions} preemptions`);
   if (sample.engine_restarts) parts.push(`${sample.engine_restarts} engine restart${sample.engine_restarts > 1 ? "s" : ""}`);
   return parts.join(" · ");
 }

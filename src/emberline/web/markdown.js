@@ -1,4 +1,4 @@
-/** The part of Markdown that models write, as DOM nodes. Safe by construction: strings only become text nodes. */
+/** Renders the Markdown that models usually write as DOM nodes. Strings only become text nodes, so it is safe. */
 
 import { copyButton, element } from "./dom.js";
 import { highlight } from "./highlight.js";
@@ -9,10 +9,10 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)/;
 const QUOTE = /^\s*>\s?/;
 const RULE = /^\s*([-*_])\s*(\1\s*){2,}$/;
 
-// Bounded repeats: a hostile line of ten thousand brackets must not stall the page.
+// Bounded repetitions: a hostile line of ten thousand brackets must not freeze the page.
 const INLINE = /(`{1,3})(.{1,1000}?)\1|\*\*(\S.{0,1000}?)\*\*|\*([^\s*].{0,1000}?)\*|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s)]{1,1000})\)/g;
 
-/** Brings `root` up to date with `text`, leaving blocks that did not change as they are: cheap while streaming. */
+/** Update `root` to show `text`. Unchanged blocks are kept, which is cheap while streaming. */
 export function render(root, text) {
   const parsed = blocks(text);
   while (root.children.length > parsed.length) root.lastChild.remove();
@@ -28,7 +28,7 @@ export function render(root, text) {
 
 export function blocks(text) {
   const lines = text.split("\n");
-  const found = [];
+  const result = [];
   for (let i = 0; i < lines.length; ) {
     if (!lines[i].trim()) {
       i += 1;
@@ -37,9 +37,9 @@ export function blocks(text) {
     const start = i;
     const kind = kindOf(lines[i]);
     i = end(kind, lines, i);
-    found.push({ kind, lines: lines.slice(start, i), source: `${kind}:${lines.slice(start, i).join("\n")}` });
+    result.push({ kind, lines: lines.slice(start, i), source: `${kind}:${lines.slice(start, i).join("\n")}` });
   }
-  return found;
+  return result;
 }
 
 function kindOf(line) {
@@ -50,7 +50,7 @@ function kindOf(line) {
   return QUOTE.test(line) ? "quote" : "paragraph";
 }
 
-/** The line after the block that begins at `i`. */
+/** Return the index of the line after the block that begins at `i`. */
 function end(kind, lines, i) {
   if (kind === "heading" || kind === "rule") return i + 1;
   if (kind === "code") {
@@ -69,7 +69,7 @@ const BUILD = {
   paragraph: ({ lines }) => element("p", {}, ...inline(lines.join("\n"))),
   heading({ lines }) {
     const [, marks, text] = lines[0].match(HEADING);
-    return element(`h${Math.min(marks.length + 2, 6)}`, {}, ...inline(text)); // h1 and h2 are the page's own
+    return element(`h${Math.min(marks.length + 2, 6)}`, {}, ...inline(text)); // h1 and h2 belong to the page
   },
   rule: () => element("hr"),
   quote: ({ lines }) => element("blockquote", {}, ...inline(lines.map((line) => line.replace(QUOTE, "")).join("\n"))),
@@ -86,13 +86,13 @@ const BUILD = {
 };
 
 function items(lines) {
-  const found = [];
+  const result = [];
   for (const line of lines) {
     const match = line.match(ITEM);
-    if (match) found.push({ depth: match[1].length, number: parseInt(match[2], 10), text: match[3] });
-    else found.at(-1).text += `\n${line.trim()}`;
+    if (match) result.push({ depth: match[1].length, number: parseInt(match[2], 10), text: match[3] });
+    else result.at(-1).text += `\n${line.trim()}`;
   }
-  return found;
+  return result;
 }
 
 function list(all) {

@@ -1,9 +1,9 @@
-/** The router's page: asks for its status once a second; draws the last minute, a card for each worker, and counts. */
+/** The router's page: polls its status once a second and shows the last minute, a card for each worker, and counters. */
 
 import { Chart, WINDOW } from "./chart.js";
 import { element } from "./dom.js";
 
-const PERIOD = 1000; // ms
+const POLL_MS = 1000;
 const KEY = "emberline-router-key"; // in the session storage
 const $ = (id) => document.getElementById(id);
 
@@ -11,16 +11,16 @@ const whole = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : va
 const percent = (value) => `${(100 * value).toFixed(0)}%`;
 const bytes = (value) => (value >= 1e9 ? `${(value / 1e9).toFixed(1)} GB` : value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${(value / 1e3).toFixed(0)} kB`);
 const sum = (workers, name) => workers.reduce((total, worker) => total + worker[name], 0);
-const moved = (workers, name) => workers.reduce((total, worker) => total + (worker.transfer?.[name] ?? 0), 0);
+const sumTransfer = (workers, name) => workers.reduce((total, worker) => total + (worker.transfer?.[name] ?? 0), 0);
 const total = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
 const ratio = (part, all) => (all > 0 ? part / all : null);
 
 const COUNTS = [
-  ["session", "kept by header"],
-  ["prefix", "kept by prompt"],
-  ["yielded", "yielded to load"],
-  ["away", "home was away"],
-  ["load", "by load alone"],
+  ["session", "by session header"],
+  ["prefix", "by prefix cache"],
+  ["yielded", "moved off a loaded worker"],
+  ["away", "preferred worker unavailable"],
+  ["load", "by load only"],
 ];
 
 class Page {
@@ -35,12 +35,12 @@ class Page {
         format: whole,
         series: [
           { label: "prompt", tone: "sky", value: (s) => s.prefill },
-          { label: "to write", tone: "ember", value: (s) => s.decode },
+          { label: "decode", tone: "ember", value: (s) => s.decode },
         ],
       }),
       one("Generated", whole, (s) => s.generated, "ember", "tok/s"),
       one("Cache hits", percent, (s) => s.hits, "sage", "of prompts", { max: 1 }),
-      one("Keys and values moved", bytes, (s) => s.moved, "sky", "/s"),
+      one("KV transferred", bytes, (s) => s.moved, "sky", "/s"),
       one("Errors", whole, (s) => s.errors, "sand", "/s"),
     ];
     $("charts").append(...this.charts.map((chart) => chart.node));
@@ -49,14 +49,14 @@ class Page {
   async run() {
     for (;;) {
       if (!document.hidden) await this.poll();
-      await new Promise((wake) => setTimeout(wake, PERIOD));
+      await new Promise((wake) => setTimeout(wake, POLL_MS));
     }
   }
 
   async poll() {
     let status = null;
     try {
-      const key = sessionStorage.getItem(KEY); // a secret: forgotten with the tab
+      const key = sessionStorage.getItem(KEY); // a secret: kept only until the tab is closed
       const reply = await fetch("cluster/status", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
       if (reply.ok) status = await reply.json();
       if (reply.status === 401) this.askForKey();
@@ -70,16 +70,16 @@ class Page {
     this.show(status);
   }
 
-  /** Once for each page: whoever does not give it sees the router as offline. */
+  /** Ask for the key once per page load; without it the router is shown as offline. */
   askForKey() {
-    if (this.asked) return;
-    this.asked = true;
+    if (this.hasAskedForKey) return;
+    this.hasAskedForKey = true;
     const key = window.prompt("API key or cluster key of this router");
     if (key) sessionStorage.setItem(KEY, key.trim());
   }
 
-  /** Gauges, and rates from differences of counters: null where they cannot be known, and never below zero when a worker
-      that was started again counts from the beginning. */
+  /** Return gauges, and rates from differences of counters: null if unknown, and never negative after a restart of a
+      worker, whose counters begin at zero. */
   measure({ workers, refused, broken }, now) {
     const counters = {
       answered: sum(workers, "answered"),
@@ -87,7 +87,7 @@ class Page {
       failures: sum(workers, "failed") + refused + broken,
       queries: sum(workers, "prefix_queries"),
       found: sum(workers, "prefix_hits"),
-      pulled: moved(workers, "pulled_bytes"),
+      pulled: sumTransfer(workers, "pulled_bytes"),
     };
     const known = this.samples.filter((s) => s.answered !== undefined);
     const last = known.at(-1);
@@ -109,7 +109,7 @@ class Page {
   show(status) {
     const ready = status ? status.workers.filter((worker) => worker.health === "ready").length : 0;
     $("state").dataset.state = !status ? "offline" : ready ? "ready" : "waiting";
-    $("state").textContent = !status ? "the router does not answer" : `${ready} of ${status.workers.length} ready`;
+    $("state").textContent = !status ? "the router does not respond" : `${ready} of ${status.workers.length} ready`;
     document.documentElement.dataset.busy = String(Boolean(status?.open_requests));
     document.documentElement.style.setProperty("--heat", status?.open_requests ? 1 : 0);
     if (!status) return;
@@ -121,7 +121,7 @@ class Page {
 
   showCounts({ decisions, retries, prefills, migrations, refused, broken }) {
     const counts = COUNTS.map(([name, label]) => fact(label, decisions[name] ?? 0));
-    counts.push(fact("tried elsewhere", total(retries)), fact("refused, full", refused), fact("broken off", broken, broken > 0));
+    counts.push(fact("retried on another worker", total(retries)), fact("rejected, workers full", refused), fact("streams broken", broken, broken > 0));
     $("counts").replaceChildren(...counts.flat());
     const failed = Object.keys(prefills).filter((how) => !["done", "left", "no ticket"].includes(how));
     const failures = failed.reduce((all, how) => all + prefills[how], 0);
@@ -132,7 +132,7 @@ class Page {
       fact("prefilled", prefills.done ?? 0),
       fact("prefills failed", failures, failures > 0),
       fact("streams moved", number(by("went on"))),
-      fact("given up", number(by("given up")), by("given up").length > 0),
+      fact("migrations failed", number(by("given up")), by("given up").length > 0),
       ...by("went on").map((m) => fact(`moved: ${m.reason}`, m.count)),
     ];
     $("moves").replaceChildren(...facts.flat());
@@ -179,26 +179,26 @@ class Card {
       ...[
         fact("requests", `${worker.open} of ${worker.max_running}`),
         fact("prompt tokens", whole(worker.prefill_tokens)),
-        fact("tokens to write", whole(worker.decode_tokens)),
-        fact("cache in use", percent(worker.kv_usage)),
-        fact("cache hits", hits === null ? "–" : percent(hits)),
+        fact("decode tokens", whole(worker.decode_tokens)),
+        fact("KV cache used", percent(worker.kv_usage)),
+        fact("prefix cache hits", hits === null ? "–" : percent(hits)),
         fact("answered", worker.answered),
         fact("failed", worker.failed, worker.failed > 0),
-        ...this.exchange(worker),
-        fact("last beat", `${worker.seconds_since_beat.toFixed(1)} s ago`, worker.health === "lost"),
+        ...this.transferFacts(worker),
+        fact("last heartbeat", `${worker.seconds_since_beat.toFixed(1)} s ago`, worker.health === "lost"),
       ].flat(),
     );
   }
 
-  /** What it has to do with the others: whose blocks it takes, how many, and who waits for its own. */
-  exchange({ paired, refused, transfer, moved }) {
+  /** Return the facts about KV transfers with other workers and about migrations. */
+  transferFacts({ paired, refused, transfer, moved }) {
     const facts = [];
-    if (paired.length) facts.push(fact("takes from", paired.join(", ")));
-    for (const [name, why] of Object.entries(refused)) facts.push(fact(`not from ${name}`, why, true));
-    if (transfer?.pulls) facts.push(fact("taken", `${bytes(transfer.pulled_bytes)} at ${bytes(transfer.pulled_bytes / (transfer.copy_seconds || 1))}/s`));
-    if (transfer?.recomputed) facts.push(fact("computed again", transfer.recomputed, true));
-    if (transfer?.published) facts.push(fact("handed out", transfer.published), fact("kept for others", `${transfer.pinned_blocks} blocks`));
-    if (moved) facts.push(fact("moved away", moved));
+    if (paired.length) facts.push(fact("KV from", paired.join(", ")));
+    for (const [name, why] of Object.entries(refused)) facts.push(fact(`no KV from ${name}`, why, true));
+    if (transfer?.pulls) facts.push(fact("KV received", `${bytes(transfer.pulled_bytes)} at ${bytes(transfer.pulled_bytes / (transfer.copy_seconds || 1))}/s`));
+    if (transfer?.recomputed) facts.push(fact("prefixes recomputed", transfer.recomputed, true));
+    if (transfer?.published) facts.push(fact("KV published", transfer.published), fact("pinned for others", `${transfer.pinned_blocks} blocks`));
+    if (moved) facts.push(fact("requests moved away", moved));
     return facts;
   }
 }

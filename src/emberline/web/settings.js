@@ -1,4 +1,4 @@
-/** Settings: the form, remembered by the browser, and the request fields it stands for. Blank means the server's default. */
+/** Settings: the form, stored in the browser, and the request fields it sets. A blank field means the server's default. */
 
 const KEY = "emberline.settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
@@ -25,13 +25,13 @@ export class Settings {
     return this.form.model.value;
   }
 
-  offer(models) {
-    const wanted = this.model || this.remembered?.model;
-    this.form.model.replaceChildren(...models.map((name) => new Option(name, name, false, name === wanted)));
+  setModels(models) {
+    const selected = this.model || this.stored?.model;
+    this.form.model.replaceChildren(...models.map((name) => new Option(name, name, false, name === selected)));
   }
 
-  /** The model's own sampling defaults become the form's, but for fields that were changed before. */
-  suggest(defaults) {
+  /** Make the model's sampling defaults the form's defaults; fields that the user changed keep their value. */
+  applyDefaults(defaults) {
     for (const name of NUMBERS) {
       const field = this.form[name];
       if (defaults[name] === undefined) continue;
@@ -42,12 +42,12 @@ export class Settings {
     this.changed();
   }
 
-  /** Shows the person the field that is wrong. */
-  complain() {
+  /** Show which field is invalid. */
+  reportInvalid() {
     if (this.form.reportValidity()) this.form.schema.focus();
   }
 
-  /** Fields of a chat completion, or null while a field is wrong. */
+  /** Return the fields of a chat completion request, or null while a field is invalid. */
   request() {
     const format = this.format();
     if (format === null || !this.form.checkValidity()) return null;
@@ -59,7 +59,7 @@ export class Settings {
     return body;
   }
 
-  /** response_format for the schema box: {} when it is empty, null when it is not JSON. */
+  /** Return the response_format for the schema box: {} if it is empty, null if it is not JSON. */
   format() {
     const text = this.form.schema.value.trim();
     if (!text) return {};
@@ -76,26 +76,26 @@ export class Settings {
       slider.parentElement.querySelector("output").value = Number(slider.value).toFixed(2);
       slider.style.setProperty("--fill", (slider.value - slider.min) / (slider.max - slider.min));
     }
-    const wrong = this.format() === null;
-    this.invalid.hidden = !wrong;
-    this.invalid.textContent = wrong ? "This is not valid JSON yet." : "";
-    this.form.schema.ariaInvalid = String(wrong);
-    const { key, ...kept } = Object.fromEntries(new FormData(this.form));
-    this.storage.setItem(KEY, JSON.stringify(kept));
-    this.session.setItem(KEY, key); // a secret: forgotten with the tab
+    const invalid = this.format() === null;
+    this.invalid.hidden = !invalid;
+    this.invalid.textContent = invalid ? "This is not valid JSON." : "";
+    this.form.schema.ariaInvalid = String(invalid);
+    const { key, ...stored } = Object.fromEntries(new FormData(this.form));
+    this.storage.setItem(KEY, JSON.stringify(stored));
+    this.session.setItem(KEY, key); // a secret: kept only until the tab is closed
   }
 
   restore() {
     try {
-      this.remembered = JSON.parse(this.storage.getItem(KEY)) ?? {};
+      this.stored = JSON.parse(this.storage.getItem(KEY)) ?? {};
     } catch {
-      this.remembered = {};
+      this.stored = {};
     }
-    const values = { ...this.remembered, key: this.session.getItem(KEY) ?? "" };
+    const values = { ...this.stored, key: this.session.getItem(KEY) ?? "" };
     for (const [name, value] of Object.entries(values)) {
       if (name !== "model" && this.form.elements[name]) this.form.elements[name].value = value;
     }
     this.changed();
-    this.remembered.model ??= "";
+    this.stored.model ??= "";
   }
 }

@@ -1,4 +1,4 @@
-/** Transcript: the conversation as the page shows it, one list item a turn. */
+/** Transcript: shows the conversation, one list item per turn. */
 
 import { copyButton, element, iconButton } from "./dom.js";
 import { render } from "./markdown.js";
@@ -10,13 +10,13 @@ export class Transcript {
   constructor(root, scroller, latest, actions) {
     Object.assign(this, { root, scroller, latest, actions });
     this.views = new Map(); // turn -> its view
-    this.pinned = true; // follows the end until the reader scrolls away
+    this.pinned = true; // follow new text until the user scrolls up
     scroller.addEventListener("scroll", () => this.watch(), { passive: true });
     latest.onclick = () => this.follow(true);
     new ResizeObserver(() => this.follow()).observe(scroller);
   }
 
-  /** Shows exactly these turns. */
+  /** Show exactly these turns. */
   show(turns) {
     for (const [turn, view] of this.views) {
       if (turns.includes(turn)) continue;
@@ -55,7 +55,7 @@ export class Transcript {
 
 class QuestionView {
   constructor(turn) {
-    this.node = element("li", { className: "turn user" }, element("p", {}, spoken("You: "), turn.content));
+    this.node = element("li", { className: "turn user" }, element("p", {}, screenReaderText("You: "), turn.content));
   }
 }
 
@@ -76,7 +76,7 @@ class AnswerView {
       iconButton("again", "Regenerate the answer", () => actions.regenerate()),
     );
     this.foot = element("div", { className: "foot" }, this.mark, this.metrics, this.buttons);
-    this.node = element("li", { className: "turn answer" }, spoken("The model: "), this.thinking, this.text, this.notice, this.foot);
+    this.node = element("li", { className: "turn answer" }, screenReaderText("The model: "), this.thinking, this.text, this.notice, this.foot);
     this.update();
   }
 
@@ -90,7 +90,7 @@ class AnswerView {
     this.mark.hidden = !(turn.ending in ENDINGS) || !turn.content;
     this.mark.textContent = ENDINGS[turn.ending] ?? "";
     this.buttons.hidden = turn.ending === "open";
-    this.foot.hidden = turn.ending !== "open" && !turn.content && turn.error !== null; // the notice says it all
+    this.foot.hidden = turn.ending !== "open" && !turn.content && turn.error !== null; // the error notice is enough
     this.metrics.replaceChildren(...metricNodes(turn.metrics));
     this.warn(turn.error);
   }
@@ -110,32 +110,32 @@ function countdown(node, seconds) {
   const until = performance.now() + seconds * 1000;
   const tick = () => {
     const left = Math.ceil((until - performance.now()) / 1000);
-    node.textContent = left > 0 ? `The server asks to wait ${left} s.` : "It should have room by now.";
+    node.textContent = left > 0 ? `The server asks clients to wait ${left} s.` : "You can retry now.";
     if (left > 0 && node.isConnected) setTimeout(tick, 250);
   };
-  setTimeout(tick); // once it is in the page
+  setTimeout(tick); // after the node is in the page
 }
 
-/** For those who hear the page: who is speaking. */
-const spoken = (text) => element("span", { className: "sr" }, text);
+/** Text for screen readers only: the author of a turn. */
+const screenReaderText = (text) => element("span", { className: "sr" }, text);
 
 const toolText = (tool) => `\n\n\`\`\`\`json\n${tool.name}(${tool.arguments})\n\`\`\`\`\n`;
 
 function metricNodes({ ttft, rate, prompt, cached, completion, seconds, exact }) {
   if (ttft === undefined) return [];
-  const about = exact ? "" : "≈ ";
+  const approximate = exact ? "" : "≈ ";
   const nodes = [
-    metric("ttft", "TTFT", duration(ttft), "time to first token, as this browser saw it"),
-    rate && metric("rate", "speed", `${about}${number(rate)} tok/s`, "tokens a second after the first one"),
-    metric("completion", "tokens", `${about}${completion}`, exact ? "tokens generated" : "counted as they arrive; exact at the end"),
+    metric("ttft", "TTFT", duration(ttft), "time to first token, measured in this browser"),
+    rate && metric("rate", "speed", `${approximate}${number(rate)} tok/s`, "tokens per second after the first token"),
+    metric("completion", "tokens", `${approximate}${completion}`, exact ? "tokens generated" : "estimated while streaming; exact at the end"),
   ];
   if (prompt !== undefined) {
     const share = element("span", { className: "share" });
     share.style.setProperty("--share", cached / prompt);
-    nodes.push(metric("prompt", "prompt", String(prompt), "tokens the model was given"));
-    nodes.push(metric("cached", "cached", String(cached), "prompt tokens found in the prefix cache, not computed again", share));
+    nodes.push(metric("prompt", "prompt", String(prompt), "prompt tokens"));
+    nodes.push(metric("cached", "cached", String(cached), "prompt tokens served from the prefix cache", share));
   }
-  nodes.push(metric("seconds", "total", duration(seconds), "from sending to the last token"));
+  nodes.push(metric("seconds", "total", duration(seconds), "from the request to the last token"));
   return nodes.filter(Boolean);
 }
 

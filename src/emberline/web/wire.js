@@ -1,4 +1,4 @@
-/** The server's HTTP interface as the page uses it. Everything that can go wrong becomes a WireError. */
+/** The server's HTTP API as the page uses it. Every failure becomes a WireError. */
 
 export class WireError extends Error {
   constructor(title, message, { status = 0, retryAfter = null, param = null } = {}) {
@@ -13,23 +13,23 @@ export class WireError extends Error {
 
 const TITLES = {
   context_length_exceeded: "The conversation is longer than the model's context",
-  deadline_exceeded: "The answer took too long",
+  deadline_exceeded: "The request timed out",
   engine_failed: "The engine failed",
   engine_unavailable: "The engine is not ready",
   model_not_found: "The server does not have this model",
-  400: "The server refused the request",
-  401: "This server wants an API key",
+  400: "The server rejected the request",
+  401: "This server requires an API key",
   413: "The conversation is too long to send",
   429: "The server is busy",
 };
 
-/** Names of models that can chat. Only our servers say which models embed. */
+/** Return the names of chat models. Only Emberline servers report the kind of a model. */
 export const models = async (key) => (await getJSON("v1/models", key)).data.filter(({ kind = "chat" }) => kind === "chat").map(({ id }) => id);
 export const samplingDefaults = async (key, model) =>
   (await getJSON("v1/models", key)).data.find(({ id }) => id === model)?.default_sampling_params ?? {};
 export const stats = (key) => getJSON("stats", key);
 
-/** The chunks of one streamed chat completion. Leaving the loop, or the signal, closes the connection, which ends the work. */
+/** Yield the chunks of one streamed chat completion. Leaving the loop or aborting the signal cancels the request. */
 export async function* chat(body, key, signal) {
   const request = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await send("v1/chat/completions", key, { method: "POST", body: JSON.stringify(request), signal });
@@ -39,7 +39,7 @@ export async function* chat(body, key, signal) {
     if (chunk.error) throw failure(chunk.error);
     yield chunk;
   }
-  throw lost();
+  throw connectionLost();
 }
 
 async function getJSON(path, key) {
@@ -54,7 +54,7 @@ async function send(path, key, options) {
     response = await fetch(path, { headers, ...options });
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new WireError("The server does not answer", "Is it running? Start it with: emberline serve");
+    throw new WireError("The server does not respond", "Check that it is running, or start it with: emberline serve");
   }
   if (response.ok) return response;
   const { error } = await response.json().catch(() => ({}));
@@ -62,7 +62,7 @@ async function send(path, key, options) {
 }
 
 export async function* events(stream, signal) {
-  const reader = stream.getReader(); // not piped through a decoder: a pipe that breaks drops what is still in it
+  const reader = stream.getReader(); // not piped through a decoder: a broken pipe drops the data in it
   const decoder = new TextDecoder();
   let pending = "";
   try {
@@ -78,16 +78,16 @@ export async function* events(stream, signal) {
     }
   } catch (error) {
     if (signal.aborted) throw error;
-    throw lost();
+    throw connectionLost();
   } finally {
-    reader.cancel().catch(() => {}); // it may be broken already; there is nobody left to tell
+    reader.cancel().catch(() => {}); // the stream may be broken already
   }
 }
 
 function failure(error, status = 0, retryAfter = null) {
   const field = error.param ? `: ${error.param}` : "";
   const details = { status, param: error.param, retryAfter: retryAfter === null ? null : Number(retryAfter) || null };
-  return new WireError(`${TITLES[error.code] ?? TITLES[status] ?? "The server failed"}${field}`, error.message ?? "No reason given.", details);
+  return new WireError(`${TITLES[error.code] ?? TITLES[status] ?? "Server error"}${field}`, error.message ?? "The server gave no reason.", details);
 }
 
-const lost = () => new WireError("The connection was lost", "What had arrived is kept above; it is not the whole answer.");
+const connectionLost = () => new WireError("The connection was lost", "The answer above is incomplete.");

@@ -1,1 +1,1 @@
-"""Replies kept for those who ask the same again: exactly the same, or (if wanted) something that means the same."""
+"""The reply cache: replies for calls that are equal, or (if enabled) that ask a similar question."""

@@ -1,10 +1,10 @@
-"""CacheStore: where entries are. A store that fails has nothing and keeps nothing: it is never a call's trouble."""
+"""CacheStore: the interface of stores for cache entries. A failing store acts as an empty one."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-LARGEST = 25 << 20  # bytes of an entry
+LARGEST = 25 << 20
 
 
 class CacheStore(Protocol):
@@ -13,7 +13,7 @@ class CacheStore(Protocol):
     async def get(self, key: str) -> bytes | None: ...
 
     async def put(self, key: str, value: bytes, seconds: float) -> None:
-        """For so long, if there is room. What does not fit is not kept."""
+        """Store an entry for so many seconds. An entry that is too large is not stored."""
         ...
 
     async def close(self) -> None: ...

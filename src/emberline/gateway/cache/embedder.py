@@ -1,4 +1,6 @@
-"""Embedder: texts to vectors, by whoever speaks OpenAI's embeddings: our own engine has a small model for it."""
+"""TextEmbedder: turns texts into vectors.
+
+It uses any server with OpenAI's embeddings API, such as Emberline."""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
 from emberline.net.notjson import NOT_JSON
 
-LARGEST = 4 << 20  # bytes of an answer
+LARGEST = 4 << 20
 
 
 class Embedder(Protocol):
     async def embed(self, texts: list[str]) -> list[list[float]] | None:
-        """A vector for each. None: not now. Never takes longer than agreed."""
+        """Return a vector for each text, or None on an error or timeout."""
         ...
 
 
@@ -31,7 +33,7 @@ class _Answer(msgspec.Struct):
 
 class HttpEmbedder:
     def __init__(self, upstream: Upstream, url: str, model: str, *, patience: float = 0.5) -> None:
-        """`url`: of an engine or another server, without the path. `patience`: seconds for a call."""
+        """`url` is the server's address without a path; `timeout_s` applies to each request."""
         self._upstream, self._url, self._model, self._patience = upstream, url.rstrip("/"), model, patience
         self.failures = 0
 

@@ -1,4 +1,6 @@
-"""Entry: a reply as it is kept, and as it is given again: a stream as a stream, event by event."""
+"""CacheEntry: a reply as it is stored, and as it is served again.
+
+A stream is served again as a stream, with the same chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import msgspec
 from emberline.gateway.call import Reply, Stream
 from emberline.gateway.costs.usage import Usage
 
-KEPT = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # headers; the others are of one reply
+KEPT = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # other headers belong to one reply only
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -30,15 +32,15 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decoded(data: bytes) -> Entry | None:
-        """None: it was written by a version that kept something else."""
+        """Return the entry, or None if another version wrote it in a different format."""
         try:
             return msgspec.msgpack.decode(data, type=Entry)
         except msgspec.MsgspecError:
             return None
 
     def reply(self) -> Reply:
-        """It cost nothing this time; its usage is what it was."""
-        made = Reply(
+        """Return the entry as a reply, with its original usage and no cost."""
+        reply = Reply(
             self.status,
             dict(self.headers),
             b"" if self.stream else b"".join(self.chunks),
@@ -49,11 +51,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
             cached=True,
         )
         if self.stream:
-            made.body = Replay(self.chunks, made)
-        return made
+            reply.body = Replay(self.chunks, reply)
+        return reply
 
 
 class Replay:
+    """A cached stream that is served again."""
+
     def __init__(self, chunks: list[bytes], reply: Reply) -> None:
         self._chunks = iter(chunks)
         self._reply = reply
@@ -73,7 +77,7 @@ class Replay:
 
 
 class Recording:
-    """A stream of which all chunks are kept, unless there are more bytes than may be."""
+    """A stream whose chunks are recorded as they pass, unless they exceed the size limit."""
 
     def __init__(self, stream: Stream, limit: int) -> None:
         self._stream = stream

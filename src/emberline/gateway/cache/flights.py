@@ -1,4 +1,6 @@
-"""Flights: of calls that are the same and come at the same time, one is sent; the others wait for its reply."""
+"""SingleFlight: of equal calls that arrive at the same time, only one is sent.
+
+The others wait for its reply."""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ class Flights:
         return flight
 
     def land(self, key: str, flight: asyncio.Future[Landing], how: Landing) -> None:
-        """How it went; `left`: its own client did, which says nothing about the reply."""
+        """Wake the waiting calls with the outcome; `left`: the client of the sent call disconnected."""
         if not flight.done():
             flight.set_result(how)
             del self._running[key]
 
     @staticmethod
     async def wait(flight: asyncio.Future[Landing], seconds: float) -> Landing | None:
-        """None: it is still under way."""
+        """Return the outcome, or None if the call is still in flight after the timeout."""
         await asyncio.wait((flight,), timeout=max(0.0, seconds))
         return flight.result() if flight.done() else None
 

@@ -1,4 +1,4 @@
-"""MemoryCache: entries of this process, so many bytes of them; of too many, the one unused for longest goes."""
+"""MemoryCache: cache entries in this process, limited in bytes; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import OrderedDict
 from emberline.core.clock import Clock
 from emberline.gateway.cache.base import LARGEST
 
-OVERHEAD = 200  # bytes an entry takes besides its own, about
+OVERHEAD = 200  # approximate
 
 
 class MemoryCache:
     def __init__(self, clock: Clock, most: int = 64 << 20, largest: int = LARGEST) -> None:
-        """`most` and `largest`: bytes, of all and of one."""
+        """`max_bytes` limits all entries together, `max_entry_bytes` each one."""
         self._clock, self._most, self._largest = clock, most, min(most, largest)
-        self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # key -> when it expires, entry
+        self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # key -> expiry, entry
         self.size = self.failures = 0
 
     async def get(self, key: str) -> bytes | None:

@@ -1,5 +1,6 @@
-"""Nearest: vectors of questions, by partition, and the one most like another. Bounded: of too many partitions the one
-unused for longest goes, of too many questions in one the oldest."""
+"""QuestionIndex: vectors of questions by partition, and the search for the most similar one.
+
+It is bounded: the least recently used partition is evicted, and within a partition the oldest question."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from numpy.typing import NDArray
 
 from emberline.gateway.cache.question import Question
 
-MOST = 20_000  # questions in all
-MOST_EACH = 1_000  # in one partition
+MOST = 20_000  # in all partitions
+MOST_EACH = 1_000
 
 Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    key: str  # of the entry
+    key: str  # of the cache entry
     exact: tuple[list[str], int]
     expires: float
 
@@ -45,10 +46,10 @@ class _Partition:
 
 
 def unit(vector: list[float]) -> Vector | None:
-    """None: it has no direction."""
-    made = np.asarray(vector, dtype=np.float32)
-    norm = float(np.linalg.norm(made))
-    return made / norm if np.isfinite(norm) and norm > 0 else None
+    """Return the vector scaled to length 1, or None if its length is zero or not finite."""
+    array = np.asarray(vector, dtype=np.float32)
+    norm = float(np.linalg.norm(array))
+    return array / norm if np.isfinite(norm) and norm > 0 else None
 
 
 def cosine(one: list[float], two: list[float]) -> float:
@@ -63,25 +64,25 @@ class Nearest:
         self.size = 0
 
     def find(self, question: Question, vector: Vector, threshold: float, now: float) -> Near | None:
-        """The most similar one that is similar enough, alike in what must be equal, and not expired."""
+        """Return the most similar question with the same exact features, or None below the threshold."""
         partition = self._partitions.get(question.partition)
         if partition is None or partition.vectors[0].shape != vector.shape:
             return None
         self._partitions.move_to_end(question.partition)
-        similar: Any = partition.matrix() @ vector
+        similarities: Any = partition.matrix() @ vector
         exact = question.exact
-        for i in np.argsort(-similar):
-            if similar[i] < threshold:
+        for i in np.argsort(-similarities):
+            if similarities[i] < threshold:
                 return None
             known = partition.known[i]
             if known.expires > now and known.exact == exact:
-                return Near(known.key, float(similar[i]), known.expires)
+                return Near(known.key, float(similarities[i]), known.expires)
         return None
 
     def add(self, question: Question, vector: Vector, key: str, expires: float) -> None:
         partition = self._partitions.setdefault(question.partition, _Partition())
         self._partitions.move_to_end(question.partition)
-        if partition.vectors and partition.vectors[0].shape != vector.shape:  # the embedder was changed
+        if partition.vectors and partition.vectors[0].shape != vector.shape:  # another embedding model is in use
             self.size -= len(partition.vectors)
             partition.vectors, partition.known = [], []
         partition.vectors.append(vector)

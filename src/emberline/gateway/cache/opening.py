@@ -1,5 +1,6 @@
-"""Where replies are kept, chosen by an address: none (this process's memory), `sqlite:PATH`, or a Redis; and who finds
-those that mean the same."""
+"""Opens the cache store that an address names: none (memory of this process), `sqlite:PATH` or Redis.
+
+It also makes the semantic cache on first use."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ from emberline.gateway.upstream.upstream import Upstream
 if TYPE_CHECKING:
     from emberline.gateway.cache.semantic import Semantic
 
-PATIENCE = 0.2  # seconds: entries are larger than counters
+PATIENCE = 0.2  # longer than for counters, because entries are larger
 
 
 async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExitStack) -> CacheStore:
-    """`stack` closes it. `clock` is monotonic, `wall` tells seconds since 1970."""
+    """Open a cache store, which `stack` closes. Raises InvalidRequest for an unknown kind of address.
+
+    `clock` is monotonic; `wall` is in seconds since the epoch.
+    """
     store: CacheStore
     if url is None:
         store = MemoryCache(clock)
@@ -37,13 +41,15 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
         stack.push_async_callback(link.close)
         store = RedisCache(link)
     else:
-        raise InvalidRequest("a cache is at sqlite:PATH or redis://HOST:PORT", param="cache")
+        raise InvalidRequest(
+            f"unknown kind of cache address {url[:80]!r}", param="cache", hint="use sqlite:PATH or redis://HOST:PORT"
+        )
     stack.push_async_callback(store.close)
     return store
 
 
 def semantic_by(upstream: Upstream, url: str, model: str, clock: Clock) -> Callable[[], Semantic]:
-    """On an embedder at this address. Made, and numpy with it, when somebody wants it."""
+    """Return a function that makes the semantic cache; it imports numpy when it is called."""
 
     def make() -> Semantic:
         from emberline.gateway.cache.embedder import HttpEmbedder

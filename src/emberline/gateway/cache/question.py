@@ -1,5 +1,7 @@
-"""Question: the last thing a user said, and apart from it everything else that was asked. Two calls can only mean the
-same if all else is equal: who asks, the model, the system prompt, the turns before, tools and parameters."""
+"""UserQuestion: the last user turn of a call, separate from everything else in it.
+
+Two calls can only be similar if everything else is equal: tenant, model, system prompt, earlier turns, tools and
+parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from emberline.gateway.cache.key import cache_key
 from emberline.gateway.call import Call
 
 TURNS = {"openai-chat": "messages", "anthropic": "messages", "openai-responses": "input", "gemini": "contents"}
-TEXTS = ("text", "input_text")  # the types of a part that is only text
-LONGEST = 2000  # characters: an embedder reads about so many, and a long text is hardly ever asked twice
+TEXTS = ("text", "input_text")  # of parts that contain only text
+LONGEST = 2000  # about what an embedder reads; longer texts are hardly ever repeated
 NOT = re.compile(r"\b(?:not|no|never|none|without|except|un\w{3,}|dis\w{3,})\b|n['\u2019]t\b", re.IGNORECASE)
 NUMBER = re.compile(r"\w*\d[\w.,:%-]*")
 
@@ -24,30 +26,30 @@ NUMBER = re.compile(r"\w*\d[\w.,:%-]*")
 @dataclass(frozen=True, slots=True)
 class Question:
     text: str
-    partition: str  # the same for calls that differ in nothing else
+    partition: str  # equal for calls that differ only in their question
 
     @staticmethod
     def of(call: Call) -> Question | None:
-        """None: its last turn is not a user's, or not only text."""
-        turns = TURNS.get(call.dialect)
-        if turns is None or call.options.cache_key is not None or not canonical(call.body).startswith(b"json:"):
+        """Return the question of a call, or None if its last turn is not a user's or not only text."""
+        field = TURNS.get(call.dialect)
+        if field is None or call.options.cache_key is not None or not canonical(call.body).startswith(b"json:"):
             return None
         body = msgspec.json.decode(call.body)
-        said = body.get(turns) if isinstance(body, dict) else None
-        text, before = (said, []) if isinstance(said, str) else _last(said)
+        turns = body.get(field) if isinstance(body, dict) else None
+        text, earlier = (turns, []) if isinstance(turns, str) else _last(turns)
         if not text or len(text) > LONGEST:
             return None
-        body[turns] = before
+        body[field] = earlier
         return Question(text, "rest:" + cache_key(call.moved(body=msgspec.json.encode(body))))
 
     @property
     def exact(self) -> tuple[list[str], int]:
-        """What a small difference of changes the whole: numbers, and whether something is denied."""
+        """The numbers and the count of negations, in which similar questions must agree exactly."""
         return sorted(NUMBER.findall(self.text)), len(NOT.findall(self.text))
 
 
 def _last(said: object) -> tuple[str, list[Any]]:
-    """The text of the last turn, and the turns before it."""
+    """Return the text of the last user turn ("" if there is none) and the turns before it."""
     if not isinstance(said, list) or not said or not isinstance(said[-1], Mapping):
         return "", []
     turn = said[-1]

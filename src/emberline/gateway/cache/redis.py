@@ -1,25 +1,25 @@
-"""RedisCache: entries that all replicas share. Redis itself decides what goes when it is full (`maxmemory-policy`)."""
+"""RedisCache: cache entries that all replicas share. Redis decides what is evicted (`maxmemory-policy`)."""
 
 from __future__ import annotations
 
 from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid
 
-LARGEST = 1 << 20  # bytes of an entry: a larger one would make those wait that come after it
+LARGEST = 1 << 20  # a larger entry would delay the commands after it
 
 
 class RedisCache:
     def __init__(self, link: RedisLink, prefix: str = "emberline", largest: int = LARGEST) -> None:
-        """`link` is for this alone, so that limits do not wait behind entries."""
+        """`link` must not be shared with limits, which would wait behind large entries."""
         self._link, self._prefix, self._largest = link, prefix, largest
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
         try:
-            found: bytes | None = await self._link.call("GET", f"{self._prefix}:cache:{key}")
+            value: bytes | None = await self._link.call("GET", f"{self._prefix}:cache:{key}")
         except (LinkDown, RedisSaid):
             self.failures += 1
             return None
-        return found
+        return value
 
     async def put(self, key: str, value: bytes, seconds: float) -> None:
         if len(value) > self._largest:

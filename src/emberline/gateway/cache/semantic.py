@@ -1,7 +1,9 @@
-"""Semantic: replies to questions that only mean the same. Off unless a gateway wants it, because it can be wrong: two
-questions that differ in one word are near each other even where that word is all that matters. Hence a high threshold,
-equal numbers and denials, and nothing shared across anything but the last turn's words; and `shadow`, which answers
-nothing, but compares the reply it would have given with the one that came."""
+"""SemanticCache: serves the reply to a similar question.
+
+It is off by default, because it can be wrong: questions that differ in one word have similar vectors even if that word
+changes the answer. Hence the threshold is high, numbers and negations must be equal, and everything but the last turn's
+wording must be equal. The mode `shadow` serves nothing, but compares the reply it would have served with the actual
+one."""
 
 from __future__ import annotations
 
@@ -19,22 +21,22 @@ from emberline.gateway.cache.question import Question
 from emberline.gateway.call import Call
 from emberline.net.notjson import NOT_JSON
 
-SAME = 0.85  # cosine of two replies that say the same
-READ = 2000  # characters of a reply that are compared
+SAME = 0.85  # cosine from which two replies count as equal
+READ = 2000  # of each reply
 
 
 @dataclass(slots=True)
 class SemanticStats:
     asked: int = 0
-    near: int = 0  # there was one similar enough
+    near: int = 0  # lookups that found a similar question
     served: int = 0
-    compared: int = 0  # in the shadow
-    disagreed: int = 0  # of these: the reply would have said something else
+    compared: int = 0  # replies compared in shadow mode
+    disagreed: int = 0  # compared replies that differed in meaning
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was found for one call."""
+    """The question of a call, its vector, and the similar question that was found."""
 
     question: Question
     vector: Vector
@@ -48,6 +50,7 @@ class Semantic:
         self.stats = SemanticStats()
 
     async def look(self, call: Call) -> Look | None:
+        """Search for a similar question; returns None if the call has no question or embedding failed."""
         size = len(call.body)
         question = Question.of(call) if size < LARGE else await offload.run(size, Question.of, call)
         if question is None:
@@ -62,11 +65,11 @@ class Semantic:
         return Look(question, vector, near)
 
     def learn(self, look: Look, key: str, seconds: float) -> None:
-        """The reply to this question is now in the cache."""
+        """Index the question, whose reply is now in the cache for so many seconds."""
         self._nearest.add(look.question, look.vector, key, self._clock.now() + seconds)
 
     async def compare(self, would: Entry, came: Entry) -> None:
-        """In the shadow: what would have been given, and what was."""
+        """Count whether the reply that would have been served agrees with the actual one (shadow mode)."""
         texts = [said(would)[:READ], said(came)[:READ]]
         if texts[0] != texts[1]:
             vectors = await self._embedder.embed([text or " " for text in texts])
@@ -77,7 +80,7 @@ class Semantic:
 
 
 def said(entry: Entry) -> str:
-    """The words of a reply, whatever its dialect, whole or in events."""
+    """Return the text of a reply in any dialect, whole or streamed."""
     data = b"".join(entry.chunks)
     if not entry.stream:
         return "".join(_words(_json(data)))

@@ -1,4 +1,4 @@
-"""SqliteCache: entries in a file, which outlive the process and may be more than memory holds."""
+"""SqliteCache: cache entries in a file, which survive a restart and may exceed the memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from emberline.core.privatefile import make_private
 from emberline.gateway.cache.base import LARGEST
 
 T = TypeVar("T")
-WAIT = 2.0  # seconds for the disk; a call goes on without it
-REMEMBERED = 60.0  # seconds within which a second use of an entry is not worth writing down
-ROOM = 0.9  # of the size: what is left after some had to go
-COUNTED = 256  # entries put until all are counted anew: other processes may put some too
+WAIT = 2.0  # after it the call continues without the cache
+REMEMBERED = 60.0  # a use is recorded only if the last one is older, to save writes
+ROOM = 0.9  # fraction of the maximum size that an eviction leaves
+COUNTED = 256  # the size is measured again, because other processes may write too
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -29,13 +29,16 @@ CREATE INDEX IF NOT EXISTS entries_used ON entries (used);
 
 
 class SqliteCache:
-    """All is done by one thread, in order. `synchronous = OFF`: what a crash of the machine takes is only a cache."""
+    """A cache in one SQLite file; one thread does all database work.
+
+    `synchronous = OFF`: a crash of the machine may lose cache entries.
+    """
 
     def __init__(self, path: Path, wall: Clock, most: int = 1 << 30, largest: int = LARGEST) -> None:
         self._path, self._wall, self._most, self._largest = path, wall, most, min(most, largest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._base: sqlite3.Connection | None = None
-        self._bytes = 0  # in it, as far as we know
+        self._bytes = 0  # as last measured, plus what this process added
         self._put_since = COUNTED
         self.failures = 0
 
@@ -95,15 +98,15 @@ class SqliteCache:
         over = self._bytes - int(self._most * ROOM)
         if over <= int(self._most * (1 - ROOM)):
             return
-        gone = []
+        evicted = []
         for key, size in base.execute("SELECT key, size FROM entries ORDER BY used"):
-            gone.append((key,))
+            evicted.append((key,))
             over -= size
             if over <= 0:
                 break
-        base.executemany("DELETE FROM entries WHERE key = ?", gone)
+        base.executemany("DELETE FROM entries WHERE key = ?", evicted)
 
     def _count(self, base: sqlite3.Connection) -> None:
-        """Reads the whole table."""
+        """Measure the size of all entries, which reads the whole table."""
         self._bytes = int(base.execute("SELECT coalesce(sum(size), 0) FROM entries").fetchone()[0])
         self._put_since = 0

@@ -1,1 +1,1 @@
-"""A provider without a model, in every dialect, for tests and benchmarks."""
+"""A fake provider without a model, in every dialect, for tests and benchmarks."""

@@ -1,4 +1,4 @@
-"""Fake replies of those who speak none of our dialects: Cohere, Bedrock, Replicate, and Google's tokens."""
+"""Fake replies of APIs that are none of the gateway's dialects: Cohere, Bedrock, Replicate, Google tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class FakeCohere(FakeReply):
         return "TOOL_CALL" if self._tool else "COMPLETE"
 
     def whole(self) -> bytes:
-        said: Json = {"role": "assistant", "content": [{"type": "text", "text": self.text}]}
+        message: Json = {"role": "assistant", "content": [{"type": "text", "text": self.text}]}
         if self._tool:
-            said = {"role": "assistant", "tool_plan": self.text, "tool_calls": [self._call(ARGUMENTS)]}
-        return sse.dumps({"id": "c", "finish_reason": self._finish(), "message": said, "usage": self._usage()})
+            message = {"role": "assistant", "tool_plan": self.text, "tool_calls": [self._call(ARGUMENTS)]}
+        return sse.dumps({"id": "c", "finish_reason": self._finish(), "message": message, "usage": self._usage()})
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        def event(kind: str, said: Json, **more: Any) -> bytes:
-            return sse.event(kind, {"type": kind, "delta": {"message": said}, **more})
+        def event(kind: str, message: Json, **more: Any) -> bytes:
+            return sse.event(kind, {"type": kind, "delta": {"message": message}, **more})
 
         yield event("message-start", {"role": "assistant", "content": []}), False
         for piece in self._pieces():
@@ -49,16 +49,16 @@ class FakeCohere(FakeReply):
         yield sse.event("message-end", {"type": "message-end", "delta": end}), False
 
     def error(self, status: int) -> bytes:
-        return sse.dumps({"message": "as told"})
+        return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
         return sse.event(
-            "message-end", {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "as told"}}
+            "message-end", {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "injected error"}}
         )
 
 
 class FakeInvoked(FakeReply):
-    """Claude at Bedrock."""
+    """Claude through Bedrock's InvokeModel API."""
 
     def __init__(self, path: str, asked: Json, words: int) -> None:
         super().__init__("anthropic", path, asked, words)
@@ -67,17 +67,19 @@ class FakeInvoked(FakeReply):
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         for event, content in super().events():
-            said = event.partition(b"data: ")[2].strip()
-            yield _wrapped("chunk", {"bytes": base64.b64encode(said).decode(), "p": "abcd"}), content
+            payload = event.partition(b"data: ")[2].strip()
+            yield _wrapped("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abcd"}), content
 
     def error(self, status: int) -> bytes:
-        return sse.dumps({"message": "as told"})
+        return sse.dumps({"message": "injected error"})
 
     def error_event(self) -> bytes:
         return _exception()
 
 
 class FakeConversed(FakeInvoked):
+    """Bedrock's Converse API."""
+
     def __init__(self, path: str, asked: Json, words: int) -> None:
         super().__init__(path, asked, words)
         self.words = (asked.get("inferenceConfig") or {}).get("maxTokens") or words
@@ -112,13 +114,16 @@ class FakeConversed(FakeInvoked):
 
 
 class FakePredicted(FakeReply):
-    """A prediction is made, looked at again, or read at its own place, whose path has its words in it."""
+    """Replicate: creates a prediction, reports its status or streams it.
+
+    The URLs of a prediction contain its word count.
+    """
 
     def __init__(self, path: str, host: str, asked: Json, words: int) -> None:
         super().__init__("raw", path, asked, words)
-        given = asked.get("input") if isinstance(asked.get("input"), dict) else {}
+        parameters = asked.get("input") if isinstance(asked.get("input"), dict) else {}
         last = path.rpartition("/")[2]
-        self.words = int(last) if last.isdecimal() else (given or {}).get("max_tokens") or words
+        self.words = int(last) if last.isdecimal() else (parameters or {}).get("max_tokens") or words
         self.stream = "/streams/" in path
         self.kind = "text/event-stream" if self.stream else "application/json"
         self._done = last.isdecimal()
@@ -126,11 +131,11 @@ class FakePredicted(FakeReply):
 
     def whole(self) -> bytes:
         urls = {"get": f"{self._url}/predictions/{self.words}", "stream": f"{self._url}/streams/{self.words}"}
-        said: Json = {"id": str(self.words), "status": "starting", "output": None, "urls": urls}
+        prediction: Json = {"id": str(self.words), "status": "starting", "output": None, "urls": urls}
         if self._done:
             metrics = {"input_token_count": self._input, "output_token_count": self.words}
-            said |= {"status": "succeeded", "output": self._pieces(), "metrics": metrics}
-        return sse.dumps(said)
+            prediction |= {"status": "succeeded", "output": self._pieces(), "metrics": metrics}
+        return sse.dumps(prediction)
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
         for piece in self._pieces():
@@ -138,14 +143,14 @@ class FakePredicted(FakeReply):
         yield b"event: done\nid: 1:1\ndata: {}\n\n", False
 
     def error(self, status: int) -> bytes:
-        return sse.dumps({"title": "Trouble", "detail": "as told", "status": status})
+        return sse.dumps({"title": "Error", "detail": "injected error", "status": status})
 
     def error_event(self) -> bytes:
-        return b"event: error\ndata: as told\n\n"
+        return b"event: error\ndata: injected error\n\n"
 
 
 class FakeListed(FakeReply):
-    """Gemini's stream for those who want no events: one list."""
+    """Gemini's stream without server-sent events: one JSON list."""
 
     def __init__(self, path: str, asked: Json, words: int) -> None:
         super().__init__("gemini", path, asked, words)
@@ -156,20 +161,22 @@ class FakeListed(FakeReply):
 
 
 class FakeEmbedded(FakeReply):
-    """Cohere's."""
+    """Cohere's embeddings."""
 
     def __init__(self, asked: Json) -> None:
         super().__init__("raw", "", asked, 0)
         self._texts, self._types = asked.get("texts") or [], asked.get("embedding_types") or ["float"]
 
     def whole(self) -> bytes:
-        packed = base64.b64encode(struct.pack("<2f", 0.25, -0.5)).decode()
-        one = {"float": [0.25, -0.5], "base64": packed}
-        said = {kind: [one[kind] for _ in self._texts] for kind in self._types}
-        return sse.dumps({"id": "e", "embeddings": said, "meta": {"billed_units": {"input_tokens": self._input}}})
+        encoded = base64.b64encode(struct.pack("<2f", 0.25, -0.5)).decode()
+        one = {"float": [0.25, -0.5], "base64": encoded}
+        embeddings = {kind: [one[kind] for _ in self._texts] for kind in self._types}
+        return sse.dumps({"id": "e", "embeddings": embeddings, "meta": {"billed_units": {"input_tokens": self._input}}})
 
 
 class FakeToken(FakeReply):
+    """An access token of Google's OAuth endpoint."""
+
     def __init__(self) -> None:
         super().__init__("raw", "", {}, 0)
 
@@ -178,7 +185,7 @@ class FakeToken(FakeReply):
 
 
 def reply_at(path: str, host: str, asked: Json, words: int) -> FakeReply:
-    """`host`: of the one who plays."""
+    """Return the reply for a request path. `host` is the fake provider's own address."""
     bare = path.partition("?")[0]
     if bare.endswith("/v2/chat"):
         return FakeCohere("raw", path, asked, words)
@@ -202,4 +209,4 @@ def _wrapped(kind: str, said: Json) -> bytes:
 
 def _exception() -> bytes:
     headers = {":exception-type": "modelStreamErrorException", ":message-type": "exception"}
-    return message(headers, b'{"message":"as told"}')
+    return message(headers, b'{"message":"injected error"}')

@@ -1,5 +1,7 @@
-"""FakeProvider: a provider without a model. It speaks every dialect at the usual paths, at a pace, and can be told to
-fail in every way that providers fail: `python -m emberline.gateway.fakes.provider --port 9000`."""
+"""FakeProvider: a provider without a model, for tests and benchmarks.
+
+It answers in every dialect at the usual paths, at a set pace, and can be made to fail in every way that providers fail:
+`python -m emberline.gateway.fakes.provider --port 9000`."""
 
 from __future__ import annotations
 
@@ -20,27 +22,27 @@ FAULTS = (
     "429",
     "500",
     "503",  # with Retry-After
-    "refused",  # hangs up before it has read anything
-    "tls",  # answers a handshake with something else: the plain port it is, when asked for https
-    "silent",  # says nothing at all
-    "stall",  # after its headers
-    "stall-later",  # in the middle of a stream
-    "cut",  # in the middle of a stream or a body
-    "bad-json",  # a body that is none
-    "bad-event",  # an event that is none
-    "error-event",  # an error inside a stream that began well
-    "empty",  # 200 and nothing
-    "no-ending",  # a stream that ends without saying so
-    "wrong-type",  # a page instead of a reply
-    "drip",  # byte by byte, for ever
+    "refused",  # closes the connection before it reads anything
+    "tls",  # answers a TLS handshake with plain HTTP, as a plain port called with https does
+    "silent",  # sends nothing at all
+    "stall",  # sends nothing after its headers
+    "stall-later",  # sends nothing from the middle of a stream on
+    "cut",  # closes the connection in the middle of a stream or a body
+    "bad-json",  # an invalid body
+    "bad-event",  # an invalid event
+    "error-event",  # an error event within a stream
+    "empty",  # status 200 without a body
+    "no-ending",  # a stream without its last event
+    "wrong-type",  # an HTML page instead of a reply
+    "drip",  # one byte at a time, without end
 )
-LONG = 3600.0  # seconds
+LONG = 3600.0
 PAUSE = 0.05
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request, as it came."""
+    """A request as it was received."""
 
     method: str
     path: str
@@ -55,22 +57,26 @@ class Asked:
 
 @dataclass
 class FakeProvider:
-    """`script` is played request by request, then `fault` every time; "" is to do well. A request whose model is called
-    after a fault (or "cut@5": after five pieces of content) gets that one."""
+    """A fake provider on a port of this machine.
+
+    `script` has one fault for each of the next requests; after them `fault` applies to all. "" is no fault.
+
+    A request whose model is named like a fault gets that fault ("cut@5": after five pieces of content).
+    """
 
     fault: str = ""
     script: list[str] = field(default_factory=list)
-    after: int = 3  # pieces of content that come before a fault in the middle of a stream
-    words: int = 8  # of a reply, where the request sets no limit
-    says: str = ""  # instead of words
+    after: int = 3  # pieces of content before a fault in the middle of a stream
+    words: int = 8  # of a reply, if the request sets no limit
+    says: str = ""  # sent instead of numbered words
     pace: float = 0.0  # seconds between two events of a stream
     retry_after: str = "1"
-    unasked: bool = False  # tells a stream's usage to those who did not ask
+    unasked: bool = False  # streams end with usage even if the request does not ask for it
     asked: list[Asked] = field(default_factory=list)
     count: int = 0
     running: int = 0
-    gone: int = 0  # clients that left before the end
-    keep: int = 64  # requests remembered
+    gone: int = 0  # clients that disconnected before the end
+    keep: int = 64
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeProvider:
         self._server = await asyncio.start_server(self._connection, host, port, limit=1 << 24, backlog=1024)
@@ -82,17 +88,20 @@ class FakeProvider:
         self._server.close()
         self._server.close_clients() if hasattr(self._server, "close_clients") else None
 
-    # -- HTTP, as much as it takes -------------------------------------------------------------------------------------
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            begun: bytes | None = b""
-            while begun is not None:
-                begun = await self._exchange(begun or await reader.readexactly(1), reader, writer)
+            first_byte: bytes | None = b""
+            while first_byte is not None:
+                first_byte = await self._exchange(first_byte or await reader.readexactly(1), reader, writer)
         writer.close()
 
     async def _exchange(self, begun: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
-        """`begun`: the first byte of the request. What has come of the next one; None: there can be none."""
+        """Answer one request, whose first byte is given.
+
+        Returns the first byte of the next request, b"" if it has not arrived, or None if the connection is closed.
+        """
         if begun == b"\x16":  # a TLS handshake
             await _send(writer, 400, "text/plain", b"this is a plain HTTP port")
             return None
@@ -100,28 +109,28 @@ class FakeProvider:
         method, path, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        asked = Asked(method, path, headers, body)
+        request = Asked(method, path, headers, body)
         if path == "/fake":
-            await self._told(asked, writer)
+            await self._told(request, writer)
             return b""
         self.count += 1
-        self.asked = [*self.asked[-self.keep + 1 :], asked] if self.keep else []
-        fault, after = self._chosen(asked)
+        self.asked = [*self.asked[-self.keep + 1 :], request] if self.keep else []
+        fault, fault_after = self._chosen(request)
         if fault == "refused":
             writer.transport.abort()
             return None
         self.running += 1
-        leaving = asyncio.ensure_future(reader.read(1))
-        work = asyncio.ensure_future(self._play(asked, fault, after, writer))
+        next_byte = asyncio.ensure_future(reader.read(1))
+        work = asyncio.ensure_future(self._play(request, fault, fault_after, writer))
         try:
-            await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((next_byte, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
             if not work.done() or not work.result():
                 return None
-            return leaving.result() or None if leaving.done() else b""
+            return next_byte.result() or None if next_byte.done() else b""
         finally:
             self.running -= 1
-            for task in (leaving, work):
+            for task in (next_byte, work):
                 task.cancel()
                 with suppress(asyncio.CancelledError, ConnectionError):
                     await task
@@ -136,16 +145,16 @@ class FakeProvider:
         return self.script.pop(0) if self.script else self.fault, self.after
 
     async def _told(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
-        """By a test in another process."""
+        """Set attributes from the JSON of a request to /fake, and return the counters."""
         for name, value in asked.json.items():
             setattr(self, name, value)
         counts = {name: getattr(self, name) for name in ("count", "running", "gone", "fault", "script")}
         await _send(writer, 200, "application/json", msgspec.json.encode(counts))
 
-    # -- what it plays -------------------------------------------------------------------------------------------------
+    # -- replies -------------------------------------------------------------------------------------------------------
 
     async def _play(self, asked: Asked, fault: str, after: int, writer: asyncio.StreamWriter) -> bool:
-        """True: the connection can be used again."""
+        """Send the reply, with its fault. Returns whether the connection can be used again."""
         if fault == "silent":
             await asyncio.sleep(LONG)
         reply = reply_at(asked.path, asked.headers.get("host", ""), asked.json, self.words)
@@ -194,7 +203,7 @@ class FakeProvider:
         content, ending = 0, reply.ending() if fault == "no-ending" else b""
         for event, is_content in reply.events():
             if fault and is_content and content == after:
-                await asyncio.sleep(PAUSE * bool(after))  # what came before it arrives by itself
+                await asyncio.sleep(PAUSE * bool(after))  # so that earlier events arrive in a separate packet
                 if fault in ("bad-event", "bad-json"):
                     yield b'data: {"choices": [{"delta": \n\n'
                 elif fault == "error-event":
@@ -235,9 +244,9 @@ async def _send(writer: asyncio.StreamWriter, status: int, kind: str, body: byte
 def main() -> None:
     import uvloop
 
-    parser = argparse.ArgumentParser(description="A provider without a model.")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds between two events")
+    parser = argparse.ArgumentParser(description="A fake provider without a model, for tests and benchmarks.")
+    parser.add_argument("--port", type=int, default=0, help="TCP port; 0 chooses a free one")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds between two events of a stream")
     args = parser.parse_args()
 
     async def run() -> None:

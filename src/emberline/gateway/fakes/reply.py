@@ -1,5 +1,7 @@
-"""FakeReply: words in any dialect, whole or as events, with usage that adds up; a call of the first tool, where the
-request has tools. After a turn of its own that broke off it goes on with the next word."""
+"""FakeReply: numbered words in any dialect, whole or as events, with consistent usage.
+
+If the request has tools, the reply calls the first one. If the request ends with an assistant turn that broke off, the
+reply continues with the next word."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from emberline.gateway.call import Dialect
 from emberline.gateway.streams.continuation import GO_ON
 
 CREATED = 1_700_000_000
-PIECE = 5  # letters
+PIECE = 5
 STREAMS = ("streamGenerateContent", "streamRawPredict")
 ARGUMENTS = '{"city": "Paris"}'
 
@@ -22,21 +24,21 @@ def dialect_at(path: str) -> Dialect:
         return "gemini"
     if path.endswith(("rawPredict", "streamRawPredict")):
         return "anthropic"
-    known: dict[str, Dialect] = {"chat/completions": "openai-chat", "messages": "anthropic",
+    endpoints: dict[str, Dialect] = {"chat/completions": "openai-chat", "messages": "anthropic",
                                  "responses": "openai-responses", "embeddings": "openai-embeddings"}  # fmt: skip
-    return next((dialect for end, dialect in known.items() if path.endswith(end)), "raw")
+    return next((dialect for end, dialect in endpoints.items() if path.endswith(end)), "raw")
 
 
 class FakeReply:
     def __init__(self, dialect: Dialect, path: str, asked: dict[str, Any], words: int) -> None:
         self._dialect = dialect
         self.stream: bool = asked.get("stream") is True or path.partition("?")[0].endswith(STREAMS)
-        named = path.rpartition("/")[2].partition(":")[0] if "enerateContent" in path else ""
-        self._model = str(asked.get("model") or named or "fake")
-        said = asked.get("max_tokens") or asked.get("max_completion_tokens") or asked.get("max_output_tokens")
-        said = said or asked.get("generationConfig", {}).get("maxOutputTokens")
+        path_model = path.rpartition("/")[2].partition(":")[0] if "enerateContent" in path else ""
+        self._model = str(asked.get("model") or path_model or "fake")
+        limit = asked.get("max_tokens") or asked.get("max_completion_tokens") or asked.get("max_output_tokens")
+        limit = limit or asked.get("generationConfig", {}).get("maxOutputTokens")
         self._first = _words_said(asked)
-        self.words: int = said or max(words - self._first, 0)
+        self.words: int = limit or max(words - self._first, 0)
         self._said: list[str] = []
         self._tool = _tool_name(asked.get("tools"))
         self._counts = bool((asked.get("stream_options") or {}).get("include_usage"))
@@ -49,7 +51,7 @@ class FakeReply:
         return "".join(self._pieces())
 
     def say(self, text: str) -> None:
-        """This, if it is something, instead of words: in pieces of a few letters."""
+        """Send this text, if it is not empty, in pieces of a few letters instead of numbered words."""
         self._said = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
         self.words = len(self._said) or self.words
 
@@ -126,7 +128,7 @@ class FakeReply:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[tuple[bytes, bool]]:
-        """Each, and whether it carries content."""
+        """Yield each event, and whether it has content."""
         match self._dialect:
             case "anthropic":
                 return self._message_events()
@@ -137,7 +139,7 @@ class FakeReply:
         return self._chat_events()
 
     def ending(self) -> bytes:
-        """The event that says that all is said."""
+        """Return the event that ends a complete stream."""
         return list(self.events())[-1][0]
 
     def _chat_events(self) -> Iterator[tuple[bytes, bool]]:
@@ -219,24 +221,30 @@ class FakeReply:
     def error(self, status: int) -> bytes:
         if self._dialect == "anthropic":
             kind = "rate_limit_error" if status == 429 else "api_error"
-            return sse.dumps({"type": "error", "error": {"type": kind, "message": "as told"}})
+            return sse.dumps({"type": "error", "error": {"type": kind, "message": "injected error"}})
         if self._dialect == "gemini":
-            return sse.dumps({"error": {"code": status, "message": "as told", "status": "UNAVAILABLE"}})
-        return sse.dumps({"error": {"message": "as told", "type": "server_error", "param": None, "code": None}})
+            return sse.dumps({"error": {"code": status, "message": "injected error", "status": "UNAVAILABLE"}})
+        return sse.dumps({"error": {"message": "injected error", "type": "server_error", "param": None, "code": None}})
 
     def error_event(self) -> bytes:
         if self._dialect == "openai-responses":
-            told = {"type": "error", "code": "server_error", "message": "as told", "param": None, "sequence_number": 9}
-            return sse.event("error", told)
+            payload = {
+                "type": "error",
+                "code": "server_error",
+                "message": "injected error",
+                "param": None,
+                "sequence_number": 9,
+            }
+            return sse.event("error", payload)
         name = b"event: error\n" if self._dialect == "anthropic" else b""
         return name + b"data: " + self.error(500) + b"\n\n"
 
 
 def _words_said(asked: dict[str, Any]) -> int:
-    """In the turn that is to be gone on with."""
+    """Return the number of words in the assistant turn that is to be continued."""
     turns = asked.get("messages") or asked.get("contents") or asked.get("input")
-    told = [turn for turn in turns if GO_ON not in str(turn)] if isinstance(turns, list) else []
-    last = told[-1] if told and isinstance(told[-1], dict) else {}
+    earlier = [turn for turn in turns if GO_ON not in str(turn)] if isinstance(turns, list) else []
+    last = earlier[-1] if earlier and isinstance(earlier[-1], dict) else {}
     return str(last).count("word") if last.get("role") in ("assistant", "model") else 0
 
 

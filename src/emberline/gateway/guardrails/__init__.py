@@ -1,1 +1,1 @@
-"""Guardrails: what may not go in or out."""
+"""Guardrails: rules and judges that flag, redact or block parts of requests and replies."""

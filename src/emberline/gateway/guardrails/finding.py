@@ -1,4 +1,6 @@
-"""Finding: that a guardrail found something, where, and what becomes of it. It never holds what was found."""
+"""GuardrailFinding: that a guardrail found something, where, and what is done about it.
+
+It never contains the text that was found."""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ Check = Literal["REQUEST", "RESPONSE"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    policy: str  # the name of the rule
-    entry: str  # what it is: the kind of pattern, the judge's category, or "unchecked"
+    policy: str  # the name of the rule or judge
+    entry: str  # the kind of pattern, the judge's category, or "unchecked"
     check: Check
     action: Action
 

@@ -1,5 +1,6 @@
-"""Inspection: all texts of one request or reply, looked at by the pattern rules in one go. Functions of bytes alone, so
-that a large body can be looked at in another process (`core/offload.py`)."""
+"""Inspection: the pattern rules applied to all texts of one request or reply.
+
+These are functions of bytes only, so that a large body can be inspected in another process (`core/offload.py`)."""
 
 from __future__ import annotations
 
@@ -19,32 +20,32 @@ from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, Span, cuts, redacted
 from emberline.gateway.guardrails.texts import Text, conversation, request_texts, silence, texts_of
 
-LARGE = 1 << 15  # bytes: larger bodies are looked at in another process
-LARGEST_UNPACKED = 64 << 20  # bytes that a packed body may become
-LONGEST_SAID = 80_000  # characters for judges, which refuse a longer text (`judge.py`)
-SEAM = 160  # characters of a part that may belong to something which began in the part before
-_GAP = "\x00"  # between the ends of a long part: no pattern matches it
+LARGE = 1 << 15  # larger bodies are inspected in another process
+LARGEST_UNPACKED = 64 << 20
+LONGEST_SAID = 80_000  # more than judges accept: they refuse a longer text (`judge.py`)
+SEAM = 160  # at each end of a part, that may belong to a match across two parts
+_GAP = "\x00"  # between the two ends of a long part; no pattern matches it
 
 
 class Inspected(msgspec.Struct):
-    body: bytes | None = None  # without what is to be redacted; None: as it was
+    body: bytes | None = None  # with redactions applied; None: unchanged
     findings: list[Finding] = []
-    said: str = ""  # the conversation, for judges
+    said: str = ""  # the text that judges read
 
 
 class Unreadable(Exception):
-    """The body is packed in a way that cannot be read here."""
+    """The body has an unsupported content-encoding, or is damaged."""
 
 
 class Inspector:
-    """Collects what the rules find; in place, so for one body."""
+    """Redacts the texts of one body in place and collects the findings."""
 
     def __init__(self, rules: Iterable[PatternRule], check: Check) -> None:
         self._scanner = Scanner(rules, check)
         self.findings: list[Finding] = []
 
     def redact(self, texts: Iterable[Text]) -> bool:
-        """False: there was nothing to redact."""
+        """Redact the texts in place and return whether any changed."""
         if not self._scanner:
             return False
         changed = False
@@ -57,102 +58,105 @@ class Inspector:
         return changed
 
     def _redact_within(self, text: Text) -> bool:
-        written = text.holder[text.key]  # what lies across parts is redacted already
-        made = redacted(written, self._found(self._scanner.find(written)))
-        if made == written:
+        original = text.holder[text.key]  # matches across parts are redacted already
+        new = redacted(original, self._found(self._scanner.find(original)))
+        if new == original:
             return False
-        text.holder[text.key] = made
+        text.holder[text.key] = new
         return True
 
     def _redact_across(self, parts: list[Text]) -> bool:
-        """What is spread over parts of one message, which providers join with or without a line between."""
+        """Redact matches across parts of one message, which providers join with or without a line break."""
         changed = False
-        for joint in ("", "\n"):
-            seams = Seams([part.holder[part.key] for part in parts], joint)
-            spans = [span for span in self._scanner.find(seams.text) if seams.crosses(span.start, span.end)]
-            self._found(spans)
-            for number, made in seams.redacted(spans):
-                parts[number].holder[parts[number].key], changed = made, True
+        for separator in ("", "\n"):
+            seams = Seams([part.holder[part.key] for part in parts], separator)
+            matches = [match for match in self._scanner.find(seams.text) if seams.crosses(match.start, match.end)]
+            self._found(matches)
+            for number, new in seams.redacted(matches):
+                parts[number].holder[parts[number].key], changed = new, True
         return changed
 
-    def _found(self, spans: list[Span]) -> list[Span]:
-        for span in spans:
-            finding = self._scanner.finding(span)
+    def _found(self, matches: list[Span]) -> list[Span]:
+        for match in matches:
+            finding = self._scanner.finding(match)
             if finding not in self.findings:
                 self.findings.append(finding)
-        return spans
+        return matches
 
 
 class Seams:
-    """The ends of texts that follow each other, joined."""
+    """The ends of consecutive texts, joined into one text that is searched for matches across them."""
 
     def __init__(self, texts: list[str], joint: str) -> None:
         self._texts = texts
-        self._pieces: list[tuple[int, int, int, int]] = []  # where it is here, of which text, and from where on
-        made, at = [], 0
+        self._pieces: list[tuple[int, int, int, int]] = []  # start, end, number of the text, offset in it
+        joined, at = [], 0
         for number, text in enumerate(texts):
             short = len(text) <= 2 * SEAM
             ends = [(text, 0)] if short else [(text[:SEAM], 0), (text[-SEAM:], len(text) - SEAM)]
             for i, (piece, offset) in enumerate(ends):
                 between = _GAP if i else joint if number else ""
                 at += len(between)
-                made += [between, piece]
+                joined += [between, piece]
                 self._pieces.append((at, at + len(piece), number, offset))
                 at += len(piece)
-        self.text = "".join(made)
+        self.text = "".join(joined)
 
     def crosses(self, start: int, end: int) -> bool:
         return len({number for first, last, number, _ in self._pieces if first < end and start < last}) > 1
 
-    def redacted(self, spans: list[Span]) -> Iterator[tuple[int, str]]:
-        """The texts that change, by their number. The label stands in the first of them."""
-        made: dict[int, list[tuple[int, int, str]]] = {}
-        for start, end, label in cuts(spans):
+    def redacted(self, matches: list[Span]) -> Iterator[tuple[int, str]]:
+        """Yield number and new text of each text that changes. The label is put into the first of them."""
+        cuts_of_text: dict[int, list[tuple[int, int, str]]] = {}
+        for start, end, label in cuts(matches):
             for first, last, number, offset in self._pieces:
                 if first < end and start < last:
                     cut = (max(start, first) - first + offset, min(end, last) - first + offset, label)
-                    made.setdefault(number, []).append(cut)
+                    cuts_of_text.setdefault(number, []).append(cut)
                     label = ""
-        for number, places in made.items():
+        for number, text_cuts in cuts_of_text.items():
             text = self._texts[number]
-            for first, last, label in reversed(places):
+            for first, last, label in reversed(text_cuts):
                 text = text[:first] + label + text[last:]
             yield number, text
 
 
 def inspect_request(body: bytes, rules: tuple[PatternRule, ...], kind: str = "", coding: str = "") -> Inspected:
-    """`kind`, `coding`: the headers content-type and content-encoding. A body that was unpacked and redacted stays
-    unpacked. RecursionError: it is nested too deep; Unreadable: it cannot be unpacked."""
+    """Apply the rules to a request. A body that was decompressed and redacted stays decompressed.
+
+    Raises RecursionError if the JSON is nested too deeply, and UnreadableBody if it cannot be decompressed.
+    """
     inspector = Inspector(rules, "REQUEST")
-    read = unpacked(body, coding) if rules and coding else body
-    found = decoded(read)
-    if found is None:
-        made = _inspect_text(inspector, read, kind) if rules else None
-        return Inspected(made, inspector.findings)
-    said = conversation(found)[:LONGEST_SAID]
+    plain = unpacked(body, coding) if rules and coding else body
+    value = decoded(plain)
+    if value is None:
+        new = _inspect_text(inspector, plain, kind) if rules else None
+        return Inspected(new, inspector.findings)
+    text = conversation(value)[:LONGEST_SAID]
     if not rules:
-        return Inspected(said=said)
-    changed = inspector.redact(request_texts(found))
-    ambiguous = not canonical(read).startswith(b"json:")  # could be read in two ways: it is sent as it was read
-    return Inspected(msgspec.json.encode(found) if changed or ambiguous else None, inspector.findings, said)
+        return Inspected(said=text)
+    changed = inspector.redact(request_texts(value))
+    # JSON that parsers could read in two ways is sent as it was read here.
+    ambiguous = not canonical(plain).startswith(b"json:")
+    return Inspected(msgspec.json.encode(value) if changed or ambiguous else None, inspector.findings, text)
 
 
 def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> Inspected:
-    """`said` is what it said before anything was redacted."""
+    """Apply the rules to a reply; the text for judges is the text before redaction."""
     inspector = Inspector(rules, "RESPONSE")
-    found = decoded(body)
-    if found is None:
-        made = _inspect_text(inspector, body, "") if rules else None
-        return Inspected(made, inspector.findings, body.decode("utf-8", "ignore")[:LONGEST_SAID])
-    said = "\n".join(text.text for text in texts_of(found) if text.grows)[:LONGEST_SAID]
-    if not inspector.redact(texts_of(found)):
-        return Inspected(None, inspector.findings, said)
-    silence(found)
-    return Inspected(msgspec.json.encode(found), inspector.findings, said)
+    value = decoded(body)
+    if value is None:
+        new = _inspect_text(inspector, body, "") if rules else None
+        return Inspected(new, inspector.findings, body.decode("utf-8", "ignore")[:LONGEST_SAID])
+    text = "\n".join(each.text for each in texts_of(value) if each.grows)[:LONGEST_SAID]
+    if not inspector.redact(texts_of(value)):
+        return Inspected(None, inspector.findings, text)
+    silence(value)
+    return Inspected(msgspec.json.encode(value), inspector.findings, text)
 
 
 def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list[Finding]]:
-    """The query without what is to be redacted; the same string if there was nothing. The provider's key stays."""
+    """Return the query with redactions, the same string if there are none, and the findings. Keys stay."""
     inspector = Inspector(rules, "REQUEST")
     pairs = [list(pair) for pair in parse_qsl(query, keep_blank_values=True)]
     texts = ((number, pair, i) for number, pair in enumerate(pairs) for i in (0, 1) if pair[0] not in SECRET)
@@ -161,32 +165,32 @@ def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list
 
 
 def unpacked(body: bytes, coding: str) -> bytes:
-    """Unreadable: no reader for this coding, or it is damaged. BodyTooLarge: it becomes too large."""
+    """Return the decompressed body. Raises UnreadableBody or BodyTooLarge."""
     for each in reversed([name.strip().lower() for name in coding.split(",")]):
         if each in ("gzip", "x-gzip", "deflate"):
             body = _inflated(body)
         elif each not in ("", "identity"):
-            raise Unreadable(each)
+            raise Unreadable(f"content-encoding {each} is not supported")
     return body
 
 
 def _inflated(body: bytes) -> bytes:
-    """Some senders of `deflate` leave out the wrapping."""
+    """Decompress gzip or deflate; some clients send `deflate` without the zlib wrapper."""
     bits = zlib.MAX_WBITS | 32 if body[:2] == b"\x1f\x8b" or _is_zlib(body) else -zlib.MAX_WBITS
-    made, size = [], 0
+    chunks, size = [], 0
     try:
         while body:  # gzip may have several members
             inflater = zlib.decompressobj(bits)
-            made.append(inflater.decompress(body, LARGEST_UNPACKED - size + 1))
-            size += len(made[-1])
+            chunks.append(inflater.decompress(body, LARGEST_UNPACKED - size + 1))
+            size += len(chunks[-1])
             if size > LARGEST_UNPACKED:
-                raise BodyTooLarge(f"the body becomes more than {LARGEST_UNPACKED} bytes when it is unpacked")
+                raise BodyTooLarge(f"the decompressed body is larger than {LARGEST_UNPACKED} bytes")
             if not inflater.eof:
-                raise Unreadable("cut off")
+                raise Unreadable("the compressed body is truncated")
             body = inflater.unused_data
     except zlib.error as e:
         raise Unreadable(str(e)) from e
-    return b"".join(made)
+    return b"".join(chunks)
 
 
 def _is_zlib(body: bytes) -> bool:
@@ -194,13 +198,13 @@ def _is_zlib(body: bytes) -> bool:
 
 
 def _inspect_text(inspector: Inspector, body: bytes, kind: str) -> bytes | None:
-    """Of what is no JSON. Of a form, each part by itself; what is no text is not looked into."""
+    """Return a body that is not JSON with redactions, or None if unchanged. Binary data is skipped."""
     if kind.startswith("multipart/") and (boundary := _boundary(kind)):
         parts = body.split(boundary)
-        made = [_inspect_text(inspector, part, "") for part in parts]
-        if all(each is None for each in made):
+        new_parts = [_inspect_text(inspector, part, "") for part in parts]
+        if all(each is None for each in new_parts):
             return None
-        return boundary.join(part if new is None else new for part, new in zip(parts, made, strict=True))
+        return boundary.join(part if new is None else new for part, new in zip(parts, new_parts, strict=True))
     try:
         holder = [body.decode()]
     except UnicodeDecodeError:
@@ -215,8 +219,11 @@ def _boundary(kind: str) -> bytes:
 
 
 def decoded(body: bytes) -> Any:
-    """None: it is no JSON. What is no UTF-8 in it is read as lenient readers would. RecursionError: it is nested too
-    deep, which must not pass for none."""
+    """Return the decoded JSON, or None if the body is not JSON.
+
+    Invalid UTF-8 is replaced, as lenient parsers do. Raises RecursionError for JSON that is nested too deeply, which
+    must not be mistaken for a body that is not JSON.
+    """
     if body.lstrip()[:1] not in (b"{", b"["):
         return None
     try:

@@ -1,4 +1,6 @@
-"""Judges: models that are asked whether a text is safe. What a judge costs is on the bill of the call it judges."""
+"""JudgeClient: asks models whether a text is safe.
+
+The cost of a judge is billed with the call that it judges."""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from emberline.net.notjson import NOT_JSON
 
 log = logging.getLogger("emberline.gateway")
 
-LONGEST = 8000  # characters that are judged at once
+LONGEST = 8000  # judged in one request
 OVERLAP = 200
-MOST = 8  # parts of one text
+MOST = 8  # of one text
 _CODE = re.compile(r"\bS(?:1[0-3]|[1-9])\b")
 
 _INSTRUCTIONS = (
@@ -39,32 +41,32 @@ class Judges:
         self._clock = clock
 
     async def verdict(self, judge: Judge, text: str, call: Call, beside: Beside) -> frozenset[str] | None:
-        """The categories it is in; None: the judge could not be asked, or was not understood."""
+        """Return the categories of the text, or None if the judge failed or its answer was invalid."""
         parts = [text[at : at + LONGEST + OVERLAP] for at in range(0, max(1, len(text)), LONGEST)]
         if len(parts) > MOST:
-            log.warning("judge %s: a text of %d characters is too long", judge.name, len(text))
+            log.warning("text too long for a judge, not checked: judge=%s characters=%d", judge.name, len(text))
             return None
-        asked = [asyncio.ensure_future(self._asked(judge, part, call, beside)) for part in parts]
+        tasks = [asyncio.ensure_future(self._asked(judge, part, call, beside)) for part in parts]
         try:
             async with asyncio.timeout(judge.seconds):
-                await asyncio.gather(*asked, return_exceptions=True)  # all of them: each is on the bill
-            return frozenset[str]().union(*(each.result() for each in asked))
+                await asyncio.gather(*tasks, return_exceptions=True)  # wait for all, because each is billed
+            return frozenset[str]().union(*(each.result() for each in tasks))
         except (EmberlineError, TimeoutError) as e:
-            log.warning("judge %s: %s", judge.name, e or "it took too long")
+            log.warning("judge failed, text not checked: judge=%s reason=%s", judge.name, e or "timeout")
             return None
 
     async def _asked(self, judge: Judge, text: str, call: Call, beside: Beside) -> frozenset[str]:
         reply = await self._ask(self._put(judge, text, call))
         try:
             if not isinstance(reply.body, bytes) or reply.status >= 400:
-                raise Broken(f"it answered {reply.status}")
+                raise Broken(f"the judge's model answered with status {reply.status}")
             return understood(_content(reply.body))
         finally:
             await reply.close()
-            beside.count(None, reply.micros)  # its tokens are another model's
+            beside.count(None, reply.micros)  # its tokens belong to another model
 
     def _put(self, judge: Judge, text: str, call: Call) -> Call:
-        """The question, as a call of its own."""
+        """Return the judge's question as a call of its own."""
         body = {"model": judge.model, "messages": _messages(judge, text)}
         return call.moved(
             provider=judge.provider,
@@ -92,15 +94,15 @@ class Judges:
 
 
 def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
-    """A model that was made to judge is shown nothing but the text: its instructions are empty."""
+    """Return the messages for a judge; a safety model with empty instructions gets the text only."""
     if judge.instructions == "":
         return [{"role": "user", "content": text}]
-    listed = "\n".join(f"{code}: {name}" for code, name in CATEGORIES.items())
-    instructions = judge.instructions if judge.instructions is not None else _INSTRUCTIONS + listed
-    inner = text.replace("</text>", "< /text>")
+    categories = "\n".join(f"{code}: {name}" for code, name in CATEGORIES.items())
+    instructions = judge.instructions if judge.instructions is not None else _INSTRUCTIONS + categories
+    escaped = text.replace("</text>", "< /text>")
     return [
         {"role": "system", "content": instructions},
-        {"role": "user", "content": f"<text>\n{inner}\n</text>"},
+        {"role": "user", "content": f"<text>\n{escaped}\n</text>"},
     ]
 
 
@@ -108,22 +110,22 @@ def _content(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)["choices"][0]["message"]["content"]
     except (*NOT_JSON, LookupError, TypeError) as e:
-        raise Broken("it did not answer with a message") from e
+        raise Broken("the judge's model did not answer with a message") from e
 
 
 def understood(said: object) -> frozenset[str]:
-    """Strict: what is neither safe, nor unsafe with a reason, is no verdict."""
+    """Return the categories of a judge's answer. Raises Broken unless it is safe, or unsafe with codes."""
     first, _, rest = (said if isinstance(said, str) else "").strip().partition("\n")
     match first.strip().lower().rstrip("."):
         case "safe" if not rest.strip():
             return frozenset()
         case "unsafe" if codes := _CODE.findall(rest):
             return frozenset(codes)
-    raise Broken(f"it said {str(said)[:80]!r}")
+    raise Broken("the judge's answer is neither safe nor unsafe with codes: " + repr(str(said)[:80]))
 
 
 def decided(asked: Mapping[str, Verdict], found: frozenset[str] | None) -> list[tuple[str, Verdict]]:
-    """What becomes of it: entries and actions. What was not judged is blocked by those that may block."""
+    """Return entry and action of each finding. An unchecked text is blocked if the judge may block."""
     if found is None:
         return [("unchecked", "block" if "block" in asked.values() else "flag")]
     return [(code, asked[code]) for code in sorted(found, key=lambda code: int(code[1:])) if code in asked]

@@ -1,6 +1,7 @@
-"""NormalizedText: a text as the patterns read it. Digits and letters of other widths and scripts are ASCII, spaces,
-dashes and dots of every kind are one kind each, and characters that are not shown are left out. Positions map back, so
-that what is redacted is cut from the text as it was written."""
+"""NormalizedText: a text as the patterns read it.
+
+Digits and letters of other widths and scripts become ASCII, spaces, dashes and dots of every kind become one kind each,
+and invisible characters are removed. Positions map back, so that redactions are cut from the original text."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import re
 import unicodedata
 from bisect import bisect_left, bisect_right
 
-_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|[\"\\/bfnrt])")  # of JSON within text, such as a tool's arguments
-_HIDDEN = "\u200b"  # any character that is left out
-# Not shown: format characters (zero-width space and joiners, soft hyphen, direction marks, tags), variation selectors,
+_ESCAPE = re.compile(
+    r"\\(?:u([0-9A-Fa-f]{4})|[\"\\/bfnrt])"
+)  # of JSON within text, such as the arguments of a tool call
+_HIDDEN = "\u200b"  # any character that is removed
+# Invisible: format characters (zero-width space and joiners, soft hyphen, direction marks, tags), variation selectors,
 # the frame of a keycap and the grapheme joiner.
 _INVISIBLE = (
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u20e3\u3164"
@@ -18,24 +21,24 @@ _INVISIBLE = (
 )
 _REMOVED = re.compile(f"[{_INVISIBLE}]")
 _DOTS = "\u00b7\u2022\u2024\u2027\u2219\u22c5\u3002\u30fb\uff0e\uff61\uff65"
-_DASHES = "\u2043\u207b\u208b\u2212\u30fc\uff0d\uff70"  # beside Unicode's own class of dashes
+_DASHES = "\u2043\u207b\u208b\u2212\u30fc\uff0d\uff70"  # in addition to Unicode's category of dashes
 # Letters, digits and signs of other widths, in circles and in mathematical alphabets.
 _COMPATIBLE = ((0x2070, 0x208F), (0x2460, 0x24FF), (0xFE50, 0xFE70), (0xFF01, 0xFF5F), (0x1D400, 0x1D800))
 
 
 class _Table(dict[int, "int | str | None"]):
-    """For `str.translate`: what a character becomes is found when it is first met, and remembered."""
+    """A table for `str.translate` that is filled on first use of each character."""
 
     def __missing__(self, code: int) -> int | str | None:
-        made = self[code] = code if code < 0x80 else _folded(chr(code))
-        return made
+        folded = self[code] = code if code < 0x80 else _folded(chr(code))
+        return folded
 
 
 _TABLE = _Table()
 
 
 def _folded(character: str) -> int | str | None:
-    """None: it is left out."""
+    """Return what a character is normalized to, or None if it is removed."""
     code = ord(character)
     if _REMOVED.match(character):
         return None
@@ -64,8 +67,8 @@ class NormalizedText:
 
     def __init__(self, written: str) -> None:
         if "\\" in written:
-            written = _ESCAPE.sub(_unescaped, written)  # of the same length
-        self._removed: list[int] = []  # positions in what was written
+            written = _ESCAPE.sub(_unescaped, written)  # keeps the length
+        self._removed: list[int] = []  # positions in the original text
         if not written.isascii():
             self._removed = [found.start() for found in _REMOVED.finditer(written)]
             written = written.translate(_TABLE)
@@ -73,16 +76,16 @@ class NormalizedText:
         self._shifted = [at - number for number, at in enumerate(self._removed)]
 
     def written(self, position: int) -> int:
-        """Where a character of the normalized text is in what was written; of its end, the end."""
+        """Return the position in the original text of a position in the normalized text."""
         return position + bisect_right(self._shifted, position) if self._shifted else position
 
     def position(self, written: int) -> int:
-        """Where a character that was written is in the normalized text, or the next that is not left out."""
+        """Return the normalized position of an original one, or of the next one that is not removed."""
         return written - bisect_left(self._removed, written) if self._removed else written
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """What an escape stands for, and as many hidden characters as it is longer."""
+    """Return the escaped character, padded with removed characters to the length of the escape."""
     if found[1] is not None:
         return chr(int(found[1], 16)) + _HIDDEN * 5
     return ("\n" if found[0] in (r"\n", r"\r") else " ") + _HIDDEN

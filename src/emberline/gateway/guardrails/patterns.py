@@ -1,5 +1,7 @@
-"""Patterns: what can be told by its shape, and by what must add up in it. Each finds spans of a text; none of them
-overlap. A finder looks at what stands around a span, so a text that goes on is looked at again (`window.py`)."""
+"""Finders for the kinds of data that guardrails know, by their shape and check digits.
+
+Each finder yields ranges of a text that do not overlap. It also looks at the characters around a range, so a text that
+continues is searched again (`text_window.py`)."""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from typing import TypeAlias
 from emberline.gateway.guardrails.policy import Kind
 
 Span: TypeAlias = tuple[int, int]
-Finder: TypeAlias = Callable[[str, int], Iterator[Span]]  # the text, and from where on
+Finder: TypeAlias = Callable[[str, int], Iterator[Span]]  # takes the text and a start position
 
-LONGEST = 512  # characters of any span but a private key
-LEAST_DIGITS, MOST_DIGITS = 8, 15  # of a telephone number
+LONGEST = 512  # of every kind but private keys
+LEAST_DIGITS, MOST_DIGITS = 8, 15
 
-# Where each kind can begin: a search for these runs at C's speed, and finds little in text of single digits. None of
-# them begins by looking back, which would be tried at every character.
+# Where each kind can begin. These searches run at C speed and find little in ordinary text. None of them begins with a
+# lookbehind, which would be tried at every character.
 _TWO_DIGITS = re.compile(r"[0-9]{2,}")
 _THREE_DIGITS = re.compile(r"[0-9]{3,}+")
 _FOUR_DIGITS = re.compile(r"[0-9]{4,}+")
@@ -34,11 +36,11 @@ _KEY_BEGINS = re.compile(
 _IN_KEYS = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "k_live_",
             "k_test_", "SG.", "sk-", "pypi-", "hf_", "npm_", "gsk_", "xai_", "r8_", "egt_", "evk_", "csk_", "pplx_",
             "nvapi_", "dop_v1_", "hf-", "npm-", "gsk-", "xai-", "r8-", "egt-", "evk-", "csk-", "pplx-", "nvapi-",
-            "dop_v1-")  # fmt: skip  # one of them is in every key: most text has none, which is soon known
+            "dop_v1-")  # fmt: skip  # every key contains one; most texts contain none, which is quick to test
 
 
 def _at(begins: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int) -> Iterator[re.Match[str]]:
-    """Matches of `pattern`, tried only where `begins` is found: in most text there are few such places."""
+    """Yield the matches of `pattern`, tried only where `start_pattern` matches, which is rare."""
     for found in begins.finditer(text, start):
         if (whole := pattern.match(text, found.start())) is not None:
             yield whole
@@ -53,8 +55,8 @@ def _apart(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]
 
 # -- payment cards -----------------------------------------------------------------------------------------------------
 
-# In one piece, in the groups that are printed on them, or digit by digit. A line may end between groups. Looked for at
-# every group of digits: what stands before one may be digits too.
+# Card numbers are written in one piece, in the printed groups, or digit by digit. A line may end between groups. Every
+# group of digits is tried as the start, because other digits may stand before the number.
 _SEPARATOR = r"(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t.\-]|[ ]{2}| - )"
 _GROUPED = re.compile(
     rf"(?<![\w.])(?<!\d,)(?P<n>\d{{13,19}}|\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}}(?:{_SEPARATOR}\d{{3}})?"
@@ -64,7 +66,7 @@ _SIXTEEN = re.compile(rf"(?P<n>\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}})(?!\w)(?![.,]
 _DIGIT_BY_DIGIT = re.compile(rf"(?<![\w.])\d(?:{_SEPARATOR}\d){{12,}}+(?!\w)(?![.,]\d)")
 _FOUR_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{_SEPARATOR}\Z")
 _FOUR_AFTER = re.compile(rf"{_SEPARATOR}\d{{4}}(?!\d)")
-MOST_BETWEEN = 4  # characters of a separator
+MOST_BETWEEN = 4
 _ISSUERS = re.compile(
     r"4(?:\d{12}|\d{15}|\d{18})|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
     r"|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|64[4-9]\d|65\d\d|62\d\d)\d{12,15}|35(?:2[89]|[3-8]\d)\d{12,15}"
@@ -86,7 +88,7 @@ def _cards(text: str, start: int) -> Iterator[Span]:
 
 
 def _card_at(text: str, found: re.Match[str]) -> Span | None:
-    """Four groups and three digits more may be a card and its code."""
+    """Return the range of a card number. Four groups and three more digits may be a card and its code."""
     for whole in (found, _SIXTEEN.match(text, found.start()) if found.end() - found.start() > 19 else None):
         if whole is not None and _is_card(_digits(whole["n"])) and _is_one_number(text, *whole.span("n")):
             return whole.span("n")
@@ -94,8 +96,10 @@ def _card_at(text: str, found: re.Match[str]) -> Span | None:
 
 
 def _is_one_number(text: str, start: int, end: int) -> bool:
-    """Groups with the same sign between them, but where a line ends. Where that sign is not a space or a dash, they may
-    be four rows of a longer column of numbers, or decimals, which are no card."""
+    """Return whether the groups form one number: the same separator between all, except at line ends.
+
+    If the separator is neither a space nor a dash, they may be rows of a longer column of numbers, or decimals.
+    """
     between = {each.strip(" ") or " " for each in re.findall(r"\D+", text[start:end])}
     signs = {each for each in between if "\n" not in each and "\r" not in each}
     if len(signs) > 1:
@@ -115,7 +119,7 @@ def _is_card(digits: str) -> bool:
 
 
 def luhn(digits: str) -> bool:
-    """ISO/IEC 7812: every second digit from the right doubled, all added up."""
+    """Return whether the check digit of ISO/IEC 7812 is right."""
     doubled = (int(d) * 2 for d in digits[-2::-2])
     return (sum(map(int, digits[-1::-2])) + sum(d - 9 if d > 9 else d for d in doubled)) % 10 == 0
 
@@ -130,7 +134,7 @@ EE20 EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 
 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30
 NL18 NO15 PK24 PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SE24 SI19 SK24 SM27 ST25 SV28 TL23
 TN24 TR26 UA29 VA22 VG24 XK20
-"""  # each with the length of its numbers
+"""  # country code and length of its IBANs
 _LENGTHS = {each[:2]: int(each[2:]) for each in _COUNTRIES.split()}
 
 
@@ -153,7 +157,7 @@ def _account(length: int) -> re.Pattern[str]:
 
 
 def mod97(iban: str) -> int:
-    """ISO 7064: the first four to the end, letters as numbers from 10 on."""
+    """Return the checksum of ISO 7064, which is 1 for a valid IBAN."""
     return int("".join(str(int(c, 36)) for c in iban[4:] + iban[:4])) % 97
 
 
@@ -173,7 +177,7 @@ _KEY = re.compile(
     r"|sk-(?:ant-|proj-|svcacct-|or-v1-)?(?P<sk>[A-Za-z0-9_-]{20,255})"
     r")(?![A-Za-z0-9_-])"
 )
-_BITS = 3.0  # of a character of what was made by chance, at least; that of words and of xxxx is lower
+_BITS = 3.0  # per character of a random secret; words and placeholders such as xxxx have less
 _PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\.", re.IGNORECASE)
 
 
@@ -187,16 +191,16 @@ def _keys(text: str, start: int) -> Iterator[Span]:
 
 
 def _mixed(secret: str) -> bool:
-    """Names of things are words with dashes between; what was made by chance has digits among its letters."""
+    """Return whether the secret has letters and digits, as random secrets do and identifiers rarely do."""
     return any(c.isdecimal() for c in secret) and any(c.isalpha() for c in secret)
 
 
 def entropy(text: str) -> float:
-    """Bits of a character."""
+    """Return the entropy in bits per character."""
     return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
 
 
-# Its first line, as a text that only speaks of one does not have it, what follows, and its end, which may still come.
+# The first line followed by data (a text that only mentions a key has none), and the last line, which may still follow.
 _PRIVATE = re.compile(
     r"-----BEGIN (?:[A-Z0-9]{1,12} ){0,3}PRIVATE KEY-----\s{0,4}[A-Za-z0-9+/=]{16}[A-Za-z0-9+/=\s]{0,16000}"
     r"(?:-----END [A-Z0-9 ]{0,48}-----|-{0,5}(?:E[A-Z0-9 ]{0,48}-{0,4})?\Z)?"
@@ -207,7 +211,7 @@ def _private_keys(text: str, start: int) -> Iterator[Span]:
     return (found.span() for found in _PRIVATE.finditer(text, start))
 
 
-# -- people ------------------------------------------------------------------------------------------------------------
+# -- personal data -----------------------------------------------------------------------------------------------------
 
 _EMAIL = re.compile(
     r"(?<![\w.%+-])[A-Za-z0-9_%+-](?:[A-Za-z0-9_.%+-]{0,62}[A-Za-z0-9_%+-])?"
@@ -254,7 +258,7 @@ def _ipv4(text: str, start: int) -> Iterator[Span]:
 
 
 def _ipv6(text: str, start: int) -> Iterator[Span]:
-    """Not `a::b`, which is how programs name things: two groups at least one of which has a digit."""
+    """Yield IPv6 addresses with at least one digit; `a::b` is how programs name things."""
     if text.count(":", start) < 2:
         return
     for found in _IPV6.finditer(text, start):

@@ -1,4 +1,4 @@
-"""Guardrails: what a gateway looks for in prompts and replies, and what it does about it.
+"""Guardrails: what a gateway searches for in prompts and replies, and what it does about a finding.
 
     [[gateways.default.guardrails.patterns]]
     name = "no-cards"
@@ -13,8 +13,7 @@
     prompt = { S1 = "block", S9 = "block", S6 = "flag" }
     reply = { S1 = "block" }
 
-A judge that cannot be asked, or says nothing that is understood, has blocked if it may block, and passes otherwise.
-"""
+If a judge fails or its answer is invalid, the text is blocked if the judge may block, and flagged otherwise."""
 
 from __future__ import annotations
 
@@ -59,23 +58,23 @@ class PatternRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Any model that answers "safe", or "unsafe" and on the next line the categories."""
+    """A model that answers "safe", or "unsafe" and on the next line the codes of categories."""
 
     name: Label
     provider: Label
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    prompt: dict[str, Verdict] = {}  # category -> what becomes of a prompt that is in it
+    prompt: dict[str, Verdict] = {}  # category -> action for a prompt in it
     reply: dict[str, Verdict] = {}
-    instructions: Annotated[str, msgspec.Meta(max_length=16_384)] | None = None  # in place of ours
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0  # it has for one text
+    instructions: Annotated[str, msgspec.Meta(max_length=16_384)] | None = None  # replaces the built-in instructions
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0  # timeout for one text
 
     def __post_init__(self) -> None:
         for name in (*self.prompt, *self.reply):
             if name not in CATEGORIES:
                 raise InvalidRequest(
-                    f"judge {self.name!r}: {name[:20]!r} is no category",
+                    f"judge {self.name!r}: unknown category {name[:20]!r}",
                     param="guardrails.judges",
-                    hint=f"known are {', '.join(CATEGORIES)}",
+                    hint=f"categories: {', '.join(CATEGORIES)}",
                 )
 
     def blocks(self, side: Literal["prompt", "reply"]) -> bool:

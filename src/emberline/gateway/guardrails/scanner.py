@@ -1,4 +1,6 @@
-"""Scanner: what a gateway's rules find in a text, and which part of a text that goes on is still undecided."""
+"""Scanner: the matches of a gateway's rules in a text.
+
+It also finds the end of a growing text that is still undecided."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from emberline.gateway.guardrails.policy import Kind, PatternRule
 
 _ORDER: dict[Action, int] = {"flag": 0, "redact": 1, "block": 2}
 
-# What can be part of something that is found, so that it may go on: one word, words of digits with a space between, an
+# The end of a text that may become part of a match when the text continues: one word, groups of digits with spaces, an
 # account number in groups, the first line of a private key.
 _WORD = string.ascii_letters + string.digits + "_.,%+@:()-\\"
 _NUMBERS = re.compile(r"(?:[0-9().+,-]{1,40}(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t]{1,2}| - ?))+[^\s]*\Z")
@@ -42,26 +44,26 @@ class Scanner:
 
     @property
     def strictest(self) -> str:
-        """The name of a rule that lets something not pass; "": they all do."""
+        """The name of a rule that redacts or blocks, or "" if all rules only flag."""
         return next((rule.name for rule, _ in self._rules if rule.action != "flag"), "")
 
     def find(self, text: str, start: int = 0) -> list[Span]:
-        """By where they begin. What several rules find is there several times."""
-        read = NormalizedText(text)
-        begin, at = read.position(start), read.written
-        found = [
-            Span(at(first), at(last), rule, kind)
+        """Return the matches from `start` on, ordered by position, one for each rule that matches."""
+        normalized = NormalizedText(text)
+        begin, to_original = normalized.position(start), normalized.written
+        matches = [
+            Span(to_original(first), to_original(last), rule, kind)
             for rule, kind in self._rules
-            for first, last in FINDERS[kind](read.text, begin)
+            for first, last in FINDERS[kind](normalized.text, begin)
         ]
-        return sorted(found, key=lambda span: (span.start, span.end))
+        return sorted(matches, key=lambda match: (match.start, match.end))
 
     def undecided(self, text: str, start: int) -> int:
-        """From where on more text may make something of it, or unmake it."""
+        """Return the position from which on more text may create or remove a match."""
         if not self._rules:
             return len(text)
-        read = NormalizedText(text)
-        return read.written(self._undecided(read.text, read.position(start)))
+        normalized = NormalizedText(text)
+        return normalized.written(self._undecided(normalized.text, normalized.position(start)))
 
     def _undecided(self, text: str, start: int) -> int:
         end = len(text)
@@ -79,7 +81,7 @@ class Scanner:
 
 
 def redacted(text: str, spans: Iterable[Span]) -> str:
-    """Without what is to be redacted; what overlaps is one."""
+    """Return the text with a label in place of each match to redact; overlapping matches are merged."""
     parts, at = [], 0
     for start, end, label in cuts(spans):
         parts += [text[at:start], label]
@@ -88,16 +90,17 @@ def redacted(text: str, spans: Iterable[Span]) -> str:
 
 
 def cuts(spans: Iterable[Span]) -> list[tuple[int, int, str]]:
-    made: list[tuple[int, int, str]] = []
-    for span in spans:
-        if span.rule.action != "redact":
+    """Return start, end and label of each range to redact; overlapping matches are merged."""
+    ranges: list[tuple[int, int, str]] = []
+    for match in spans:
+        if match.rule.action != "redact":
             continue
-        if made and span.start < made[-1][1]:
-            start, end, label = made[-1]
-            made[-1] = (start, max(end, span.end), label)
+        if ranges and match.start < ranges[-1][1]:
+            start, end, label = ranges[-1]
+            ranges[-1] = (start, max(end, match.end), label)
         else:
-            made.append((span.start, span.end, f"[{span.kind}]"))
-    return made
+            ranges.append((match.start, match.end, f"[{match.kind}]"))
+    return ranges
 
 
 def worst(findings: Iterable[Finding]) -> Action | None:

@@ -1,8 +1,9 @@
-"""GuardedStream: a streamed reply whose events pass, byte by byte as they came, when their text is decided. What is
-redacted is taken out of the events that had it; what is blocked ends the stream before the first event that has any of
-it. Where a text is interrupted by one of another kind (a tool's arguments), its end goes, so that the other does not
-wait; if the text goes on, what both halves make is found, and its second half is held back. `hold` keeps everything
-until the end: for judges that may block."""
+"""GuardedStream: a streamed reply whose events pass unchanged as soon as their text is decided.
+
+Redacted text is cut from the events that contain it. A blocked match ends the stream before the first event that
+contains any of it. If a text is interrupted by another one (a tool's arguments), its undecided end is released so that
+the other does not wait; if it then continues, a match across both halves is found and its second half held back.
+`hold_all` keeps everything until the end, for judges that may block."""
 
 from __future__ import annotations
 
@@ -29,33 +30,33 @@ from emberline.gateway.guardrails.texts import (
 from emberline.gateway.guardrails.window import Piece, Series, Window
 from emberline.gateway.streams.splitter import Splitter, payload_of
 
-LARGEST_HELD = 8 << 20  # bytes that are kept for a judge
-MAX_TEXTS = 10_000  # of one event
+LARGEST_HELD = 8 << 20  # held back for a judge
+MAX_TEXTS = 10_000
 TOO_LARGE = Finding("judges", "unchecked", "RESPONSE", "block")
-_REPEATS = (".done", ".completed", ".incomplete", ".failed")  # events that say again what was said
+_REPEATS = (".done", ".completed", ".incomplete", ".failed")  # of events that repeat the whole text
 
 
 class Warden(Protocol):
-    """Who decides about one reply."""
+    """Records the findings of one reply, and decides about it."""
 
     def note(self, finding: Finding) -> None: ...
 
     async def judge(self, said: str) -> Finding | None:
-        """What it is to be blocked for."""
+        """Return the finding for which the reply is to be blocked, or None."""
         ...
 
     def last_words(self, finding: Finding) -> bytes:
-        """The reply is over. Raises, where the dialect has none."""
+        """End the reply and return its error event. Raises Blocked if the dialect has no error events."""
         ...
 
 
 @dataclass(slots=True)
 class Held:
-    """An event that has not gone."""
+    """An event that has not been released."""
 
     event: bytes
     name: bytes = b""
-    found: Any = None  # decoded; of a large event, its texts alone
+    found: Any = None  # of a large event, only its texts
     is_large: bool = False
     pieces: list[Piece] = field(default_factory=list)
 
@@ -68,31 +69,32 @@ class Held:
         return any(each.start < span.end and span.start < each.end for each in placed)
 
     async def written(self) -> bytes:
+        """Return the event with redactions applied."""
         edited = [piece.at.key for piece in self.pieces if piece.edit()]
         if not edited:
             return self.event
         if not self.is_large:
             return written_event(self.name, self.found)
-        changed = {number: self.found[number] for number in edited}
-        return await offload.run(len(self.event), rewritten_event, self.name, payload_of(self.event)[1], changed)
+        new_texts = {number: self.found[number] for number in edited}
+        return await offload.run(len(self.event), rewritten_event, self.name, payload_of(self.event)[1], new_texts)
 
 
 class GuardedStream:
     def __init__(
         self, stream: Stream, scanner: Scanner, warden: Warden, *, judged: bool = False, hold: bool = False
     ) -> None:
-        """`judged`: what was said is put to a judge at the end."""
+        """`is_judged`: judges read the whole text at the end. `hold_all`: nothing is released before."""
         self._stream, self._scanner, self._warden = stream, scanner, warden
         self._judged, self._hold = judged, hold
         self._splitter = Splitter()
         self._events: deque[Held] = deque()
         self._series: dict[Path, Series] = {}
-        self._voices: dict[Path, Path] = {}  # voice -> the series that it speaks of just now
-        self._stop: tuple[Window, Span] | None = None  # what is blocked
+        self._voices: dict[Path, Path] = {}  # choice -> its series that is being streamed
+        self._stop: tuple[Window, Span] | None = None  # the match that blocks the reply
         self._said: list[str] = []
         self._size = 0
         self._over = False
-        self._broken: Blocked | None = None  # told by breaking the connection, when all else has gone
+        self._broken: Blocked | None = None  # raised after the last event, where the dialect has no error events
 
     def __aiter__(self) -> GuardedStream:
         return self
@@ -112,8 +114,8 @@ class GuardedStream:
             self._size += len(chunk)
             if self._hold and self._size > LARGEST_HELD:
                 return await self._refused(TOO_LARGE)
-            if passed := await self._passed():
-                return passed
+            if released := await self._passed():
+                return released
         if self._broken is not None:
             raise self._broken
         raise StopAsyncIteration
@@ -122,7 +124,7 @@ class GuardedStream:
         self._over = True
         await self._stream.aclose()
 
-    # -- what comes ----------------------------------------------------------------------------------------------------
+    # -- reading events ------------------------------------------------------------------------------------------------
 
     async def _read(self, event: bytes) -> Held:
         name, payload = payload_of(event)
@@ -142,7 +144,10 @@ class GuardedStream:
         return held
 
     async def _texts(self, held: Held, payload: bytes) -> list[Text]:
-        """Of a large event, found in another process. An event with too many is one text: its JSON."""
+        """Return the texts of a large event, found in another process.
+
+        An event with too many texts counts as one text: its JSON.
+        """
         try:
             listed = await offload.run(len(payload), texts_of_event, payload, MAX_TEXTS)
         except WorkTooLarge:
@@ -153,7 +158,7 @@ class GuardedStream:
         return [Text(held.found, number, text, path) for number, (path, text) in enumerate(listed)]
 
     async def _repeated(self, held: Held, texts: list[Text]) -> None:
-        """Whole texts: they do not wait for what may follow."""
+        """Scan an event with whole texts, which need not wait for a continuation."""
         touched = {text.series: self._series.setdefault(text.series, Series(self._scanner)) for text in texts}
         held.pieces += [touched[text.series].add(text) for text in texts]
         for series in touched.values():
@@ -166,9 +171,9 @@ class GuardedStream:
         series = self._series.setdefault(text.series, Series(self._scanner))
         if self._judged:
             self._said.append(text.text)
-        before = self._voices.get(text.voice)
-        if before is not None and before != text.series:  # what it said must go: it may never be continued
-            await self._looked(self._series[before], last=True)
+        previous = self._voices.get(text.voice)
+        if previous is not None and previous != text.series:  # release its end: it may never continue
+            await self._looked(self._series[previous], last=True)
         self._voices[text.voice] = text.series
         await self._add(held, text, series)
 
@@ -177,7 +182,7 @@ class GuardedStream:
         await self._looked(series, last=last)
 
     async def _looked(self, series: Series, *, last: bool = False) -> None:
-        """A long text is looked at in pieces, between which other requests have their turn."""
+        """Scan a series; a long text is scanned in pieces, between which other requests run."""
         self._look(series, last=last)
         while series.is_behind:
             await asyncio.sleep(0)
@@ -189,7 +194,7 @@ class GuardedStream:
             if span.rule.action == "block" and self._stop is None:
                 self._stop = window, span
 
-    # -- what goes -----------------------------------------------------------------------------------------------------
+    # -- releasing events ----------------------------------------------------------------------------------------------
 
     async def _passed(self) -> bytes:
         if self._stop is not None:
@@ -197,26 +202,26 @@ class GuardedStream:
         return b"" if self._hold else await self._gone()
 
     async def _gone(self) -> bytes:
-        gone: list[bytes] = []
+        released: list[bytes] = []
         while self._events and self._events[0].decided:
             if self._stop is not None and self._events[0].has(*self._stop):
                 break
-            gone.append(await self._events.popleft().written())
-        return gone[0] if len(gone) == 1 else b"".join(gone)
+            released.append(await self._events.popleft().written())
+        return released[0] if len(released) == 1 else b"".join(released)
 
     async def _blocked(self) -> bytes:
         assert self._stop is not None
-        before = b"" if self._hold else await self._gone()
+        released = b"" if self._hold else await self._gone()
         finding = self._scanner.finding(self._stop[1])
         await self.aclose()
         try:
-            return before + self._warden.last_words(finding)
+            return released + self._warden.last_words(finding)
         except Blocked as e:
             self._broken = e
-            return before
+            return released
 
     async def _refused(self, finding: Finding) -> bytes:
-        """Nothing of it has gone, or all: there is only the last word."""
+        """End the stream with an error; either nothing or everything has been released."""
         self._warden.note(finding)
         await self.aclose()
         return self._warden.last_words(finding)

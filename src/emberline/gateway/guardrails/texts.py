@@ -1,5 +1,6 @@
-"""Texts: every string of a request, a reply or an event that somebody wrote, wherever it is: parts that nobody has
-heard of are looked at too. Names of things, and data, are no texts."""
+"""JsonText: every text in the JSON of a request, a reply or an event.
+
+Texts in unknown fields are included; identifiers and binary data are skipped."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import msgspec
 
 from emberline.core.errors import WorkTooLarge
 
-# Of requests: what has a fixed set of values, or is a name that was given to the client. All else is the client's own
-# text, and goes to the provider: what a `user`, a `name` or `metadata` holds, too.
+# Fields of requests with a fixed set of values or with ids that the provider issued. All else is the client's own text
+# and reaches the provider, including `user`, `name` and `metadata`.
 FIXED = frozenset({"model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id",
                    "item_id", "status", "mime_type", "mimeType", "media_type"})  # fmt: skip
 NAMES = frozenset({"id", "type", "role", "object", "model", "name", "tool_call_id", "call_id", "tool_use_id", "item_id",
@@ -23,21 +24,27 @@ DATA = frozenset({"data", "file_data", "b64_json", "signature", "thoughtSignatur
 SAID = frozenset({"messages", "system", "input", "instructions", "contents", "systemInstruction", "system_instruction",
                   "prompt"})  # fmt: skip
 GROWING = frozenset({"content", "reasoning_content", "reasoning", "refusal", "text", "thinking", "arguments",
-                     "partial_json", "delta"})  # fmt: skip  # come in pieces, one an event
-JOINED = frozenset({"content", "text"})  # of the parts of one message; clients show them as one text
-JOINED_EVENTS = ("output_text.delta", "output_text.done")  # those of OpenAI's responses
-APART = ("choices", "candidates")  # each of these has texts of its own, beside the others
-PLACES = ("type", "output_index", "content_index", "summary_index", "index")  # tell an event's texts from another's
+                     "partial_json", "delta"})  # fmt: skip  # streamed in pieces, one per event
+JOINED = frozenset({"content", "text"})  # of the parts of one message, which clients show as one text
+JOINED_EVENTS = ("output_text.delta", "output_text.done")  # of OpenAI's Responses API
+APART = ("choices", "candidates")  # lists of alternatives, each with its own texts
+PLACES = (
+    "type",
+    "output_index",
+    "content_index",
+    "summary_index",
+    "index",
+)  # identify the text that an event belongs to
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/=_\r\n-]*+")
-_DATA_URL = re.compile(r"data:[^,]{0,200};base64,[A-Za-z0-9+/=_\r\n-]*+")  # what only begins like one is text
+_DATA_URL = re.compile(r"data:[^,]{0,200};base64,[A-Za-z0-9+/=_\r\n-]*+")  # a string that only begins like one is text
 
 Path = tuple[Any, ...]
 
 
 class Text(NamedTuple):
-    holder: Any  # the object or list it is in
-    key: Any  # and where
+    holder: Any  # the object or list that contains it
+    key: Any  # its key or index there
     text: str
     path: Path
 
@@ -47,7 +54,7 @@ class Text(NamedTuple):
 
     @property
     def group(self) -> Path:
-        """The same for texts that are parts of one message: a list of texts, or of objects with one each."""
+        """Equal for texts that are parts of one message: a list of texts, or of objects with one text each."""
         path = self.path
         if len(path) > 2 and path[-1] == "text":
             return (*path[:-2], "text")
@@ -55,26 +62,26 @@ class Text(NamedTuple):
 
     @property
     def voice(self) -> Path:
-        """What is said in one voice comes one after the other. Of an event's text."""
+        """The choice that the text of an event belongs to; texts of one choice are streamed in sequence."""
         return self.path[1 : self._answer]
 
     @property
     def series(self) -> Path:
-        """The same for texts that clients put together: pieces of a text, and parts of a message. Of an event's."""
+        """Equal for texts of events that clients concatenate: pieces of a text, and parts of a message."""
         kind = self.path[0][0]
         if self.path[-1] not in JOINED and not str(kind).endswith(JOINED_EVENTS):
             return self.path
         rest = self.path[self._answer :]
-        return (kind, *self.voice, *(step for step in rest if not isinstance(step, int)))
+        return (kind, *self.voice, *(key for key in rest if not isinstance(key, int)))
 
     @property
     def _answer(self) -> int:
-        """How many steps of the path tell which answer of several it is."""
+        """The number of path elements up to the choice."""
         return 3 if len(self.path) > 2 and self.path[1] in APART else 1
 
 
 def texts_of(value: Any, path: Path = (), skipped: frozenset[str] = NAMES) -> Iterator[Text]:
-    """`skipped`: fields that are not looked at."""
+    """Yield the texts of a JSON value, without those in skipped fields."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key not in skipped and (key not in DATA or (isinstance(inner, str) and not _is_data(inner))):
@@ -101,23 +108,24 @@ def _index(inner: Any, number: int) -> Any:
 
 
 def event_texts(event: Any) -> Iterator[Text]:
-    place = tuple(event.get(name) for name in PLACES) if isinstance(event, dict) else ()
-    return texts_of(event, (place,))
+    position = tuple(event.get(name) for name in PLACES) if isinstance(event, dict) else ()
+    return texts_of(event, (position,))
 
 
 def texts_of_event(payload: bytes, most: int) -> list[tuple[Path, str]]:
-    """Every text of an event, with its path, for another process. WorkTooLarge, if there are more than `most`."""
-    found = [(text.path, text.text) for text in event_texts(read_event(payload))]
-    if len(found) > most:
-        raise WorkTooLarge(f"an event has {len(found)} texts; at most {most} are looked at")
-    return found
+    """Return path and text of every text of an event; for another process. Raises WorkTooLarge."""
+    texts = [(text.path, text.text) for text in event_texts(read_event(payload))]
+    if len(texts) > most:
+        raise WorkTooLarge(f"an event has {len(texts)} texts; at most {most} are checked")
+    return texts
 
 
 def read_event(payload: bytes) -> Any:
+    """Return the decoded event, or an object with its text if it is not JSON. Raises RecursionError."""
     try:
         return msgspec.json.decode(payload)
-    except (msgspec.MsgspecError, UnicodeError):  # what is nested too deep must not pass for that
-        return {"text": payload.decode("utf-8", "replace")}  # of a provider's own kind
+    except (msgspec.MsgspecError, UnicodeError):  # not RecursionError: JSON nested too deeply must not pass as text
+        return {"text": payload.decode("utf-8", "replace")}  # a provider's own format
 
 
 def written_event(name: bytes, found: Any) -> bytes:
@@ -127,12 +135,12 @@ def written_event(name: bytes, found: Any) -> bytes:
 
 
 def rewritten_event(name: bytes, payload: bytes, changed: dict[int, str]) -> bytes:
-    """The event with other texts in some places, counted as `texts_of_event` lists them; for another process."""
-    found = read_event(payload)
-    for number, text in enumerate(list(event_texts(found))):
+    """Return the event with new texts, numbered as in `list_event_texts`; for another process."""
+    event = read_event(payload)
+    for number, text in enumerate(list(event_texts(event))):
         if number in changed:
             text.holder[text.key] = changed[number]
-    return written_event(name, found)
+    return written_event(name, event)
 
 
 def request_texts(body: Any) -> Iterator[Text]:
@@ -140,13 +148,13 @@ def request_texts(body: Any) -> Iterator[Text]:
 
 
 def conversation(body: Any) -> str:
-    """What is said in a request, without what tools are there."""
-    said = {key: inner for key, inner in body.items() if key in SAID} if isinstance(body, dict) else {}
-    return "\n".join(text.text for text in texts_of(said))
+    """Return the text of a request's conversation, without its tool definitions."""
+    fields = {key: inner for key, inner in body.items() if key in SAID} if isinstance(body, dict) else {}
+    return "\n".join(text.text for text in texts_of(fields))
 
 
 def silence(value: Any) -> None:
-    """Takes away what else tells of the words that were said: their probabilities."""
+    """Remove log probabilities in place, because they contain the redacted tokens."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key in ("logprobs", "logprobsResult"):

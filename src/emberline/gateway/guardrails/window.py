@@ -1,8 +1,10 @@
-"""Window: a text that comes in pieces. What is decided can go; what may still become part of a finding is held back, so
-that not one character of one ever leaves, however the text was cut. `stream.py` lets events go by it.
+"""TextWindow: a text that arrives in pieces, of which the decided part can be released.
 
-Series: texts that clients put together, such as the parts of one message. They are read as one text, with and without a
-line between two parts, as those of a whole reply are (`inspection.py`)."""
+What may still become part of a match is held back, so that not one character of a match is released, however the text
+was split. `stream.py` uses it.
+
+TextSeries: texts that clients concatenate, such as the parts of one message. They are searched as one text, with and
+without a line break between two parts, as those of a whole reply are (`inspection.py`)."""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from typing import NamedTuple
 from emberline.gateway.guardrails.scanner import Scanner, Span, cuts
 from emberline.gateway.guardrails.texts import Path, Text
 
-CONTEXT = 16  # characters that are kept of what has gone: finders look at what stands before
-AT_ONCE = 1 << 14  # characters that `look` takes at once: all finders together take some milliseconds for them
+CONTEXT = 16  # kept of the released text, because finders look at what precedes a match
+AT_ONCE = 1 << 14  # scanned in one step; all finders together take some milliseconds for it
 
 
 class Placed(NamedTuple):
-    """Where a piece is in a window. Positions are of the window's whole text."""
+    """The position of a piece in a window, counted from the start of the window's whole text."""
 
     window: Window
     start: int
@@ -33,18 +35,18 @@ class Placed(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """Part of a text, which lies in an event."""
+    """A part of a text, contained in one event."""
 
     at: Text
-    placed: list[Placed] = field(default_factory=list)  # one for each window that reads it
-    cuts: list[tuple[int, int, str]] = field(default_factory=list)  # positions in it; below 0: begun before it
+    placed: list[Placed] = field(default_factory=list)  # one for each window that scans it
+    cuts: list[tuple[int, int, str]] = field(default_factory=list)  # positions in the piece; negative: begun before it
 
     @property
     def is_decided(self) -> bool:
         return all(each.is_decided for each in self.placed)
 
     def edit(self) -> bool:
-        """In its event, in place. False: nothing of it was cut."""
+        """Cut the redacted ranges from the event, in place. Returns False if there are none."""
         if not self.cuts:
             return False
         text, parts, at = self.at.text, [], 0
@@ -58,31 +60,31 @@ class Piece:
 
 class Window:
     def __init__(self, scanner: Scanner, joint: str = "") -> None:
-        """`joint`: what stands between two parts."""
+        """`separator` is put between two parts."""
         self._scanner, self._joint = scanner, joint
         self._text = ""
-        self._base = 0  # where it begins
+        self._base = 0  # position at which `_text` begins
         self._decided = 0
-        self._from = 0  # where to look from: what went in a pause is looked at again with what follows
-        self._placed: list[Placed] = []  # not wholly decided
-        self._coming: deque[str] = deque()  # has been added, and not been looked at
-        self._end = 0  # of all that was added
+        self._from = 0  # text released at an interruption is scanned again with what follows
+        self._placed: list[Placed] = []  # of pieces that are not wholly decided
+        self._coming: deque[str] = deque()  # added, but not scanned yet
+        self._end = 0  # position after all added text
 
     @property
     def decided(self) -> int:
         return self._decided
 
     def joined_by(self, joint: str) -> Window:
-        """The same text so far, to be continued with another joint."""
-        made = Window(self._scanner, joint)
-        made._text, made._base, made._decided, made._from = self._text, self._base, self._decided, self._from
-        made._coming, made._end = self._coming.copy(), self._end
+        """Return a window with the same text so far that continues with another separator."""
+        copy = Window(self._scanner, joint)
+        copy._text, copy._base, copy._decided, copy._from = self._text, self._base, self._decided, self._from
+        copy._coming, copy._end = self._coming.copy(), self._end
         for each in self._placed:
-            made._place(each.piece, each.start)
-        return made
+            copy._place(each.piece, each.start)
+        return copy
 
     def add(self, piece: Piece, *, is_new_part: bool = False) -> int:
-        """Return where it begins."""
+        """Append a piece and return the position at which it begins."""
         text = piece.at.text
         if is_new_part:
             self._coming.append(self._joint)
@@ -95,7 +97,7 @@ class Window:
 
     @property
     def is_behind(self) -> bool:
-        """`look` has taken part of what was added, and is to be called again."""
+        """Whether `scan` must be called again, because it scanned only a part of the added text."""
         return bool(self._coming)
 
     def _place(self, piece: Piece, start: int) -> None:
@@ -104,25 +106,25 @@ class Window:
         piece.placed.append(placed)
 
     def look(self, *, last: bool = False) -> list[Span]:
-        """What has been found by now and cannot change. `last`: nothing follows, or not before this must go."""
-        taken = 0
-        while self._coming and taken + len(self._coming[0]) <= AT_ONCE:
-            taken += len(self._coming[0])
+        """Return the matches that are now decided; with `last` the whole text is, even if more may follow."""
+        scanned = 0
+        while self._coming and scanned + len(self._coming[0]) <= AT_ONCE:
+            scanned += len(self._coming[0])
             self._text += self._coming.popleft()
         last = last and not self._coming
         text, start = self._text, self._from - self._base
-        found = self._scanner.find(text, start)
-        undecided = self._before_findings(found, self._scanner.undecided(text, start), len(text))
+        matches = self._scanner.find(text, start)
+        undecided = self._before_findings(matches, self._scanner.undecided(text, start), len(text))
         until = len(text) if last else undecided
-        done = [span for span in found if span.end <= until and span.end + self._base > self._decided]
-        for cut_start, cut_end, label in cuts(done):
+        decided = [match for match in matches if match.end <= until and match.end + self._base > self._decided]
+        for cut_start, cut_end, label in cuts(decided):
             self._cut(self._base + cut_start, self._base + cut_end, label)
-        spans = [span._replace(start=span.start + self._base, end=span.end + self._base) for span in done]
+        moved = [match._replace(start=match.start + self._base, end=match.end + self._base) for match in decided]
         self._go(max(until, self._decided - self._base), undecided)
-        return spans
+        return moved
 
     def release(self) -> None:
-        """Nothing in it is held back any longer: another window decides about the same text."""
+        """Hold nothing back any longer: another window decides about the same text."""
         self._decided = sys.maxsize
 
     @property
@@ -131,7 +133,7 @@ class Window:
 
     @staticmethod
     def _before_findings(found: list[Span], until: int, end: int) -> int:
-        """The last position up to `until` that lies in no finding. One that reaches the text's end may go on."""
+        """Return the last position up to `until` in no match; one at the end of the text may continue."""
         while open_ := [s.start for s in found if s.start < until and (s.end > until or s.end == end)]:
             until = min(open_)
         return until
@@ -146,15 +148,15 @@ class Window:
     def _go(self, until: int, undecided: int) -> None:
         self._decided, self._from = self._base + until, self._base + min(until, undecided)
         self._placed = [placed for placed in self._placed if placed.end > self._decided]
-        gone = max(0, min(until, undecided) - CONTEXT)
-        self._text, self._base = self._text[gone:], self._base + gone
+        dropped = max(0, min(until, undecided) - CONTEXT)
+        self._text, self._base = self._text[dropped:], self._base + dropped
 
 
 class Series:
     def __init__(self, scanner: Scanner) -> None:
-        self.windows = [Window(scanner)]  # for a while after a part began a second one, with a line between
+        self.windows = [Window(scanner)]  # for a while after a new part also one with a line break between
         self._part: Path | None = None
-        self._began = 0  # where the part did, in the second window
+        self._began = 0  # of the newest part, in the second window
 
     def add(self, text: Text) -> Piece:
         is_new_part = self._part is not None and self._part != text.path
@@ -171,7 +173,7 @@ class Series:
         return any(window.is_behind for window in self.windows)
 
     def look(self, *, last: bool = False) -> list[tuple[Window, Span]]:
-        found = [(window, span) for window in self.windows for span in window.look(last=last)]
+        matches = [(window, match) for window in self.windows for match in window.look(last=last)]
         if len(self.windows) > 1 and self.windows[1].looks_from > self._began:
             self.windows.pop().release()
-        return found
+        return matches

@@ -1,1 +1,3 @@
-"""What happens to every call, one concern each: a layer takes a handler and gives one; `stack` folds them."""
+"""The layers (middleware) that every call passes.
+
+Each takes a handler and returns one; `stack` composes them."""

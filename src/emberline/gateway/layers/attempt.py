@@ -1,5 +1,7 @@
-"""Attempts: one step of a call, tried until its provider answers or is given up. A reply comes out of here when it is
-certain to begin: a whole one that is what it should be, or a stream with its first content."""
+"""RetryHandler: the innermost handler. It sends one step of a call to its provider and retries failures.
+
+A reply is returned only once it is certain to begin: a whole reply that passed its checks, or a stream that has
+delivered its first content."""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ from emberline.gateway.streams.meter import Meter, RawMeter, check_whole
 from emberline.gateway.streams.passage import Passage
 from emberline.gateway.upstream.upstream import Incoming, Upstream
 
-LARGEST = 64 << 20  # bytes of a reply that comes in one piece
-LARGEST_ERROR = 1 << 20
-ERROR_TIME = 10.0  # seconds for it to come
-PATIENCE = 2.0  # seconds that a provider may ask us to wait while there is another
+LARGEST = 64 << 20  # bytes of a reply that is not streamed
+LARGEST_ERROR = 1 << 20  # bytes of an error reply
+ERROR_TIME = 10.0  # seconds to read the body of an error reply
+PATIENCE = 2.0  # seconds: with a longer Retry-After the next step is tried instead, if there is one
 EVENTS = "text/event-stream"
 _NOT_OURS = HELD | {"content-encoding", "set-cookie", "server", "date", "alt-svc", "strict-transport-security"}
 
 
 def _in_pieces(call: Call, incoming: Incoming) -> bool:
-    """A reply of which nothing is known is passed on as it comes, unless it is JSON."""
+    """Return whether the reply is passed on in chunks, as one of an unknown dialect that is not JSON is."""
     return call.stream or (call.dialect == "raw" and incoming.kind != "application/json")
 
 
@@ -61,27 +63,27 @@ class Attempts:
     async def __call__(self, call: Call) -> Reply:
         provider = self._registry.find(call.provider, call.settings)
         key = await self._secrets.key(call, provider)
-        most = self._prices.max_output(call.provider, call.model)
-        call.notes.pop(CHANGED, None)  # of a step before
-        wiring = (call, provider, key, most, int(self._wall.now()))
+        max_output = self._prices.max_output(call.provider, call.model)
+        call.notes.pop(CHANGED, None)  # an earlier step may have set it
+        wiring = (call, provider, key, max_output, int(self._wall.now()))
         wire = wired(*wiring) if len(call.body) < LARGE else await wired_apart(*wiring)
         if CHANGED in call.notes:
             call.notes[CHANGED] = safe_header(call.notes[CHANGED])
-        tries = call.options.max_attempts or call.settings.retries.attempts
-        for attempt in range(tries):
-            began = self._clock.now()
+        attempts = call.options.max_attempts or call.settings.retries.attempts
+        for attempt in range(attempts):
+            started_at = self._clock.now()
             try:
                 reply = await self.breakers.guard(call, provider, key, partial(self._try, call, provider, wire))
             except UpstreamFailed as e:
                 e.provider = provider.slug
-                self._tried(call, attempt, began, e.status if isinstance(e, Refused) else 0, e.code)
-                if attempt + 1 == tries or (pause := self._pause(call, attempt, e)) is None:
+                self._tried(call, attempt, started_at, e.status if isinstance(e, Refused) else 0, e.code)
+                if attempt + 1 == attempts or (delay := self._pause(call, attempt, e)) is None:
                     raise
-                await self._sleep(pause)
+                await self._sleep(delay)
             else:
-                self._tried(call, attempt, began, reply.status, "answered")
+                self._tried(call, attempt, started_at, reply.status, "answered")
                 return reply
-        raise AssertionError("not reached")
+        raise AssertionError("unreachable")
 
     def _tried(self, call: Call, attempt: int, began: float, status: int, outcome: str) -> None:
         seconds = self._clock.now() - began
@@ -89,7 +91,7 @@ class Attempts:
         call.trail.append(Attempted(call.provider, call.model, call.step, attempt, status, outcome, seconds, key))
 
     def _pause(self, call: Call, attempt: int, error: UpstreamFailed) -> float | None:
-        """Seconds until the next try; None: there is none."""
+        """Return the seconds until the next attempt, or None if there is to be none."""
         if not error.retryable:
             return None
         retries = call.settings.retries
@@ -97,28 +99,29 @@ class Attempts:
         factor = {"constant": 1, "linear": attempt + 1, "exponential": 2**attempt}[
             call.options.backoff or retries.backoff
         ]
-        pause = base * factor * random.uniform(0.8, 1.2)  # so that those who failed together do not come back together
+        # Jitter: calls that failed together must not retry together.
+        delay = base * factor * random.uniform(0.8, 1.2)
         if isinstance(error, Refused) and error.retry_after is not None:
             if error.retry_after > PATIENCE and not call.last:
                 return None
-            pause = max(pause, error.retry_after)
-        return pause if self._clock.now() + pause < call.deadline else None
+            delay = max(delay, error.retry_after)
+        return delay if self._clock.now() + delay < call.deadline else None
 
     async def _try(self, call: Call, provider: Provider, wire: Wire, failed: Callable[[], None]) -> Reply:
         now = self._clock.now()
         left = call.deadline - now
         if left <= 0:
-            raise DeadlineExceeded(f"no reply within {call.settings.timeouts.total:.3g} s")
+            raise DeadlineExceeded(f"the provider did not reply within {call.settings.timeouts.total:.3g} s")
         first = call.options.request_timeout or (call.settings.timeouts.first_byte if call.stream else left)
         incoming = await provider.ask(wire.out, self._upstream, min(first, left), self._wall.now())
         try:
             if incoming.status >= 400:
                 body = await incoming.whole(min(left, ERROR_TIME), LARGEST_ERROR)
-                own = call.plain and (provider.own_errors or wire.out.decoder is not None)
-                said = "raw" if own else wire.dialect
-                raise refused(call.provider, incoming.status, incoming.headers, body, said)
+                is_own_error = call.plain and (provider.own_errors or wire.out.decoder is not None)
+                error_dialect = "raw" if is_own_error else wire.dialect
+                raise refused(call.provider, incoming.status, incoming.headers, body, error_dialect)
             if 300 <= incoming.status < 400:
-                raise Broken(f"it answered {incoming.status}, a redirection, which is not followed")
+                raise Broken(f"the provider answered {incoming.status}; redirects are not followed")
             if _in_pieces(call, incoming):
                 return await self._stream(call, wire, incoming, now + first, failed)
             return await self._whole(call, wire, incoming)
@@ -128,18 +131,18 @@ class Attempts:
 
     async def _whole(self, call: Call, wire: Wire, incoming: Incoming) -> Reply:
         if wire.dialect != "raw" and incoming.kind != "application/json":
-            raise Broken(f"the reply is {incoming.kind or 'of no type'}, not JSON")
+            raise Broken(f"the provider's reply has content type {incoming.kind or '(none)'}, not application/json")
         left = call.deadline - self._clock.now()
         body = await incoming.whole(min(max(left, 0.0), call.settings.timeouts.between_events), LARGEST)
         if len(body) < LARGE:
             usage, model = check_whole(wire.dialect, body)
             incoming.close()
-            said, lost = wire.whole(body)
+            translated, lost = wire.whole(body)
         else:
             usage, model = await offload.run(len(body), check_whole, wire.dialect, body)
             incoming.close()
-            said, lost = await wire.whole_apart(body)
-        reply = self._reply(call, incoming, said)
+            translated, lost = await wire.whole_apart(body)
+        reply = self._reply(call, incoming, translated)
         if lost:
             call.notes[CHANGED] = safe_header(", ".join(filter(None, (call.notes.get(CHANGED), lost))))
         reply.usage, reply.model = usage, model or call.model
@@ -155,7 +158,7 @@ class Attempts:
         elif wire.dialect == "raw":
             meter = EventStreamMeter() if incoming.kind == EventStreamMeter.kind else RawMeter()
         else:
-            raise Broken(f"the reply is {incoming.kind or 'of no type'}, not a stream of events")
+            raise Broken(f"the provider's reply has content type {incoming.kind or '(none)'}, not {EVENTS}")
         passage = Passage(call, incoming, meter, wire.translator(), self._clock)
 
         def settle(passage: Passage, how: str, code: str) -> None:
@@ -163,7 +166,7 @@ class Attempts:
             tokens = call.surveyed.tokens if call.surveyed is not None else None
             reply.usage, reply.estimated = passage.meter.usage(call.body, tokens)
             bill(call, reply, self._prices)
-            if how == "cut" and self._clock.now() < call.deadline:  # a caller that reads slowly reaches it, too
+            if how == "cut" and self._clock.now() < call.deadline:  # a slow reader can reach the deadline as well
                 failed()
 
         await passage.begin(until, settle)

@@ -1,4 +1,6 @@
-"""Balanced: a layer that makes a pool's name a list of steps, the chosen member first, and sees how they do."""
+"""The layer that replaces a pool by a list of steps, the selected member first.
+
+It also records how the members of the pool perform."""
 
 from __future__ import annotations
 
@@ -20,34 +22,39 @@ from emberline.gateway.providers.wire import SHARED
 from emberline.gateway.routes.balance import Balance
 from emberline.gateway.routes.pool import Member
 
-REQUEST_FAULTS = ("content_filter", "context_length_exceeded")  # codes of refusals, whatever their status
+REQUEST_FAULTS = ("content_filter", "context_length_exceeded")  # the request caused them, whatever their status
 
 
 class Estimate(Protocol):
-    def at_most(self, call: Call) -> int | None: ...
+    def at_most(self, call: Call) -> int | None:
+        """Return the most micro-dollars that the call may cost, or None if the price is unknown."""
+        ...
 
 
 def balanced(estimate: Estimate, clock: Clock) -> Layer:
-    """What was seen of a pool's members is kept per gateway: one tenant's failures do not move another's calls."""
-    balances: dict[tuple[str, str], Balance] = {}
+    """Return the layer that selects pool members.
+
+    Statistics are kept per gateway: one tenant's failures do not move another's calls.
+    """
+    balancers: dict[tuple[str, str], Balance] = {}
 
     def layer(inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
-            return inner(call) if call.provider != POOL else chose(call)
+            return inner(call) if call.provider != POOL else handle_pool(call)
 
-        async def chose(call: Call) -> Reply:
-            balance = balances.setdefault((call.account, call.gateway), Balance())
-            chosen = _chosen(call, balance, estimate, clock.now())
-            before = len(call.trail)
+        async def handle_pool(call: Call) -> Reply:
+            balancer = balancers.setdefault((call.account, call.gateway), Balance())
+            resolved = _chosen(call, balancer, estimate, clock.now())
+            first_attempt = len(call.trail)
             try:
-                return await inner(chosen)
+                return await inner(resolved)
             finally:
-                for tried in call.trail[before:]:
-                    place = (tried.provider, tried.model, tried.key)
-                    if tried.outcome in ("answered", OUTRUN):  # who was outrun took at least so long
-                        balance.answered(place, tried.seconds, stream=call.stream)
-                    elif not is_cut_short(call, tried.outcome) and tried.outcome not in REQUEST_FAULTS:
-                        balance.failed(place, tried.status, clock.now())
+                for attempt in call.trail[first_attempt:]:
+                    member_key = (attempt.provider, attempt.model, attempt.key)
+                    if attempt.outcome in ("answered", OUTRUN):  # a cancelled hedge took at least this long
+                        balancer.answered(member_key, attempt.seconds, stream=call.stream)
+                    elif not is_cut_short(call, attempt.outcome) and attempt.outcome not in REQUEST_FAULTS:
+                        balancer.failed(member_key, attempt.status, clock.now())
 
         return handle
 
@@ -57,14 +64,18 @@ def balanced(estimate: Estimate, clock: Clock) -> Layer:
 def _chosen(call: Call, balance: Balance, estimate: Estimate, now: float) -> Call:
     pool = call.settings.pools.get(call.model)
     if pool is None:
-        raise ModelNotFound(f"there is no pool {call.model[:80]!r}", param="model")
-    every = call.cleared or permits(call, POOL, call.model)
-    members = [each for each in pool.members if every or permits(call, each.provider, each.model)]
+        raise ModelNotFound(
+            f"pool {call.model[:80]!r} does not exist",
+            param="model",
+            hint=f"pools of this gateway: {', '.join(sorted(call.settings.pools)) or 'none'}",
+        )
+    may_use_all = call.cleared or permits(call, POOL, call.model)
+    members = [each for each in pool.members if may_use_all or permits(call, each.provider, each.model)]
     if not members:
-        raise Forbidden(f"no member of pool {call.model!r} is allowed here"[:300])
+        raise Forbidden(f"this key or gateway allows no member of pool {call.model!r}"[:300])
     costs = [_cost(call, each, estimate) if pool.choose == "cheapest" else None for each in members]
-    chance = random.Random(_seed(call)).random
-    order = balance.order(pool, members, costs, chance, stream=call.stream, now=now)
+    draw = random.Random(_seed(call)).random
+    order = balance.order(pool, members, costs, draw, stream=call.stream, now=now)
     steps = tuple(_step(call, member) for member in order)
     return call.moved(
         provider=order[0].provider,
@@ -86,7 +97,7 @@ def _cost(call: Call, member: Member, estimate: Estimate) -> int | None:
 
 
 def _seed(call: Call) -> str:
-    """Turns of one session stay together; so do equal calls whose reply may be in the cache."""
+    """Return an equal seed for calls of one session, and for equal calls that may share a cached reply."""
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id
     if not lifetime(call):

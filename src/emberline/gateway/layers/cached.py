@@ -1,5 +1,6 @@
-"""Cached: who asks what was asked before gets the reply that was given. Only whole and good replies are kept; of equal
-calls that come together one is sent, and those that waited in vain are sent themselves."""
+"""CacheLayer: answers a repeated call from the cache. Only complete, successful replies are stored.
+
+Of equal calls that arrive together one is sent and the others wait for its reply. If it fails, each of them is sent."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from emberline.gateway.cache.key import cache_key
 from emberline.gateway.call import Call, Handler, Reply
 
 if TYPE_CHECKING:
-    from emberline.gateway.cache.semantic import Look, Semantic  # has numpy with it, which most gateways do not need
+    from emberline.gateway.cache.semantic import Look, Semantic  # imports numpy, which most gateways do not need
 
-CUSTOM_TTL = 300  # seconds, where a key is given and nothing says for how long
-WAIT = 30.0  # seconds that one waits for another's reply
+CUSTOM_TTL = 300  # for a call with its own cache key and no TTL
+WAIT = 30.0  # seconds that a call waits for the reply of an equal call
 
 
 @dataclass(slots=True)
 class CacheStats:
     hits: int = 0
     misses: int = 0
-    shared: int = 0  # of the hits: waited for a call under way
+    shared: int = 0  # hits that waited for a call in flight
     stored: int = 0
     too_large: int = 0
 
@@ -35,7 +36,7 @@ class CacheStats:
 class _Ask:
     call: Call
     key: str
-    seconds: int  # to keep it
+    seconds: int
 
 
 class Cached:
@@ -48,7 +49,7 @@ class Cached:
         wait: float = WAIT,
         largest: int = LARGEST,
     ) -> None:
-        """`semantic` is made when the first gateway wants it."""
+        """`make_semantic` is called when a gateway first uses the semantic cache."""
         self._store, self._clock, self._make = store, clock, semantic
         self._wait, self._largest = wait, largest
         self.semantic: Semantic | None = None
@@ -57,17 +58,17 @@ class Cached:
 
     def layer(self, inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
-            seconds = lifetime(call)
-            return looked(_Ask(call, cache_key(call), seconds)) if seconds else inner(call)
+            ttl_s = lifetime(call)
+            return find_or_forward(_Ask(call, cache_key(call), ttl_s)) if ttl_s else inner(call)
 
-        async def looked(ask: _Ask) -> Reply:
-            return await self._known(ask) or await self._asked(ask, inner)
+        async def find_or_forward(lookup: _Ask) -> Reply:
+            return await self._known(lookup) or await self._asked(lookup, inner)
 
         return handle
 
     async def _known(self, ask: _Ask) -> Reply | None:
-        """From the cache, now or when the same call that is under way has its reply."""
-        until = min(self._clock.now() + self._wait, ask.call.deadline)
+        """Return the cached reply, or None if the call must be sent. Waits for an equal call in flight."""
+        deadline = min(self._clock.now() + self._wait, ask.call.deadline)
         waited = False
         while True:
             if (found := await self._found(ask)) is not None:
@@ -77,8 +78,8 @@ class Cached:
             flight = self._flights.running(ask.key)
             if flight is None:
                 return None
-            landing = await self._flights.wait(flight, until - self._clock.now())
-            if landing in (None, "failed"):
+            outcome = await self._flights.wait(flight, deadline - self._clock.now())
+            if outcome in (None, "failed"):
                 return None
             waited = True
 
@@ -91,13 +92,13 @@ class Cached:
         return Entry.decoded(data) if data is not None else None
 
     async def _asked(self, ask: _Ask, inner: Handler) -> Reply:
-        first = self._flights.running(ask.key) is None  # else that one failed, or is too slow: this goes by itself
+        first = self._flights.running(ask.key) is None  # otherwise that one failed or is too slow: send this one too
         flight = self._flights.begin(ask.key) if first else None
         try:
-            look = await self._look(ask.call)
-            if look is not None and (meant := await self._meant(ask, look)) is not None:
+            semantic_lookup = await self._look(ask.call)
+            if semantic_lookup is not None and (similar := await self._meant(ask, semantic_lookup)) is not None:
                 self._land(ask, flight, "stored")
-                return meant
+                return similar
             self.stats.misses += 1
             reply = await inner(ask.call)
         except BaseException as e:
@@ -106,23 +107,23 @@ class Cached:
         if reply.status != 200 or reply.error:
             self._land(ask, flight, "failed")
             return reply
-        # As it is now: by its end others may have said it in other words.
-        kept = reply.body if isinstance(reply.body, bytes) else Recording(reply.body, self._largest)
-        reply.body = kept
+        # The body is captured now, because outer layers may replace it before the reply ends.
+        body = reply.body if isinstance(reply.body, bytes) else Recording(reply.body, self._largest)
+        reply.body = body
 
-        async def ended(reply: Reply) -> None:
-            landing: Landing = "left" if reply.ended == "left" else "failed"
+        async def store_on_end(reply: Reply) -> None:
+            outcome: Landing = "left" if reply.ended == "left" else "failed"
             entry = None
             try:
                 if reply.ended == "complete" and reply.status == 200:
-                    entry = await self._stored(ask, reply, kept)
-                    landing = "failed" if entry is None else "stored"
+                    entry = await self._stored(ask, reply, body)
+                    outcome = "failed" if entry is None else "stored"
             finally:
-                self._land(ask, flight, landing)
-            if entry is not None and look is not None:
-                await self._learn(ask, look, entry)
+                self._land(ask, flight, outcome)
+            if entry is not None and semantic_lookup is not None:
+                await self._learn(ask, semantic_lookup, entry)
 
-        reply.endings.append(ended)
+        reply.endings.append(store_on_end)
         return reply
 
     async def _look(self, call: Call) -> Look | None:
@@ -133,7 +134,7 @@ class Cached:
         return await self.semantic.look(call)
 
     async def _meant(self, ask: _Ask, look: Look) -> Reply | None:
-        """The reply to a question that means the same; from now on it is this one's too."""
+        """Return the cached reply to a similar question, and store it under this call's key as well."""
         assert self.semantic is not None
         if look.near is None or ask.call.settings.semantic.mode != "on":
             return None
@@ -149,15 +150,15 @@ class Cached:
     async def _learn(self, ask: _Ask, look: Look, entry: Entry) -> None:
         assert self.semantic is not None
         self.semantic.learn(look, ask.key, ask.seconds)
-        if look.near is not None and (would := await self._entry(look.near.key)) is not None:
-            await self.semantic.compare(would, entry)
+        if look.near is not None and (similar := await self._entry(look.near.key)) is not None:
+            await self.semantic.compare(similar, entry)
 
     async def _stored(self, ask: _Ask, reply: Reply, kept: bytes | Recording) -> Entry | None:
         if isinstance(kept, bytes):
-            whole, chunks = len(kept) <= self._largest, [kept]
+            is_complete, chunks = len(kept) <= self._largest, [kept]
         else:
-            whole, chunks = kept.whole, kept.chunks
-        if not whole:
+            is_complete, chunks = kept.whole, kept.chunks
+        if not is_complete:
             self.stats.too_large += 1
             return None
         entry = Entry.of(reply, chunks, isinstance(kept, Recording))
@@ -171,7 +172,7 @@ class Cached:
 
 
 def lifetime(call: Call) -> int:
-    """Seconds its reply is kept; 0: nothing of it is, nor looked for."""
+    """Return how many seconds the reply is cached; 0 if the call neither uses nor fills the cache."""
     options = call.options
     private = call.settings.zdr if options.zdr is None else options.zdr
     if options.skip_cache or private or call.method != "POST":

@@ -1,6 +1,8 @@
-"""Continued: a layer that lets another place go on with a stream that broke off, where that is wished
-(`x-emberline-continue`, or the gateway's `continuation`): the next steps, or where there are none the same place once
-more. What is not one text that anybody could go on with passes as it is, and ends as it does."""
+"""ContinuationLayer: lets another provider continue a stream that broke off.
+
+It is enabled by the header `x-emberline-continue` or the gateway's setting `continuation`. The next steps are tried; if
+there is none, the same provider once more. A stream that is not a single text that a model can continue passes
+unchanged."""
 
 from __future__ import annotations
 
@@ -28,28 +30,31 @@ class Continued:
 
     def layer(self, inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
-            wished = call.options.continuation
-            if call.stream and (call.settings.continuation if wished is None else wished):
-                return watched(call)
+            requested = call.options.continuation
+            if call.stream and (call.settings.continuation if requested is None else requested):
+                return handle_stream(call)
             return inner(call)
 
-        async def watched(call: Call) -> Reply:
+        async def handle_stream(call: Call) -> Reply:
             dialect = next((each for each in TALK if each == call.dialect), None)
-            asked = await _continuable(call, dialect) if dialect is not None and _open(call) else None
+            conversation = await _continuable(call, dialect) if dialect is not None and _open(call) else None
             reply = await inner(call)
-            if asked is None or isinstance(reply.body, bytes):
+            if conversation is None or isinstance(reply.body, bytes):
                 return reply
             steps = list(enumerate(call.steps or steps_of(call)))
             rest = steps[reply.step + 1 :]
-            onward = _Onward(call, asked, rest or steps[-1:], not rest, self._attempts, self._registry)
-            return Spliced(call, asked.dialect, reply, onward.ask).reply
+            continuation = _Onward(call, conversation, rest or steps[-1:], not rest, self._attempts, self._registry)
+            return Spliced(call, conversation.dialect, reply, continuation.ask).reply
 
         return handle
 
 
 async def _continuable(call: Call, dialect: Spoken) -> Conversation | None:
-    """In another process, where the body is large; what comes back then has none of its messages. A body that takes
-    too long to read passes, and its stream is not continued."""
+    """Return the call's conversation if its stream can be continued, else None.
+
+    A large body is read in another process, and the result then has no messages. If that takes too long, the stream is
+    not continued.
+    """
     if len(call.body) < LARGE:
         return continuable(call.body, dialect)
     try:
@@ -59,10 +64,13 @@ async def _continuable(call: Call, dialect: Spoken) -> Conversation | None:
 
 
 def _open(call: Call) -> bool:
-    """Whether others may be asked with what was said. Guardrails that look at prompts would not have seen it, and
-    steps that have their own bodies ask something else."""
-    rails = call.settings.guardrails
-    guarded = any(rule.looks_at("prompt") for rule in rails.patterns) or any(j.asked("prompt") for j in rails.judges)
+    """Return whether the text so far may be sent to another provider.
+
+    It may not if guardrails check prompts, because they have not checked this text, or if steps have their own bodies,
+    because they ask something else.
+    """
+    rules = call.settings.guardrails
+    guarded = any(rule.looks_at("prompt") for rule in rules.patterns) or any(j.asked("prompt") for j in rules.judges)
     return not guarded and all(step.body is None for step in call.steps)
 
 
@@ -71,13 +79,14 @@ class _Onward:
     call: Call
     asked: Conversation
     ahead: list[tuple[int, Step]]
-    again: bool  # which is the one that broke
+    again: bool  # the remaining step is the one that broke
     attempts: Handler
     registry: Registry
 
     async def ask(self, said: str, broken: Reply) -> tuple[Reply, Seam] | None:
-        tries = self.call.options.max_attempts or self.call.settings.retries.attempts
-        if self.again and (tries == 1 or broken.error == TimedOut.code):  # who was silent is not asked again
+        """Return a reply that continues the text, and the seam to join it at, or None if no step can."""
+        attempts = self.call.options.max_attempts or self.call.settings.retries.attempts
+        if self.again and (attempts == 1 or broken.error == TimedOut.code):  # no retry of a provider that timed out
             return None
         while self.ahead:
             number, step = self.ahead.pop(0)
@@ -97,8 +106,8 @@ class _Onward:
     def _prefill(self, call: Call) -> Prefill:
         provider = self.registry.find(call.provider, call.settings)
         dialect = spoken_with(call, provider)
-        given = call.settings.providers.get(call.provider)
-        own = provider.prefill if given is None or given.prefill is None else given.prefill
+        configured = call.settings.providers.get(call.provider)
+        own = provider.prefill if configured is None or configured.prefill is None else configured.prefill
         if dialect == "anthropic":
             return "bare" if own or claude_goes_on(call.model, self.asked) else ""
         return own if dialect == "openai-chat" else ""

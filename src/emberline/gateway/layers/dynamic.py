@@ -1,19 +1,20 @@
-"""Dynamic: a layer that walks the route a call names (`dynamic/NAME`). Each model of it is asked as if the call had
-named it, so limits, guardrails, the cache and retries hold for every one by itself; what it may not or cannot do is
-tried at the next."""
+"""DynamicRouteLayer: runs the route that a call names (`dynamic/NAME`).
+
+Each model of the route is called as if the call had named it, so limits, guardrails, the cache and retries apply to
+every model separately. When a model is not permitted or fails, the route continues at its fallback."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, ModelNotFound
 from emberline.gateway.call import DYNAMIC, POOL, Call, Handler, Reply, Step
 from emberline.gateway.costs.beside import Beside
 from emberline.gateway.errors import Broken, Forbidden, LimitExceeded, ProviderNotFound, UpstreamFailed
+from emberline.gateway.layers.balanced import Estimate
 from emberline.gateway.layers.limited import GRACE
 from emberline.gateway.layers.permitted import permits
 from emberline.gateway.layers.routed import rescuable
@@ -27,12 +28,6 @@ from emberline.gateway.routes.walk import Plan, Walk
 from emberline.gateway.settings import Settings
 
 
-class Estimate(Protocol):
-    def at_most(self, call: Call) -> int | None:
-        """Micro-dollars that it may cost; None: not known."""
-        ...
-
-
 class Dynamic:
     def __init__(self, limiter: Limiter, estimate: Estimate, clock: Clock, wall: Clock) -> None:
         self._limiter, self._estimate = limiter, estimate
@@ -41,28 +36,30 @@ class Dynamic:
 
     def layer(self, inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
-            return inner(call) if call.provider != DYNAMIC else walked(call)
+            return inner(call) if call.provider != DYNAMIC else run_route(call)
 
-        async def walked(call: Call) -> Reply:
-            plan = self._plan(call.settings, call.model)
-            affine = call.options.session_id if not call.options.no_session_affinity else None
-            answers = await answers_about_body(call, plan.conditions)
-            walk = Walk.begin(plan, CallFacts(call), affine or call.id, answers)
-            return await _Errand(self, call, walk, inner).run()
+        async def run_route(call: Call) -> Reply:
+            route = self._plan(call.settings, call.model)
+            session_id = call.options.session_id if not call.options.no_session_affinity else None
+            results = await answers_about_body(call, route.conditions)
+            traversal = Walk.begin(route, CallFacts(call), session_id or call.id, results)
+            return await _Errand(self, call, traversal, inner).run()
 
         return handle
 
     def _plan(self, settings: Settings, name: str) -> Plan:
-        place = (settings.account, settings.gateway)
-        known = self._plans.get(place)
-        if known is None or known[0] is not settings:
-            known = self._plans[place] = (settings, {})
-        if name not in known[1]:
+        key = (settings.account, settings.gateway)
+        cached = self._plans.get(key)
+        if cached is None or cached[0] is not settings:
+            cached = self._plans[key] = (settings, {})
+        if name not in cached[1]:
             if name not in settings.routes:
-                there = ", ".join(sorted(settings.routes)) or "none"
-                raise ModelNotFound(f"there is no route {name[:80]!r}", param="model", hint=f"deployed are: {there}")
-            known[1][name] = Plan.of(name, Graph.read(settings.routes[name]))
-        return known[1][name]
+                deployed = ", ".join(sorted(settings.routes)) or "none"
+                raise ModelNotFound(
+                    f"route {name[:80]!r} does not exist", param="model", hint=f"deployed routes: {deployed}"
+                )
+            cached[1][name] = Plan.of(name, Graph.read(settings.routes[name]))
+        return cached[1][name]
 
     async def reserve(self, call: Call, walk: Walk, element: RateLimit) -> Reservation:
         rule = rule_of(walk.plan.name, element)
@@ -79,25 +76,25 @@ class Dynamic:
 
 
 class _Errand:
-    """One call on its way."""
+    """The progress of one call through a route: its reservations, its last reply and its last error."""
 
     def __init__(self, dynamic: Dynamic, call: Call, walk: Walk, inner: Handler) -> None:
         self._dynamic, self._call, self._walk, self._inner = dynamic, call, walk, inner
         self._made: list[Reservation] = []
         self._beside = Beside()
-        self._answer: Reply | None = None  # the last good one
-        self._error: EmberlineError | None = None  # the last
-        self._asked = 0  # models
+        self._answer: Reply | None = None  # of the last model that answered
+        self._error: EmberlineError | None = None
+        self._asked = 0
 
     async def run(self) -> Reply:
         try:
-            while (asking := self._walk.next()) is not None:
-                well = await (self._counted(asking) if isinstance(asking, RateLimit) else self._tried(asking))
+            while (element := self._walk.next()) is not None:
+                succeeded = await (self._counted(element) if isinstance(element, RateLimit) else self._tried(element))
                 if self._answer is not None and self._answer.status >= 400:
-                    break  # refused for what it says
-                self._walk.went(well)
+                    break  # a guardrail blocked it
+                self._walk.went(succeeded)
             if self._answer is None:
-                raise self._error or Broken(f"route {self._walk.plan.name!r} came to its end without a model")
+                raise self._error or Broken(f"route {self._walk.plan.name!r} ended before it reached a model")
         except BaseException:
             self._dynamic.settle(self._made, {"requests": 1})
             if self._answer is not None:
@@ -123,21 +120,21 @@ class _Errand:
         try:
             call.cleared = permits(call, DYNAMIC, self._walk.plan.name)
             if not call.cleared and call.provider != POOL and not permits(call, call.provider, call.model):
-                raise Forbidden(f"{call.provider}/{call.model} is not allowed here"[:300])
+                raise Forbidden(f"this key or gateway does not allow {call.provider}/{call.model}"[:300])
             reply = await self._inner(call)
         except (UpstreamFailed, LimitExceeded, Forbidden, ProviderNotFound) as e:
             if isinstance(e, UpstreamFailed) and not rescuable(e, Step(call.provider, call.model)):
                 raise
             self._error = e
             return False
-        before, self._answer = self._answer, reply
-        if before is not None:  # another model is asked after one that answered: only the last one is sent
-            await self._beside.drop(before)
+        previous, self._answer = self._answer, reply
+        if previous is not None:  # the route went on after a model that answered: only the last reply is sent
+            await self._beside.drop(previous)
         return True
 
 
 def at_model(call: Call, element: ModelElement, number: int, *, last: bool = True) -> Call:
-    """The call as if it had named this model. A provider's credentials are none of another's business."""
+    """Return the call as if it had named this model, without credentials for another provider."""
     target = element.properties
     options = replace(call.options, max_attempts=target.retries + 1)
     if target.timeout is not None:

@@ -1,5 +1,6 @@
-"""Guarded: a layer that looks at what goes to a model and at what comes back, by the gateway's guardrails. What it
-blocks is answered with an error, and billed for what it had cost by then."""
+"""GuardrailLayer: checks requests and replies against the guardrails of the gateway.
+
+A blocked call is answered with an error, and billed for what it had cost until then."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from emberline.gateway.refusal import error_reply, last_words
 from emberline.gateway.survey import survey
 
 HEADER = "cf-aig-dlp"
-LONGEST_HEADER = 20  # findings told in it
+LONGEST_HEADER = 20
 EVENTS = "text/event-stream"
 PACKED = "content-encoding"
 Side = Literal["prompt", "reply"]
@@ -42,21 +43,21 @@ _CHECKS: dict[Side, Check] = {"prompt": "REQUEST", "reply": "RESPONSE"}
 
 class Guarded:
     def __init__(self, ask: Handler, clock: Clock) -> None:
-        """`ask`: who answers a judge's question."""
+        """`judge_handler` sends a judge's question to its model."""
         self._judges = Judges(ask, clock)
 
     def layer(self, inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
-            rails = call.settings.guardrails
-            if not rails or (call.method != "POST" and not (call.body or call.query)):
+            guardrails = call.settings.guardrails
+            if not guardrails or (call.method != "POST" and not (call.body or call.query)):
                 return inner(call)
-            return Watch(call, rails, self._judges).run(inner)
+            return Watch(call, guardrails, self._judges).run(inner)
 
         return handle
 
 
 class Watch:
-    """One call, looked at on its way there and back."""
+    """One call whose request and reply are checked."""
 
     def __init__(self, call: Call, rails: Guardrails, judges: Judges) -> None:
         self._call, self._rails, self._judges = call, rails, judges
@@ -65,20 +66,20 @@ class Watch:
 
     async def run(self, inner: Handler) -> Reply:
         try:
-            call, said = await self._prompt()
+            call, text = await self._prompt()
         except RecursionError as e:
-            raise InvalidRequest("the request is nested too deep for guardrails to look into it") from e
-        stop = self._stopping() or await self._judged("prompt", said)
+            raise InvalidRequest("the request's JSON is nested too deeply for guardrails to check it") from e
+        finding = self._stopping() or await self._judged("prompt", text)
         self._tell()
-        if stop is not None:
-            reply = error_reply(call.dialect, _blocked(stop))
+        if finding is not None:
+            reply = error_reply(call.dialect, _blocked(finding))
             reply.provider, reply.model, reply.micros = call.provider, call.model, 0
         else:
             reply = self._reply = await inner(call)
             try:
                 if reply.status < 400 and call.method == "POST":
                     await self._looked(reply)
-            except BaseException:  # the client left while it was judged
+            except BaseException:  # the client may leave while a judge is asked
                 await reply.close()
                 raise
         reply.endings.append(self._beside.add)
@@ -87,53 +88,53 @@ class Watch:
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
     async def _prompt(self) -> tuple[Call, str]:
-        """The call without what is to be redacted, and what it says for judges."""
+        """Return the call with redactions applied, and the text that judges are to read."""
         call, rules = self._call, self._rules("prompt")
         if rules and call.query:
-            query, found = inspect_query(call.query, rules)
-            self._note_all(found)
+            query, findings = inspect_query(call.query, rules)
+            self._note_all(findings)
             call = call if query is call.query else call.moved(query=query)
         if not any(step.body is not None for step in call.steps):
-            seen = await self._inspected(call.body, rules, call.headers)
-            if seen.body is None:
-                return call, seen.said
-            call.redacted.append(seen.body)
+            result = await self._inspected(call.body, rules, call.headers)
+            if result.body is None:
+                return call, result.said
+            call.redacted.append(result.body)
             headers = {name: value for name, value in call.headers.items() if name != PACKED}
-            moved = call.moved(body=seen.body, headers=headers)
-            if len(seen.body) >= WORK_LARGE:
-                moved.surveyed = await offload.run(len(seen.body), survey, seen.body)
-                moved.seen = moved.surveyed.seen
-            return moved, seen.said
-        all_seen = [None if s.body is None else await self._inspected(s.body, rules, {}) for s in call.steps]
-        said = "\n".join(seen.said for seen in all_seen if seen is not None and seen.said)
-        if all(seen is None or seen.body is None for seen in all_seen):
-            return call, said
-        bodies = [s.body if seen is None or seen.body is None else seen.body
-                  for s, seen in zip(call.steps, all_seen, strict=True)]  # fmt: skip
+            changed = call.moved(body=result.body, headers=headers)
+            if len(result.body) >= WORK_LARGE:
+                changed.surveyed = await offload.run(len(result.body), survey, result.body)
+                changed.seen = changed.surveyed.seen
+            return changed, result.said
+        results = [None if s.body is None else await self._inspected(s.body, rules, {}) for s in call.steps]
+        text = "\n".join(each.said for each in results if each is not None and each.said)
+        if all(each is None or each.body is None for each in results):
+            return call, text
+        bodies = [s.body if each is None or each.body is None else each.body
+                  for s, each in zip(call.steps, results, strict=True)]  # fmt: skip
         call.redacted.append(b"[%b]" % b",".join(body for body in bodies if body is not None))
         steps = [await _with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
-        return call.moved(steps=tuple(steps)), said
+        return call.moved(steps=tuple(steps)), text
 
     async def _inspected(self, body: bytes, rules: tuple[PatternRule, ...], headers: Mapping[str, str]) -> Inspected:
         if not rules and not self._judging("prompt"):
             return Inspected()
-        kind, coding = headers.get("content-type", ""), headers.get(PACKED, "")
+        content_type, encoding = headers.get("content-type", ""), headers.get(PACKED, "")
         try:
-            if len(body) < LARGE and not coding:
-                seen = inspect_request(body, rules, kind)
+            if len(body) < LARGE and not encoding:
+                result = inspect_request(body, rules, content_type)
             else:
-                seen = await offload.run(len(body), inspect_request, body, rules, kind, coding)
+                result = await offload.run(len(body), inspect_request, body, rules, content_type, encoding)
         except Unreadable as e:
-            return self._unreadable(rules, coding, e)
-        self._note_all(seen.findings)
-        return seen
+            return self._unreadable(rules, encoding, e)
+        self._note_all(result.findings)
+        return result
 
-    def _unreadable(self, rules: tuple[PatternRule, ...], coding: str, error: Unreadable) -> Inspected:
-        """What cannot be read does not pass rules that would keep something back."""
+    def _unreadable(self, rules: tuple[PatternRule, ...], encoding: str, error: Unreadable) -> Inspected:
+        """Let an unreadable body pass with a finding. Raises InvalidRequest if a rule redacts or blocks."""
         if strict := next((rule.name for rule in rules if rule.action != "flag"), ""):
             raise InvalidRequest(
-                f"guardrail {strict!r} cannot read the body: its content-encoding is {coding[:40]!r} ({error})",
-                hint="send it without content-encoding, or with gzip or deflate",
+                f"guardrail {strict!r} cannot read the body with content-encoding {encoding[:40]!r}: {error}",
+                hint="send the body without content-encoding, or with gzip or deflate",
             )
         self.note(Finding(rules[0].name, "unchecked", "REQUEST", "flag"))
         return Inspected()
@@ -159,39 +160,39 @@ class Watch:
         body, rules = reply.body, self._rules("reply")
         try:
             if len(body) < LARGE:
-                seen = inspect_reply(body, rules)
+                result = inspect_reply(body, rules)
             else:
-                seen = await offload.run(len(body), inspect_reply, body, rules)
-        except (RecursionError, WorkTooLarge):  # nested too deep, or too much to look at
+                result = await offload.run(len(body), inspect_reply, body, rules)
+        except (RecursionError, WorkTooLarge):  # nested too deeply, or too large
             if strict := self._strictest(scanner, judges):
                 self._unread(reply, strict)
             return
-        self._note_all(seen.findings)
-        reply.body, said = body if seen.body is None else seen.body, seen.said
-        stop = self._stopping() or await self.judge(said)
+        self._note_all(result.findings)
+        reply.body, text = body if result.body is None else result.body, result.said
+        finding = self._stopping() or await self.judge(text)
         self._tell()
-        if stop is not None:
-            self._refuse(reply, stop)
+        if finding is not None:
+            self._refuse(reply, finding)
 
     @staticmethod
     def _strictest(scanner: Scanner, judges: list[Judge]) -> str:
-        """Of those who would block a reply, one; empty: nobody would."""
+        """Return the name of a rule or judge that may redact or block a reply, or "" if there is none."""
         return scanner.strictest or next((each.name for each in judges if each.blocks("reply")), "")
 
     def _unread(self, reply: Reply, policy: str) -> None:
-        """Nobody can look into it: a stream that is none of events, or what is nested too deep."""
-        stop = Finding(policy, "unchecked", "RESPONSE", "block")
-        self.note(stop)
+        """Block a reply that cannot be checked: a stream without events, or JSON nested too deeply."""
+        finding = Finding(policy, "unchecked", "RESPONSE", "block")
+        self.note(finding)
         self._tell()
-        self._refuse(reply, stop)
+        self._refuse(reply, finding)
 
     def _refuse(self, reply: Reply, stop: Finding) -> None:
-        """What it cost stays: it was answered, only not shown."""
-        told = error_reply(self._call.dialect, _blocked(stop))
-        reply.status, reply.headers, reply.body = told.status, told.headers, told.body
-        reply.ended, reply.error = told.ended, told.error
+        """Replace the reply by an error. Its usage and cost stay, because the provider did answer."""
+        error = error_reply(self._call.dialect, _blocked(stop))
+        reply.status, reply.headers, reply.body = error.status, error.headers, error.body
+        reply.ended, reply.error = error.ended, error.error
 
-    # -- as GuardedStream sees it --------------------------------------------------------------------------------------
+    # -- ReplyGuard, for GuardedStream ---------------------------------------------------------------------------------
 
     def note(self, finding: Finding) -> None:
         if finding not in self._call.findings:
@@ -201,13 +202,14 @@ class Watch:
         return await self._judged("reply", said)
 
     def last_words(self, finding: Finding) -> bytes:
+        """End the stream and return its error event. Raises Blocked if the dialect has no error events."""
         assert self._reply is not None
         error = _blocked(finding)
         self._reply.ended, self._reply.error = "cut", error.code
-        words = last_words(self._call.dialect, error)
-        if words is None:
+        event = last_words(self._call.dialect, error)
+        if event is None:
             raise error
-        return words
+        return event
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -227,8 +229,8 @@ class Watch:
         if not said.strip():
             return None
         for judge in self._judging(side):
-            found = await self._judges.verdict(judge, said, self._call, self._beside)
-            for entry, action in decided(judge.asked(side), found):
+            categories = await self._judges.verdict(judge, said, self._call, self._beside)
+            for entry, action in decided(judge.asked(side), categories):
                 finding = Finding(judge.name, entry, _CHECKS[side], action)
                 self.note(finding)
                 if action == "block":
@@ -236,12 +238,12 @@ class Watch:
         return None
 
     def _tell(self) -> None:
-        """In the reply's header, as far as it is known before its first byte."""
-        found = self._call.findings
-        if found:
-            action = worst(found)
-            told = {"findings": [_shown(each) for each in found[:LONGEST_HEADER]], "action": (action or "").upper()}
-            self._call.notes[HEADER] = json.dumps(told)  # with nothing but ASCII, as headers want it
+        """Put the findings known so far into the reply's header."""
+        findings = self._call.findings
+        if findings:
+            action = (worst(findings) or "").upper()
+            value = {"findings": [_shown(each) for each in findings[:LONGEST_HEADER]], "action": action}
+            self._call.notes[HEADER] = json.dumps(value)  # ASCII only, as a header requires
 
 
 async def _with_body(step: Step, body: bytes | None) -> Step:
@@ -261,5 +263,5 @@ def _blocked(finding: Finding) -> Blocked:
     reply, judged = finding.check == "RESPONSE", finding.entry[:1] == "S" or finding.entry == "unchecked"
     what = "response" if reply else "request"
     number = (2017 if reply else 2016) if judged else (2030 if reply else 2029)
-    why = "it could not be checked" if finding.entry == "unchecked" else f"it has {finding.entry}"
+    why = "it could not be checked" if finding.entry == "unchecked" else f"it contains {finding.entry}"
     return Blocked(f"the {what} was blocked by guardrail {finding.policy!r}: {why}", reply=reply, number=number)

@@ -1,5 +1,7 @@
-"""Hedge: a layer that asks a second place when the first takes long. Who answers first is heard, the other is hung up
-on; what that one cost is on the bill, and where it had not begun to answer, its input is, estimated."""
+"""The layer that calls a second pool member when the first takes too long.
+
+The reply that begins first is returned and the other call is cancelled. What the cancelled call cost is billed with the
+reply; if it had not begun to answer, its input is estimated."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from emberline.gateway.costs.cost import cost
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.layers.routed import at_step
 
-OUTRUN = "outrun"  # the outcome of who was slower
+OUTRUN = "outrun"  # the outcome of the slower attempt
 
 
 def hedged(prices: Prices, clock: Clock) -> Layer:
@@ -47,12 +49,12 @@ class _Race:
                 step = self.call.steps[1]
                 self._start(at_step(self.call, step, 1, True).moved(steps=(step,)))
                 winner = await self._first()
-            winner = winner or first.result()  # raises what went wrong with the first
-            beside = await self._stopped(winner)
-        except BaseException:  # also if the client left when there was a winner
+            winner = winner or first.result()  # raises the error of the first attempt
+            extra_cost = await self._stopped(winner)
+        except BaseException:  # the client may leave after a reply has begun
             await self._stopped(None)
             raise
-        winner.endings.append(beside.add)
+        winner.endings.append(extra_cost.add)
         return winner
 
     def _start(self, call: Call) -> asyncio.Task[Reply]:
@@ -61,7 +63,7 @@ class _Race:
         return task
 
     async def _first(self) -> Reply | None:
-        """None: nobody answered."""
+        """Return the reply that begins first, or None if every attempt failed."""
         running = set(self.runners)
         while running:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -71,17 +73,17 @@ class _Race:
         return None
 
     async def _stopped(self, winner: Reply | None) -> Beside:
-        beside = Beside()
+        extra_cost = Beside()
         running = [task for task in self.runners if not task.done()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for task, (call, began) in self.runners.items():
+        for task, (call, started_at) in self.runners.items():
             if task.cancelled():
-                self._outrun(call, began, beside)
+                self._outrun(call, started_at, extra_cost)
             elif task.exception() is None and task.result() is not winner:
-                await beside.drop(task.result())
-        return beside
+                await extra_cost.drop(task.result())
+        return extra_cost
 
     def _outrun(self, call: Call, began: float, beside: Beside) -> None:
         seconds, key = self.clock.now() - began, call.options.byok_alias or ""

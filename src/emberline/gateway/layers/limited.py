@@ -1,5 +1,7 @@
-"""Limited: a call passes when every rule that holds for it has room. What it may use is reserved first; what it did use
-is settled when its reply has ended. A reply from the cache counts as a request, and costs nothing."""
+"""The layer that enforces limits: a call passes if every rule that applies to it has capacity left.
+
+The most that a call may use is reserved first; what it did use is settled when its reply ends. A cached reply counts as
+one request and costs nothing."""
 
 from __future__ import annotations
 
@@ -14,34 +16,34 @@ from emberline.gateway.limits.claims import Claims, Sizes
 from emberline.gateway.limits.headers import duration, remaining
 from emberline.gateway.limits.rule import Amount, Claim
 
-GRACE = 5.0  # seconds a reservation outlasts the call's deadline
+GRACE = 5.0  # how long a reservation outlasts the deadline of its call
 
 
 def limited(limiter: Limiter, sizes: Sizes, prices: Prices, clock: Clock, wall: Clock) -> Layer:
-    """`clock` is monotonic, `wall` tells seconds since 1970."""
-    claimed = Claims(sizes, prices)
+    """Return the layer that enforces limits. `clock` is monotonic; `wall` is in seconds since the epoch."""
+    claim_builder = Claims(sizes, prices)
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: Call) -> Reply:
-            claims = claimed.of(call)
+            claims = claim_builder.of(call)
             if not claims:
                 return await inner(call)
             try:
-                made = await limiter.reserve(claims, wall.now(), call.deadline - clock.now() + GRACE)
+                reservation = await limiter.reserve(claims, wall.now(), call.deadline - clock.now() + GRACE)
             except LimitExceeded as e:
                 call.notes.update(_refused(claims, e))
                 raise
-            call.notes.update(remaining(made.grants))
+            call.notes.update(remaining(reservation.grants))
             try:
                 reply = await inner(call)
             except BaseException:
-                limiter.settle(made, {"requests": int(call.last)})  # else it is the next step's to count
+                limiter.settle(reservation, {"requests": int(call.last)})  # the last step counts the request
                 raise
 
-            async def ended(reply: Reply) -> None:
-                limiter.settle(made, _used(reply))
+            async def settle_on_end(reply: Reply) -> None:
+                limiter.settle(reservation, _used(reply))
 
-            reply.endings.append(ended)
+            reply.endings.append(settle_on_end)
             return reply
 
         return handle

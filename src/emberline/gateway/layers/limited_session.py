@@ -1,5 +1,7 @@
-"""Limited sessions: a realtime socket passes as a call does, and then each of its answers does: what one used is
-settled when it is told, and the next is reserved. Where there is no room for that, the session ends."""
+"""The layer that enforces limits on realtime sessions, for each response of the model separately.
+
+What a response used is settled when the provider reports it, and capacity for the next one is reserved. If none is
+left, the session ends."""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ from emberline.gateway.realtime.realtime import Joined
 
 
 def limited_sessions(limiter: Limiter, claimed: Claims, clock: Clock, wall: Clock) -> Layer:
-    """`clock` is monotonic, `wall` tells seconds since 1970."""
+    """Return the layer for realtime sessions. `clock` is monotonic; `wall` is in seconds since the epoch."""
 
     def layer(inner: Handler) -> Handler:
         async def handle(call: Call) -> Reply:
             claims = claimed.of(call)
             if not claims:
                 return await inner(call)
-            answers = _Answers(call, limiter, clock, wall)
-            await answers.reserve(claims)
+            reservations = _Answers(call, limiter, clock, wall)
+            await reservations.reserve(claims)
             try:
                 reply = await inner(call)
             except BaseException:
-                answers.settle(requests=1)
+                reservations.settle(requests=1)
                 raise
             assert isinstance(reply, Joined)
-            reply.answered = answers.one
-            reply.endings.append(answers.ended)
+            reply.answered = reservations.one
+            reply.endings.append(reservations.ended)
             return reply
 
         return handle
@@ -46,7 +48,7 @@ class _Answers:
     limiter: Limiter
     clock: Clock
     wall: Clock
-    held: Reservation | None = None  # for the next
+    held: Reservation | None = None  # for the next response
     is_first: bool = True
 
     async def reserve(self, claims: list[Claim]) -> None:
@@ -54,18 +56,18 @@ class _Answers:
         self.held = await self.limiter.reserve(claims, self.wall.now(), left)
 
     def settle(self, *, requests: int, tokens: int = 0, micros: int = 0) -> list[Claim]:
-        """What was held for; nothing of it is, any more."""
-        if (held := self.held) is None:
+        """Settle the reservation, if there is one, and return its claims."""
+        if (reservation := self.held) is None:
             return []
         self.held = None
-        self.limiter.settle(held, {"requests": requests, "tokens": tokens, "micros": micros})
-        return [grant.claim for grant in held.grants]
+        self.limiter.settle(reservation, {"requests": requests, "tokens": tokens, "micros": micros})
+        return [grant.claim for grant in reservation.grants]
 
     async def one(self, usage: Usage, micros: int) -> None:
         claims = self.settle(requests=int(self.is_first), tokens=usage.total, micros=micros)
         self.is_first = False
-        if again := [claim for claim in claims if claim.rule.amount != "requests"]:
-            await self.reserve(again)
+        if recurring := [claim for claim in claims if claim.rule.amount != "requests"]:
+            await self.reserve(recurring)
 
     async def ended(self, reply: Reply) -> None:
         self.settle(requests=int(self.is_first))

@@ -1,4 +1,6 @@
-"""Logged: every call leaves one record, whatever became of it, when its reply has ended; the reply names it."""
+"""The layer that writes one log record for every call when its reply has ended.
+
+The headers of the reply name the record."""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.logs.record import Payload, Record
 from emberline.gateway.providers.wire import safe_header
 
-GONE = 499  # the status of those who were not there any more
-LARGEST = 1 << 20  # bytes of a reply that are kept
+GONE = 499  # nginx's status for a client that closed the connection
+LARGEST = 1 << 20  # bytes of a reply that are logged
 KINDS = {"openai-chat": "chat", "openai-responses": "chat", "anthropic": "chat", "gemini": "chat",
          "openai-embeddings": "embeddings"}  # fmt: skip
 
 
 class Journal(Protocol):
     def put(self, record: Record, payload: Payload | None = None) -> None:
-        """Never waits."""
+        """Queue the record; this never blocks."""
         ...
 
 
@@ -29,21 +31,21 @@ def logged(journal: Journal, clock: Clock) -> Layer:
             collect = call.settings.logs.collect if call.options.collect_log is None else call.options.collect_log
             try:
                 reply = await inner(call)
-            except asyncio.CancelledError:  # the client left before there was anything to send
+            except asyncio.CancelledError:  # the client left before the reply began
                 if collect:
                     left = Reply(GONE, {}, b"", ended="left", error="client_gone")
                     journal.put(record(call, left, clock.now() - call.began), None)
                 raise
             heads(call, reply)
             if collect:
-                kept = _kept(call, reply)
+                chunks = _kept(call, reply)
 
-                async def ended(reply: Reply) -> None:
+                async def log_on_end(reply: Reply) -> None:
                     seconds = clock.now() - call.began
-                    payload = None if kept is None else Payload(asked(call, reply), b"".join(kept))
+                    payload = None if chunks is None else Payload(asked(call, reply), b"".join(chunks))
                     journal.put(record(call, reply, seconds), payload)
 
-                reply.endings.append(ended)
+                reply.endings.append(log_on_end)
             return reply
 
         return handle
@@ -63,7 +65,10 @@ def heads(call: Call, reply: Reply) -> None:
 
 
 def asked(call: Call, reply: Reply) -> bytes:
-    """Of a list of steps, the body of the one that answered: the list itself has keys in it."""
+    """Return the request body to log: of a list of steps only the one that answered.
+
+    The list itself contains keys.
+    """
     if call.redacted:
         return call.redacted[-1]
     own = call.steps[reply.step].body if reply.step < len(call.steps) else None
@@ -71,19 +76,19 @@ def asked(call: Call, reply: Reply) -> bytes:
 
 
 def _kept(call: Call, reply: Reply) -> list[bytes] | None:
-    """Where the reply's bytes gather as they pass; None: nothing is kept."""
-    wanted = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
-    private = call.settings.zdr if call.options.zdr is None else call.options.zdr
-    if not wanted or private:
+    """Return the list that collects the reply's bytes, or None if payloads are not logged."""
+    is_enabled = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
+    is_private = call.settings.zdr if call.options.zdr is None else call.options.zdr
+    if not is_enabled or is_private:
         return None
     if isinstance(reply.body, bytes):
         return [reply.body[:LARGEST]]
-    reply.body = tapped = Tapped(reply.body)
-    return tapped.kept
+    reply.body = captured = Tapped(reply.body)
+    return captured.kept
 
 
 class Tapped:
-    """A stream of which a copy is kept, up to a size."""
+    """A stream that keeps a copy of its first bytes as they pass."""
 
     def __init__(self, stream: Stream, most: int = LARGEST) -> None:
         self.kept: list[bytes] = []
@@ -105,30 +110,29 @@ class Tapped:
 
 
 def found(call: Call, reply: Reply) -> dict[str, str]:
-    """Which turn it was, what guardrails found and who went on with a broken stream, so that the log can be searched
-    for it."""
-    turn = call.options.turn_id
-    if not (call.findings or reply.continued or turn):
+    """Return the turn id, guardrail findings and continuing provider, by which the log can be searched."""
+    turn_id = call.options.turn_id
+    if not (call.findings or reply.continued or turn_id):
         return {}
-    told = ", ".join(dict.fromkeys(map(str, call.findings)))
-    noted = {"guardrails": told, "continued": reply.continued, "turn_id": turn or ""}
-    return {name: value for name, value in noted.items() if value}
+    findings = ", ".join(dict.fromkeys(map(str, call.findings)))
+    metadata = {"guardrails": findings, "continued": reply.continued, "turn_id": turn_id or ""}
+    return {name: value for name, value in metadata.items() if value}
 
 
 def record(call: Call, reply: Reply, seconds: float) -> Record:
     options = call.options
-    whole = reply.ended == "complete" and reply.status < 400
+    succeeded = reply.ended == "complete" and reply.status < 400
     return Record(
         id=call.id,
         account=call.account,
         gateway=call.gateway,
         provider=reply.provider or call.provider,
         model=reply.model or call.model,
-        path=call.endpoint.partition("?")[0],  # a query may have a key in it
+        path=call.endpoint.partition("?")[0],  # the query may contain a key
         dialect=call.dialect,
         request_type=KINDS.get(call.dialect, ""),
         status=reply.status,
-        success=whole,
+        success=succeeded,
         ended=reply.ended or "left",  # type: ignore[arg-type]
         cached=reply.cached,
         stream=call.stream,

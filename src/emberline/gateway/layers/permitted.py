@@ -1,4 +1,4 @@
-"""Permitted: may this caller use this gateway, this provider and this model?"""
+"""The layer that checks whether the caller may use this gateway, provider and model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from emberline.gateway.keys.identity import ANY, allows
 
 def permitted(inner: Handler) -> Handler:
     def handle(call: Call) -> Awaitable[Reply]:
-        who = call.identity
-        if call.settings.authentication and who.kind == "anonymous":
+        identity = call.identity
+        if call.settings.authentication and identity.kind == "anonymous":
             raise Unauthorized(
-                "this gateway needs a key", hint="send cf-aig-authorization: Bearer KEY, or the key as the API key"
+                "this gateway requires a key", hint="send cf-aig-authorization: Bearer KEY, or the key as the API key"
             )
-        if not who.use:
-            raise Forbidden(f"key {who.name!r} is for management only")
-        if not who.may_enter(call.account, call.gateway):
-            raise Forbidden(f"key {who.name!r} is not for gateway {call.gateway!r} of account {call.account!r}")
+        if not identity.use:
+            raise Forbidden(f"key {identity.name!r} is for management only", hint="send a key that may use gateways")
+        if not identity.may_enter(call.account, call.gateway):
+            raise Forbidden(f"key {identity.name!r} may not use gateway {call.gateway!r} of account {call.account!r}")
         steps = {(step.provider, step.model) for step in call.steps} if call.steps else ((call.provider, call.model),)
         for provider, model in steps:
             if provider in VIRTUAL:
-                continue  # the models it stands for are looked at one by one
-            if not who.may_use(provider, model):
-                raise Forbidden(f"key {who.name!r} may not use {provider}/{model}"[:300])
+                continue  # the models of a route or pool are checked when it has chosen one
+            if not identity.may_use(provider, model):
+                raise Forbidden(f"key {identity.name!r} may not use {provider}/{model}"[:300])
             if not _allowed(call, provider, model):
-                raise Forbidden(f"{provider}/{model} is not allowed here"[:300])
+                raise Forbidden(f"this gateway or request does not allow {provider}/{model}"[:300])
         return inner(call)
 
     return handle
@@ -39,8 +39,8 @@ def permits(call: Call, provider: str, model: str) -> bool:
 
 
 def _allowed(call: Call, provider: str, model: str) -> bool:
-    """By the gateway, and by what the caller itself asked to stay within."""
-    settings, asked = call.settings, call.options
+    """Return whether the gateway allows the model, and the request's own restrictions do."""
+    settings, options = call.settings, call.options
     return allows(settings.allowed_providers, settings.allowed_models, provider, model) and allows(
-        asked.allowed_providers or ANY, asked.allowed_models or ANY, provider, model
+        options.allowed_providers or ANY, options.allowed_models or ANY, provider, model
     )

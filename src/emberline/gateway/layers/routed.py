@@ -1,5 +1,7 @@
-"""Routed: the steps of a call, one after the other until one answers. What a client did wrong is its own to mend, and
-what was refused for its content is not carried to somebody who may be less strict."""
+"""The layer that tries the steps of a call in order until one answers.
+
+An error that the request caused is returned at once, and a request refused for its content is not sent to another
+provider, which might be less strict."""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ def routed(inner: Handler) -> Handler:
         steps = call.steps or steps_of(call)
         if len(steps) == 1:
             return inner(at_step(call, steps[0], 0, True))
-        return walked(call, steps)
+        return try_steps(call, steps)
 
-    async def walked(call: Call, steps: tuple[Step, ...]) -> Reply:
+    async def try_steps(call: Call, steps: tuple[Step, ...]) -> Reply:
         for number, step in enumerate(steps):
             last = number + 1 == len(steps)
             try:
@@ -26,26 +28,27 @@ def routed(inner: Handler) -> Handler:
             except UpstreamFailed as e:
                 if last or not rescuable(e, step):
                     raise
-                call.notes.pop(CHANGED, None)  # what was changed for one who did not answer
-        raise AssertionError("not reached")
+                call.notes.pop(CHANGED, None)  # changes made for the provider that failed
+        raise AssertionError("unreachable")
 
     return handle
 
 
 def rescuable(error: UpstreamFailed, step: Step) -> bool:
+    """Return whether the next step may be tried after this error."""
     if not isinstance(error, Refused):
         return True
     if error.kind == "request":
-        return step.body is not None  # the next step has another
+        return step.body is not None  # the next step has its own body
     return error.kind != "filtered"
 
 
 def steps_of(call: Call) -> tuple[Step, ...]:
-    """Where the call itself goes, and then the fallbacks of its model."""
+    """Return the step that the call names, followed by the configured fallbacks of its model."""
     first = Step(call.provider, call.model)
-    named = (f"{call.provider}/{call.model}", call.model)
+    names = (f"{call.provider}/{call.model}", call.model)
     for fallback in call.settings.fallbacks:
-        if any(_matches(fallback.model, name) for name in named):
+        if any(_matches(fallback.model, name) for name in names):
             others = (target.split("/", 1) for target in fallback.to)
             return (first, *(Step(provider, model) for provider, model in others if permits(call, provider, model)))
     return (first,)
@@ -56,11 +59,11 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def at_step(call: Call, step: Step, number: int, last: bool) -> Call:
-    """The call as this step has it; the trail and the notes are shared."""
+    """Return the call as this step sends it; the trail and the notes are shared."""
     if number == 0 and step.body is None:
         return call if last else call.moved(last=False)
     headers = step.headers
-    if headers is None:  # another provider's credentials are none of its business
+    if headers is None:  # credentials for another provider are not passed on
         headers = {name: value for name, value in call.headers.items() if name in _SHARED}
     return call.moved(
         provider=step.provider,

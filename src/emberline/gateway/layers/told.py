@@ -1,4 +1,6 @@
-"""Told: what goes wrong becomes a reply in the client's dialect, so that the layers outside see nothing else."""
+"""The layer that turns exceptions into replies in the client's dialect.
+
+The layers outside of it see replies only."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def told(inner: Handler) -> Handler:
             return await inner(call)
         except Exception as e:
             if not isinstance(e, EmberlineError):
-                log.exception("%s %s", call.provider, call.endpoint)
+                log.exception("internal error in a call: provider=%s endpoint=%s", call.provider, call.endpoint)
             reply = error_reply(call.dialect, e)
             if call.trail:
                 last = call.trail[-1]

@@ -1,6 +1,7 @@
-"""Traced: every call is a span, told when its reply has ended, below the caller's own if it says which
-(`cf-aig-otel-trace-id`, `cf-aig-otel-parent-span-id`, or W3C's `traceparent`). Who is asked is told to go on below it.
-What was asked and answered is in it only if wished."""
+"""The layer that records one OpenTelemetry span for each call, ended when its reply has ended.
+
+The parent is the caller's span, if the headers name one (`cf-aig-otel-trace-id`, `cf-aig-otel-parent-span-id`, or W3C's
+`traceparent`), and the provider receives this span as its parent. Payloads are recorded only if enabled."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from emberline.trace.context import PARENT, STATE, Context
 from emberline.trace.span import About, Kind, Span
 from emberline.trace.tracer import Tracer
 
-LONGEST = 1 << 16  # characters of a prompt or a completion
+LONGEST = 1 << 16  # of a prompt or a completion
 
 
 def traced(tracer: Tracer, *, payloads: bool) -> Layer:
@@ -22,21 +23,21 @@ def traced(tracer: Tracer, *, payloads: bool) -> Layer:
             span = _begun(tracer, call)
             try:
                 reply = await inner(call)
-            except asyncio.CancelledError:  # the client left before there was anything to send
+            except asyncio.CancelledError:  # the client left before the reply began
                 _end(span, call, Reply(GONE, {}, b"", ended="left", error="client_gone"), None)
                 raise
-            kept: list[bytes] | None = None
+            chunks: list[bytes] | None = None
             if payloads and span.context.sampled and not _private(call):
                 if isinstance(reply.body, bytes):
-                    kept = [reply.body[:LONGEST]]
+                    chunks = [reply.body[:LONGEST]]
                 else:
-                    reply.body = tapped = Tapped(reply.body, LONGEST)
-                    kept = tapped.kept
+                    reply.body = captured = Tapped(reply.body, LONGEST)
+                    chunks = captured.kept
 
-            async def ended(reply: Reply) -> None:
-                _end(span, call, reply, kept)
+            async def end_span(reply: Reply) -> None:
+                _end(span, call, reply, chunks)
 
-            reply.endings.append(ended)
+            reply.endings.append(end_span)
             return reply
 
         return handle
@@ -47,7 +48,7 @@ def traced(tracer: Tracer, *, payloads: bool) -> Layer:
 def _begun(tracer: Tracer, call: Call) -> Span:
     options, parent = call.options, Context.read(call.trace.get(PARENT, ""))
     if parent is None:
-        call.trace.pop(STATE, None)  # means nothing without the other
+        call.trace.pop(STATE, None)  # tracestate is invalid without a traceparent
     if options.otel_trace_id:
         parent = Context(options.otel_trace_id, options.otel_parent_span_id or "")
     span = tracer.begin("", Kind.CLIENT, parent)
@@ -64,13 +65,13 @@ def _private(call: Call) -> bool:
 def _end(span: Span, call: Call, reply: Reply, kept: list[bytes] | None) -> None:
     if not span.context.sampled:
         return
-    made = record(call, reply, 0.0)
-    span.name = f"{made.request_type or 'call'} {made.model}".strip()
-    span.about |= _about(made)
+    row = record(call, reply, 0.0)
+    span.name = f"{row.request_type or 'call'} {row.model}".strip()
+    span.about |= _about(row)
     if kept is not None:
         prompt, completion = _text(asked(call, reply)), _text(b"".join(kept))
         span.about |= {"gen_ai.prompt_json": prompt, "gen_ai.completion_json": completion}
-    span.end("" if made.success else made.error or made.ended)
+    span.end("" if row.success else row.error or row.ended)
 
 
 def _about(record: Record) -> About:

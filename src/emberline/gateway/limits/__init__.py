@@ -1,1 +1,3 @@
-"""Limits on requests, tokens and money: reserved before a call, settled after it, given back when its holder died."""
+"""Limits on requests, tokens and money.
+
+They are reserved before a call, settled after it, and released when the holder of a reservation dies."""

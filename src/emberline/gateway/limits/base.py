@@ -1,5 +1,6 @@
-"""Limiter: who counts. A reservation is all of its claims or none; it is settled exactly once, and comes back by itself
-when its holder is gone."""
+"""Limiter: the interface of everything that counts usage against limits.
+
+A reservation covers all of its claims or none. It is settled exactly once, and expires by itself if its holder dies."""
 
 from __future__ import annotations
 
@@ -14,59 +15,65 @@ from emberline.gateway.limits.rule import Amount, Claim
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """What one claim got."""
+    """The part of a reservation that belongs to one claim."""
 
     claim: Claim
     slot: int
-    amount: int  # less than claimed where only so much was left
+    amount: int  # less than claimed if less was left
     remaining: int
-    resets: int  # milliseconds until all of the limit is there again
+    resets: int  # milliseconds until the whole limit is available again
 
 
 class Reservation(msgspec.Struct):
     name: str
     grants: tuple[Grant, ...]
-    expires: int  # by the counter's clock, milliseconds: then it has come back
-    local: bool = True  # counted in this process
+    expires: int  # milliseconds on the counter's clock; unsettled amounts are released then
+    local: bool = True  # counted in this process, not in Redis
     settled: bool = False
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What counts of one bucket now."""
+    """How much of one bucket is used now."""
 
-    used: int  # what is held among it
-    resets: int  # milliseconds until none of it counts
+    used: int  # including what is reserved
+    resets: int  # milliseconds until none of it counts any longer
 
 
 class LimiterStats(msgspec.Struct):
-    """Of one that counts elsewhere, for all replicas."""
+    """Counters of a limiter that is shared by all replicas."""
 
-    reserved: int = 0  # there
-    degraded: int = 0  # it could not be asked, or refused
-    owed: int = 0  # settlements that wait for it
-    lost: int = 0  # settlements given up: their reservations come back whole
+    reserved: int = 0  # reservations made in Redis
+    degraded: int = 0  # reservations for which Redis was unavailable or refused
+    owed: int = 0  # settlements waiting for Redis
+    lost: int = 0  # settlements given up; their reservations expire in full
 
 
 class Limiter(Protocol):
     @property
     def stats(self) -> LimiterStats | None:
-        """None: all is counted here."""
+        """Counters of a shared limiter; None if this process counts alone."""
         ...
 
     async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
-        """`now`: seconds since the epoch; `hold`: seconds the call may take. Raises LimitExceeded, or StoreFailed."""
+        """Reserve all claims. Raises LimitExceeded or StoreFailed.
+
+        `now` is in seconds since the epoch; `hold_s` is how many seconds the call may take.
+        """
         ...
 
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
-        """What was really used, in place of what was reserved. Never waits and never fails, so it can end a call."""
+        """Replace the reserved amounts by the amounts used. It never blocks or fails, so it can end a call."""
         ...
 
     async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
-        """Of each one's bucket; all are of one gateway. Takes nothing. Raises StoreFailed."""
+        """Return the usage of each claim's bucket and reserve nothing. Raises StoreFailed.
+
+        All claims must be of one gateway.
+        """
         ...
 
     async def close(self) -> None:
-        """All that was settled has been written, or given up."""
+        """Write all settlements, or give them up after a timeout."""
         ...
 
 
@@ -75,12 +82,12 @@ def refusal(claim: Claim, remaining: int, wait: int) -> LimitExceeded:
     seconds = max(1, math.ceil(wait / 1000))
     return LimitExceeded(
         f"limit {rule.name!r} allows {rule.limit} {rule.amount} per {_period(claim)}; "
-        f"{max(0, remaining)} are left and this call would take {claim.amount}",
+        f"{max(0, remaining)} are left and this call needs up to {claim.amount}",
         rule=rule.name,
         remaining=max(0, remaining),
         retry_after=seconds,
         money=rule.amount == "micros",
-        hint=f"wait {seconds} s" + ("" if rule.amount == "requests" else ", or ask for fewer tokens"),
+        hint=f"retry in {seconds} s" + ("" if rule.amount == "requests" else ", or set a smaller max_tokens"),
     )
 
 

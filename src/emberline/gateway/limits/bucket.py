@@ -1,9 +1,9 @@
-"""Bucket: what was used of one limit, by whom it is still held, and whether another claim fits. Pure.
+"""Bucket: the usage counted against one limit, with its open reservations. Pure: no I/O and no clock.
 
-A claim fits while used + amount <= limit. One that is larger than what is left passes only alone: when something is
-left and nobody holds any of the bucket. It then takes all that is left, so that nothing passes beside it. Estimates are
-large; without this a budget's last part could never be spent. Thus a limit is overshot by less than one reservation.
-"""
+A claim fits while used + amount <= limit. A claim that is larger than what is left is granted only when something is
+left and no reservation is open; it then takes all that is left, so that no other claim is granted beside it. Estimates
+are large: without this rule the last part of a budget could never be spent. A limit is therefore exceeded by less than
+one reservation."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Held(msgspec.Struct, frozen=True):
 class Bucket:
     window: Window
     slot: int = 0  # the current one
-    turns: int = 0  # when the next one begins
-    ends: int = 0  # when what is used in the current one no longer counts
-    total: int = 0  # of the slots that count
-    used: dict[int, int] = field(default_factory=dict)  # slot -> amount, the oldest first
-    held: dict[str, Held] = field(default_factory=dict)  # reservation -> what of `used` is not settled
-    expiring: list[tuple[int, str]] = field(default_factory=list)  # a heap: when it comes back, reservation
-    changed: Callable[[int, int], None] | None = None  # is called with a slot and what was added there
+    turns: int = 0  # when the next slot begins
+    ends: int = 0  # when usage in the current slot stops counting
+    total: int = 0  # used in all slots that count
+    used: dict[int, int] = field(default_factory=dict)  # slot -> amount, oldest first
+    held: dict[str, Held] = field(default_factory=dict)  # reservation -> its unsettled part of `used`
+    expiring: list[tuple[int, str]] = field(default_factory=list)  # heap of (expiry, reservation)
+    changed: Callable[[int, int], None] | None = None  # called with a slot and the amount added to it
 
     def restore(self, used: Mapping[int, int]) -> None:
-        """Begin with what a process before has counted."""
+        """Start from the usage that an earlier process counted."""
         self.used = dict(sorted(used.items()))
         self.total = sum(used.values())
 
     def roll(self, now: int) -> None:
-        """Time passes. A clock that is put back does not bring old slots back."""
+        """Expire reservations and slots up to `now`. A clock that is set back does not restore old slots."""
         while self.expiring and self.expiring[0][0] <= now:
             self.settle(heapq.heappop(self.expiring)[1], None, 0)
         if now < self.turns:
@@ -51,7 +51,7 @@ class Bucket:
             self.total -= self.used.pop(oldest)
 
     def grant(self, limit: int, amount: int) -> int | None:
-        """How much of this claim may be taken: all of it, all that is left, or (None) nothing."""
+        """Return how much of the claim may be taken: all of it, all that is left, or None for nothing."""
         left = limit - self.total
         if amount <= left:
             return amount
@@ -60,13 +60,16 @@ class Bucket:
     def take(self, name: str, amount: int, expires: int) -> Held:
         held = self.held[name] = Held(self.slot, amount, expires)
         heapq.heappush(self.expiring, (expires, name))
-        if len(self.expiring) > 64 + 2 * len(self.held):  # most were settled long ago
+        if len(self.expiring) > 64 + 2 * len(self.held):  # most entries were settled long ago
             self.expiring = sorted((held.expires, name) for name, held in self.held.items())
         self._add(held.slot, amount)
         return held
 
     def settle(self, name: str, slot: int | None, actual: int) -> None:
-        """What was held becomes what was used. `slot` is for one that has already come back: it still counts there."""
+        """Replace the reserved amount by the amount used.
+
+        If the reservation has already expired, the usage is still counted in `slot`, unless that is None.
+        """
         held = self.held.pop(name, None)
         if held is not None:
             self._add(held.slot, actual - held.amount)
@@ -74,7 +77,7 @@ class Bucket:
             self._add(slot, actual)
 
     def waits(self, limit: int, amount: int, now: int) -> int:
-        """Milliseconds until the claim fits, if nobody takes or returns anything before."""
+        """Return the milliseconds until the claim fits, if usage does not change before."""
         left = limit - self.total
         for slot, used in self.used.items():
             left += used
@@ -83,7 +86,7 @@ class Bucket:
         return self.ends - now
 
     def resets(self, now: int) -> int:
-        """Milliseconds until all that is used now no longer counts."""
+        """Return the milliseconds until all current usage stops counting."""
         return self.ends - now
 
     @property

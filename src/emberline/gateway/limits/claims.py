@@ -1,4 +1,6 @@
-"""Claims: what a call asks of each rule that holds for it: one request, and about as much as it can use."""
+"""ClaimBuilder: what a call claims from each limit that applies to it.
+
+That is one request, and the most tokens or money that it can use."""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from emberline.gateway.settings import Settings
 
 log = logging.getLogger("emberline.gateway.limits")
 
-MOST_BUCKETS = 4096  # whose names are remembered
-UNSAID = 4096  # tokens of output reserved where neither the caller nor the catalogue says how many there may be
+MOST_BUCKETS = 4096  # names in the cache
+UNSAID = 4096  # reserved if neither the request nor the catalogue limits the output
 
 
 class Sizes(Protocol):
-    """A catalogue, or the files of one."""
+    """A model catalogue, or the files of one."""
 
     def model(self, provider: str, name: str) -> Model | None: ...
 
 
 @dataclass(slots=True)
 class Claims:
-    """What a call asks of each rule."""
+    """Builds the claims of calls, with caches for parsed rules and bucket names."""
 
     sizes: Sizes
     prices: Prices
@@ -42,10 +44,10 @@ class Claims:
         rules = self._rules(call.settings)
         if not rules:
             return []
-        facts, named, usage = facts_of(call), call.identity.limits, None
+        facts, key_limits, usage = facts_of(call), call.identity.limits, None
         claims = []
         for rule in rules:
-            if not rule.holds(facts, named):
+            if not rule.holds(facts, key_limits):
                 continue
             amount: int | None = 1
             if rule.amount != "requests":
@@ -55,7 +57,7 @@ class Claims:
         return claims
 
     def _bucket(self, rule: Rule, facts: dict[str, str]) -> str:
-        """A name takes a hash, and most calls are of somebody who called before."""
+        """Return the bucket's name, cached because building one takes a hash and most callers call again."""
         key = (rule.name, rule.amount, rule.per, rule.technique, *map(facts.get, rule.split))
         name = self._buckets.get(key)
         if name is None:
@@ -65,23 +67,25 @@ class Claims:
         return name
 
     def at_most(self, call: Call) -> int | None:
-        """Micro-dollars that it may cost; None: not known."""
+        """Return the most micro-dollars that the call may cost, or None if the price is unknown."""
         return self._micros(call, self._most(call))
 
     def _rules(self, settings: Settings) -> tuple[Rule, ...]:
-        place = (settings.account, settings.gateway)
-        read = self._read.get(place)
-        if read is None or read[0] is not settings:
-            read = self._read[place] = (settings, rules_of(settings))
-        return read[1]
+        gateway = (settings.account, settings.gateway)
+        cached = self._read.get(gateway)
+        if cached is None or cached[0] is not settings:
+            cached = self._read[gateway] = (settings, rules_of(settings))
+        return cached[1]
 
     def _most(self, call: Call) -> Usage:
-        """About as much as it can use."""
+        """Return an upper estimate of the tokens that the call can use."""
         model = self.sizes.model(call.provider, call.model)
-        context, most = (model.context, model.max_output) if model else (None, None)
-        output = 0 if call.dialect == "openai-embeddings" else min(call.max_output or most or UNSAID, most or math.inf)
-        whole = min(int(output) * call.answers, MOST)
-        return Usage(input=int(min(input_tokens(call), context or math.inf)), output=whole)
+        context, limit = (model.context, model.max_output) if model else (None, None)
+        output = (
+            0 if call.dialect == "openai-embeddings" else min(call.max_output or limit or UNSAID, limit or math.inf)
+        )
+        total_output = min(int(output) * call.answers, MOST)
+        return Usage(input=int(min(input_tokens(call), context or math.inf)), output=total_output)
 
     def _micros(self, call: Call, usage: Usage) -> int | None:
         return charged(call, usage, self.prices.price(call.settings, call.provider, call.model))
@@ -90,12 +94,12 @@ class Claims:
 def rules_of(settings: Settings) -> tuple[Rule, ...]:
     rules = (*Rule.read(settings.limits), *Rule.read(settings.budgets, "micros"))
     if len({rule.name for rule in rules}) < len(rules):
-        raise InvalidRequest("a limit and a budget have the same name", param="budgets")
+        raise InvalidRequest("a limit and a budget have the same name", param="budgets", hint="rename one of them")
     return rules
 
 
 def splits_by_caller(rule: Rule, pinned: Collection[str]) -> tuple[str, ...]:
-    """The metadata of a rule's split that callers can choose: all but `pinned`, which the gateway sets."""
+    """Return the metadata names of the rule's split that callers can choose."""
     names = (each.removeprefix("metadata.") for each in rule.split if each.startswith("metadata."))
     return tuple(name for name in names if name not in pinned)
 
@@ -115,7 +119,7 @@ def warn_of_caller_splits(settings: Settings) -> None:
 
 
 def facts_of(call: Call) -> dict[str, str]:
-    """What rules split and filter by."""
+    """Return the attributes of a call that rules split and filter by."""
     facts = {
         "gateway": f"{call.account}/{call.gateway}",
         "key": call.identity.key_id,
@@ -129,9 +133,10 @@ def facts_of(call: Call) -> dict[str, str]:
 
 
 def _known(rule: Rule, amount: int | None, call: Call) -> int:
+    """Return the amount, or 0 for an unknown price. Raises Forbidden if the budget needs a price."""
     if amount is None and rule.unpriced == "refuse":
         raise Forbidden(
-            f"budget {rule.name!r} counts money, and what {call.provider}/{call.model} costs is not known"[:300],
-            hint="give the model a price, or let the budget pass what has none (unpriced = 'pass')",
+            f"budget {rule.name!r} needs a price, and the price of {call.provider}/{call.model} is unknown"[:300],
+            hint="set a price for the model, or set unpriced = 'pass' on the budget",
         )
     return amount or 0

@@ -1,7 +1,7 @@
-"""What is left, in headers, the way OpenAI says it: x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}.
+"""The remaining limits as headers in OpenAI's format.
 
-Where several rules count the same, the one with the smallest part left speaks.
-"""
+The headers are x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}. If several rules count the same unit, the
+one with the smallest fraction left is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emberline.gateway.limits.base import Grant
 from emberline.gateway.limits.rule import Amount
 
 _NAMES = {
-    amount: tuple(f"x-ratelimit-{what}-{amount}" for what in ("limit", "remaining", "reset"))
+    amount: tuple(f"x-ratelimit-{field}-{amount}" for field in ("limit", "remaining", "reset"))
     for amount in get_args(Amount)
 }
 
@@ -33,7 +33,7 @@ def remaining(grants: Iterable[Grant]) -> dict[str, str]:
 
 
 def duration(ms: int) -> str:
-    """1h2m3s, 59s, 120ms."""
+    """Format milliseconds like OpenAI does: 1h2m3s, 59s, 120ms."""
     if ms < 1000:
         return f"{max(0, ms)}ms"
     minutes, seconds = divmod(-(-ms // 1000), 60)

@@ -1,11 +1,12 @@
-"""CounterJournal: changes of counters that the store does not have yet, in a local file. Each change is written to the
-file at once and outlives a kill; the store gets them in batches. A batch is one file, and its name is its identity: the
-store applies a name once, so that a file that is read again after a crash counts once.
+"""CounterJournal: changes of counters that are not in the store yet, in a local file.
 
-The file is mapped into memory: a write is a copy of bytes, which the kernel keeps when the process is killed. A system
-call for each change would cost more, as it lets go of the interpreter's lock, and a thread that takes it can keep the
-event loop waiting for milliseconds. Behind the last line the file is filled with zero bytes.
-"""
+Each change is written to the file at once and survives a kill of the process; the store gets changes in batches. A
+batch is one file, identified by its name. The store applies each name once, so that a file that is read again after a
+crash is not counted twice.
+
+The file is memory-mapped: a write is a copy of bytes, which the kernel keeps when the process is killed. A system call
+for each change would cost more, because it releases the GIL, and a thread that takes the GIL can delay the event loop
+for milliseconds. Behind its last line the file is filled with zero bytes."""
 
 from __future__ import annotations
 
@@ -22,27 +23,30 @@ from emberline.gateway.store.base import Counter
 
 log = logging.getLogger("emberline.gateway.limits")
 
-GROWTH_BYTES = 1 << 16  # by which a file that is full grows
+GROWTH_BYTES = 1 << 16  # added to a full file
 
 _reader = msgspec.json.Decoder(Counter)
 
 
 class CounterJournal:
     def __init__(self, directory: Path) -> None:
-        """Raises OSError where no file can be made."""
+        """Raises OSError if no file can be created in the directory."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._directory = directory
         self._has_failed = False
         self._file = _JournalFile(directory)
 
     def abandoned(self) -> Iterator[tuple[str, list[Counter]]]:
-        """Name and changes of each file that a process left behind; `discard` it when the store has them."""
+        """Yield the name and changes of each file that a dead process left behind.
+
+        The caller discards the file once the store has its changes.
+        """
         for path in sorted(self._directory.glob("limits-*.journal")):
             if path == self._file.path:
                 continue
             try:
                 file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another process took it
+            except FileNotFoundError:  # another process has imported it
                 continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +57,7 @@ class CounterJournal:
                 os.close(file)
 
     def write(self, line: bytes) -> None:
-        """`line`: a Counter as JSON. A disk that takes nothing is reported once: limits go on without it."""
+        """Append a line, a Counter as JSON. A write error is logged once and not raised."""
         file = self._file
         end = file.end + len(line)
         try:
@@ -62,34 +66,36 @@ class CounterJournal:
                 self._has_failed = False
             file.mapped[file.end : end] = line
             file.end = end
-        except (OSError, ValueError) as e:  # ValueError: it is closed, and a call ended after that
+        except (OSError, ValueError) as e:  # ValueError: a call ended after the journal was closed
             if not self._has_failed:
-                log.warning("changes of limits are not kept for a crash: file=%s reason=%s", self._file.path, e)
+                log.warning("limits journal not written, a crash would lose usage: file=%s reason=%s", file.path, e)
             self._has_failed = True
 
     def rotate(self) -> str:
-        """Begin a new file and return the name of the one before, which holds all changes until now. Raises OSError,
-        and then nothing has changed."""
-        before, self._file = self._file, _JournalFile(self._directory)
-        before.close()
-        return before.path.stem
+        """Start a new file and return the name of the previous one, which holds all changes until now.
+
+        Raises OSError, and then nothing has changed.
+        """
+        previous, self._file = self._file, _JournalFile(self._directory)
+        previous.close()
+        return previous.path.stem
 
     def discard(self, name: str) -> None:
         (self._directory / f"{name}.journal").unlink(missing_ok=True)
 
     def close(self) -> str:
-        """Return the name of the last file."""
+        """Close the journal and return the name of its last file."""
         self._file.close()
         return self._file.path.stem
 
 
 class _JournalFile:
-    """A file of lines that only this process writes: its lock shows that the process lives."""
+    """A file of lines that only this process writes; its lock shows that the process is alive."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / f"limits-{os.urandom(12).hex()}.journal"
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self.end = self.size = 0  # of its lines; of the file
+        self.end = self.size = 0  # bytes of the lines, and of the file
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self.grow(GROWTH_BYTES)
@@ -103,22 +109,24 @@ class _JournalFile:
         os.close(self._file)
 
     def grow(self, size: int) -> None:
-        """Make it at least as large. Zeros are written, not only counted: a page without space on the disk would end
-        the process when it is written to in memory."""
+        """Make the file at least `size` bytes large. Raises OSError if the disk is full.
+
+        Zeros are written instead of leaving a hole: a write to a mapped page without disk space would kill the process.
+        """
         while self.size < size:
             if (written := os.pwrite(self._file, bytes(GROWTH_BYTES), self.size)) < GROWTH_BYTES:
-                raise OSError(f"only {written} of {GROWTH_BYTES} bytes were written")
+                raise OSError(f"the disk took only {written} of {GROWTH_BYTES} bytes")
             self.mapped = mmap.mmap(self._file, self.size + GROWTH_BYTES)
             self.size += GROWTH_BYTES
 
 
 def _read(path: Path) -> list[Counter]:
-    """A line that the crash cut short is left out."""
-    found: list[Counter] = []
+    """Return the changes of a file, without a last line that a crash cut short."""
+    changes: list[Counter] = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
-                found.append(_reader.decode(line))
+                changes.append(_reader.decode(line))
             except msgspec.DecodeError:
-                log.warning("a line of %s is damaged and not counted", path)
-    return found
+                log.warning("damaged line in a limits journal, not counted: file=%s", path)
+    return changes

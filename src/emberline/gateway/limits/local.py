@@ -1,4 +1,6 @@
-"""LocalLimiter: exact in one process. Nothing here waits, so that a reservation is one step of the event loop."""
+"""LocalLimiter: exact limits in one process.
+
+It never awaits, so that a reservation is one step of the event loop."""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from emberline.gateway.limits.base import Grant, Reservation, Spent, refusal
 from emberline.gateway.limits.bucket import Bucket
 from emberline.gateway.limits.rule import Amount, Claim
 
-SWEPT = 2  # buckets looked at for every reservation, so that those of one-time users do not pile up
-FEW = 256  # buckets that may
+SWEPT = 2  # buckets checked on every reservation, so that unused ones do not accumulate
+FEW = 256  # with fewer buckets none is removed
 
 
 class LocalLimiter:
@@ -22,22 +24,22 @@ class LocalLimiter:
         self._names = itertools.count()
 
     async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
-        ms, name = round(now * 1000), str(next(self._names))
+        now_ms, name = round(now * 1000), str(next(self._names))
         if len(self._buckets) > FEW:
-            self._sweep(ms)
-        expires = ms + round(hold * 1000)
-        rolled, refused = [], []
+            self._sweep(now_ms)
+        expires = now_ms + round(hold * 1000)
+        granted, errors = [], []
         for claim in claims:
             bucket = self._bucket(claim)
-            bucket.roll(ms)
+            bucket.roll(now_ms)
             amount = bucket.grant(claim.rule.limit, claim.amount)
             if amount is None:
-                refused.append(_refused(claim, bucket, ms))
+                errors.append(_refused(claim, bucket, now_ms))
             else:
-                rolled.append((claim, bucket, amount))
-        if refused:
-            raise max(refused, key=lambda e: e.retry_after)
-        return Reservation(name, tuple([_taken(*each, name, expires, ms) for each in rolled]), expires)
+                granted.append((claim, bucket, amount))
+        if errors:
+            raise max(errors, key=lambda e: e.retry_after)
+        return Reservation(name, tuple([_taken(*each, name, expires, now_ms) for each in granted]), expires)
 
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
         assert not reservation.settled
@@ -73,7 +75,7 @@ class LocalLimiter:
             bucket = self._buckets.pop(key)
             bucket.roll(now)
             if not bucket.empty:
-                self._buckets[key] = bucket  # to the end of the round
+                self._buckets[key] = bucket  # at the end, so that the next sweep checks others
 
 
 def _taken(claim: Claim, bucket: Bucket, amount: int, name: str, expires: int, now: int) -> Grant:

@@ -1,5 +1,4 @@
-"""open_limiter: the limiter that a configuration names: a Redis, for all processes that name it, or this process alone,
-with its counters in the store."""
+"""open_limiter: opens the configured limiter: Redis, shared by all replicas, or this process alone."""
 
 from __future__ import annotations
 
@@ -24,8 +23,11 @@ async def open_limiter(
     journal: Path | None = None,
     interval: float = 1.0,
 ) -> Limiter:
-    """`stack` closes it. A Redis that is not there yet is no reason not to start. Without one, `store` keeps counters
-    over restarts: they are written to it every `interval` seconds, and until then are in files of `journal`."""
+    """Open a limiter, which `stack` closes. An unreachable Redis does not prevent the start.
+
+    Without Redis, `store` keeps counters over restarts: they are written to it every `store_interval_s` seconds, and
+    until then are in files of `journal_directory`.
+    """
     if url is None and store is not None and journal is not None:
         stored = StoredLimiter(store, CounterJournal(journal), WallClock(), interval)
         await stored.start()

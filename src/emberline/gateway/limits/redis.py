@@ -1,10 +1,11 @@
-"""RedisLimiter: one count for all replicas. A reservation is one call of a Lua script, which Redis runs as one step and
-by its own clock; a settlement is another, which nobody waits for.
+"""RedisLimiter: limits that all replicas share.
 
-Without Redis, or with one that takes nothing (its disk or memory is full, it has become a replica), the gateway goes
-on, as configured: `local` counts in this process alone (with r replicas up to r times a limit may pass, from zero),
-`closed` refuses. What could not be settled is sent again when Redis is back.
-"""
+A reservation is one call of a Lua script, which Redis runs atomically and by its own clock; a settlement is another,
+whose reply is not awaited by the call.
+
+If Redis is unavailable or refuses writes (disk or memory full, or it has become a replica), the setting redis_gone
+decides: `local` counts in this process, starting from zero, so that r replicas may pass r times the limit; `closed`
+refuses calls. Settlements that could not be sent are sent again when Redis is back."""
 
 from __future__ import annotations
 
@@ -25,15 +26,15 @@ from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid, Script
 
 Degraded = Literal["local", "closed"]
 MOST_OWED = 10_000
-AT_ONCE = 100
-LAST = 1.0  # seconds for the settlements under way when the gateway ends
+AT_ONCE = 100  # settlements sent again after a reservation
+LAST = 1.0  # for settlements in flight when the gateway stops
 
 
 class RedisLimiter:
     def __init__(self, link: RedisLink, *, degraded: Degraded = "local", prefix: str = "emberline") -> None:
         self._link, self._degraded, self._prefix = link, degraded, prefix
         self._local = LocalLimiter()
-        self._reserve, self._settle, self._spent = map(_script, ("reserve.lua", "settle.lua", "spent.lua"))
+        self._reserve, self._settle, self._spent = map(_script, ("reserve.lua", "settle.lua", "usage.lua"))
         self._owed: deque[list[str | int]] = deque()
         self._sent: set[asyncio.Future[Any]] = set()
         self.stats = LimiterStats()
@@ -44,12 +45,12 @@ class RedisLimiter:
         for claim in claims:
             values += [claim.rule.limit, claim.amount, *_window(claim)]
         try:
-            said = await self._link.run(self._reserve, self._keys(claims), values)
+            reply = await self._link.run(self._reserve, self._keys(claims), values)
         except (LinkDown, RedisSaid) as e:
             return await self._without(e, claims, now, hold)
         self.stats.reserved += 1
         self._pay()
-        return _reservation(name, claims, said)
+        return _reservation(name, claims, reply)
 
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
         if reservation.local:
@@ -58,24 +59,24 @@ class RedisLimiter:
         assert not reservation.settled
         reservation.settled = True
         keys = self._keys([grant.claim for grant in reservation.grants])
-        words: list[str | int] = [len(keys), *keys, reservation.name, reservation.expires]
+        arguments: list[str | int] = [len(keys), *keys, reservation.name, reservation.expires]
         for grant in reservation.grants:
-            words += [grant.slot, grant.amount, actual.get(grant.claim.rule.amount, 0), *_window(grant.claim)]
-        self._send(words)
+            arguments += [grant.slot, grant.amount, actual.get(grant.claim.rule.amount, 0), *_window(grant.claim)]
+        self._send(arguments)
 
     async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
         values: list[str | int] = [number for claim in claims for number in _window(claim)]
         try:
-            said = await self._link.run(self._spent, self._keys(claims), values)
+            reply = await self._link.run(self._spent, self._keys(claims), values)
         except (LinkDown, RedisSaid) as e:
-            raise StoreFailed(f"what was spent is not known: {e.message}", hint="Redis is asked again next time") from e
-        return [Spent(*said[2 * i : 2 * i + 2]) for i in range(len(claims))]
+            raise StoreFailed(f"the usage of limits cannot be read from Redis: {e.message}", hint="retry") from e
+        return [Spent(*reply[2 * i : 2 * i + 2]) for i in range(len(claims))]
 
     async def close(self) -> None:
         self._pay()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST):
-                while self._sent:  # an answer may make us send once more
+                while self._sent:  # a reply may cause another send
                     await asyncio.wait(self._sent)
 
     async def _without(
@@ -84,17 +85,22 @@ class RedisLimiter:
         self.stats.degraded += 1
         if self._degraded == "closed":
             raise StoreFailed(
-                f"limits cannot be checked: {why.message}", hint="try again, or let the gateway count locally"
+                f"limits cannot be checked in Redis: {why.message}",
+                hint="retry, or set redis_gone = 'local' in the gateway's configuration",
             ) from why
         return await self._local.reserve(claims, now, hold)
 
     def _keys(self, claims: Sequence[Claim]) -> list[str]:
-        """The part in braces is the same for all of a call, so that a cluster has them on one shard."""
+        """Return the Redis keys of the claims; the part in braces puts all of a call on one cluster shard."""
         buckets = [f"{self._prefix}:{{{claim.gateway}}}:{claim.bucket}" for claim in claims]
         return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
 
     def _send(self, words: list[str | int], *, text: bool = False, again: bool = False) -> None:
-        """`text`: with the script itself, for a Redis that does not know its hash. `again`: it was owed."""
+        """Send a settlement, or queue it if Redis is unavailable.
+
+        `with_script_text` sends the script itself, for a Redis that does not have it cached. `is_resend` marks a second
+        attempt.
+        """
         script = ("EVAL", self._settle.text) if text else ("EVALSHA", self._settle.sha)
         try:
             sent = self._link.post(*script, *words)
@@ -105,8 +111,10 @@ class RedisLimiter:
         sent.add_done_callback(partial(self._answered, words, again))
 
     def _answered(self, words: list[str | int], again: bool, sent: asyncio.Future[Any]) -> None:
-        """A Redis that refuses (it is full, or only reads) may take it later; if it does not, having just taken a
-        reservation, it never will."""
+        """Queue a refused settlement once: a full or read-only Redis may accept it later.
+
+        It is sent again after Redis took a reservation; if it is refused then, it is given up.
+        """
         self._sent.discard(sent)
         error = None if sent.cancelled() else sent.exception()
         if isinstance(error, RedisSaid) and error.message.startswith("NOSCRIPT"):
@@ -124,15 +132,15 @@ class RedisLimiter:
         self.stats.owed = len(self._owed)
 
     def _pay(self) -> None:
-        """Redis answers again: a settlement that did arrive the first time is not counted twice (settle.lua)."""
+        """Send queued settlements. One that did arrive the first time is not counted twice (settle.lua)."""
         for _ in range(min(AT_ONCE, len(self._owed))):
             self._send(self._owed.popleft(), again=True)
         self.stats.owed = len(self._owed)
 
 
 def _script(name: str) -> Script:
-    room = resources.files("emberline.gateway.limits")
-    return Script((room / "window.lua").read_text() + (room / name).read_text())
+    directory = resources.files("emberline.gateway.limits")
+    return Script((directory / "window.lua").read_text() + (directory / name).read_text())
 
 
 def _window(claim: Claim) -> tuple[int, int, int]:

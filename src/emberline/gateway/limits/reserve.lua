@@ -1,8 +1,8 @@
--- All claims of a call or none of them, in one step: the rule of bucket.py, by the clock of Redis.
---   KEYS  for each claim: a hash slot -> used, a sorted set of what is held ("name:slot:amount" by its expiry)
---   ARGV  name, milliseconds held, then for each claim: limit, amount, and the window (length, live, offset)
---   gives for each claim: 1 or 0 (it fits), slot, amount granted, remaining, milliseconds (to the reset, or to wait);
---         and last the time of expiry
+-- Reserve all claims of a call or none, atomically: the rule of bucket.py, by the clock of Redis.
+--   KEYS  for each claim: a hash slot -> used, a sorted set of reservations ("name:slot:amount" by expiry)
+--   ARGV  name, hold in milliseconds, then for each claim: limit, amount, and the window (slot length, live slots, offset)
+--   returns for each claim: 1 or 0 (it fits), slot, amount granted, remaining, milliseconds (to the reset, or to wait);
+--         and last the expiry
 local now = now_ms()
 local expires = now + tonumber(ARGV[2])
 local answer, grants, fits = {}, {}, true
@@ -14,8 +14,8 @@ for i = 1, #KEYS / 2 do
   local slot = slot_of(now, length, offset)
 
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', held_key, '-inf', now)) do
-    local was, lost = string.match(member, ':(%-?%d+):(%d+)$')
-    if tonumber(was) > slot - live then redis.call('HINCRBY', used_key, was, 0 - tonumber(lost)) end
+    local held_slot, expired = string.match(member, ':(%-?%d+):(%d+)$')
+    if tonumber(held_slot) > slot - live then redis.call('HINCRBY', used_key, held_slot, 0 - tonumber(expired)) end
     redis.call('ZREM', held_key, member)
   end
 
@@ -48,8 +48,8 @@ for i = 1, #KEYS / 2 do
     end
   end
   grants[i] = { used_key, held_key, slot, granted, math.max(ends_of(slot, length, live, offset), expires) - now }
-  for _, said in ipairs({ granted and 1 or 0, slot, granted or 0, left - (granted or 0), wait }) do
-    answer[#answer + 1] = said
+  for _, value in ipairs({ granted and 1 or 0, slot, granted or 0, left - (granted or 0), wait }) do
+    answer[#answer + 1] = value
   end
 end
 

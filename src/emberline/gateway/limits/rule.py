@@ -1,15 +1,16 @@
-"""Rule: at most so many requests, tokens or micro-dollars in a window, for everybody together or for each one apart.
+"""LimitRule: at most so many requests, tokens or micro-dollars in a window.
+
+A rule applies to all callers together, or to each value of an attribute separately:
 
     [[limits]]
     name = "each-team"
     limit = 100_000
     amount = "tokens"
     per = "minute"
-    split = ["metadata.team"]                      # every team has its own
-    only = { model = ["gpt-5", "claude-opus-4-5"] }    # the rest does not count
+    split = ["metadata.team"]                      # a separate limit for each team
+    only = { model = ["gpt-5", "claude-opus-4-5"] }    # other models do not count
 
-Whoever does not say what a rule splits by shares one bucket with all who do not: leaving it out is no way round.
-"""
+Calls without a value to split by share one bucket, so a caller cannot evade a limit by omitting the value."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from emberline.gateway.limits.window import Period, Technique, Window
 
 Amount = Literal["requests", "tokens", "micros"]
 DIMENSIONS = ("gateway", "key", "user", "model", "provider")
-MOST = 2**53 - 1  # what Redis' Lua counts exactly
+MOST = 2**53 - 1  # the largest integer that Lua in Redis counts exactly
 LONGEST = 366 * 86_400
 MOST_RULES = 20
 
@@ -33,38 +34,49 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     name: str
     limit: int
     amount: Amount = "requests"
-    per: Period = "minute"  # or seconds
+    per: Period = "minute"  # or a number of seconds
     technique: Technique = "fixed"
-    split: tuple[str, ...] = ()  # a bucket for each value of these
-    only: dict[str, tuple[str, ...]] = {}  # holds only where each of these has one of its values
-    named: bool = False  # holds only for keys that name it
-    unpriced: Literal["refuse", "pass"] = "refuse"  # money, when the price of a model is not known
+    split: tuple[str, ...] = ()  # one bucket for each combination of their values
+    only: dict[str, tuple[str, ...]] = {}  # the rule applies if each attribute has one of these values
+    named: bool = False  # the rule applies only to keys that name it
+    unpriced: Literal["refuse", "pass"] = "refuse"  # what a budget does when the price of a model is unknown
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= 64:
-            raise InvalidRequest("a limit's name must have 1 to 64 characters", param="name")
+            raise InvalidRequest(
+                f"the name of a limit must have 1 to 64 characters, not {len(self.name)}", param="name"
+            )
         if not 0 <= self.limit <= MOST:
-            raise InvalidRequest(f"limit {self.name!r}: limit must be from 0 to {MOST}", param="limit")
+            raise InvalidRequest(
+                f"limit {self.name!r}: limit is {self.limit} and must be from 0 to {MOST}", param="limit"
+            )
         if isinstance(self.per, int) and not 1 <= self.per <= LONGEST:
-            raise InvalidRequest(f"limit {self.name!r}: per must be from 1 to {LONGEST} seconds", param="per")
+            raise InvalidRequest(
+                f"limit {self.name!r}: per is {self.per} and must be from 1 to {LONGEST} seconds", param="per"
+            )
         for dimension in (*self.split, *self.only):
             if dimension not in DIMENSIONS and not dimension.startswith("metadata."):
                 known = ", ".join(DIMENSIONS)
                 raise InvalidRequest(
-                    f"limit {self.name!r}: {dimension!r} is nothing to split or filter by",
+                    f"limit {self.name!r}: split and only do not support {dimension!r}",
                     param="split",
-                    hint=f"it may be {known} or metadata.<name>",
+                    hint=f"use {known} or metadata.<name>",
                 )
 
     @staticmethod
     def read(found: Iterable[Mapping[str, Any]], amount: Amount = "requests") -> tuple[Rule, ...]:
-        """From decoded TOML or JSON. `amount` is what a rule that does not say counts."""
+        """Parse rules from decoded TOML or JSON. `default_unit` is the unit of rules that name none.
+
+        Raises InvalidRequest.
+        """
         try:
             rules = tuple(msgspec.convert({"amount": amount, **rule}, Rule) for rule in found)
         except msgspec.ValidationError as e:
             raise InvalidRequest(f"limits: {e}", param="limits") from e
         if len(rules) > MOST_RULES or len({rule.name for rule in rules}) < len(rules):
-            raise InvalidRequest(f"limits: at most {MOST_RULES}, each with its own name", param="limits")
+            raise InvalidRequest(
+                f"limits: {len(rules)} rules; at most {MOST_RULES} are allowed, each with its own name", param="limits"
+            )
         return rules
 
     def holds(self, facts: Mapping[str, str], named: tuple[str, ...] = ()) -> bool:
@@ -76,17 +88,17 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return Claim(self, facts.get("gateway", ""), self.bucket(facts), amount)
 
     def bucket(self, facts: Mapping[str, str]) -> str:
-        """The name of what this caller shares with those of the same values."""
+        """Return the name of the bucket that callers with the same values share."""
         values = msgspec.json.encode([facts.get(dimension, "") for dimension in self.split])
         digest = hashlib.sha256(values).hexdigest()[:32] if self.split else "all"
         return f"{self.name}:{self.amount}:{self.per}:{self.technique}:{digest}"
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What one call asks of one rule."""
+    """The amount that one call needs of one rule."""
 
     rule: Rule
-    gateway: str  # whose: buckets of one call are all of one gateway, so that one Redis shard has them
+    gateway: str  # ACCOUNT/GATEWAY; part of the Redis key, so that all buckets of a call are on one shard
     bucket: str
     amount: int
 

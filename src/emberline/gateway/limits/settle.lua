@@ -1,4 +1,4 @@
--- What was used in place of what was held. Safe to send again: what is neither held nor expired was settled before.
+-- Replace reserved amounts by used ones. Idempotent: a claim that is neither held nor expired was settled before.
 --   KEYS  as in reserve.lua
 --   ARGV  name, its expiry, then for each claim: slot, amount granted, amount used, and the window
 local now = now_ms()

@@ -1,5 +1,6 @@
-"""StoredLimiter: counts in this process, and what it counted outlives it: the store has the counters of long windows
-and of money, a journal what changed since the store was last written to."""
+"""StoredLimiter: limits counted in this process, whose usage survives a restart.
+
+The store has the counters of long windows and of budgets; a journal has the changes since the last write to it."""
 
 from __future__ import annotations
 
@@ -22,9 +23,7 @@ from emberline.gateway.store.base import Counter
 
 log = logging.getLogger("emberline.gateway.limits")
 
-MIN_STORED_WINDOW_MS = (
-    600_000  # shorter windows of requests and tokens are not kept: they are over soon after a restart
-)
+MIN_STORED_WINDOW_MS = 600_000  # shorter windows of requests and tokens are not stored: they end soon after a restart
 CLOSE_TIMEOUT_S = 5.0
 
 _Place = tuple[str, str, int, int]  # gateway, bucket, slot, when the slot ends
@@ -38,16 +37,16 @@ class CounterStore(Protocol):
 
 class StoredLimiter(LocalLimiter):
     def __init__(self, store: CounterStore, journal: CounterJournal, wall: Clock, interval: float) -> None:
-        """`interval`: seconds between two writes to the store; `wall` tells seconds since 1970."""
+        """`store_interval_s` is the time between two writes; `wall` is in seconds since the epoch."""
         super().__init__()
         self._store, self._journal, self._wall, self._interval = store, journal, wall, interval
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
-        self._pending: defaultdict[_Place, int] = defaultdict(int)  # in the journal only
-        self._batch: tuple[str, list[Counter]] | None = None  # being written to the store, until that has worked
+        self._pending: defaultdict[_Place, int] = defaultdict(int)  # not in the store yet
+        self._batch: tuple[str, list[Counter]] | None = None  # being written to the store; kept until that succeeds
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take over what processes before left in journals and in the store. Raises StoreFailed."""
+        """Load the usage that earlier processes left in journals and in the store. Raises StoreFailed."""
         for name, changes in self._journal.abandoned():
             if changes:
                 await self._store.count(name, changes, self._now())
@@ -64,8 +63,10 @@ class StoredLimiter(LocalLimiter):
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._write()
-        except Exception as e:  # the journal has them, for the next start
-            log.warning("counters of limits were not written to the store: %s: %s", type(e).__name__, e)
+        except Exception as e:  # the journal keeps them for the next start
+            log.warning(
+                "limit counters not written to the store, journal keeps them: reason=%s: %s", type(e).__name__, e
+            )
             self._journal.close()
         else:
             self._journal.discard(self._journal.close())
@@ -85,8 +86,10 @@ class StoredLimiter(LocalLimiter):
             await asyncio.sleep(self._interval)
             try:
                 await self._write()
-            except Exception as e:  # of a store that is away: the journal keeps it, and it is tried again
-                log.warning("counters of limits were not written to the store: %s: %s", type(e).__name__, e)
+            except Exception as e:  # the journal keeps the changes, and the write is retried
+                log.warning(
+                    "limit counters not written to the store, journal keeps them: reason=%s: %s", type(e).__name__, e
+                )
 
     async def _write(self) -> None:
         if self._batch is not None:
@@ -108,7 +111,7 @@ class StoredLimiter(LocalLimiter):
 
 
 class _Changes:
-    """Changes of one bucket, written to the journal and added up for the store."""
+    """Records changes of one bucket: writes them to the journal and sums them up for the store."""
 
     __slots__ = ("_head", "_journal", "_key", "_pending", "_place", "_slot", "_tail", "_window")
 
@@ -125,7 +128,7 @@ class _Changes:
         self._pending[self._place] += amount
 
     def _begin(self, slot: int) -> None:
-        """Prepare all of a line but the amount: a Counter as JSON."""
+        """Prepare the line of a slot, a Counter as JSON, except for its amount."""
         ends = self._window.ends(slot)
         self._slot, self._place = slot, (*self._key, slot, ends)
         self._head, self._tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends

@@ -1,10 +1,10 @@
--- window.py once more, for what Redis decides by its own clock.
+-- The arithmetic of window.py, for decisions by the clock of Redis.
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
--- Months of the calendar: years begin in March, so that the leap day is the last of its year.
+-- Days before a calendar month. Years begin in March here, so that the leap day is the last day of its year.
 local function days_before(month)
   local year, m = math.floor(month / 12), month % 12 + 1
   if m <= 2 then year = year - 1 end

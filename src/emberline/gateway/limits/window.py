@@ -1,11 +1,10 @@
-"""Window: the stretch of time in which a limit counts, cut into slots.
+"""LimitWindow: the time span over which a limit counts, divided into slots.
 
-A fixed window is one slot that counts while it is the current one. A sliding window is about sixty: an amount counts
-from its moment until the whole window has passed since the end of its slot, so that no stretch as long as the window
-ever has more than the limit, whenever it begins; the price is that an amount may count a sixtieth too long.
+A fixed window is one slot that counts while it is the current one. A sliding window has about sixty slots: usage counts
+until the whole window has passed since the end of its slot. So no interval as long as the window ever exceeds the
+limit, whenever it begins; in exchange, usage may count for a sixtieth of the window too long.
 
-Times are whole milliseconds since the epoch. Days, weeks (from Monday) and months are those of UTC.
-"""
+Times are whole milliseconds since the epoch. Days, weeks (from Monday) and months are in UTC."""
 
 from __future__ import annotations
 
@@ -20,21 +19,21 @@ Period: TypeAlias = int | Literal["minute", "hour", "day", "week", "month"]
 SLOTS = 60  # of a sliding window
 DAY = 86_400_000
 LENGTHS = {"minute": 60_000, "hour": 3_600_000, "day": DAY, "week": 7 * DAY}
-MONDAY = 4 * DAY  # the first one: the epoch was a Thursday
+MONDAY = 4 * DAY  # the epoch was a Thursday
 SLIDING_MONTH = 30 * DAY
 
 
 class Window(msgspec.Struct, frozen=True):
-    length: int  # of a slot; 0: a month of the calendar
-    live: int  # slots that count, the current one among them
-    offset: int  # where a slot begins
+    length: int  # 0 for a calendar month
+    live: int  # number of slots that count, including the current one
+    offset: int  # start of slot 0
 
     @staticmethod
     def of(period: Period, technique: Technique) -> Window:
         if technique == "sliding":
-            whole = SLIDING_MONTH if period == "month" else _length(period)
-            length = -(-whole // SLOTS)
-            return Window(length, -(-whole // length) + 1, 0)
+            total = SLIDING_MONTH if period == "month" else _length(period)
+            length = -(-total // SLOTS)
+            return Window(length, -(-total // length) + 1, 0)
         if period == "month":
             return Window(0, 1, 0)
         return Window(_length(period), 1, MONDAY if period == "week" else 0)
@@ -46,7 +45,7 @@ class Window(msgspec.Struct, frozen=True):
         return date.year * 12 + date.month - 1
 
     def ends(self, slot: int) -> int:
-        """When an amount of this slot no longer counts."""
+        """Return when usage in this slot stops counting."""
         after = slot + self.live
         if self.length:
             return after * self.length + self.offset

@@ -1,1 +1,1 @@
-"""Where a call goes: dynamic routes (graphs that say which model answers), pools of places, lists of steps."""
+"""Where a call is sent: dynamic routes (graphs that select a model), pools and lists of steps."""

@@ -1,5 +1,7 @@
-"""Balance: which member of a pool is asked first, and which after it. Pure: time and chance are handed in, and what was
-seen of each member is all it knows."""
+"""LoadBalancer: the order in which the members of a pool are tried.
+
+It is pure: time and randomness are passed in. A failed member is skipped for a back-off that doubles up to 30 s, unless
+every member is in back-off."""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from dataclasses import dataclass, field
 
 from emberline.gateway.routes.pool import Member, Pool
 
-WEIGHT = 0.2  # of the newest time in the average
-EXPLORED = 0.05  # of calls go elsewhere, so that who was slow once is seen again
-RECENT = 128  # times a percentile is made of
-ENOUGH = 20  # of them
-SLOW = 0.95  # of all are faster
-LONGEST_REST = 30.0  # seconds
-MOST = 10_000  # members remembered
-OWN_FAULT = (400, 413, 422)  # what a request brought upon itself
+WEIGHT = 0.2  # in the moving average of latencies
+EXPLORED = 0.05  # fraction of calls that try another member first, so that one that was slow is measured again
+RECENT = 128  # latencies kept for the quantile
+ENOUGH = 20  # latencies needed for a quantile
+SLOW = 0.95
+LONGEST_REST = 30.0
+MOST = 10_000  # members with statistics
+OWN_FAULT = (400, 413, 422)  # the request caused them: they do not count as failures of the member
 
 Place = tuple[str, str, str]  # provider, model, alias of the key
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds to the first content of a stream, or to the end of a whole reply."""
+    """Latencies in seconds: to the first content of a stream, or to the end of a whole reply."""
 
     average: float | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -35,7 +37,7 @@ class Times:
 
     @property
     def slow(self) -> float | None:
-        """None: too little is known."""
+        """The latency that few replies exceed, in seconds; None with too few samples."""
         if len(self.recent) < ENOUGH:
             return None
         return sorted(self.recent)[math.ceil(SLOW * len(self.recent)) - 1]
@@ -45,7 +47,7 @@ class Times:
 class Health:
     whole: Times = field(default_factory=Times)
     streamed: Times = field(default_factory=Times)
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive
     rests_until: float = 0.0
 
     def times(self, stream: bool) -> Times:
@@ -66,20 +68,24 @@ class Balance:
         stream: bool,
         now: float,
     ) -> list[Member]:
-        """`costs`: micro-dollars of this call at each member, None where it is not known. `chance`: from 0 up to 1."""
-        shuffled = sorted(range(len(members)), key=lambda i: _lot(members[i].weight, chance()))
+        """Return the members in the order in which to try them.
+
+        `costs` are the micro-dollars of this call at each member, None if unknown. `draw` returns a random number in
+        [0, 1).
+        """
+        order = sorted(range(len(members)), key=lambda i: _lot(members[i].weight, chance()))
         match pool.choose:
             case "cheapest":
-                shuffled.sort(key=lambda i: math.inf if (cost := costs[i]) is None else cost)
+                order.sort(key=lambda i: math.inf if (cost := costs[i]) is None else cost)
             case "fastest" if chance() >= EXPLORED:
-                shuffled.sort(key=lambda i: self._average(members[i], stream))
-        shuffled.sort(key=lambda i: self._rest(members[i], now))
-        return [members[i] for i in shuffled]
+                order.sort(key=lambda i: self._average(members[i], stream))
+        order.sort(key=lambda i: self._rest(members[i], now))
+        return [members[i] for i in order]
 
     def slow(self, member: Member, stream: bool) -> float | None:
-        """Seconds by which it has answered nearly always."""
-        seen = self._seen.get(member.place)
-        return None if seen is None else seen.times(stream).slow
+        """Return the seconds after which a second member is called, or None with too few samples."""
+        health = self._seen.get(member.place)
+        return None if health is None else health.times(stream).slow
 
     def answered(self, place: Place, seconds: float, *, stream: bool) -> None:
         health = self._of(place)
@@ -87,7 +93,7 @@ class Balance:
         health.times(stream).add(seconds)
 
     def failed(self, place: Place, status: int, now: float) -> None:
-        """`status` of its refusal; 0: there was none."""
+        """Start or extend the back-off of a member. `status` is 0 if there was no HTTP response."""
         if status not in OWN_FAULT:
             health = self._of(place)
             health.failures += 1
@@ -101,17 +107,17 @@ class Balance:
         return self._seen[place]
 
     def _average(self, member: Member, stream: bool) -> float:
-        """Who was never asked comes first."""
-        seen = self._seen.get(member.place)
-        average = None if seen is None else seen.times(stream).average
+        """Return the average latency, or -1 for a member without samples, so that it is tried first."""
+        health = self._seen.get(member.place)
+        average = None if health is None else health.times(stream).average
         return -1.0 if average is None else average
 
     def _rest(self, member: Member, now: float) -> float:
-        """How long it should be left alone: who failed is asked last."""
-        seen = self._seen.get(member.place)
-        return 0.0 if seen is None else max(0.0, seen.rests_until - now)
+        """Return the seconds of back-off left; members in back-off are tried last."""
+        health = self._seen.get(member.place)
+        return 0.0 if health is None else max(0.0, health.rests_until - now)
 
 
 def _lot(weight: float, chance: float) -> float:
-    """The smallest comes first: each member as often as it weighs."""
+    """Return a sort key by which each member comes first in proportion to its weight."""
     return -math.log(1.0 - chance) / weight if weight else math.inf

@@ -1,6 +1,7 @@
-"""Condition: a question about a call, as Mongo would ask it: {"metadata.plan": {"$in": ["free", "trial"]}}. Made once
-into a test of facts. What is not there equals null, is in no list that has none, and is neither more nor less than
-anything."""
+"""Conditions on a call in MongoDB's syntax, compiled to predicates.
+
+An example is {"metadata.plan": {"$in": ["free", "trial"]}}. A missing value equals null, is in a list only if the list
+contains null, and is neither greater nor less than any value."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from emberline.gateway.routes.pattern_reader import read_pattern
 
 class Facts(Protocol):
     def get(self, path: str) -> Any:
-        """None: it is not there."""
+        """Return the value at this path, or None if it is missing."""
         ...
 
 
@@ -21,7 +22,7 @@ _Compare: TypeAlias = Callable[[Any], bool]
 
 
 def compiled(condition: Mapping[str, Any]) -> Test:
-    """Of a condition that was checked. All of its fields must hold."""
+    """Compile a validated condition to a predicate. All fields of the condition must hold."""
     tests = [_field(name, value) for name, value in condition.items()]
     return tests[0] if len(tests) == 1 else lambda facts: all(test(facts) for test in tests)
 
@@ -35,48 +36,48 @@ def _field(name: str, value: Any) -> Test:
             inner = [compiled(each) for each in value]
             return lambda facts: any(test(facts) for test in inner)
         case "$not":
-            denied = compiled(value)
-            return lambda facts: not denied(facts)
-    asked = value if isinstance(value, Mapping) else {"$eq": value}
-    compares = [_compare(operator, wanted) for operator, wanted in asked.items()]
-    return lambda facts: all(compare(facts.get(name)) for compare in compares)
+            negated = compiled(value)
+            return lambda facts: not negated(facts)
+    operators = value if isinstance(value, Mapping) else {"$eq": value}
+    comparisons = [_compare(operator, expected) for operator, expected in operators.items()]
+    return lambda facts: all(holds(facts.get(name)) for holds in comparisons)
 
 
 def _compare(operator: str, wanted: Any) -> _Compare:
     match operator:
         case "$eq":
-            return lambda found: _same(found, wanted)
+            return lambda actual: _same(actual, wanted)
         case "$ne":
-            return lambda found: not _same(found, wanted)
+            return lambda actual: not _same(actual, wanted)
         case "$in":
-            return lambda found: any(_same(found, each) for each in wanted)
+            return lambda actual: any(_same(actual, each) for each in wanted)
         case "$nin":
-            return lambda found: not any(_same(found, each) for each in wanted)
+            return lambda actual: not any(_same(actual, each) for each in wanted)
         case "$exists":
-            return lambda found: (found is not None) == wanted
+            return lambda actual: (actual is not None) == wanted
         case "$contains":
-            return lambda found: _contains(found, wanted)
+            return lambda actual: _contains(actual, wanted)
         case "$regex":
             pattern = read_pattern(wanted)
-            return lambda found: isinstance(found, str) and pattern.found_in(found)
+            return lambda actual: isinstance(actual, str) and pattern.found_in(actual)
         case "$gt":
-            return lambda found: _ordered(found, wanted) and found > wanted
+            return lambda actual: _ordered(actual, wanted) and actual > wanted
         case "$gte":
-            return lambda found: _ordered(found, wanted) and found >= wanted
+            return lambda actual: _ordered(actual, wanted) and actual >= wanted
         case "$lt":
-            return lambda found: _ordered(found, wanted) and found < wanted
+            return lambda actual: _ordered(actual, wanted) and actual < wanted
         case "$lte":
-            return lambda found: _ordered(found, wanted) and found <= wanted
-    raise AssertionError(f"{operator} was not checked")
+            return lambda actual: _ordered(actual, wanted) and actual <= wanted
+    raise AssertionError(f"condition with unknown operator {operator} was not validated")
 
 
 def _same(found: Any, wanted: Any) -> bool:
-    """True is not 1."""
+    """Return whether two JSON values are equal; unlike in Python, true does not equal 1."""
     return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
 
 
 def _ordered(found: Any, wanted: Any) -> bool:
-    """Two numbers, or two strings."""
+    """Return whether both are numbers, or both are strings."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return False
     if isinstance(wanted, str):

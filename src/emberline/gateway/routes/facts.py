@@ -1,5 +1,6 @@
-"""CallFacts: what a route may ask about a call. The body is read when the first question is about it; what is asked
-about a large one is answered in another process."""
+"""CallFacts: the attributes of a call that conditions of routes can use. The body is decoded on first use.
+
+Conditions on a large body are evaluated in another process."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class CallFacts:
                 return call.identity.key_id or None
             case "user":
                 return call.identity.user or None
-        raise AssertionError(f"{path} was not checked")
+        raise AssertionError(f"condition on unknown path {path} was not validated")
 
     @cached_property
     def _metadata(self) -> Mapping[str, Any]:
@@ -54,15 +55,16 @@ class CallFacts:
 
 
 async def answers_about_body(call: Call, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
-    """Whether each condition holds that looks into a large body; nothing for a small body or other conditions."""
-    asked = {id: each for id, each in conditions.items() if _looks_into_body(each)}
-    if len(call.body) < LARGE or not asked:
+    """Return the results of the conditions that read a large body, by id; {} if the body is small."""
+    selected = {id: each for id, each in conditions.items() if _looks_into_body(each)}
+    if len(call.body) < LARGE or not selected:
         return {}
     bare = call.moved(body=b"", steps=(), redacted=[], trail=[], surveyed=None)
-    return await offload.run(len(call.body), answers, bare, call.body, asked)
+    return await offload.run(len(call.body), answers, bare, call.body, selected)
 
 
 def answers(call: Call, body: bytes, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+    """Return the result of each condition, by id; for another process."""
     facts = CallFacts(call.moved(body=body))
     return {id: compiled(each)(facts) for id, each in conditions.items()}
 

@@ -1,5 +1,6 @@
-"""Graph: a dynamic route. Elements point at the next one by id; a call walks from `start` until it meets a model that
-answers, or `end`. What is here is its shape and what must hold of it before it may be deployed."""
+"""RouteGraph: the JSON of a dynamic route, and its validation before it is deployed.
+
+Elements name the next element by id. A call passes from `start` to the model that answers, or to `end`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from emberline.gateway.limits.rule import DIMENSIONS
 from emberline.gateway.routes.pattern_reader import read_pattern
 
 MOST_ELEMENTS = 100
-MOST_SHARES = 5  # of a percentage, besides "else"
-DEEPEST = 8  # conditions within conditions
+MOST_SHARES = 5  # outputs of a percentage, besides "else"
+DEEPEST = 8  # nested conditions
 COMPARISONS = ("$eq", "$ne", "$gt", "$gte", "$lt", "$lte", "$in", "$nin", "$exists", "$contains", "$regex")
 SOURCES = ("body", "headers", "metadata", "model", "provider", "key", "user")
 _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,2})?)%")
@@ -40,7 +41,7 @@ class Branches(Struct, frozen=True):
 
 class Outcome(Struct, frozen=True):
     success: To
-    fallback: To | None = None  # None: the route ends there
+    fallback: To | None = None  # None: the route ends here
 
 
 class Condition(Struct, frozen=True):
@@ -51,7 +52,7 @@ class Quota(Struct, frozen=True):
     limit_type: Literal["count", "cost"]
     limit: Annotated[float, msgspec.Meta(ge=0)]  # requests, or dollars
     interval: Annotated[int, msgspec.Meta(ge=1, le=31_622_400)]  # seconds
-    key: str = ""  # such as metadata.user_id: each value has its own; empty: all share one
+    key: str = ""  # e.g. metadata.user_id: a quota for each value; "": one for all
     technique: Literal["fixed", "sliding"] = "fixed"
 
 
@@ -78,7 +79,7 @@ class Percentage(Struct, tag="percentage", tag_field="type", frozen=True):
     outputs: dict[str, To]  # "10%", ..., "else"
 
     def shares(self) -> list[tuple[float, str]]:
-        """Percent and where to, without "else"."""
+        """Return percent and element id of each output except "else"."""
         return [(float(name[:-1]), to.element_id) for name, to in self.outputs.items() if name != "else"]
 
 
@@ -107,7 +108,7 @@ class Graph(Struct, frozen=True):
 
     @staticmethod
     def read(found: object) -> Graph:
-        """From decoded JSON; checked."""
+        """Parse and validate decoded JSON. Raises InvalidRequest."""
         try:
             graph = msgspec.convert(found, Graph)
         except msgspec.ValidationError as e:
@@ -125,15 +126,15 @@ class Graph(Struct, frozen=True):
     def check(self) -> None:
         known = self.by_id()
         if not 0 < len(self.elements) <= MOST_ELEMENTS:
-            raise _wrong(f"a route has 1 to {MOST_ELEMENTS} elements")
+            raise _wrong(f"the route has {len(self.elements)} elements; 1 to {MOST_ELEMENTS} are allowed")
         if len(known) < len(self.elements):
             raise _wrong("two elements have the same id")
         if sum(isinstance(each, Start) for each in self.elements) != 1:
-            raise _wrong("a route has exactly one start")
+            raise _wrong("the route must have exactly one start element")
         for element in self.elements:
             for to in _next_of(element):
                 if to not in known:
-                    raise _wrong(f"element {element.id!r} goes to {to!r}, which is not there")
+                    raise _wrong(f"element {element.id!r} points to element {to!r}, which does not exist")
             match element:
                 case Percentage():
                     _check_shares(element)
@@ -142,27 +143,27 @@ class Graph(Struct, frozen=True):
                 case RateLimit():
                     _check_quota(element.properties, element.id)
                 case End() if element.outputs:
-                    raise _wrong(f"element {element.id!r} is an end and cannot have outputs")
+                    raise _wrong(f"element {element.id!r} is an end element and cannot have outputs")
         reached = self._walk(known)
-        if lost := [each.id for each in self.elements if each.id not in reached]:
-            raise _wrong(f"element {lost[0]!r} cannot be reached from the start")
+        if unreachable := [each.id for each in self.elements if each.id not in reached]:
+            raise _wrong(f"element {unreachable[0]!r} cannot be reached from the start element")
         if not any(isinstance(each, ModelElement) for each in self.elements):
-            raise _wrong("a route needs a model")
+            raise _wrong("the route must have a model element")
 
     def _walk(self, known: Mapping[str, Element]) -> set[str]:
-        """All that can be reached; a way that comes back to itself is refused."""
-        done: set[str] = set()
+        """Return the ids that can be reached from the start. Raises InvalidRequest if there is a cycle."""
+        reached: set[str] = set()
 
         def visit(id: str, trail: tuple[str, ...]) -> None:
             if id in trail:
-                raise _wrong(f"the route goes in a circle: {' -> '.join([*trail[trail.index(id) :], id])}")
-            if id not in done:
+                raise _wrong(f"the route has a cycle: {' -> '.join([*trail[trail.index(id) :], id])}")
+            if id not in reached:
                 for to in _next_of(known[id]):
                     visit(to, (*trail, id))
-                done.add(id)
+                reached.add(id)
 
         visit(self.start.id, ())
-        return done
+        return reached
 
 
 def _next_of(element: Element) -> Iterator[str]:
@@ -183,31 +184,31 @@ def _next_of(element: Element) -> Iterator[str]:
 def _check_shares(element: Percentage) -> None:
     for name in element.outputs:
         if name != "else" and not _SHARE.fullmatch(name):
-            raise _wrong(f'element {element.id!r}: an output is named "10%" or "else", not {name[:40]!r}')
+            raise _wrong(f'element {element.id!r}: output {name[:40]!r} must be a percentage such as "10%", or "else"')
     shares = [share for share, _ in element.shares()]
     if not 0 < len(shares) <= MOST_SHARES:
-        raise _wrong(f"element {element.id!r} needs 1 to {MOST_SHARES} shares")
-    whole = sum(shares)
-    if whole > 100 or (whole < 100 and "else" not in element.outputs):
+        raise _wrong(f"element {element.id!r} has {len(shares)} percentages; 1 to {MOST_SHARES} are allowed")
+    total = sum(shares)
+    if total > 100 or (total < 100 and "else" not in element.outputs):
         raise _wrong(
-            f"element {element.id!r}: shares are {whole:g}% together", 'at most 100, and less only with "else"'
+            f"element {element.id!r}: the percentages add up to {total:g}%", 'make them 100%, or less with an "else"'
         )
 
 
 def _check_condition(condition: object, id: str, depth: int = 0) -> None:
     if not isinstance(condition, Mapping) or not condition or depth > DEEPEST:
-        raise _wrong(f"element {id!r}: a condition is an object with something in it, at most {DEEPEST} deep")
+        raise _wrong(f"element {id!r}: a condition must be a non-empty object, nested at most {DEEPEST} deep")
     for name, value in condition.items():
         if name in ("$and", "$or"):
             if not isinstance(value, list) or not value:
-                raise _wrong(f"element {id!r}: {name} needs a list of conditions")
+                raise _wrong(f"element {id!r}: {name} must be a list of conditions")
             for each in value:
                 _check_condition(each, id, depth + 1)
         elif name == "$not":
             _check_condition(value, id, depth + 1)
         elif name.partition(".")[0] not in SOURCES:
             raise _wrong(
-                f"element {id!r}: {name[:80]!r} is nothing to ask about", f"it begins with {', '.join(SOURCES)}"
+                f"element {id!r}: a condition cannot use {name[:80]!r}", f"paths begin with {', '.join(SOURCES)}"
             )
         elif isinstance(value, Mapping):
             _check_comparisons(value, id)
@@ -216,33 +217,33 @@ def _check_condition(condition: object, id: str, depth: int = 0) -> None:
 def _check_comparisons(asked: Mapping[str, Any], id: str) -> None:
     for operator, value in asked.items():
         if operator not in COMPARISONS:
-            raise _wrong(f"element {id!r}: there is no {operator[:40]!r}", f"known are {', '.join(COMPARISONS)}")
+            raise _wrong(f"element {id!r}: unknown operator {operator[:40]!r}", f"operators: {', '.join(COMPARISONS)}")
         if operator in ("$in", "$nin") and not isinstance(value, list):
-            raise _wrong(f"element {id!r}: {operator} needs a list")
+            raise _wrong(f"element {id!r}: {operator} must be a list")
         if operator in ("$gt", "$gte", "$lt", "$lte") and not isinstance(value, str | int | float):
-            raise _wrong(f"element {id!r}: {operator} needs a number or a string")
+            raise _wrong(f"element {id!r}: {operator} must be a number or a string")
         if operator == "$exists" and not isinstance(value, bool):
-            raise _wrong(f"element {id!r}: $exists needs true or false")
+            raise _wrong(f"element {id!r}: $exists must be true or false")
         if operator == "$regex":
             _check_pattern(value, id)
     if not asked:
-        raise _wrong(f"element {id!r}: a comparison is empty")
+        raise _wrong(f"element {id!r}: a comparison has no operator")
 
 
 def _check_pattern(value: object, id: str) -> None:
     try:
         if not isinstance(value, str):
-            raise ValueError("it is no string")
+            raise ValueError("it is not a string")
         read_pattern(value)
     except ValueError as e:
-        raise _wrong(f"element {id!r}: the $regex {str(value)[:80]!r} cannot be used: {e}") from None
+        raise _wrong(f"element {id!r}: $regex {str(value)[:80]!r} is not supported: {e}") from None
 
 
 def _check_quota(quota: Quota, id: str) -> None:
     if quota.key and quota.key not in DIMENSIONS and not quota.key.startswith("metadata."):
-        raise _wrong(f"element {id!r}: {quota.key[:80]!r} is nothing to count by", "metadata.<name>, user or key")
+        raise _wrong(f"element {id!r}: key {quota.key[:80]!r} is not supported", "use metadata.<name>, user or key")
     if quota.limit_type == "count" and not quota.limit.is_integer():
-        raise _wrong(f"element {id!r}: half a request cannot be counted")
+        raise _wrong(f"element {id!r}: limit is {quota.limit:g}; a limit of requests must be an integer")
 
 
 def _wrong(message: str, hint: str | None = None) -> InvalidRequest:

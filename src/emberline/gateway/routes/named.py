@@ -1,4 +1,4 @@
-"""The provider and the model that the name of a model stands for."""
+"""Resolves the model name of a request to a provider and its own model name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from emberline.gateway.settings import Settings
 
 
 def resolve(model: str, settings: Settings, *, named: bool = False) -> tuple[str, str]:
-    """The provider and its own name of a model. `named`: it must say its provider."""
+    """Return the provider and its own name of the model.
+
+    With `require_provider`, InvalidRequest is raised if the name has no known provider; otherwise the default provider
+    is used.
+    """
     model = settings.models.get(model, model)
     if model in settings.pools:
         return POOL, model
@@ -19,6 +23,8 @@ def resolve(model: str, settings: Settings, *, named: bool = False) -> tuple[str
     if named:
         known = ", ".join(sorted({*KNOWN, *settings.providers}))
         raise InvalidRequest(
-            f"model is {model[:100]!r}: it must be PROVIDER/MODEL", param="model", hint=f"known are {known}"
+            f"model {model[:100]!r} names no provider: it must be PROVIDER/MODEL",
+            param="model",
+            hint=f"providers: {known}",
         )
     return settings.default_provider, model

@@ -1,9 +1,10 @@
-"""Pattern: a regular expression that takes time only in proportion to the text, whatever its author wrote: no
-backtracking, so none of it can be catastrophic. What that rules out (backreferences, looking around, word boundaries)
-is refused when it is read (pattern_reader.py).
+"""Pattern: a regular expression that takes time linear in the text, whatever its author wrote.
 
-Every character, dot or class of it is a position; `follow` says which positions may come next. All that are possible
-are tried at once, as the bits of a number."""
+It does not backtrack, so a pattern cannot take exponential time. What that excludes (backreferences, lookaround, word
+boundaries) is refused by the parser (pattern_parser.py).
+
+Each character, dot or class of the pattern is a position of a Glushkov automaton; `follow` has the positions that may
+come next. The set of active positions is the bits of an integer."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-MOST_POSITIONS = 256  # counted after {n,m} is written out
-LONGEST = 16_384  # characters of a text that are looked at
-KEPT = 4096  # steps remembered
+MOST_POSITIONS = 256  # after {n,m} is expanded
+LONGEST = 16_384  # the rest of a text is not searched
+KEPT = 4096
 
 Accepts: TypeAlias = Callable[[str], bool]
 
@@ -30,7 +31,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 @dataclass(slots=True)
 class Part:
-    """A piece of the expression: whether it may be empty, and the positions it may begin and end with."""
+    """A part of the expression, with the positions (as bits) that it may begin and end with."""
 
     empty: bool
     first: int
@@ -39,7 +40,7 @@ class Part:
 
 @dataclass(slots=True)
 class Pattern:
-    accepts: list[Accepts] = field(default_factory=list)  # of each position
+    accepts: list[Accepts] = field(default_factory=list)  # one test for each position
     follow: list[int] = field(default_factory=list)
     whole: Part = field(default_factory=lambda: Part(True, 0, 0))
     from_start: bool = False
@@ -47,7 +48,7 @@ class Pattern:
     _steps: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
 
     def found_in(self, text: str) -> bool:
-        """Anywhere, unless it is anchored."""
+        """Return whether the pattern matches anywhere in the text, or as its anchors require."""
         if self.whole.empty and not (self.from_start and self.to_end):
             return True
         text = text[:LONGEST]
@@ -64,10 +65,10 @@ class Pattern:
         return done
 
     def _step(self, state: int, character: str) -> tuple[int, bool]:
-        """The positions that may come after this character, and whether the whole may end with it."""
-        known = self._steps.get((state, character))
-        if known is not None:
-            return known
+        """Return the positions that may come after this character, and whether a match ends with it."""
+        cached = self._steps.get((state, character))
+        if cached is not None:
+            return cached
         following, ends, left = 0, False, state
         while left:
             bit = left & -left
@@ -81,11 +82,11 @@ class Pattern:
         self._steps[state, character] = following, ends
         return following, ends
 
-    # -- while it is read ----------------------------------------------------------------------------------------------
+    # -- for the parser ------------------------------------------------------------------------------------------------
 
     def one(self, accepts: Accepts) -> Part:
         if len(self.accepts) >= MOST_POSITIONS:
-            raise ValueError(f"it is longer than {MOST_POSITIONS} characters, with all repetitions written out")
+            raise ValueError(f"with its repetitions expanded it is longer than {MOST_POSITIONS} characters")
         self.accepts.append(accepts)
         self.follow.append(0)
         bit = 1 << (len(self.accepts) - 1)
@@ -98,7 +99,7 @@ class Pattern:
         return Part(before.empty and after.empty, first, last)
 
     def again(self, part: Part) -> Part:
-        """Once or more."""
+        """Let the fragment repeat, once or more."""
         self._lead(part.last, part.first)
         return part
 
@@ -114,9 +115,9 @@ def class_of(letter: str) -> Accepts | None:
 
 
 def escaped(letter: str) -> str:
-    """The character that is meant by a backslash and this one."""
+    """Return the character that a backslash and this letter stand for. Raises ValueError."""
     if letter in _ESCAPES:
         return _ESCAPES[letter]
     if letter.isalnum():
-        raise ValueError(f"\\{letter} is not known here")
+        raise ValueError(f"\\{letter} is not supported")
     return letter

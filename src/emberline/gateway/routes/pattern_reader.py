@@ -1,23 +1,25 @@
-"""PatternReader: the text of a regular expression to a Pattern. A part that is repeated is read again for each time."""
+"""PatternParser: parses a regular expression to a Pattern.
+
+A repeated part is parsed again for each repetition."""
 
 from __future__ import annotations
 
 from emberline.gateway.routes.pattern import Accepts, Part, Pattern, class_of, escaped
 
 LONGEST = 512  # characters of an expression
-MOST_ATOMS = 2048
-DEEPEST = 20  # groups within groups
+MOST_ATOMS = 2048  # parsed, including repetitions
+DEEPEST = 20
 
 
 def read_pattern(text: str) -> Pattern:
-    """ValueError says what cannot be used."""
+    """Parse a regular expression. Raises ValueError with what is not supported."""
     return PatternReader(text).read()
 
 
 class PatternReader:
     def __init__(self, text: str) -> None:
         if len(text) > LONGEST:
-            raise ValueError(f"it has more than {LONGEST} characters")
+            raise ValueError(f"it has {len(text)} characters; at most {LONGEST} are allowed")
         self._made = Pattern()
         self._any_case = text.startswith("(?i)")
         text = text.removeprefix("(?i)")
@@ -27,15 +29,15 @@ class PatternReader:
         self._text = text[:-1] if self._made.to_end else text
         self._at = 0
         self._depth = 0
-        self._atoms = 0  # read, again and again where something is repeated
+        self._atoms = 0  # including those parsed again for a repetition
         self._top_choice = False
 
     def read(self) -> Pattern:
         self._made.whole = self._choice()
         if self._at < len(self._text):
-            raise ValueError("a ) has no (")
+            raise ValueError("a ) has no matching (")
         if (self._made.from_start or self._made.to_end) and self._top_choice:
-            raise ValueError("^ and $ of a choice are unclear: put the choice into ( )")
+            raise ValueError("^ or $ beside | is ambiguous: put the alternatives in ( )")
         return self._made
 
     def _peek(self) -> str:
@@ -66,20 +68,20 @@ class PatternReader:
         begin = self._at
         part = self._atom()
         end = self._at
-        least, most = self._times()
-        if (least, most) == (1, 1):
+        minimum, maximum = self._times()
+        if (minimum, maximum) == (1, 1):
             return part
         after = self._at
-        found = part if least else Part(True, part.first, part.last)
-        if most == 0:
+        found = part if minimum else Part(True, part.first, part.last)
+        if maximum == 0:
             return Part(True, 0, 0)
-        for number in range(1, max(least, most or least or 1)):
+        for number in range(1, max(minimum, maximum or minimum or 1)):
             self._at = begin
             part = self._atom()
             assert self._at == end
-            found = self._made.joined(found, part if number < least else Part(True, part.first, part.last))
-        if most is None:
-            tail = self._made.again(part)  # the last copy, any number of times
+            found = self._made.joined(found, part if number < minimum else Part(True, part.first, part.last))
+        if maximum is None:
+            tail = self._made.again(part)  # the last copy may repeat
             found.last |= tail.last
         self._at = after
         return found
@@ -94,9 +96,9 @@ class PatternReader:
         else:
             return 1, 1
         if self._peek() == "?":
-            self._take()  # as few as possible: the same, where only whether it is there is asked
+            self._take()  # lazy or greedy makes no difference to whether there is a match
         if self._peek() in ("*", "+", "?", "{"):
-            raise ValueError("a repetition of a repetition")
+            raise ValueError("a repetition cannot be repeated")
         return found
 
     def _braces(self) -> tuple[int, int | None]:
@@ -106,16 +108,16 @@ class PatternReader:
             inside += character
         low, comma, high = inside.partition(",")
         if not low.isdecimal() or (high and not high.isdecimal()) or len(inside) > 8:
-            raise ValueError(f"{{{inside[:20]}}} is no number of times")
-        most = int(low) if not comma else int(high) if high else None
-        if most is not None and most < int(low):
-            raise ValueError(f"{{{inside}}} is no number of times")
-        return int(low), most
+            raise ValueError(f"{{{inside[:20]}}} is not a valid repetition")
+        maximum = int(low) if not comma else int(high) if high else None
+        if maximum is not None and maximum < int(low):
+            raise ValueError(f"{{{inside}}} is not a valid repetition")
+        return int(low), maximum
 
     def _atom(self) -> Part:
         self._atoms += 1
         if self._atoms > MOST_ATOMS:
-            raise ValueError("it has too many repetitions")
+            raise ValueError(f"with its repetitions expanded it has more than {MOST_ATOMS} parts")
         character = self._take()
         match character:
             case "(":
@@ -128,7 +130,7 @@ class PatternReader:
                 letter = self._take()
                 return self._made.one(class_of(letter) or self._same(escaped(letter)))
             case "*" | "+" | "?" | "{":
-                raise ValueError(f"nothing is there to repeat by {character}")
+                raise ValueError(f"{character} has nothing to repeat")
             case "^" | "$":
                 raise ValueError(f"{character} can only be the {'first' if character == '^' else 'last'} character")
         return self._made.one(self._same(character))
@@ -136,10 +138,10 @@ class PatternReader:
     def _group(self) -> Part:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise ValueError(f"groups are more than {DEEPEST} deep")
+            raise ValueError(f"groups are nested more than {DEEPEST} deep")
         if self._peek() == "?":
             if self._text[self._at : self._at + 2] != "?:":
-                raise ValueError("(? can only be (?: here, or (?i) at the very beginning")
+                raise ValueError("of groups with (? only (?: is supported, and (?i) at the start")
             self._at += 2
         found = self._choice()
         if self._peek() != ")":

@@ -1,12 +1,11 @@
-"""Pool: the places that have one model, and how one of them is chosen.
+"""ModelPool: the providers that serve one model, and how one of them is selected.
 
 [gateways.default.pools.small]
 choose = "fastest"
 hedge = true
 members = [{ provider = "groq", model = "llama-3.3-70b-versatile" },
            { provider = "cerebras", model = "llama-3.3-70b", weight = 3 },
-           { provider = "openai", model = "gpt-4o-mini", key = "second" }]
-"""
+           { provider = "openai", model = "gpt-4o-mini", key = "second" }]"""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ Choose = Literal["weighted", "fastest", "cheapest"]
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     provider: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    key: Annotated[str, msgspec.Meta(max_length=64)] = ""  # alias of the stored one; "": the usual
+    key: Annotated[str, msgspec.Meta(max_length=64)] = ""  # alias of a stored provider key; "": the default key
     weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
 
     @property
@@ -33,10 +32,12 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=20)]
     choose: Choose = "weighted"
-    hedge: bool = False  # a second member is asked where the first takes longer than 95 of 100 times
+    hedge: bool = False  # call a second member when the first takes longer than its 95th percentile
 
     def __post_init__(self) -> None:
         if len({member.place for member in self.members}) < len(self.members):
-            raise InvalidRequest("a pool has the same member twice", param="pools.members")
+            raise InvalidRequest("a pool contains the same provider, model and key twice", param="pools.members")
         if not any(member.weight for member in self.members):
-            raise InvalidRequest("all members of a pool weigh nothing", param="pools.members")
+            raise InvalidRequest(
+                "all members of a pool have weight 0", param="pools.members", hint="give one a positive weight"
+            )

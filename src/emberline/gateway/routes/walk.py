@@ -1,5 +1,7 @@
-"""Walk: one call's way through a route. It stops wherever somebody has to be asked, a limit or a model, and goes on
-when it is told how that went. Pure: chance is a hash of a seed, so that the same seed goes the same way."""
+"""RouteTraversal: one call's way through a route.
+
+It stops at each element that needs an action (a rate limit or a model), and continues with the action's result. It is
+pure: random choices are a hash of a seed, the same for equal seeds."""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ Asking = RateLimit | ModelElement
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked graph, ready to be walked."""
+    """A validated graph with its conditions compiled."""
 
     name: str
     start: Element
     elements: Mapping[str, Element]
-    tests: Mapping[str, Test]  # of conditionals
+    tests: Mapping[str, Test]  # of conditional elements, by id
 
     @property
     def conditions(self) -> dict[str, dict[str, Any]]:
@@ -50,48 +52,48 @@ class Plan:
 class Walk:
     plan: Plan
     facts: Facts
-    seed: str  # of percentages
+    seed: str  # of the random choices at percentages
     at: Element | None
-    answers: Mapping[str, bool] = field(default_factory=dict)  # of conditionals that were tested before, by id
+    answers: Mapping[str, bool] = field(default_factory=dict)  # of conditions evaluated before, by id
 
     @staticmethod
     def begin(plan: Plan, facts: Facts, seed: str, answers: Mapping[str, bool] | None = None) -> Walk:
         return Walk(plan, facts, seed, plan.start, answers or {})
 
     def next(self) -> Asking | None:
-        """Whom to ask; None: the end."""
+        """Return the next rate limit or model element, or None at the end of the route."""
         while True:
             match self.at:
                 case None | End():
                     return None
-                case RateLimit() | ModelElement() as asking:
-                    return asking
+                case RateLimit() | ModelElement() as action:
+                    return action
                 case Start() as start:
                     self._go(start.outputs.next)
-                case Conditional() as question:
-                    yes = self.answers.get(question.id)
-                    if yes is None:
-                        yes = self.plan.tests[question.id](self.facts)
-                    self._go(question.outputs.true if yes else question.outputs.false)
-                case Percentage() as parted:
-                    self.at = self.plan.elements[self._drawn(parted)]
+                case Conditional() as conditional:
+                    holds = self.answers.get(conditional.id)
+                    if holds is None:
+                        holds = self.plan.tests[conditional.id](self.facts)
+                    self._go(conditional.outputs.true if holds else conditional.outputs.false)
+                case Percentage() as percentage:
+                    self.at = self.plan.elements[self._drawn(percentage)]
 
     def went(self, well: bool) -> None:
-        """How it went with the one that `next` gave."""
+        """Move on from the current action element, to its success or its fallback output."""
         outputs = self._outputs()
         self._go(outputs.success if well else outputs.fallback)
 
     @property
     def rescued(self) -> bool:
-        """There is a way on if it goes wrong."""
+        """Whether the route continues if the current action fails."""
         return self._outputs().fallback is not None
 
     def likely(self) -> ModelElement | None:
-        """The model that answers if all goes well from here."""
+        """Return the model that answers if every action from here succeeds."""
         ahead = replace(self)
-        while (asking := ahead.next()) is not None:
-            if isinstance(asking, ModelElement):
-                return asking
+        while (action := ahead.next()) is not None:
+            if isinstance(action, ModelElement):
+                return action
             ahead.went(True)
         return None
 
@@ -113,5 +115,5 @@ class Walk:
 
 
 def drawn(seed: str) -> float:
-    """From 0 up to 1, the same for the same seed."""
+    """Return a number in [0, 1) that depends on the seed only."""
     return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]) / (1 << 56)

@@ -1,7 +1,7 @@
-/** The management API as the pages use it. Whatever goes wrong becomes an ApiError. */
+/** The management API as the pages use it. Every failure becomes an ApiError. */
 
-const PATIENCE = 20_000; // ms
-const MOST = 2000; // entries of a list that is shown as a whole
+const TIMEOUT_MS = 20_000;
+const MAX_ITEMS = 2000; // of a list that is loaded completely
 
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "", param = null } = {}) {
@@ -20,23 +20,23 @@ export class Api {
   }
 
   get(path, query = {}, signal = null) {
-    const asked = Object.entries(query).filter(([, value]) => value !== "" && value != null);
-    const tail = asked.length ? `?${new URLSearchParams(asked)}` : "";
-    return this.send("GET", path + tail, undefined, signal);
+    const parameters = Object.entries(query).filter(([, value]) => value !== "" && value != null);
+    const search = parameters.length ? `?${new URLSearchParams(parameters)}` : "";
+    return this.send("GET", path + search, undefined, signal);
   }
 
   async send(method, path, body = undefined, signal = null) {
-    const limits = [AbortSignal.timeout(PATIENCE), signal].filter(Boolean);
-    const request = { method, headers: { ...this.headers }, cache: "no-store", signal: AbortSignal.any(limits) };
+    const signals = [AbortSignal.timeout(TIMEOUT_MS), signal].filter(Boolean);
+    const request = { method, headers: { ...this.headers }, cache: "no-store", signal: AbortSignal.any(signals) };
     if (body !== undefined) {
       request.body = JSON.stringify(body);
       request.headers["content-type"] = "application/json";
     }
-    const reply = await answered(`admin/accounts/${encodeURIComponent(this.account)}/${path}`, request, signal);
+    const reply = await fetchOk(`admin/accounts/${encodeURIComponent(this.account)}/${path}`, request, signal);
     return reply.json();
   }
 
-  /** A list as a whole, page by page. */
+  /** Return all items of a paged list. */
   async all(path, signal = null) {
     const items = [];
     let after = "";
@@ -44,24 +44,24 @@ export class Api {
       const page = await this.get(path, { after, limit: 500 }, signal);
       items.push(...page.items);
       after = page.next;
-    } while (after && items.length < MOST);
+    } while (after && items.length < MAX_ITEMS);
     return items;
   }
 }
 
-/** A reply that is not an error. `signal`: who waits for it may leave, which is no failure. */
-export async function answered(url, request, signal) {
+/** Return a successful reply. Throws an ApiError, or the abort error if the page aborted `signal`. */
+export async function fetchOk(url, request, signal) {
   let reply;
   try {
     reply = await fetch(url, request);
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new ApiError("The gateway does not answer.");
+    throw new ApiError("The gateway does not respond.");
   }
   if (reply.ok) return reply;
   const { error } = await reply.json().catch(() => ({}));
   throw new ApiError(error?.message ?? reply.statusText, { status: reply.status, code: error?.code, param: error?.param });
 }
 
-/** A part of a path. */
-export const part = (text) => encodeURIComponent(text);
+/** Encode one segment of a URL path. */
+export const segment = (text) => encodeURIComponent(text);

@@ -1,10 +1,10 @@
-/** The gateway's dashboard: a door, and rooms behind it. The address after # says which room; what a room has begun ends
-    when it is left. */
+/** The gateway's dashboard: the sign-in form and the pages behind it. The URL fragment names the page; leaving a page
+    aborts its requests. */
 
 import { element } from "../dom.js";
 import { wireTheme } from "../theme.js";
 import { Session } from "./session.js";
-import { say, withIcon } from "./parts.js";
+import { showToast, withIcon } from "./components.js";
 import { audit } from "./audit.js";
 import { budgets } from "./budgets.js";
 import { gateways } from "./gateways.js";
@@ -18,9 +18,9 @@ import { routes } from "./routes.js";
 
 const $ = (id) => document.getElementById(id);
 
-/** name -> [title, room(session, where) -> node]; where: what follows in the address, the
-    signal that it is left, and how to tell the frame that the gateway is alive or knows the key no more. */
-const ROOMS = {
+/** name -> [title, page(session, context) -> node]. The context has the rest of the URL, a signal that is aborted when the
+    page is left, and callbacks to report that the gateway responds or that the key is no longer valid. */
+const PAGES = {
   overview: ["Overview", overview],
   logs: ["Logs", logs],
   playground: ["Playground", playground],
@@ -36,115 +36,115 @@ const ROOMS = {
 class App {
   constructor() {
     this.session = null;
-    this.leaving = new AbortController();
-    const links = Object.entries(ROOMS).map(([name, [title]]) => element("a", { href: `#/${name}`, data: { room: name } }, ...withIcon(name, title)));
-    $("rooms").append(...links);
-    window.addEventListener("hashchange", () => this.go());
-    $("sign-in").addEventListener("submit", (event) => this.knock(event));
-    $("sign-out").addEventListener("click", () => this.leave());
+    this.pageAbort = new AbortController();
+    const links = Object.entries(PAGES).map(([name, [title]]) => element("a", { href: `#/${name}`, data: { page: name } }, ...withIcon(name, title)));
+    $("pages").append(...links);
+    window.addEventListener("hashchange", () => this.openPage());
+    $("sign-in").addEventListener("submit", (event) => this.signIn(event));
+    $("sign-out").addEventListener("click", () => this.signOut());
     $("skip").addEventListener("click", (event) => {
-      event.preventDefault(); // what follows # says the room
+      event.preventDefault(); // the URL fragment names the page
       $("main").focus();
     });
-    $("dialog").addEventListener("close", () => $("dialog").replaceChildren()); // there may be a secret in it
+    $("dialog").addEventListener("close", () => $("dialog").replaceChildren()); // it may contain a secret
     $("gateway").addEventListener("change", () => {
       this.session.gateway = $("gateway").value;
-      this.session.keep();
-      this.go();
+      this.session.store();
+      this.openPage();
     });
   }
 
   async start() {
-    const stored = Session.stored();
+    const stored = Session.load();
     if (stored) await this.enter(stored);
   }
 
-  async knock(event) {
+  async signIn(event) {
     event.preventDefault();
     const { token, account } = $("sign-in").elements;
     await this.enter(new Session(token.value.trim(), account.value.trim()));
     if (this.session) token.value = "";
   }
 
-  /** Whoever may list the gateways is an admin of the account. */
+  /** Start a session. A key that may list the gateways is an admin key of the account. */
   async enter(session) {
-    $("refused").hidden = true;
+    $("sign-in-error").hidden = true;
     try {
-      await this.look(session);
+      await this.loadGateways(session);
     } catch (error) {
-      return this.leave(error.message);
+      return this.signOut(error.message);
     }
     this.session = session;
     document.body.dataset.signed = "in";
-    this.go();
+    this.openPage();
   }
 
-  /** Which gateways there are to choose from. */
-  async look(session) {
+  /** Load the gateways that can be selected. */
+  async loadGateways(session) {
     this.gateways = (await session.api.all("gateways")).map(({ id }) => id);
     if (!this.gateways.includes(session.gateway)) session.gateway = "";
     const choices = this.gateways.map((name) => element("option", { value: name }, name));
     $("gateway").replaceChildren(element("option", { value: "" }, "all gateways"), ...choices);
     $("gateway").value = session.gateway;
-    session.keep();
+    session.store();
   }
 
-  leave(why = "") {
-    this.leaving.abort();
+  signOut(reason = "") {
+    this.pageAbort.abort();
     $("dialog").close();
     this.session = null;
-    Session.forget();
+    Session.clear();
     document.body.dataset.signed = "out";
     $("main").replaceChildren();
-    this.live("unknown", "");
-    $("refused").textContent = why;
-    $("refused").hidden = !why;
+    this.showState("unknown", "");
+    $("sign-in-error").textContent = reason;
+    $("sign-in-error").hidden = !reason;
     $("sign-in").elements.token.focus();
   }
 
-  async go() {
+  async openPage() {
     if (!this.session) return;
-    this.leaving.abort();
+    this.pageAbort.abort();
     $("dialog").close();
-    const leaving = (this.leaving = new AbortController());
+    const abort = (this.pageAbort = new AbortController());
     const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
     const [name, ...rest] = path.split("/").map(decodeURIComponent);
-    const [title, room] = ROOMS[name] ?? ROOMS.overview;
+    const [title, page] = PAGES[name] ?? PAGES.overview;
     document.title = `${title} · Emberline gateway`;
-    for (const each of $("rooms").children) {
-      const isHere = each.dataset.room === (ROOMS[name] ? name : "overview");
-      each.ariaCurrent = isHere ? "page" : null;
-      if (isHere) each.scrollIntoView({ block: "nearest", inline: "nearest" });
+    for (const each of $("pages").children) {
+      const isCurrent = each.dataset.page === (PAGES[name] ? name : "overview");
+      each.ariaCurrent = isCurrent ? "page" : null;
+      if (isCurrent) each.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
-    this.live("unknown", "");
-    const where = {
+    this.showState("unknown", "");
+    const context = {
       rest,
       query: new URLSearchParams(query),
-      signal: leaving.signal,
+      signal: abort.signal,
       gateways: this.gateways,
-      live: (...state) => this.live(...state),
-      changed: () => this.look(this.session), // there is a gateway more, or less
-      expelled: (error) => this.leave(error.message),
+      showState: (...state) => this.showState(...state),
+      changed: () => this.loadGateways(this.session), // a gateway was added or deleted
+      signedOut: (error) => this.signOut(error.message),
     };
-    await this.guarded(leaving, async () => {
-      const node = await room(this.session, where);
-      if (!leaving.signal.aborted) $("main").replaceChildren(node);
+    await this.runGuarded(abort, async () => {
+      const node = await page(this.session, context);
+      if (!abort.signal.aborted) $("main").replaceChildren(node);
     });
   }
 
-  /** A key that is no longer known leads back to the door; other failures are told in the room's place. */
-  async guarded(leaving, work) {
+  /** Run `work`. An invalid key leads back to the sign-in form; other errors are shown in place of the page. */
+  async runGuarded(abort, work) {
     try {
       await work();
     } catch (error) {
-      if (leaving.signal.aborted) return;
-      if (error.status === 401) return this.leave(error.message);
+      if (abort.signal.aborted) return;
+      if (error.status === 401) return this.signOut(error.message);
       $("main").replaceChildren(element("p", { className: "notice", role: "alert" }, error.message));
       if (!error.status) console.warn(error);
     }
   }
 
-  live(state, text, busy = false) {
+  showState(state, text, busy = false) {
     $("state").dataset.state = state;
     $("state").textContent = text;
     $("state").hidden = !text;
@@ -153,6 +153,6 @@ class App {
   }
 }
 
-window.addEventListener("unhandledrejection", (event) => say(String(event.reason?.message ?? event.reason)));
+window.addEventListener("unhandledrejection", (event) => showToast(String(event.reason?.message ?? event.reason)));
 wireTheme($("theme"));
 new App().start();

@@ -1,20 +1,20 @@
-/** Gateways: each with its own settings. Those of the configuration file are shown and changed there. */
+/** Gateways and their settings. Gateways of the configuration file are read-only here. */
 
 import { element } from "../dom.js";
-import { part } from "./api.js";
-import { ask, button, confirmed, done, field, form, head, pill, table } from "./parts.js";
+import { segment } from "./api.js";
+import { openDialog, button, openConfirmDialog, closeDialog, field, form, head, pill, table } from "./components.js";
 
-/** What the address or the other rooms say. */
-const ELSEWHERE = ["account", "gateway", "version", "routes"];
-const isFixed = ({ version }) => version === 0;
+/** Fields that the URL or other pages set. */
+const HIDDEN_FIELDS = ["account", "gateway", "version", "routes"];
+const isConfigured = ({ version }) => version === 0;
 
-export async function gateways(session, where) {
-  return new Gateways(session.api, where).open();
+export async function gateways(session, context) {
+  return new Gateways(session.api, context).open();
 }
 
 class Gateways {
-  constructor(api, where) {
-    Object.assign(this, { api, where });
+  constructor(api, context) {
+    Object.assign(this, { api, context });
     this.found = element("section", { className: "card", id: "gateways-found" });
   }
 
@@ -22,61 +22,61 @@ class Gateways {
     await this.show();
     const make = button("New gateway", () => this.edit(null), "primary");
     make.id = "new-gateway";
-    return element("div", {}, head("Gateways", "Each has its own providers, limits, cache and log; keys may be for some of them only.", make), this.found);
+    return element("div", {}, head("Gateways", "Each gateway has its own providers, limits, cache and logs. A key can be restricted to some gateways.", make), this.found);
   }
 
   async show() {
-    const items = await this.api.all("gateways", this.where.signal);
+    const items = await this.api.all("gateways", this.context.signal);
     const columns = [
       ["Name", ({ id }) => element("b", {}, id), "wide"],
-      ["Key", ({ value }) => (value.authentication ? pill("needed", "good") : pill("not needed", "mild"))],
+      ["Key", ({ value }) => (value.authentication ? pill("required", "good") : pill("not required", "mild"))],
       ["Providers", ({ value }) => Object.keys(value.providers).join(", ") || "\u2013"],
       ["Cache", ({ value }) => (value.cache_ttl ? `${value.cache_ttl} s` : "off")],
       ["Logs", ({ value }) => (value.logs.collect ? `${value.logs.days} days${value.zdr || !value.logs.payloads ? ", no payloads" : ""}` : "off")],
-      ["From", (item) => (isFixed(item) ? "the file" : "here")],
+      ["Defined in", (item) => (isConfigured(item) ? "configuration file" : "dashboard")],
       ["", (item) => element("span", { className: "actions" }, ...this.actions(item))],
     ];
     this.found.replaceChildren(table("Gateways", columns, items));
   }
 
   actions(item) {
-    if (isFixed(item)) return [button("Look", () => this.look(item))];
+    if (isConfigured(item)) return [button("View", () => this.view(item))];
     const remove = () =>
-      confirmed(`Delete ${item.id}?`, "Requests to it will be refused. Its log stays until it is old.", "Delete", async () => {
-        await this.api.send("DELETE", `gateways/${part(item.id)}?version=${item.version}`);
+      openConfirmDialog(`Delete ${item.id}?`, "Requests to it will be rejected. Its logs are kept until they expire.", "Delete", async () => {
+        await this.api.send("DELETE", `gateways/${segment(item.id)}?version=${item.version}`);
         await this.changed();
       });
     return [button("Change", () => this.edit(item)), button("Delete", remove, "danger")];
   }
 
-  look({ id, value }) {
-    ask(id, element("p", {}, "It is in the configuration file, and changed there."), element("pre", { tabIndex: 0 }, shown(value)));
+  view({ id, value }) {
+    openDialog(id, element("p", {}, "This gateway is defined in the configuration file and can only be changed there."), element("pre", { tabIndex: 0 }, settingsText(value)));
   }
 
   edit(old) {
-    const first = { authentication: true, providers: {}, cache_ttl: 0 };
+    const defaults = { authentication: true, providers: {}, cache_ttl: 0 };
     const fields = [
       field({ name: "name", label: "Name", value: old?.id ?? "", required: true, maxLength: 64, pattern: "[A-Za-z0-9_.\\-]+", readOnly: Boolean(old), wide: true }),
-      field({ name: "settings", label: "Settings", kind: "area", rows: 18, wide: true, value: shown(old?.value ?? first), hint: "as in the configuration file, in JSON; what is left out is as usual" }),
+      field({ name: "settings", label: "Settings", kind: "area", rows: 18, wide: true, value: settingsText(old?.value ?? defaults), hint: "JSON with the fields of the configuration file; omitted fields have their default" }),
     ];
-    const wanted = form(fields, "Save", async ({ name, settings }) => {
-      const path = `gateways/${part(name)}`;
+    const dialogForm = form(fields, "Save", async ({ name, settings }) => {
+      const path = `gateways/${segment(name)}`;
       const body = JSON.parse(settings);
       await (old ? this.api.send("PUT", `${path}?version=${old.version}`, body) : this.api.send("POST", path, body));
       await this.changed();
-      done();
+      closeDialog();
     });
-    wanted.id = "gateway-form";
-    ask(old ? `Change ${old.id}` : "New gateway", wanted);
+    dialogForm.id = "gateway-form";
+    openDialog(old ? `Change ${old.id}` : "New gateway", dialogForm);
   }
 
   async changed() {
     await this.show();
-    await this.where.changed();
+    await this.context.changed();
   }
 }
 
-function shown(value) {
-  const rest = Object.fromEntries(Object.entries(value).filter(([name]) => !ELSEWHERE.includes(name)));
+function settingsText(value) {
+  const rest = Object.fromEntries(Object.entries(value).filter(([name]) => !HIDDEN_FIELDS.includes(name)));
   return JSON.stringify(rest, null, 2);
 }

@@ -1,59 +1,59 @@
-/** A route's graph, drawn: from the start at the top to where it ends, an arrow for each output. It may be half written:
-    what points nowhere is drawn as missing. */
+/** Draws the graph of a route from the start at the top to its end, with an arrow for each output. The graph may be
+    incomplete: an output to an unknown id is drawn as a missing element. */
 
 import { svg } from "../dom.js";
 
 const BOX = { width: 164, height: 48 };
-const LANE = 14; // width of a place through which an arrow passes a row
+const LANE = 14; // width of a slot through which an arrow passes a row
 const GAP = { x: 26, y: 46 };
 const MARGIN = 12;
 
-export function drawn(elements) {
-  const { places, arrows } = laidOut(elements);
-  const width = Math.max(0, ...places.map((place) => place.x + place.width)) + MARGIN;
-  const height = Math.max(0, ...places.map(({ y }) => y)) + BOX.height + MARGIN;
-  const boxes = places.filter(({ element }) => element);
+export function drawGraph(elements) {
+  const { slots, arrows } = layOut(elements);
+  const width = Math.max(0, ...slots.map((slot) => slot.x + slot.width)) + MARGIN;
+  const height = Math.max(0, ...slots.map(({ y }) => y)) + BOX.height + MARGIN;
+  const boxes = slots.filter(({ element }) => element);
   const tip = svg("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0 8 4 0 8Z" }));
-  const frame = { class: "graph", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": spoken(boxes) };
+  const frame = { class: "graph", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": ariaText(boxes) };
   return svg("svg", frame, svg("defs", {}, tip), ...arrows.map(arrow), ...boxes.map(box));
 }
 
-/** [name of the output, id it goes to] */
+/** Return [name, target id] of each output. */
 const outputs = (element) =>
   Object.entries(element.outputs ?? {})
     .filter(([, to]) => to && typeof to === "object")
     .map(([name, to]) => [name, String(to.elementId)]);
 
-/** Places in rows, each element below all that lead to it; arrows as chains of places, one in each row that they cross. */
-function laidOut(elements) {
+/** Return slots in rows, each element below all that lead to it, and arrows as chains of slots, one in each row crossed. */
+function layOut(elements) {
   const known = new Map(elements.map((element) => [String(element.id), element]));
   for (const element of elements) {
     for (const [, to] of outputs(element)) if (!known.has(to)) known.set(to, { id: to, type: "missing" });
   }
   const depth = depths(known);
   const rows = [];
-  const placed = (row, width, more) => {
-    const place = { row, width, leading: [], ...more };
-    (rows[row] ??= []).push(place);
-    return place;
+  const addSlot = (row, width, more) => {
+    const slot = { row, width, parents: [], ...more };
+    (rows[row] ??= []).push(slot);
+    return slot;
   };
-  const nodes = new Map([...known].map(([id, element]) => [id, placed(depth.get(id), BOX.width, { id, element })]));
+  const nodes = new Map([...known].map(([id, element]) => [id, addSlot(depth.get(id), BOX.width, { id, element })]));
   const arrows = [...nodes.values()].flatMap((node) =>
     outputs(node.element).map(([name, to], index, all) => {
       const chain = [node];
       const end = nodes.get(to);
-      for (let row = node.row + 1; row < end.row; row += 1) chain.push(placed(row, LANE, { leading: [chain.at(-1)] }));
-      end.leading.push(chain.at(-1));
+      for (let row = node.row + 1; row < end.row; row += 1) chain.push(addSlot(row, LANE, { parents: [chain.at(-1)] }));
+      end.parents.push(chain.at(-1));
       return { name, chain: [...chain, end], share: (index + 1) / (all.length + 1) };
     }),
   );
-  const places = rows.filter(Boolean).flatMap(arranged);
-  const left = Math.min(0, ...places.map(({ x }) => x));
-  for (const place of places) place.x += MARGIN - left;
-  return { places, arrows };
+  const slots = rows.filter(Boolean).flatMap(positionRow);
+  const left = Math.min(0, ...slots.map(({ x }) => x));
+  for (const slot of slots) slot.x += MARGIN - left;
+  return { slots, arrows };
 }
 
-/** How many steps from the start, at most; a circle ends somewhere. */
+/** Return the longest distance of each element from the start; bounded if there is a cycle. */
 function depths(known) {
   const depth = new Map([...known.keys()].map((id) => [id, 0]));
   for (let round = 0; round < known.size; round += 1) {
@@ -66,17 +66,17 @@ function depths(known) {
   return depth;
 }
 
-/** A row, centred, in the order of what leads to it. */
-function arranged(row, index) {
-  const wanted = (place) => {
-    const above = place.leading.filter(({ x }) => x !== undefined);
+/** Position the slots of a row, centred, in the order of the slots that lead to them. */
+function positionRow(row, index) {
+  const preferredX = (slot) => {
+    const above = slot.parents.filter(({ x }) => x !== undefined);
     return above.length ? above.reduce((sum, each) => sum + middle(each), 0) / above.length : 0;
   };
-  const ordered = row.map((place) => [wanted(place), place]).sort(([a], [b]) => a - b).map(([, place]) => place);
+  const ordered = row.map((slot) => [preferredX(slot), slot]).sort(([a], [b]) => a - b).map(([, slot]) => slot);
   let x = -ordered.reduce((sum, { width }) => sum + width + GAP.x, -GAP.x) / 2;
-  for (const place of ordered) {
-    Object.assign(place, { x, y: MARGIN + index * (BOX.height + GAP.y) });
-    x += place.width + GAP.x;
+  for (const slot of ordered) {
+    Object.assign(slot, { x, y: MARGIN + index * (BOX.height + GAP.y) });
+    x += slot.width + GAP.x;
   }
   return ordered;
 }
@@ -84,44 +84,44 @@ function arranged(row, index) {
 const middle = ({ x, width }) => x + width / 2;
 
 function box({ id, element, x, y }) {
-  const [title, about] = words(element);
-  const text = (content, className, dy) => svg("text", { class: className, x: x + 12, y: y + dy }, fitting(content));
-  const whole = svg("title", {}, `${id}: ${title} ${about}`);
-  return svg("g", { class: `box ${element.type}`, "data-id": id }, whole, svg("rect", { x, y, rx: 10, ...BOX }), text(title, "what", 20), text(about, "more", 37));
+  const [title, about] = describe(element);
+  const text = (content, className, dy) => svg("text", { class: className, x: x + 12, y: y + dy }, truncate(content));
+  const tooltip = svg("title", {}, `${id}: ${title} ${about}`);
+  return svg("g", { class: `box ${element.type}`, "data-id": id }, tooltip, svg("rect", { x, y, rx: 10, ...BOX }), text(title, "what", 20), text(about, "more", 37));
 }
 
-const fitting = (text) => (text.length > 24 ? `${text.slice(0, 23)}…` : text);
+const truncate = (text) => (text.length > 24 ? `${text.slice(0, 23)}…` : text);
 
-function words({ id, type, properties }) {
-  const given = properties ?? {};
+function describe({ id, type, properties }) {
+  const values = properties ?? {};
   switch (type) {
     case "model":
-      return [String(given.model ?? "?"), `${given.provider ?? "?"}${given.retries ? `, ${given.retries} retries` : ""}`];
+      return [String(values.model ?? "?"), `${values.provider ?? "?"}${values.retries ? `, ${values.retries} retries` : ""}`];
     case "conditional":
-      return ["if", JSON.stringify(given.condition ?? {}).replace(/[{}"]/g, "").replaceAll(":", " ")];
+      return ["if", JSON.stringify(values.condition ?? {}).replace(/[{}"]/g, "").replaceAll(":", " ")];
     case "rate_limit":
-      return [`limit ${given.limitType === "cost" ? "$" : ""}${given.limit ?? "?"}`, `per ${given.interval ?? "?"} s${given.key ? `, ${given.key}` : ""}`];
+      return [`limit ${values.limitType === "cost" ? "$" : ""}${values.limit ?? "?"}`, `per ${values.interval ?? "?"} s${values.key ? `, ${values.key}` : ""}`];
     case "missing":
-      return ["not there", String(id)];
+      return ["missing", String(id)];
     default:
       return [type === "percentage" ? "split" : String(type), String(id)];
   }
 }
 
 function arrow({ name, chain, share }) {
-  const [from, ...through] = chain;
+  const [from, ...rest] = chain;
   const start = [from.x + from.width * share, from.y + BOX.height];
   let at = start;
   const label = svg("text", { class: "output", x: at[0] + 5, y: at[1] + 13 }, name);
-  const steps = through.map((place) => {
-    const to = [middle(place), place.y];
+  const curves = rest.map((slot) => {
+    const to = [middle(slot), slot.y];
     const reach = Math.max(24, (to[1] - at[1]) / 2);
     const curve = `C${at[0]} ${at[1] + reach} ${to[0]} ${to[1] - reach} ${to}`;
     at = [to[0], to[1] + BOX.height];
-    return place.element ? curve : `${curve}V${at[1]}`;
+    return slot.element ? curve : `${curve}V${at[1]}`;
   });
   const kind = name === "fallback" || name === "false" ? "arrow otherwise" : "arrow";
-  return svg("g", {}, svg("path", { class: kind, d: `M${start}${steps.join("")}`, "marker-end": "url(#tip)" }), label);
+  return svg("g", {}, svg("path", { class: kind, d: `M${start}${curves.join("")}`, "marker-end": "url(#tip)" }), label);
 }
 
-const spoken = (nodes) => nodes.map(({ id, element }) => `${words(element).join(" ")}${outputs(element).map(([name, to]) => `, ${name} to ${to}`).join("")} (${id})`).join("; ");
+const ariaText = (nodes) => nodes.map(({ id, element }) => `${describe(element).join(" ")}${outputs(element).map(([name, to]) => `, ${name} to ${to}`).join("")} (${id})`).join("; ");

@@ -1,106 +1,106 @@
-/** Keys of the gateway: made (the secret is shown once), limited, disabled, revoked. */
+/** Keys of the gateway: create (the secret is shown once), restrict, disable and revoke them. */
 
 import { copyButton, element } from "../dom.js";
-import { NONE, day } from "./figures.js";
-import { acting, ask, button, confirmed, done, field, form, head, list, pill, say, table } from "./parts.js";
-import { part } from "./api.js";
+import { NONE, formatDate } from "./format.js";
+import { withErrorToast, openDialog, button, openConfirmDialog, closeDialog, field, form, head, list, pill, showToast, table } from "./components.js";
+import { segment } from "./api.js";
 
-const any = (patterns) => (patterns.length === 1 && patterns[0] === "*" ? "any" : patterns.join(", ") || "none");
+const patternText = (patterns) => (patterns.length === 1 && patterns[0] === "*" ? "any" : patterns.join(", ") || "none");
 
-export async function keys(session, where) {
-  return new Keys(session.api, where).open();
+export async function keys(session, context) {
+  return new Keys(session.api, context).open();
 }
 
 class Keys {
-  constructor(api, where) {
-    Object.assign(this, { api, where });
+  constructor(api, context) {
+    Object.assign(this, { api, context });
     this.found = element("section", { className: "card", id: "keys-found" });
     this.warning = element("p", { className: "alarm", id: "keys-warning", role: "status", hidden: true });
   }
 
   async open() {
     await this.show();
-    const make = button("New key", () => this.make(), "primary");
+    const make = button("New key", () => this.create(), "primary");
     make.id = "new-key";
-    return element("div", {}, head("Keys", "Who may use the gateway, and how much. A secret is shown once, when its key is made.", make), this.warning, this.found);
+    return element("div", {}, head("Keys", "Keys that may use or manage the gateway, and their limits. A secret is shown only once, when its key is created.", make), this.warning, this.found);
   }
 
   async show() {
-    const [items, gateways] = await Promise.all([this.api.all("keys", this.where.signal), this.api.all("gateways", this.where.signal)]);
-    const open = gateways.filter(({ value }) => !value.authentication).map(({ id }) => id);
-    this.warning.hidden = !open.length;
-    this.warning.replaceChildren(element("strong", {}, "Authentication is off"), ` for ${open.join(", ")}: requests without a key are answered there. Set authentication to true in its settings (Gateways, or the configuration file) to require a key.`);
+    const [items, gateways] = await Promise.all([this.api.all("keys", this.context.signal), this.api.all("gateways", this.context.signal)]);
+    const openGateways = gateways.filter(({ value }) => !value.authentication).map(({ id }) => id);
+    this.warning.hidden = !openGateways.length;
+    this.warning.replaceChildren(element("strong", {}, "Authentication is off"), ` for ${openGateways.join(", ")}: requests without a key are answered. To require a key, set authentication to true in the settings of the gateway (page Gateways, or the configuration file).`);
     const columns = [
-      ["Name", (k) => element("span", { className: "place" }, element("b", {}, k.name), element("small", {}, `${k.shown}…`)), "wide"],
-      ["May", (k) => element("span", { className: "marks" }, ...k.scopes.map((scope) => pill(scope, scope === "admin" ? "mild" : "good")))],
+      ["Name", (k) => element("span", { className: "entry" }, element("b", {}, k.name), element("small", {}, `${k.shown}…`)), "wide"],
+      ["Scopes", (k) => element("span", { className: "badges" }, ...k.scopes.map((scope) => pill(scope, scope === "admin" ? "mild" : "good")))],
       ["User", (k) => k.user || NONE],
-      ["Models", (k) => any(k.allowed_models)],
+      ["Models", (k) => patternText(k.allowed_models)],
       ["Limits", (k) => k.limits.join(", ") || NONE],
-      ["Made", (k) => day(k.created)],
-      ["Expires", (k) => (k.expires === null ? "never" : day(k.expires))],
+      ["Created", (k) => formatDate(k.created)],
+      ["Expires", (k) => (k.expires === null ? "never" : formatDate(k.expires))],
       ["State", (k) => state(k)],
       ["", (k) => element("span", { className: "actions" }, ...this.actions(k))],
     ];
-    this.found.replaceChildren(table("Keys", columns, items, { none: open.length ? "No keys yet." : "No keys yet. Until there is one, only keys of the configuration work." }));
+    this.found.replaceChildren(table("Keys", columns, items, { none: openGateways.length ? "No keys yet." : "No keys yet. Until you create one, only the keys of the configuration file work." }));
   }
 
   actions(key) {
-    const path = `keys/${part(key.id)}`;
-    const turn = acting(async () => {
+    const path = `keys/${segment(key.id)}`;
+    const toggle = withErrorToast(async () => {
       await this.api.send("PATCH", path, { disabled: !key.disabled });
       await this.show();
-      say(key.disabled ? `${key.name} works again.` : `${key.name} is disabled.`);
+      showToast(key.disabled ? `${key.name} is enabled.` : `${key.name} is disabled.`);
     });
     const revoke = () =>
-      confirmed("Revoke this key?", `Requests with ${key.name} (${key.shown}…) will be refused for good.`, "Revoke", async () => {
+      openConfirmDialog("Revoke this key?", `Requests with ${key.name} (${key.shown}…) will be rejected. This cannot be undone.`, "Revoke", async () => {
         await this.api.send("DELETE", path);
         await this.show();
       });
-    return [button(key.disabled ? "Enable" : "Disable", turn), button("Change", () => this.change(key)), button("Revoke", revoke, "danger")];
+    return [button(key.disabled ? "Enable" : "Disable", toggle), button("Change", () => this.change(key)), button("Revoke", revoke, "danger")];
   }
 
-  make() {
+  create() {
     const kind = field({ name: "kind", label: "Kind", kind: "select", options: [["virtual", "virtual key"], ["token", "gateway token"]] });
-    const wanted = form([...fields(), kind], "Make the key", async (given) => {
-      const { secret, name } = await this.api.send("POST", "keys", { kind: given.kind, ...wish(given) });
+    const dialogForm = form([...fields(), kind], "Create key", async (given) => {
+      const { secret, name } = await this.api.send("POST", "keys", { kind: given.kind, ...keyFrom(given) });
       await this.show();
-      reveal(name, secret);
+      showSecret(name, secret);
     });
-    wanted.id = "key-form";
-    ask("New key", wanted);
+    dialogForm.id = "key-form";
+    openDialog("New key", dialogForm);
   }
 
   change(key) {
-    const wanted = form(fields(key), "Save", async (given) => {
-      await this.api.send("PATCH", `keys/${part(key.id)}`, wish(given));
+    const dialogForm = form(fields(key), "Save", async (given) => {
+      await this.api.send("PATCH", `keys/${segment(key.id)}`, keyFrom(given));
       await this.show();
-      done();
+      closeDialog();
     });
-    ask(`Change ${key.name}`, wanted);
+    openDialog(`Change ${key.name}`, dialogForm);
   }
 }
 
 function state({ disabled, expires }) {
   if (disabled) return pill("disabled", "bad");
-  return expires !== null && expires <= Date.now() ? pill("expired", "bad") : pill("works", "good");
+  return expires !== null && expires <= Date.now() ? pill("expired", "bad") : pill("active", "good");
 }
 
 function fields(key = null) {
   const text = (name, label, value, more = {}) => field({ name, label, value, ...more });
   return [
     text("name", "Name", key?.name ?? "", { required: true, maxLength: 128 }),
-    text("user", "User", key?.user ?? "", { hint: "costs and limits are counted for them" }),
-    text("allowed_models", "Models", key?.allowed_models.join(", ") ?? "*", { hint: "such as gpt-5*, llama*" }),
+    text("user", "User", key?.user ?? "", { hint: "costs and limits are counted for this user" }),
+    text("allowed_models", "Models", key?.allowed_models.join(", ") ?? "*", { hint: "for example gpt-5*, llama*" }),
     text("allowed_providers", "Providers", key?.allowed_providers.join(", ") ?? "*"),
     text("gateways", "Gateways", key?.gateways.join(", ") ?? "*"),
-    text("limits", "Limits", key?.limits.join(", ") ?? "", { hint: "names of rules for keys that name them" }),
-    text("expires", "Expires", key?.expires ? local(key.expires) : "", { kind: "datetime-local" }),
+    text("limits", "Limits", key?.limits.join(", ") ?? "", { hint: "names of limits that apply only to keys that list them" }),
+    text("expires", "Expires", key?.expires ? localTime(key.expires) : "", { kind: "datetime-local" }),
     field({ name: "use", label: "May use models", kind: "check", value: key ? key.scopes.includes("use") : true }),
     field({ name: "admin", label: "May manage this account", kind: "check", value: key?.scopes.includes("admin") ?? false }),
   ];
 }
 
-const wish = (given) => ({
+const keyFrom = (given) => ({
   name: given.name,
   user: given.user,
   allowed_models: list(given.allowed_models),
@@ -111,11 +111,11 @@ const wish = (given) => ({
   scopes: ["use", "admin"].filter((scope) => given[scope]),
 });
 
-/** As the field has it: local time, without a zone. */
-const local = (ms) => new Date(ms - 60_000 * new Date(ms).getTimezoneOffset()).toISOString().slice(0, 16);
+/** Format for a datetime-local field: local time without a zone. */
+const localTime = (ms) => new Date(ms - 60_000 * new Date(ms).getTimezoneOffset()).toISOString().slice(0, 16);
 
-function reveal(name, secret) {
+function showSecret(name, secret) {
   const shown = element("div", { className: "secret" }, element("code", { id: "secret" }, secret), copyButton(() => secret, "Copy the secret"));
-  const told = element("p", {}, "Copy it now: only its hash is kept, and nobody can show it again.");
-  ask(`The secret of ${name}`, told, shown, element("div", { className: "buttons" }, button("I have it", done, "primary")));
+  const notice = element("p", {}, "Copy it now. Only its hash is stored, so it cannot be shown again.");
+  openDialog(`Secret of ${name}`, notice, shown, element("div", { className: "buttons" }, button("I have copied it", closeDialog, "primary")));
 }

@@ -1,52 +1,52 @@
-/** Live requests: the newest records of the log, looked at again and again; and an alarm when fallbacks have to answer. */
+/** Live requests: polls the newest log records, and shows an alert when fallbacks answered requests. */
 
 import { element } from "../dom.js";
-import { link } from "./parts.js";
+import { link } from "./components.js";
 import { records } from "./records.js";
 
-const PERIOD = 2000; // ms
-const LOOKED = 50; // records
-const SHOWN = 15;
-const AT_WORK = 10_000; // ms since the last request
+const POLL_MS = 2000;
+const MAX_RECORDS = 50; // loaded
+const MAX_ROWS = 15; // shown
+const BUSY_MS = 10_000; // the gateway counts as busy this long after a request
 
-export function live(session, where) {
-  const alert = element("div", { id: "rescued", className: "alarm", role: "status", hidden: true });
+export function live(session, context) {
+  const alert = element("div", { id: "fallback-alert", className: "alarm", role: "status", hidden: true });
   const rows = element("div", { id: "live" });
-  const title = element("h3", {}, "Live requests ", element("small", {}, "the newest"));
+  const title = element("h3", {}, "Live requests ", element("small", {}, "newest first"));
   const node = element("section", { className: "card" }, title, rows);
-  follow(session, where, alert, rows);
+  follow(session, context, alert, rows);
   return { node, alert };
 }
 
-async function follow(session, where, alert, rows) {
+async function follow(session, context, alert, rows) {
   let shown = null;
-  while (!where.signal.aborted) {
+  while (!context.signal.aborted) {
     if (!document.hidden) {
       try {
-        const { items, complete } = await session.api.get("logs", { gateway: session.gateway, limit: LOOKED }, where.signal);
-        where.live("ready", "live", Date.now() - Date.parse(items[0]?.created_at) < AT_WORK);
+        const { items, complete } = await session.api.get("logs", { gateway: session.gateway, limit: MAX_RECORDS }, context.signal);
+        context.showState("ready", "live", Date.now() - Date.parse(items[0]?.created_at) < BUSY_MS);
         const key = items.map(({ id, feedback }) => id + feedback).join();
         if (key !== shown && (items.length || complete)) {
-          rows.replaceChildren(records("Live requests", items.slice(0, SHOWN)));
+          rows.replaceChildren(records("Live requests", items.slice(0, MAX_ROWS)));
           warn(alert, items);
           shown = key;
         }
       } catch (error) {
-        if (where.signal.aborted) return;
-        if (error.status === 401) return where.expelled(error);
-        where.live("offline", error.message);
+        if (context.signal.aborted) return;
+        if (error.status === 401) return context.signedOut(error);
+        context.showState("offline", error.message);
       }
     }
-    await new Promise((wake) => setTimeout(wake, PERIOD));
+    await new Promise((wake) => setTimeout(wake, POLL_MS));
   }
 }
 
-/** A fallback that answers means that somebody in front of it could not. */
+/** Show an alert if a fallback answered, because then an earlier step failed. */
 function warn(alert, items) {
-  const rescued = items.filter(({ step, success }) => step > 0 && success);
-  alert.hidden = !rescued.length;
-  if (!rescued.length) return;
-  const by = [...new Set(rescued.map(({ provider, model }) => `${provider}/${model}`))].slice(0, 3).join(", ");
-  const text = `A fallback answered ${rescued.length} of the last ${items.length} requests: ${by}. `;
-  alert.replaceChildren(element("strong", {}, "Served by a later step. "), text, link("#/logs?rescued=true", "See them"));
+  const fallbacks = items.filter(({ step, success }) => step > 0 && success);
+  alert.hidden = !fallbacks.length;
+  if (!fallbacks.length) return;
+  const models = [...new Set(fallbacks.map(({ provider, model }) => `${provider}/${model}`))].slice(0, 3).join(", ");
+  const text = `A fallback answered ${fallbacks.length} of the last ${items.length} requests: ${models}. `;
+  alert.replaceChildren(element("strong", {}, "Fallbacks in use. "), text, link("#/logs?rescued=true", "Show these requests"));
 }

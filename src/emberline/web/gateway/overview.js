@@ -1,18 +1,18 @@
-/** The overview: how much, how fast, how dear, over a stretch of time. Read from rollups: a month costs no more than an hour. */
+/** The overview: requests, cost, tokens and latency over time, read from rollups, so that a month loads as fast as an hour. */
 
 import { element } from "../dom.js";
-import { NONE, count, millis, money, percent, ratio } from "./figures.js";
+import { NONE, count, millis, money, percent, ratio } from "./format.js";
 import { live } from "./live.js";
-import { head, link, table } from "./parts.js";
+import { head, link, table } from "./components.js";
 import { TimeChart } from "./timechart.js";
 
 const MINUTE = 60_000;
 const UNITS = { minute: MINUTE, hour: 60 * MINUTE, day: 1440 * MINUTE };
-/** name -> how many cells of which unit */
+/** name -> [number of cells, unit] */
 const RANGES = { "1h": [60, "minute"], "6h": [360, "minute"], "24h": [24, "hour"], "7d": [168, "hour"], "30d": [30, "day"] };
-const PERIOD = 10_000; // ms between two looks
-const MOST_ROWS = 50; // of a dimension: those that cost most
-/** dimension -> [what it is called, the smallest unit it is kept by, the filter of the log] */
+const POLL_MS = 10_000;
+const MAX_ROWS = 50; // of a breakdown, the most expensive first
+/** dimension -> [title, smallest unit of its rollups, filter of the log explorer] */
 const DIMENSIONS = {
   model: ["Models", "minute", null],
   provider: ["Providers", "minute", "provider"],
@@ -22,27 +22,27 @@ const DIMENSIONS = {
   error: ["Errors", "hour", "error"],
 };
 
-const OTHERS = "\u2026"; // all users but those that cost most
-const fine = ({ requests, errors, cached, rescued }) => Math.max(0, requests - errors - cached - rescued);
+const OTHERS = "\u2026"; // all users except the most expensive
+const plainAnswers = ({ requests, errors, cached, rescued }) => Math.max(0, requests - errors - cached - rescued);
 const rate = (name) => (cell) => ratio(cell[name], cell.requests);
 const one = (title, format, label, tone, value, more = {}) => new TimeChart({ title, format, series: [{ label, tone, value }], ...more });
 
-export async function overview(session, where) {
-  const page = new Overview(session, where);
-  await page.look();
+export async function overview(session, context) {
+  const page = new Overview(session, context);
+  await page.load();
   page.follow();
   return page.node;
 }
 
 class Overview {
-  constructor(session, where) {
-    Object.assign(this, { session, where });
-    this.range = RANGES[where.query.get("range")] ? where.query.get("range") : "24h";
-    this.dimension = DIMENSIONS[where.query.get("by")] ? where.query.get("by") : "model";
+  constructor(session, context) {
+    Object.assign(this, { session, context });
+    this.range = RANGES[context.query.get("range")] ? context.query.get("range") : "24h";
+    this.dimension = DIMENSIONS[context.query.get("by")] ? context.query.get("by") : "model";
     this.charts = charts();
-    this.tabled = element("div", { id: "breakdown" });
+    this.breakdownNode = element("div", { id: "breakdown" });
     this.coarse = element("span", { className: "coarse" });
-    this.live = live(session, where);
+    this.live = live(session, context);
     const ranges = Object.keys(RANGES).map((name) => this.choice({ range: name, by: this.dimension }, name, name === this.range));
     const kinds = Object.entries(DIMENSIONS).map(([name, [title]]) => this.choice({ range: this.range, by: name }, title, name === this.dimension));
     this.node = element(
@@ -51,7 +51,7 @@ class Overview {
       head("Overview", "", element("nav", { className: "tabs", ariaLabel: "Time" }, ...ranges)),
       this.live.alert,
       element("div", { className: "timecharts", id: "charts" }, ...Object.values(this.charts).map(({ node }) => node)),
-      element("section", { className: "card" }, this.coarse, element("nav", { className: "tabs", ariaLabel: "Broken down by" }, ...kinds), this.tabled),
+      element("section", { className: "card" }, this.coarse, element("nav", { className: "tabs", ariaLabel: "Break down by" }, ...kinds), this.breakdownNode),
       this.live.node,
     );
   }
@@ -63,36 +63,36 @@ class Overview {
   }
 
   async follow() {
-    const { signal } = this.where;
+    const { signal } = this.context;
     while (!signal.aborted) {
-      await new Promise((wake) => setTimeout(wake, PERIOD));
+      await new Promise((wake) => setTimeout(wake, POLL_MS));
       if (document.hidden || signal.aborted) continue;
-      await this.look().catch(() => {}); // the live list says that the gateway does not answer
+      await this.load().catch(() => {}); // the live list shows that the gateway does not respond
     }
   }
 
-  async look() {
+  async load() {
     const [cells, unit] = RANGES[this.range];
     const size = UNITS[unit];
     const last = Math.floor(Date.now() / size) * size;
     const times = { since: last - (cells - 1) * size, until: last + size };
     const [, smallest] = DIMENSIONS[this.dimension];
     const coarse = UNITS[smallest] > size ? smallest : unit;
-    const ask = (query) => this.session.api.get("rollups", { gateway: this.session.gateway, ...times, ...query }, this.where.signal);
-    const [over, whole, apart] = await Promise.all([
-      ask({ unit, over_time: true }),
-      ask({ unit, over_time: false }),
-      ask({ unit: coarse, dimension: this.dimension, over_time: false, limit: MOST_ROWS }),
+    const rollups = (query) => this.session.api.get("rollups", { gateway: this.session.gateway, ...times, ...query }, this.context.signal);
+    const [series, totals, groups] = await Promise.all([
+      rollups({ unit, over_time: true }),
+      rollups({ unit, over_time: false }),
+      rollups({ unit: coarse, dimension: this.dimension, over_time: false, limit: MAX_ROWS }),
     ]);
-    this.draw(filled(over.items, times, size), unit, whole.items[0] ?? ZERO);
-    this.coarse.textContent = coarse === unit ? "" : `by whole ${coarse}s`;
-    this.tabled.replaceChildren(this.breakdown(apart.items));
+    this.draw(fillGaps(series.items, times, size), unit, totals.items[0] ?? ZERO);
+    this.coarse.textContent = coarse === unit ? "" : `in whole ${coarse}s`;
+    this.breakdownNode.replaceChildren(this.breakdown(groups.items));
   }
 
   draw(cells, unit, all) {
     const { requests, cost, tokens, latency, cache, errors } = this.charts;
     const unpriced = all.unpriced ? `${count(all.unpriced)} without a price` : "";
-    requests.draw(cells, unit, count(all.requests), all.rescued ? `${count(all.rescued)} rescued by a fallback` : "");
+    requests.draw(cells, unit, count(all.requests), all.rescued ? `${count(all.rescued)} answered by a fallback` : "");
     cost.draw(cells, unit, money(all.micros), unpriced);
     tokens.draw(cells, unit, count(all.tokens_in + all.tokens_out), `${count(all.tokens_in)} in, ${count(all.tokens_out)} out`);
     latency.draw(cells, unit, millis(all.duration_p50), `p99 ${millis(all.duration_p99)}, first content ${millis(all.first_byte_p50)}`);
@@ -102,35 +102,35 @@ class Overview {
 
   breakdown(items) {
     const [title, , filter] = DIMENSIONS[this.dimension];
-    const most = Math.max(1, ...items.map(({ requests }) => requests));
+    const maxRequests = Math.max(1, ...items.map(({ requests }) => requests));
     const bar = ({ requests }) => {
       const node = element("span", { className: "share" });
-      node.style.setProperty("--share", requests / most);
+      node.style.setProperty("--share", requests / maxRequests);
       return element("span", { className: "amount" }, element("span", {}, count(requests)), node);
     };
-    const name = ({ value }) => (value === OTHERS ? "all others" : value ? link(`#/logs?${asked(this.dimension, filter, value)}`, value) : NONE);
-    const timed = items.some((item) => "duration_p50" in item);
+    const name = ({ value }) => (value === OTHERS ? "all others" : value ? link(`#/logs?${logFilter(this.dimension, filter, value)}`, value) : NONE);
+    const hasLatency = items.some((item) => "duration_p50" in item);
     const columns = [
       [title.slice(0, -1), name, "wide"],
       ["Requests", bar, "number"],
       ["Errors", (c) => percent(ratio(c.errors, c.requests)), "number"],
       ["Cached", (c) => percent(ratio(c.cached, c.requests)), "number"],
-      ["Rescued", (c) => percent(ratio(c.rescued, c.requests)), "number"],
+      ["Fallback", (c) => percent(ratio(c.rescued, c.requests)), "number"],
       ["Tokens", (c) => count(c.tokens_in + c.tokens_out), "number"],
       ["Cost", cost, "number"],
-      ...(timed ? [["p50", (c) => millis(c.duration_p50), "number"], ["p99", (c) => millis(c.duration_p99), "number"]] : []),
+      ...(hasLatency ? [["p50", (c) => millis(c.duration_p50), "number"], ["p99", (c) => millis(c.duration_p99), "number"]] : []),
     ];
-    const none = this.dimension === "error" ? "Nothing has failed." : "No requests in this time.";
+    const none = this.dimension === "error" ? "No errors in this period." : "No requests in this period.";
     const order = (a, b) => (a.value === OTHERS) - (b.value === OTHERS) || b.requests - a.requests;
     return table(title, columns, items.map((item) => ({ ...item, id: item.value })).sort(order), { none });
   }
 }
 
-/** Of those whose price is known: there may be more. */
+/** The cost of the requests whose price is known; "≥" if some have no price. */
 const cost = ({ micros, unpriced, requests }) => (unpriced === requests ? NONE : `${unpriced ? "≥ " : ""}${money(micros)}`);
 
-/** A model's cell is named provider/model. */
-function asked(dimension, filter, value) {
+/** Return the query of the log explorer for a value of a dimension; models are named provider/model. */
+function logFilter(dimension, filter, value) {
   if (dimension !== "model") return new URLSearchParams({ [filter]: value });
   const [provider, ...model] = value.split("/");
   return new URLSearchParams({ provider, model: model.join("/") });
@@ -143,9 +143,9 @@ function charts() {
       format: count,
       bars: true,
       series: [
-        { label: "answered", tone: "ember", value: fine },
+        { label: "answered", tone: "ember", value: plainAnswers },
         { label: "cached", tone: "sage", value: (c) => c.cached },
-        { label: "rescued", tone: "sand", value: (c) => c.rescued },
+        { label: "fallback", tone: "sand", value: (c) => c.rescued },
         { label: "failed", tone: "fail", value: (c) => c.errors },
       ],
     }),
@@ -171,8 +171,8 @@ function charts() {
 
 const ZERO = { requests: 0, errors: 0, cached: 0, rescued: 0, unpriced: 0, micros: 0, tokens_in: 0, tokens_out: 0 };
 
-/** A cell for each unit: where there was nothing there is none. */
-function filled(items, { since, until }, size) {
-  const known = new Map(items.map((item) => [item.start, item]));
-  return Array.from({ length: (until - since) / size }, (_, i) => known.get(since + i * size) ?? { ...ZERO, start: since + i * size });
+/** Return a cell for each unit of time, with zeros if there is no rollup. */
+function fillGaps(items, { since, until }, size) {
+  const cells = new Map(items.map((item) => [item.start, item]));
+  return Array.from({ length: (until - since) / size }, (_, i) => cells.get(since + i * size) ?? { ...ZERO, start: since + i * size });
 }

@@ -1,82 +1,82 @@
-/** The playground: a conversation with any model, streamed through the gateway itself, and what each answer was. */
+/** The playground: a conversation with any model through the gateway, with provider, latency and cost of each answer. */
 
 import { element } from "../dom.js";
 import { events } from "../wire.js";
-import { answered } from "./api.js";
-import { count, millis, money } from "./figures.js";
-import { button, field, head, link, pill } from "./parts.js";
+import { fetchOk } from "./api.js";
+import { count, millis, money } from "./format.js";
+import { button, field, head, link, pill } from "./components.js";
 
-const LOG_TRIES = 10; // the record is written a moment after the answer
-const LOG_PAUSE = 300; // ms
+const LOG_ATTEMPTS = 10; // the record is written shortly after the answer
+const LOG_RETRY_MS = 300;
 
-export async function playground(session, where) {
-  return new Playground(session, where).open();
+export async function playground(session, context) {
+  return new Playground(session, context).open();
 }
 
 class Playground {
-  constructor(session, where) {
-    Object.assign(this, { session, where, messages: [], running: null });
-    this.talk = element("ol", { className: "talk", id: "talk", role: "log", ariaLabel: "Conversation" });
+  constructor(session, context) {
+    Object.assign(this, { session, context, messages: [], running: null });
+    this.list = element("ol", { className: "messages", id: "messages", role: "log", ariaLabel: "Conversation" });
     this.names = element("datalist", { id: "models" });
-    this.prompt = element("textarea", { id: "prompt", rows: 3, placeholder: "Say something", ariaLabel: "Message" });
+    this.prompt = element("textarea", { id: "prompt", rows: 3, placeholder: "Message the model", ariaLabel: "Message" });
     this.send = element("button", { type: "submit", className: "primary", id: "send" }, "Send");
     this.stop = button("Stop", () => this.running?.abort());
     this.stop.id = "stop";
     this.stop.hidden = true;
-    const gateways = where.gateways.map((name) => [name, name]);
+    const gateways = context.gateways.map((name) => [name, name]);
     this.model = field({ name: "model", label: "Model", required: true, placeholder: "provider/model", id: "model" });
     this.model.control.setAttribute("list", "models");
     this.gateway = field({ name: "gateway", label: "Gateway", kind: "select", options: gateways, value: session.gateway || "default" });
     this.system = field({ name: "system", label: "System prompt", kind: "area", rows: 3 });
-    this.most = field({ name: "most", label: "Max tokens", kind: "number", min: 1, value: 512 });
-    this.temperature = field({ name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, placeholder: "as the model has it" });
-    this.fresh = field({ name: "fresh", label: "Do not answer from the cache", kind: "check" });
+    this.maxTokens = field({ name: "max_tokens", label: "Max tokens", kind: "number", min: 1, value: 512 });
+    this.temperature = field({ name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, placeholder: "model default" });
+    this.skipCache = field({ name: "skip_cache", label: "Skip the cache", kind: "check" });
   }
 
   async open() {
-    this.suggest();
-    this.gateway.control.addEventListener("change", () => this.suggest());
+    this.suggestModels();
+    this.gateway.control.addEventListener("change", () => this.suggestModels());
     const clear = button("New conversation", () => {
       this.running?.abort();
       this.messages = [];
-      this.talk.replaceChildren();
+      this.list.replaceChildren();
       this.prompt.focus();
     });
-    const form = element("form", { className: "talker" }, this.prompt, element("div", { className: "buttons" }, this.stop, this.send));
+    const form = element("form", { className: "message-form" }, this.prompt, element("div", { className: "buttons" }, this.stop, this.send));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.say();
+      this.sendMessage();
     });
     this.prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) event.preventDefault(), form.requestSubmit();
       if (event.key === "Escape") this.running?.abort();
     });
-    this.where.signal.addEventListener("abort", () => this.running?.abort());
-    const wishes = element("section", { className: "card fields", id: "wishes" }, this.model, this.names, this.gateway, this.most, this.temperature, this.fresh, element("div", { className: "wide" }, this.system));
-    return element("div", {}, head("Playground", "Through the gateway, with your token: limits, cache, routes and logs are as for everybody.", clear), wishes, element("section", { className: "card" }, this.talk, form));
+    this.context.signal.addEventListener("abort", () => this.running?.abort());
+    const options = element("section", { className: "card fields", id: "options" }, this.model, this.names, this.gateway, this.maxTokens, this.temperature, this.skipCache, element("div", { className: "wide" }, this.system));
+    return element("div", {}, head("Playground", "Requests go through the gateway with your key: limits, cache, routes and logs apply as for every client.", clear), options, element("section", { className: "card" }, this.list, form));
   }
 
-  /** Names to choose from; others may be written. */
-  async suggest() {
+  /** Offer model names; others can be typed. */
+  async suggestModels() {
     const gateway = this.gateway.control.value;
     const headers = { ...this.session.api.headers, "cf-aig-gateway-id": gateway };
-    if (this.session.account !== "default") return; // the list is of that account only
-    const served = answered("v1/models", { headers, signal: this.where.signal }, this.where.signal).then((reply) => reply.json());
-    const [models, routes] = await Promise.all([served.catch(() => ({ data: [] })), this.session.api.all("routes", this.where.signal).catch(() => [])]);
+    if (this.session.account !== "default") return; // v1/models lists the default account only
+    const modelList = fetchOk("v1/models", { headers, signal: this.context.signal }, this.context.signal).then((reply) => reply.json());
+    const [models, routes] = await Promise.all([modelList.catch(() => ({ data: [] })), this.session.api.all("routes", this.context.signal).catch(() => [])]);
     const names = [...models.data.filter(({ kind = "chat" }) => kind === "chat").map(({ id }) => id), ...routes.filter(({ deployed }) => deployed !== null).map(({ name }) => `dynamic/${name}`)];
     this.names.replaceChildren(...names.map((name) => element("option", { value: name })));
-    if (document.activeElement !== this.model.control) this.model.control.value ||= names[0] ?? ""; // who writes is left alone
+    if (document.activeElement !== this.model.control) this.model.control.value ||= names[0] ?? ""; // not while the user types
   }
 
-  async say() {
+  async sendMessage() {
     const text = this.prompt.value.trim();
     if (!text || this.running || !this.model.control.reportValidity()) return;
     this.prompt.value = "";
-    const messages = this.messages; // a new conversation has its own
+    const messages = this.messages; // "New conversation" replaces the list
     messages.push({ role: "user", content: text });
-    this.talk.append(turn("user", text).node);
-    const reply = turn("assistant", "");
-    this.talk.append(reply.node);
+    this.list.append(createMessage("user", text).node);
+    const reply = createMessage("assistant", "");
+    this.list.append(reply.node);
     this.prompt.scrollIntoView({ block: "nearest" });
     this.running = new AbortController();
     this.stop.hidden = false;
@@ -91,48 +91,48 @@ class Playground {
       this.stop.hidden = true;
       this.send.disabled = false;
     }
-    if (reply.failed && !reply.said.data) messages.pop(); // the question is on the page, marked, and not sent again
-    else messages.push({ role: "assistant", content: reply.said.data });
+    if (reply.failed && !reply.text.data) messages.pop(); // the failed question stays on the page and is not sent again
+    else messages.push({ role: "assistant", content: reply.text.data });
   }
 
   async answer(reply) {
-    const began = performance.now();
+    const started = performance.now();
     const signal = this.running.signal;
     const url = `accounts/${encodeURIComponent(this.session.account)}/ai/v1/chat/completions`;
-    const response = await answered(url, { method: "POST", body: JSON.stringify(this.body()), headers: this.headers(), signal }, signal);
+    const response = await fetchOk(url, { method: "POST", body: JSON.stringify(this.body()), headers: this.headers(), signal }, signal);
     let first = null;
     let usage = null;
     let ended = false;
     for await (const data of events(response.body, signal)) {
-      if ((ended ||= data === "[DONE]")) continue; // to the very end: who leaves before it is logged as having left
+      if ((ended ||= data === "[DONE]")) continue; // read to the end: leaving earlier would be logged as a disconnect
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       const piece = chunk.choices?.[0]?.delta?.content;
       usage = chunk.usage ?? usage;
       if (!piece) continue;
-      first ??= performance.now() - began;
-      reply.said.appendData(piece);
+      first ??= performance.now() - started;
+      reply.text.appendData(piece);
     }
-    if (!ended) throw new Error("The answer was cut off.");
-    this.tell(reply, response.headers, first, performance.now() - began, usage);
+    if (!ended) throw new Error("The answer is incomplete: the connection was closed.");
+    this.showDetails(reply, response.headers, first, performance.now() - started, usage);
   }
 
   body() {
     const system = this.system.control.value.trim();
     const body = { model: this.model.control.value.trim(), stream: true, stream_options: { include_usage: true } };
     body.messages = [...(system ? [{ role: "system", content: system }] : []), ...this.messages.filter(({ content }) => content)];
-    if (this.most.control.value) body.max_tokens = Number(this.most.control.value);
+    if (this.maxTokens.control.value) body.max_tokens = Number(this.maxTokens.control.value);
     if (this.temperature.control.value) body.temperature = Number(this.temperature.control.value);
     return body;
   }
 
   headers() {
     const headers = { ...this.session.api.headers, "content-type": "application/json", "cf-aig-gateway-id": this.gateway.control.value };
-    return this.fresh.control.checked ? { ...headers, "cf-aig-skip-cache": "true" } : headers;
+    return this.skipCache.control.checked ? { ...headers, "cf-aig-skip-cache": "true" } : headers;
   }
 
-  /** What the reply's headers say of it, and its cost as soon as the log has it. */
-  async tell(reply, headers, first, whole, usage) {
+  /** Show what the reply's headers contain, and its cost as soon as it is logged. */
+  async showDetails(reply, headers, first, total, usage) {
     const id = headers.get("cf-aig-log-id");
     const cost = element("span");
     const step = Number(headers.get("cf-aig-step"));
@@ -140,7 +140,7 @@ class Playground {
       element("span", {}, `${headers.get("cf-aig-provider")}/${headers.get("cf-aig-model")}`),
       ...(headers.get("cf-aig-cache-status") === "HIT" ? [pill("cached", "good")] : []),
       ...(step ? [pill(`step ${step}`, "mild")] : []),
-      element("span", {}, `first content ${millis(first)}, whole ${millis(whole)}`),
+      element("span", {}, `first content ${millis(first)}, total ${millis(total)}`),
       element("span", {}, usage ? `${count(usage.prompt_tokens)} → ${count(usage.completion_tokens)} tokens` : ""),
       cost,
       ...(id ? [link(`#/logs/${id}`, "log")] : []),
@@ -150,24 +150,24 @@ class Playground {
   }
 
   async record(id) {
-    for (let i = 0; i < LOG_TRIES && !this.where.signal.aborted; i += 1) {
-      await new Promise((wake) => setTimeout(wake, LOG_PAUSE));
-      const found = await this.session.api.get("logs", { id, limit: 1 }, this.where.signal).catch(() => ({ items: [] }));
+    for (let i = 0; i < LOG_ATTEMPTS && !this.context.signal.aborted; i += 1) {
+      await new Promise((wake) => setTimeout(wake, LOG_RETRY_MS));
+      const found = await this.session.api.get("logs", { id, limit: 1 }, this.context.signal).catch(() => ({ items: [] }));
       if (found.items.length) return found.items[0];
     }
     return null;
   }
 }
 
-function turn(role, content) {
-  const said = document.createTextNode(content);
+function createMessage(role, content) {
+  const text = document.createTextNode(content);
   const foot = element("div", { className: "foot" });
-  const node = element("li", { className: `said ${role}` }, element("b", {}, role), element("p", {}, said), foot);
-  const fail = (message) => {
-    made.failed = true;
+  const node = element("li", { className: `message ${role}` }, element("b", {}, role), element("p", {}, text), foot);
+  const fail = (reason) => {
+    message.failed = true;
     node.classList.add("error");
-    foot.append(element("span", { className: "failed", role: "alert" }, message));
+    foot.append(element("span", { className: "failed", role: "alert" }, reason));
   };
-  const made = { node, said, foot, fail, failed: false };
-  return made;
+  const message = { node, text, foot, fail, failed: false };
+  return message;
 }

@@ -1,8 +1,8 @@
-/** Session: who is signed in, and which gateway is looked at. The token lives in sessionStorage: in this tab, and no longer. */
+/** Session: the signed-in account and the selected gateway. The key is in sessionStorage: only until the tab is closed. */
 
 import { Api } from "./api.js";
 
-const PLACE = "emberline.gateway";
+const STORAGE_KEY = "emberline.gateway";
 
 export class Session {
   constructor(token, account, gateway = "") {
@@ -10,20 +10,20 @@ export class Session {
     this.api = new Api(token, account);
   }
 
-  static stored() {
+  static load() {
     try {
-      const { token, account, gateway } = JSON.parse(sessionStorage.getItem(PLACE));
+      const { token, account, gateway } = JSON.parse(sessionStorage.getItem(STORAGE_KEY));
       return new Session(token, account, gateway);
     } catch {
       return null;
     }
   }
 
-  keep() {
-    sessionStorage.setItem(PLACE, JSON.stringify({ token: this.api.token, account: this.account, gateway: this.gateway }));
+  store() {
+    sessionStorage.setItem(STORAGE_KEY, JSON.stringify({ token: this.api.token, account: this.account, gateway: this.gateway }));
   }
 
-  static forget() {
-    sessionStorage.removeItem(PLACE);
+  static clear() {
+    sessionStorage.removeItem(STORAGE_KEY);
   }
 }

@@ -1,12 +1,12 @@
-/** TimeChart: bars or lines over a stretch of time, as SVG, with what was under the pointer (or the arrow keys) in words.
-    Colours come from the style sheet, so themes need no redraw. */
+/** TimeChart: bars or lines over time, as SVG, with the values under the pointer (or selected by arrow keys) as text.
+    Colours come from the style sheet, so a theme change needs no redraw. */
 
 import { element, svg } from "../dom.js";
-import { NONE, begun, tick } from "./figures.js";
+import { NONE, formatCellStart, formatTick } from "./format.js";
 
 const WIDTH = 600;
 const HEIGHT = 120;
-const TOP = 4; // room above the highest
+const TOP = 4; // space above the highest value
 
 export class TimeChart {
   /** `series`: [{ label, tone, value(cell) -> number or null }]; bars are stacked in their order, lines are not. */
@@ -20,7 +20,7 @@ export class TimeChart {
     const frame = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: "0" };
     this.plot = svg("svg", frame, svg("path", { class: "grid", d: `M0 ${HEIGHT / 2}H${WIDTH}` }), ...this.paths, this.cursor);
     this.top = element("span", { className: "scale" });
-    this.told = element("span", { className: "told" });
+    this.timeLabel = element("span", { className: "time-label" });
     this.ends = [element("span"), element("span"), element("span")];
     this.node = element(
       "figure",
@@ -28,7 +28,7 @@ export class TimeChart {
       element("figcaption", {}, element("span", { className: "name" }, title), this.total, this.about),
       element("div", { className: "plot" }, this.plot, this.top),
       element("div", { className: "axis" }, ...this.ends),
-      element("div", { className: "legend" }, ...this.values.map(({ node, value }) => (node.append(" ", value), node)), this.told),
+      element("div", { className: "legend" }, ...this.values.map(({ node, value }) => (node.append(" ", value), node)), this.timeLabel),
     );
     this.plot.addEventListener("pointermove", (event) => this.point(Math.floor((event.offsetX / this.plot.clientWidth) * this.cells.length)));
     this.plot.addEventListener("pointerleave", () => this.point(null));
@@ -36,7 +36,7 @@ export class TimeChart {
     this.plot.addEventListener("keydown", (event) => this.step(event));
   }
 
-  /** `cells`: one for each unit of the time, in order. `total` and `about` say it in one figure. */
+  /** `cells`: one for each unit of time, in order. `total` and `about` are the summary above the chart. */
   draw(cells, unit, total, about = "") {
     Object.assign(this, { cells, unit });
     this.total.textContent = total;
@@ -46,8 +46,8 @@ export class TimeChart {
     this.top.textContent = highest > 0 || this.max ? this.format(this.scale) : "";
     if (this.bars) this.drawBars();
     else this.drawLines();
-    const places = [0, Math.floor(cells.length / 2), cells.length - 1];
-    this.ends.forEach((end, i) => (end.textContent = tick(cells[places[i]].start, unit)));
+    const indexes = [0, Math.floor(cells.length / 2), cells.length - 1];
+    this.ends.forEach((end, i) => (end.textContent = formatTick(cells[indexes[i]].start, unit)));
     this.point(this.at !== null && this.at < cells.length ? this.at : null);
   }
 
@@ -62,7 +62,7 @@ export class TimeChart {
 
   drawBars() {
     const width = WIDTH / this.cells.length;
-    const gap = Math.min(2, Math.max(0, (width - 3) / 4)); // many columns stand close
+    const gap = Math.min(2, Math.max(0, (width - 3) / 4)); // no gap between many columns
     const base = this.cells.map(() => 0);
     this.series.forEach(({ value }, s) => {
       const columns = this.cells.map((cell, i) => {
@@ -74,42 +74,42 @@ export class TimeChart {
     });
   }
 
-  /** What is not known is a gap; a value alone is a line as long as its time. */
+  /** An unknown value is a gap; a single value between gaps is a horizontal line. */
   drawLines() {
     const width = WIDTH / this.cells.length;
     this.series.forEach(({ value }, s) => {
-      const found = this.cells.map((cell) => value(cell) ?? null);
-      const steps = found.map((height, i) => {
+      const heights = this.cells.map((cell) => value(cell) ?? null);
+      const steps = heights.map((height, i) => {
         if (height === null) return "";
-        const before = i > 0 && found[i - 1] !== null;
-        const alone = !before && (i + 1 === found.length || found[i + 1] === null);
+        const continues = i > 0 && heights[i - 1] !== null;
+        const isSingle = !continues && (i + 1 === heights.length || heights[i + 1] === null);
         const y = this.y(height);
-        return alone ? `M${(i * width).toFixed(1)} ${y}h${width.toFixed(1)}` : `${before ? "L" : "M"}${((i + 0.5) * width).toFixed(1)} ${y}`;
+        return isSingle ? `M${(i * width).toFixed(1)} ${y}h${width.toFixed(1)}` : `${continues ? "L" : "M"}${((i + 0.5) * width).toFixed(1)} ${y}`;
       });
       this.paths[s].setAttribute("d", steps.join(""));
     });
   }
 
   step(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by || !this.cells.length) return;
+    const offset = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!offset || !this.cells.length) return;
     event.preventDefault();
-    this.point(Math.max(0, Math.min(this.cells.length - 1, (this.at ?? this.cells.length) + by)));
+    this.point(Math.max(0, Math.min(this.cells.length - 1, (this.at ?? this.cells.length) + offset)));
   }
 
   point(index) {
     this.at = index;
     const cell = index === null ? null : this.cells[index];
     this.series.forEach(({ value }, i) => (this.values[i].value.textContent = cell ? this.format(value(cell)) : ""));
-    this.told.textContent = cell ? tick(cell.start, this.unit) : "";
+    this.timeLabel.textContent = cell ? formatTick(cell.start, this.unit) : "";
     const at = cell ? ((index + 0.5) * WIDTH) / this.cells.length : 0;
     this.cursor.setAttribute("d", cell ? `M${at} 0V${HEIGHT}` : "");
-    const spoken = cell ? this.series.map(({ label, value }) => `${label} ${this.format(value(cell))}`).join(", ") : this.total.textContent;
-    this.plot.setAttribute("aria-label", `${this.title}${cell ? ` at ${begun(cell.start, this.unit)}` : ""}: ${spoken}`);
+    const ariaText = cell ? this.series.map(({ label, value }) => `${label} ${this.format(value(cell))}`).join(", ") : this.total.textContent;
+    this.plot.setAttribute("aria-label", `${this.title}${cell ? ` at ${formatCellStart(cell.start, this.unit)}` : ""}: ${ariaText}`);
   }
 }
 
-/** The next 1, 2 or 5 times a power of ten. */
+/** Round up to 1, 2 or 5 times a power of ten. */
 function ceiling(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,7 +1,7 @@
--- What counts of each bucket now. Changes nothing.
+-- Return the current usage of each bucket. Changes nothing.
 --   KEYS  as in reserve.lua
---   ARGV  for each claim the window (length, live, offset)
---   gives for each claim: used (what is held among it), milliseconds until none of it counts
+--   ARGV  for each claim the window (slot length, live slots, offset)
+--   returns for each claim: usage including reservations, milliseconds until none of it counts
 local now = now_ms()
 local answer = {}
 
@@ -15,8 +15,8 @@ for i = 1, #KEYS / 2 do
     if tonumber(fields[f]) > slot - live then total = total + tonumber(fields[f + 1]) end
   end
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', held_key, '-inf', now)) do
-    local was, lost = string.match(member, ':(%-?%d+):(%d+)$')
-    if tonumber(was) > slot - live then total = total - tonumber(lost) end
+    local held_slot, expired = string.match(member, ':(%-?%d+):(%d+)$')
+    if tonumber(held_slot) > slot - live then total = total - tonumber(expired) end
   end
   answer[#answer + 1] = total
   answer[#answer + 1] = ends_of(slot, length, live, offset) - now

@@ -1,4 +1,4 @@
-/** Parts that several pages are made of: heads, tables, forms, dialogs, notes. */
+/** Components shared by the pages: headings, tables, forms, dialogs, toasts. */
 
 import { element, icon } from "../dom.js";
 
@@ -14,7 +14,7 @@ export function head(title, about, ...actions) {
   return element("header", { className: "head" }, text, element("div", { className: "tools" }, ...actions.filter(Boolean)));
 }
 
-/** `columns`: [title, cell(row) -> node or text, class]. */
+/** `columns`: [title, cell(row) -> node or text, class]; `open(row)` is called on a click; `none` is shown without rows. */
 export function table(label, columns, rows, { open = null, none = "Nothing here yet." } = {}) {
   if (!rows.length) return empty(none);
   const titles = columns.map(([title, , kind = ""]) => element("th", { scope: "col", className: kind }, title));
@@ -27,11 +27,11 @@ export function table(label, columns, rows, { open = null, none = "Nothing here 
     }
     return line;
   });
-  const made = element("table", { ariaLabel: label }, element("thead", {}, element("tr", {}, ...titles)), element("tbody", {}, ...lines));
-  return element("div", { className: "table", tabIndex: 0, role: "region", ariaLabel: label }, made);
+  const node = element("table", { ariaLabel: label }, element("thead", {}, element("tr", {}, ...titles)), element("tbody", {}, ...lines));
+  return element("div", { className: "table", tabIndex: 0, role: "region", ariaLabel: label }, node);
 }
 
-/** A field of a form: { name, label, kind, value, options, hint, ... the input's own properties }. */
+/** Return a labelled form field: { name, label, kind, value, options, hint, ... properties of the input }. */
 export function field({ name, label, kind = "text", value = "", options = null, hint = "", wide = false, ...more }) {
   if (kind === "check") {
     const box = element("input", { type: "checkbox", name, checked: Boolean(value), ...more });
@@ -50,20 +50,20 @@ export function field({ name, label, kind = "text", value = "", options = null, 
   return element("label", { className: wide ? "wide" : "" }, label, input, hint ? element("small", {}, hint) : null);
 }
 
-/** A form whose `save(values)` may fail: what it says is shown in it. */
+/** Return a form that calls `save(values)` on submit and shows its error message. */
 export function form(fields, submit, save) {
-  const complaint = element("p", { className: "complaint wide", role: "alert", hidden: true });
+  const errorNode = element("p", { className: "form-error wide", role: "alert", hidden: true });
   const send = element("button", { type: "submit", className: "primary" }, submit);
-  const node = element("form", { className: "fields", autocomplete: "off" }, ...fields, complaint, element("div", { className: "wide actions" }, send));
+  const node = element("form", { className: "fields", autocomplete: "off" }, ...fields, errorNode, element("div", { className: "wide actions" }, send));
   node.addEventListener("submit", async (event) => {
     event.preventDefault();
-    complaint.hidden = true;
+    errorNode.hidden = true;
     send.disabled = true;
     try {
       await save(values(node));
     } catch (error) {
-      complaint.textContent = error.message;
-      complaint.hidden = false;
+      errorNode.textContent = error.message;
+      errorNode.hidden = false;
     } finally {
       send.disabled = false;
     }
@@ -72,48 +72,48 @@ export function form(fields, submit, save) {
 }
 
 export function values(node) {
-  const found = {};
+  const result = {};
   for (const input of node.elements) {
-    if (input.name) found[input.name] = input.type === "checkbox" ? input.checked : input.value.trim();
+    if (input.name) result[input.name] = input.type === "checkbox" ? input.checked : input.value.trim();
   }
-  return found;
+  return result;
 }
 
-/** "a, b" to ["a", "b"]. */
+/** Split "a, b" into ["a", "b"]. */
 export const list = (text) => text.split(",").map((each) => each.trim()).filter(Boolean);
 
-export function ask(title, ...content) {
+export function openDialog(title, ...content) {
   const close = element("button", { type: "button", className: "icon", title: "Close", ariaLabel: "Close", onclick: () => $("dialog").close() }, "×");
   const top = element("header", {}, element("h2", { id: "dialog-title" }, title), close);
   $("dialog").replaceChildren(top, ...content);
   if (!$("dialog").open) $("dialog").showModal();
 }
 
-export const done = () => $("dialog").close();
+export const closeDialog = () => $("dialog").close();
 
-/** Asks before what cannot be undone. */
-export function confirmed(title, text, verb, act) {
-  const sure = form([element("p", { className: "wide" }, text)], verb, async () => {
-    await act();
-    done();
+/** Ask for confirmation before an action that cannot be undone. */
+export function openConfirmDialog(title, text, verb, action) {
+  const confirmForm = form([element("p", { className: "wide" }, text)], verb, async () => {
+    await action();
+    closeDialog();
   });
-  ask(title, sure);
+  openDialog(title, confirmForm);
 }
 
-let fading = 0;
-export function say(text) {
+let toastTimer = 0;
+export function showToast(text) {
   $("toast").textContent = text;
   $("toast").hidden = false;
-  clearTimeout(fading);
-  fading = setTimeout(() => ($("toast").hidden = true), 4000);
+  clearTimeout(toastTimer);
+  toastTimer = setTimeout(() => ($("toast").hidden = true), 4000);
 }
 
-/** Runs an act of a button; a failure is said, not lost. */
-export const acting = (act) => async () => {
+/** Wrap the action of a button so that an error is shown as a toast. */
+export const withErrorToast = (action) => async () => {
   try {
-    await act();
+    await action();
   } catch (error) {
-    say(error.message);
+    showToast(error.message);
   }
 };
 
