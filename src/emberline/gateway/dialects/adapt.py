@@ -34,39 +34,43 @@ from emberline.gateway.dialects.schemas import is_exact
 _ANTHROPIC_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
-def adapt(asked: Conversation, target: Spoken, to: Recipient, changes: Changes) -> None:
-    kin = asked.dialect in OPENAI and target in OPENAI
-    if asked.user is None and not kin and isinstance(asked.extra.get("safety_identifier"), str):
-        asked.user = asked.extra.pop("safety_identifier")
+def adapt(request: Conversation, target: Spoken, target_model: Recipient, changes: Changes) -> None:
+    both_openai = request.dialect in OPENAI and target in OPENAI
+    if request.user is None and not both_openai and isinstance(request.extra.get("safety_identifier"), str):
+        request.user = request.extra.pop("safety_identifier")
     if target == "openai-responses":
-        _cite(asked)
-    changes.leftovers(asked, target)
-    if (asked.n or 1) > 1 and target in ("anthropic", "openai-responses"):
-        raise InvalidRequest(f"n is {asked.n}: this model's provider gives one answer a request", param="n", hint="1")
-    fit = _Fit(target, kin, to, changes)
-    asked.extra = fit.shared(asked.extra)
-    asked.kept = {}
-    asked.system = fit.parts(asked.system)
-    for message in asked.messages:
-        message.parts, message.extra, message.shape = fit.parts(message.parts), fit.shared(message.extra), "auto"
-    asked.messages = [message for message in asked.messages if message.parts]
-    asked.tools = [fit.tool(tool) for tool in asked.tools if isinstance(tool, Tool)]
+        _cite(request)
+    changes.leftovers(request, target)
+    if (request.n or 1) > 1 and target in ("anthropic", "openai-responses"):
+        raise InvalidRequest(f"n is {request.n}: this model's provider gives one answer a request", param="n", hint="1")
+    adapter = _Fit(target, both_openai, target_model, changes)
+    request.extra = adapter.shared(request.extra)
+    request.kept = {}
+    request.system = adapter.parts(request.system)
+    for message in request.messages:
+        message.parts, message.extra, message.shape = (
+            adapter.parts(message.parts),
+            adapter.shared(message.extra),
+            "auto",
+        )
+    request.messages = [message for message in request.messages if message.parts]
+    request.tools = [adapter.tool(tool) for tool in request.tools if isinstance(tool, Tool)]
 
 
-def _cite(asked: Conversation) -> None:
+def _cite(request: Conversation) -> None:
     """What an assistant cited before can be told again: only in Responses, as Anthropic would want its own seals."""
-    for message in asked.messages:
-        if message.role == "assistant" and asked.dialect == "anthropic":
+    for message in request.messages:
+        if message.role == "assistant" and request.dialect == "anthropic":
             anthropic_citations.lift(message.parts)
-        elif message.role == "assistant" and asked.dialect == "openai-chat":
+        elif message.role == "assistant" and request.dialect == "openai-chat":
             chat_citations.lift(message)
 
 
 class _Fit:
-    def __init__(self, target: Spoken, kin: bool, to: Recipient, changes: Changes) -> None:
+    def __init__(self, target: Spoken, both_openai: bool, target_model: Recipient, changes: Changes) -> None:
         self._target = target
-        self._kin = kin  # one of OpenAI's dialects into the other: files and cache marks are known to both
-        self._to = to
+        self._kin = both_openai  # one of OpenAI's dialects into the other: files and cache marks are known to both
+        self._to = target_model
         self._changes = changes
 
     def shared(self, extra: Json) -> Json:
@@ -80,13 +84,13 @@ class _Fit:
         return replace(tool, strict=strict, extra={})
 
     def parts(self, parts: list[Part]) -> list[Part]:
-        made: list[Part] = []
+        result: list[Part] = []
         for part in parts:
             if isinstance(part, ToolCall) and self._target == "gemini" and (seal := google_seal(part)):
-                made.append(Thinking("", "gemini", seal))
-            if (fit := self._part(part)) is not None:
-                made.append(fit)
-        return made
+                result.append(Thinking("", "gemini", seal))
+            if (adapted := self._part(part)) is not None:
+                result.append(adapted)
+        return result
 
     def _part(self, part: Part) -> Part | None:
         if isinstance(part, Opaque):
@@ -113,16 +117,16 @@ class _Fit:
                         param="messages",
                         hint="ask a model of a provider that takes audio, or send its transcript as text",
                     )
-            case File(plain=True) if self._target != "anthropic":
+            case File() if part.plain and self._target != "anthropic":
                 return Text(part.data)
             case File():
                 return self._kept(part, self._why_no_file(part))
         return part
 
-    def _kept(self, part: Image | Audio | File, why_not: str | None) -> Part | None:
-        if why_not is None:
+    def _kept(self, part: Image | Audio | File, reason: str | None) -> Part | None:
+        if reason is None:
             return part
-        self._changes.say("messages", why_not, within=f".{type(part).__name__.lower()}")
+        self._changes.say("messages", reason, within=f".{type(part).__name__.removesuffix('Content').lower()}")
         return None
 
     def _result(self, result: ToolResult) -> ToolResult:
@@ -145,8 +149,8 @@ class _Fit:
         if image.detail not in (None, "auto") and self._target not in OPENAI:
             self._changes.say("messages", f"{self._target} has no such field", within=".image_url.detail")
         if image.file_id and not (image.url or image.data):
-            can = self._kin and self._target == "openai-responses"
-            return None if can else "the file is at another provider"
+            is_usable = self._kin and self._target == "openai-responses"
+            return None if is_usable else "the file is at another provider"
         if image.data and self._target == "anthropic" and image.mime not in _ANTHROPIC_IMAGES:
             return f"anthropic takes no {image.mime or 'unknown'} images"
         return None
@@ -177,14 +181,14 @@ class _Fit:
 
 def merged(messages: list[Message], *, roles: tuple[str, ...]) -> list[Message]:
     """Neighbours of the same side as one message; results of tools are on the user's side."""
-    made: list[Message] = []
+    result: list[Message] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role
-        if made and made[-1].role == role and role in roles:
-            made[-1].parts += message.parts
+        if result and result[-1].role == role and role in roles:
+            result[-1].parts += message.parts
         else:
-            made.append(Message(role, list(message.parts), "auto"))
-    for message in made:
+            result.append(Message(role, list(message.parts), "auto"))
+    for message in result:
         if message.role == "user":  # results answer the calls before them, so they come first
             message.parts.sort(key=lambda part: not isinstance(part, ToolResult))
-    return made
+    return result

@@ -32,10 +32,10 @@ class Asked:
 def asked_of(body: bytes, dialect: Spoken, *, model: str = "", created: int = 0, id: str = "") -> Asked:
     if dialect == "openai-chat":
         options = decode(body, Json).get("stream_options")
-        include = isinstance(options, dict) and bool(options.get("include_usage"))
-        return Asked(model, include, created=created, id=id)
+        include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return Asked(model, include_usage, created=created, id=id)
     echo: Json = {}
     if dialect == "openai-responses":
-        said = decode(body, Json)
-        echo = {name: said[name] for name in _ECHOED if said.get(name) is not None}
+        request = decode(body, Json)
+        echo = {name: request[name] for name in _ECHOED if request.get(name) is not None}
     return Asked(model, True, echo, created, id)

@@ -16,23 +16,23 @@ class Calls:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, place: int) -> bool:
-        return place in self._slots
+    def __contains__(self, index: int) -> bool:
+        return index in self._slots
 
-    def open(self, place: int, id: str, name: str) -> deltas.ToolOpened:
-        assert place not in self._slots, "a call opens once"
-        self._bare.add(place)
-        slot = self._slots[place] = len(self._slots)
+    def open(self, index: int, id: str, name: str) -> deltas.ToolOpened:
+        assert index not in self._slots, "a call opens once"
+        self._bare.add(index)
+        slot = self._slots[index] = len(self._slots)
         return deltas.ToolOpened(slot, id, name)
 
-    def piece(self, place: int, text: str) -> deltas.ToolPiece:
-        if place not in self._slots:
+    def piece(self, index: int, text: str) -> deltas.ToolPiece:
+        if index not in self._slots:
             raise Broken("a piece of the stream belongs to no call")
-        self._bare.discard(place)
-        return deltas.ToolPiece(self._slots[place], text)
+        self._bare.discard(index)
+        return deltas.ToolPiece(self._slots[index], text)
 
-    def rest(self, place: int, whole: str = "{}") -> tuple[deltas.ToolPiece, ...]:
+    def rest(self, index: int, default_arguments: str = "{}") -> tuple[deltas.ToolPiece, ...]:
         """A call ends: `whole` are its arguments, if none were told by pieces."""
-        if place in self._slots and place not in self._bare:
+        if index in self._slots and index not in self._bare:
             return ()
-        return (self.piece(place, whole),)
+        return (self.piece(index, default_arguments),)

@@ -59,50 +59,50 @@ class Changes:
     def all(self) -> list[Changed]:
         return list(self._said)
 
-    def say(self, name: str, why: str, *, within: str = "") -> None:
+    def say(self, name: str, reason: str, *, within: str = "") -> None:
         """`name` is a field of the inner form; `within` what is meant inside it."""
-        self.at(self._words.name(name) + within, why)
+        self.at(self._words.name(name) + within, reason)
 
-    def at(self, field: str, why: str) -> None:
-        self._said[Changed(field, why)] = None
+    def at(self, field: str, reason: str) -> None:
+        self._said[Changed(field, reason)] = None
 
-    def dropped(self, asked: object, name: str, target: str) -> None:
-        if asked is not None:
+    def dropped(self, request: object, name: str, target: str) -> None:
+        if request is not None:
             self.say(name, f"{target} has no such field")
 
-    def reply_left(self, left: Json, idle: Iterable[str]) -> None:
+    def reply_left(self, fields: Json, ignored: Iterable[str]) -> None:
         """What a reply said that only its own dialect knows."""
-        for name, value in left.items():
-            if value and name not in idle:
+        for name, value in fields.items():
+            if value and name not in ignored:
                 self.at(f"reply.{name}", "no place in this dialect")
 
     def bare(self, parts: list[Part], target: Spoken) -> list[Part]:
         """The parts of a reply without what only its own dialect knows."""
-        made: list[Part] = []
+        result: list[Part] = []
         for part in parts:
             if isinstance(part, Opaque):
                 self.at(f"reply.{part.kind}", "no place in this dialect")
                 continue
             self.reply_left(part.extra, _IDLE)
-            if isinstance(part, Text) and target != "anthropic" and any(cited.quote for cited in part.citations):
+            if isinstance(part, Text) and target != "anthropic" and any(citation.quote for citation in part.citations):
                 self.at("reply.citations.cited_text", "no place in this dialect")
             part.extra = {}
-            made.append(part)
-        return made
+            result.append(part)
+        return result
 
-    def leftovers(self, asked: Conversation, target: Spoken) -> None:
+    def leftovers(self, request: Conversation, target: Spoken) -> None:
         """Report, or refuse, what the source said and nobody but its own dialect understands."""
         words = self._words
-        shared = OPENAI_SHARED if asked.dialect in OPENAI and target in OPENAI else frozenset()
-        for name, value in asked.extra.items():
+        shared = OPENAI_SHARED if request.dialect in OPENAI and target in OPENAI else frozenset()
+        for name, value in request.extra.items():
             if value:
                 self._not_vital(name)
-        self._extra(asked.extra | asked.unread, "", target, shared)
-        self._parts(asked.system, words.system, target, shared)
-        for message in asked.messages:
+        self._extra(request.extra | request.unread, "", target, shared)
+        self._parts(request.system, words.system, target, shared)
+        for message in request.messages:
             self._extra(message.extra, f"{words.message}.", target, shared | _IDLE)
             self._parts(message.parts, f"{words.message}.{words.part}", target, shared)
-        for tool in asked.tools:
+        for tool in request.tools:
             if isinstance(tool, Tool):
                 self._extra(tool.extra, "tools[].", target, shared | {"type"})
             else:

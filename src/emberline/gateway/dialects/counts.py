@@ -7,14 +7,18 @@ from emberline.gateway.dialects.inner import Json
 
 
 def chat(usage: Usage) -> Json:
-    into = {"cached_tokens": usage.cached_read, "cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}
+    prompt_details = {
+        "cached_tokens": usage.cached_read,
+        "cache_write_tokens": usage.cache_write,
+        "audio_tokens": usage.audio,
+    }
     if usage.image:
-        into["image_tokens"] = usage.image
+        prompt_details["image_tokens"] = usage.image
     return {
         "prompt_tokens": usage.input,
         "completion_tokens": usage.output,
         "total_tokens": usage.total,
-        "prompt_tokens_details": into,
+        "prompt_tokens_details": prompt_details,
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
@@ -42,13 +46,13 @@ def anthropic(usage: Usage) -> Json:
 
 def gemini(usage: Usage) -> Json:
     """Thoughts stand beside the output, not in it."""
-    said = {
+    result = {
         "promptTokenCount": usage.input,
         "candidatesTokenCount": usage.output - usage.reasoning,
         "totalTokenCount": usage.total,
     }
     if usage.cached_read:
-        said["cachedContentTokenCount"] = usage.cached_read
+        result["cachedContentTokenCount"] = usage.cached_read
     if usage.reasoning:
-        said["thoughtsTokenCount"] = usage.reasoning
-    return said
+        result["thoughtsTokenCount"] = usage.reasoning
+    return result

@@ -36,10 +36,10 @@ def effort_of(budget: int) -> Effort:
     return "medium" if budget <= 16384 else "high"
 
 
-def nearest(effort: Effort, known: Sequence[Effort]) -> Effort:
+def nearest(effort: Effort, supported: Sequence[Effort]) -> Effort:
     """The same, or the next below that a model knows, or its least; but none only for who asked for none."""
-    if effort in known:
+    if effort in supported:
         return effort
-    thinking = [each for each in EFFORTS if each in known and each != "none"]
-    below = [each for each in thinking if EFFORTS.index(each) < EFFORTS.index(effort)]
-    return below[-1] if below else thinking[0]
+    thinking_efforts = [effort_name for effort_name in EFFORTS if effort_name in supported and effort_name != "none"]
+    below = [effort_name for effort_name in thinking_efforts if EFFORTS.index(effort_name) < EFFORTS.index(effort)]
+    return below[-1] if below else thinking_efforts[0]

@@ -35,9 +35,9 @@ class EventSplitter:
 
 
 def _payload(event: bytes) -> bytes:
-    at = event.find(b"data: ")  # nearly all are one line of data, with or without a name before it
-    if at >= 0 and (at == 0 or event[at - 1] == 10) and event.find(b"\n", at) < 0:
-        return event[at + 6 :]
+    start = event.find(b"data: ")  # nearly all are one line of data, with or without a name before it
+    if start >= 0 and (start == 0 or event[start - 1] == 10) and event.find(b"\n", start) < 0:
+        return event[start + 6 :]
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
 
@@ -45,9 +45,9 @@ def _payload(event: bytes) -> bytes:
 class EventDecoder(Generic[T]):
     """The data of one dialect's events; what is none of them is Broken."""
 
-    def __init__(self, kind: type[T], whose: str) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
-        self._whose = whose
+    def __init__(self, event_type: type[T], format_name: str) -> None:
+        self._decoder = msgspec.json.Decoder(event_type)
+        self._whose = format_name
 
     def decode(self, event: bytes) -> T:
         try:

@@ -27,20 +27,20 @@ class Fields:
         self.path = path
 
     @overload
-    def take(self, name: str, kind: type[T]) -> T | None: ...
+    def take(self, name: str, expected_type: type[T]) -> T | None: ...
     @overload
-    def take(self, name: str, kind: type[T], default: T) -> T: ...
-    def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+    def take(self, name: str, expected_type: type[T], default: T) -> T: ...
+    def take(self, name: str, expected_type: type[T], default: T | None = None) -> T | None:
         """None and nothing are alike, but null stays in `left`: it was said, and means nothing."""
         value = self.left.get(name)
         if value is None:
             return default
-        checked = expect(value, kind, self.at(name))
+        checked = expect(value, expected_type, self.at(name))
         del self.left[name]
         return checked
 
-    def need(self, name: str, kind: type[T]) -> T:
-        value = self.take(name, kind)
+    def need(self, name: str, expected_type: type[T]) -> T:
+        value = self.take(name, expected_type)
         if value is None:
             raise InvalidRequest(f"{self.at(name)} is required", param=self.at(name))
         return value
@@ -67,7 +67,7 @@ class Fields:
 
 
 def each(rows: list[Any], path: str, parse: Parse[T]) -> list[T]:
-    return [parse(row, f"{path}[{at}]") for at, row in enumerate(rows)]
+    return [parse(row, f"{path}[{index}]") for index, row in enumerate(rows)]
 
 
 def parse_content(content: object, path: str, parse_part: Parse[Part]) -> tuple[list[Part], str]:
@@ -79,13 +79,13 @@ def parse_content(content: object, path: str, parse_part: Parse[Part]) -> tuple[
     return each(expect(content, list, path), path, parse_part), "list"
 
 
-def expect(value: object, kind: type[T], path: str) -> T:
-    if kind is float and type(value) is int:
+def expect(value: object, expected_type: type[T], path: str) -> T:
+    if expected_type is float and type(value) is int:
         return value  # type: ignore[return-value]  # a number is a number
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidRequest(f"{path} must be {_WORDS[kind]}", param=path)
+    if not isinstance(value, expected_type) or (expected_type is int and isinstance(value, bool)):
+        raise InvalidRequest(f"{path} must be {_WORDS[expected_type]}", param=path)
     return value
 
 
-def unknown(what: object, path: str, known: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} is not known: {str(what)[:100]!r}", param=path, hint=f"known are {known}")
+def unknown(value: object, path: str, known: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} is not known: {str(value)[:100]!r}", param=path, hint=f"known are {known}")

@@ -17,6 +17,6 @@ def marked(body: bytes, prefill: Prefill) -> Mapping[str, Any]:
         case "flag":  # of vLLM, and ours
             return {"continue_final_message": True, "add_generation_prompt": False}
         case "prefix":  # of Mistral and DeepSeek
-            *before, last = msgspec.json.decode(body)["messages"]
-            return {"messages": [*before, {**last, "prefix": True}]}
+            *earlier, last = msgspec.json.decode(body)["messages"]
+            return {"messages": [*earlier, {**last, "prefix": True}]}
     return {}

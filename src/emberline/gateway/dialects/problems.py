@@ -69,26 +69,26 @@ def error_body(error: Exception, dialect: str) -> Json:
         return anthropic_error(error).body
     if dialect != "gemini":
         return openai_error(error).body
-    said = openai_error(error)  # as text: what is not ours tells nothing of its inside
-    status = _GEMINI_STATUS.get(said.status, "INTERNAL" if said.status >= 500 else "INVALID_ARGUMENT")
-    return {"error": {"code": said.status, "message": said.body["error"]["message"], "status": status}}
+    data = openai_error(error)  # as text: what is not ours tells nothing of its inside
+    status = _GEMINI_STATUS.get(data.status, "INTERNAL" if data.status >= 500 else "INVALID_ARGUMENT")
+    return {"error": {"code": data.status, "message": data.body["error"]["message"], "status": status}}
 
 
 def read_error(body: bytes) -> Problem:
     """Any dialect's: they are told apart by their shape."""
     try:
-        said = msgspec.json.decode(body)
+        data = msgspec.json.decode(body)
     except NOT_JSON:
         return Problem(body[:500].decode(errors="replace") or "the provider gave no reason")
-    return problem_of(said)
+    return problem_of(data)
 
 
-def problem_of(said: Any) -> Problem:
-    if isinstance(said, list) and said:  # Gemini's streams that are none
-        said = said[0]
-    if isinstance(said, dict) and isinstance(said.get("errors"), list) and said["errors"] and "error" not in said:
-        said = said["errors"][0]  # Cloudflare's
-    error = said.get("error", said) if isinstance(said, dict) else said
+def problem_of(data: Any) -> Problem:
+    if isinstance(data, list) and data:  # Gemini's streams that are none
+        data = data[0]
+    if isinstance(data, dict) and isinstance(data.get("errors"), list) and data["errors"] and "error" not in data:
+        data = data["errors"][0]  # Cloudflare's
+    error = data.get("error", data) if isinstance(data, dict) else data
     if not isinstance(error, dict):
         return Problem(str(error or "the provider gave no reason")[:500])
     message = error.get("message") or error.get("detail") or "the provider gave no reason"
@@ -98,9 +98,9 @@ def problem_of(said: Any) -> Problem:
     return Problem(str(message), kind, text, numeric or _STATUS_OF_TYPE.get(kind) or _STATUS_OF_TYPE.get(text, 0))
 
 
-def raised(said: Any) -> UpstreamFailed:
+def raised(data: Any) -> UpstreamFailed:
     """An error event in the middle of a stream."""
-    problem = problem_of(said)
+    problem = problem_of(data)
     return TranslatedError.of(problem, problem.status or 502)
 
 

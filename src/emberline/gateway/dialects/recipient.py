@@ -78,7 +78,9 @@ class Recipient:
         return self._is_claude(_NEVER_FORCED)
 
     def _is_claude(self, since: _Since) -> bool:
-        return self.claude is not None and any(f in self.model and self.claude >= since[f] for f in since)
+        return self.claude is not None and any(
+            family in self.model and self.claude >= since[family] for family in since
+        )
 
     @property
     def claude_efforts(self) -> tuple[Effort, ...]:

@@ -38,41 +38,41 @@ _SINGLE = ("items", "additionalProperties", "not")
 Drop = Callable[[str], None]
 
 
-def restricted(schema: Any, known: frozenset[str], drop: Drop) -> Any:
+def restricted(schema: Any, known: frozenset[str], on_drop: Drop) -> Any:
     """`schema` in known words only; `drop` hears of each other one."""
     if not isinstance(schema, dict):
         return schema
-    made: Json = {}
-    for word, value in _respelled(schema, known).items():
-        if word not in known:
-            if word not in ("$schema", "$comment", "examples"):  # which ask for nothing
-                drop(word)
-        elif word in _MAPS and isinstance(value, dict):
-            made[word] = {name: restricted(inner, known, drop) for name, inner in value.items()}
-        elif word in _LISTS and isinstance(value, list):
-            made[word] = [restricted(inner, known, drop) for inner in value]
-        elif word in _SINGLE:
-            made[word] = restricted(value, known, drop)
+    result: Json = {}
+    for keyword, value in _respelled(schema, known).items():
+        if keyword not in known:
+            if keyword not in ("$schema", "$comment", "examples"):  # which ask for nothing
+                on_drop(keyword)
+        elif keyword in _MAPS and isinstance(value, dict):
+            result[keyword] = {name: restricted(inner, known, on_drop) for name, inner in value.items()}
+        elif keyword in _LISTS and isinstance(value, list):
+            result[keyword] = [restricted(inner, known, on_drop) for inner in value]
+        elif keyword in _SINGLE:
+            result[keyword] = restricted(value, known, on_drop)
         else:
-            made[word] = value
-    return made
+            result[keyword] = value
+    return result
 
 
 def _respelled(schema: Json, known: frozenset[str]) -> Json:
     """Words that can be said by known ones."""
-    made = dict(schema)
-    if "const" in made and "const" not in known:
-        made.setdefault("enum", [made.pop("const")])
-    if "oneOf" in made and "oneOf" not in known and "anyOf" not in made:
-        made["anyOf"] = made.pop("oneOf")
-    if "definitions" in made and "$defs" not in made:
-        made["$defs"] = made.pop("definitions")
-        made = _repointed(made)
-    whole = made.get("allOf")
-    if "allOf" not in known and isinstance(whole, list) and len(whole) == 1 and isinstance(whole[0], dict):
-        del made["allOf"]
-        made = {**whole[0], **made}
-    return made
+    result = dict(schema)
+    if "const" in result and "const" not in known:
+        result.setdefault("enum", [result.pop("const")])
+    if "oneOf" in result and "oneOf" not in known and "anyOf" not in result:
+        result["anyOf"] = result.pop("oneOf")
+    if "definitions" in result and "$defs" not in result:
+        result["$defs"] = result.pop("definitions")
+        result = _repointed(result)
+    all_of = result.get("allOf")
+    if "allOf" not in known and isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], dict):
+        del result["allOf"]
+        result = {**all_of[0], **result}
+    return result
 
 
 def _repointed(value: Any) -> Any:
@@ -80,28 +80,28 @@ def _repointed(value: Any) -> Any:
         return [_repointed(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    made = {name: _repointed(inner) for name, inner in value.items()}
-    if isinstance(made.get("$ref"), str):
-        made["$ref"] = made["$ref"].replace("#/definitions/", "#/$defs/")
-    return made
+    result = {name: _repointed(inner) for name, inner in value.items()}
+    if isinstance(result.get("$ref"), str):
+        result["$ref"] = result["$ref"].replace("#/definitions/", "#/$defs/")
+    return result
 
 
-def closed(schema: Any, note: Drop) -> Any:
+def closed(schema: Any, on_change: Drop) -> Any:
     """Every object says that it has no other properties, as Anthropic wants it of formats; `note` hears of changes."""
     if isinstance(schema, list):
-        return [closed(inner, note) for inner in schema]
+        return [closed(inner, on_change) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made: Json = {}
-    for word, value in schema.items():
-        if word in _MAPS and isinstance(value, dict):
-            made[word] = {name: closed(inner, note) for name, inner in value.items()}
+    result: Json = {}
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            result[keyword] = {name: closed(inner, on_change) for name, inner in value.items()}
         else:
-            made[word] = closed(value, note) if word in (*_LISTS, *_SINGLE) else value
-    if made.get("type") == "object" and made.get("additionalProperties") is not False:
-        made["additionalProperties"] = False
-        note("additionalProperties")
-    return made
+            result[keyword] = closed(value, on_change) if keyword in (*_LISTS, *_SINGLE) else value
+    if result.get("type") == "object" and result.get("additionalProperties") is not False:
+        result["additionalProperties"] = False
+        on_change("additionalProperties")
+    return result
 
 
 def is_exact(schema: Any) -> bool:
@@ -110,8 +110,8 @@ def is_exact(schema: Any) -> bool:
         return all(map(is_exact, schema))
     if not isinstance(schema, dict):
         return True
-    inner = [value for word in _MAPS if isinstance(schema.get(word), dict) for value in schema[word].values()]
-    inner += [schema[word] for word in (*_LISTS, *_SINGLE) if word in schema]
+    inner = [value for keyword in _MAPS if isinstance(schema.get(keyword), dict) for value in schema[keyword].values()]
+    inner += [schema[keyword] for keyword in (*_LISTS, *_SINGLE) if keyword in schema]
     names = schema.get("properties", {}).keys()
     is_object = schema.get("type") == "object"
     open_or_partial = schema.get("additionalProperties") is not False or names - set(schema.get("required", ()))
@@ -124,18 +124,18 @@ def from_gemini(schema: Any) -> Any:
         return [from_gemini(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made: Json = {}
-    for word, value in schema.items():
-        if word == "type" and isinstance(value, str):
-            made[word] = value.lower()
-        elif word in _MAPS and isinstance(value, dict):
-            made[word] = {name: from_gemini(inner) for name, inner in value.items()}
-        elif word in (*_LISTS, *_SINGLE):
-            made[word] = from_gemini(value)
-        elif word.startswith(("min", "max")) and isinstance(value, str) and value.isdigit():
-            made[word] = int(value)
-        elif word not in ("nullable", "propertyOrdering", "example"):
-            made[word] = value
-    if schema.get("nullable") is True and isinstance(made.get("type"), str):
-        made["type"] = [made["type"], "null"]
-    return made
+    result: Json = {}
+    for keyword, value in schema.items():
+        if keyword == "type" and isinstance(value, str):
+            result[keyword] = value.lower()
+        elif keyword in _MAPS and isinstance(value, dict):
+            result[keyword] = {name: from_gemini(inner) for name, inner in value.items()}
+        elif keyword in (*_LISTS, *_SINGLE):
+            result[keyword] = from_gemini(value)
+        elif keyword.startswith(("min", "max")) and isinstance(value, str) and value.isdigit():
+            result[keyword] = int(value)
+        elif keyword not in ("nullable", "propertyOrdering", "example"):
+            result[keyword] = value
+    if schema.get("nullable") is True and isinstance(result.get("type"), str):
+        result["type"] = [result["type"], "null"]
+    return result

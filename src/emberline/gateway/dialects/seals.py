@@ -10,14 +10,14 @@ from emberline.gateway.dialects.inner import Spoken
 _FAMILIES: tuple[Spoken, ...] = get_args(Spoken)
 
 
-def shown(seal: str, family: Spoken, dialect: Spoken) -> str:
+def shown(signature: str, origin: Spoken, dialect: Spoken) -> str:
     """A seal as `dialect` carries it."""
-    return seal if not seal or family == dialect else f"{family}:{seal}"
+    return signature if not signature or origin == dialect else f"{origin}:{signature}"
 
 
-def found(seal: str, dialect: Spoken) -> tuple[str, Spoken]:
+def found(signature: str, dialect: Spoken) -> tuple[str, Spoken]:
     """What came back in `dialect`: the seal, and whose it is."""
-    for family in _FAMILIES:
-        if seal.startswith(f"{family}:"):
-            return seal[len(family) + 1 :], family
-    return seal, dialect
+    for origin in _FAMILIES:
+        if signature.startswith(f"{origin}:"):
+            return signature[len(origin) + 1 :], origin
+    return signature, dialect

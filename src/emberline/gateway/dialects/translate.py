@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -69,33 +68,57 @@ class Grammar:
     writer: Callable[[Asked], deltas.Writer]
 
 
-def _of(request: Any, reply: Any, reader: Any, writer: Any) -> Grammar:
-    return Grammar(request.parse, request.render, reply.parse, reply.render, reader.Reader, writer.Writer)
-
-
 GRAMMARS: Mapping[Spoken, Grammar] = {
-    "openai-chat": _of(chat_request, chat_reply, chat_reader, chat_writer),
-    "openai-responses": _of(responses_request, responses_reply, responses_reader, responses_writer),
-    "anthropic": _of(anthropic_request, anthropic_reply, anthropic_reader, anthropic_writer),
-    "gemini": _of(gemini_request, gemini_reply, gemini_reader, gemini_writer),
+    "openai-chat": Grammar(
+        chat_request.parse,
+        chat_request.render,
+        chat_reply.parse,
+        chat_reply.render,
+        chat_reader.Reader,
+        chat_writer.Writer,
+    ),
+    "openai-responses": Grammar(
+        responses_request.parse,
+        responses_request.render,
+        responses_reply.parse,
+        responses_reply.render,
+        responses_reader.Reader,
+        responses_writer.Writer,
+    ),
+    "anthropic": Grammar(
+        anthropic_request.parse,
+        anthropic_request.render,
+        anthropic_reply.parse,
+        anthropic_reply.render,
+        anthropic_reader.Reader,
+        anthropic_writer.Writer,
+    ),
+    "gemini": Grammar(
+        gemini_request.parse,
+        gemini_request.render,
+        gemini_reply.parse,
+        gemini_reply.render,
+        gemini_reader.Reader,
+        gemini_writer.Writer,
+    ),
 }
 
 
 def translate_request(
-    body: bytes, source: Spoken, target: Spoken, to: Recipient, *, stream: bool | None = None
+    body: bytes, source: Spoken, target: Spoken, target_model: Recipient, *, stream: bool | None = None
 ) -> tuple[bytes, list[Changed]]:
     """`stream` is for clients of Gemini's dialect, who say it in the URL. Into the same dialect nothing is lost."""
-    asked = GRAMMARS[source].parse(decode(body, Json))
+    request = GRAMMARS[source].parse(decode(body, Json))
     if stream is not None:
-        asked.stream = stream
+        request.stream = stream
     changes = Changes(source)
     if source != target:
-        adapt(asked, target, to, changes)
-    return msgspec.json.encode(GRAMMARS[target].render(asked, to, changes)), changes.all
+        adapt(request, target, target_model, changes)
+    return msgspec.json.encode(GRAMMARS[target].render(request, target_model, changes)), changes.all
 
 
 def translate_reply(
-    body: bytes, source: Spoken, target: Spoken, asked: Asked | None = None
+    body: bytes, source: Spoken, target: Spoken, request: Asked | None = None
 ) -> tuple[bytes, list[Changed]]:
     """`source` is the provider's dialect. What is no reply of it is Broken."""
     changes = Changes(source)
@@ -105,7 +128,7 @@ def translate_reply(
         raise Broken(f"the reply is not one of {source}: {error.message}") from None
     for choice in answer.choices:
         choice.parts = changes.bare(choice.parts, target)
-    return msgspec.json.encode(GRAMMARS[target].render_reply(answer, asked or Asked())), changes.all
+    return msgspec.json.encode(GRAMMARS[target].render_reply(answer, request or Asked())), changes.all
 
 
 class StreamTranslator:
@@ -115,11 +138,11 @@ class StreamTranslator:
     and the client's event for the error. Whoever calls decides whether the client gets that or another provider's try.
     """
 
-    def __init__(self, source: Spoken, target: Spoken, asked: Asked | None = None) -> None:
+    def __init__(self, source: Spoken, target: Spoken, request: Asked | None = None) -> None:
         self._source = source
         self._splitter = EventSplitter()
         self._reader = GRAMMARS[source].reader()
-        self._writer = GRAMMARS[target].writer(asked or Asked())
+        self._writer = GRAMMARS[target].writer(request or Asked())
         self._order = Order(single=target in ("anthropic", "openai-responses"))
         self._made: list[bytes] = []  # since the last return
         self.ended = False  # the source said that its stream is whole
@@ -152,5 +175,5 @@ class StreamTranslator:
         self.ended = self.ended or isinstance(delta, deltas.Ended)
 
     def _taken(self) -> bytes:
-        made, self._made = b"".join(self._made), []
-        return made
+        output, self._made = b"".join(self._made), []
+        return output

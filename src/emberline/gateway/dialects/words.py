@@ -42,9 +42,11 @@ class Words:
             return self.place + self.plain[field]
         return self.message if field in ("messages", "system") else self.others.get(field, field)
 
-    def take(self, said: Fields, asked: Conversation) -> None:
-        for ours, theirs in self.plain.items():
-            setattr(asked, ours, said.texts(theirs) if ours == "stop" else said.take(theirs, _KINDS[ours]))
+    def take(self, fields: Fields, request: Conversation) -> None:
+        for name, wire_name in self.plain.items():
+            setattr(request, name, fields.texts(wire_name) if name == "stop" else fields.take(wire_name, _KINDS[name]))
 
-    def said(self, asked: Conversation) -> Json:
-        return {theirs: value for ours, theirs in self.plain.items() if (value := getattr(asked, ours)) is not None}
+    def said(self, request: Conversation) -> Json:
+        return {
+            wire_name: value for name, wire_name in self.plain.items() if (value := getattr(request, name)) is not None
+        }

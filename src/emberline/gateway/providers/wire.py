@@ -85,7 +85,7 @@ def wired(call: Call, provider: Provider, key: str | None, max_output: int | Non
     headers = {name: value for name, value in call.headers.items() if name in SHARED} | {"content-type": JSON}
     moved = call.moved(dialect=target, body=body, headers=headers, query="", plain=True)
     wire = _as_it_is(moved, provider, key)
-    return msgspec.structs.replace(wire, hide_usage=False, client=source, asked=asked)
+    return Wire(wire.out, wire.dialect, hide_usage=False, client=source, asked=asked)
 
 
 def _pair(call: Call, provider: Provider) -> tuple[Spoken, Spoken]:

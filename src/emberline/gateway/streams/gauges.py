@@ -84,7 +84,7 @@ class _Chat(msgspec.Struct):
         return bool(self.choices)
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
@@ -131,7 +131,7 @@ class _Response(msgspec.Struct):
         return isinstance(self.output, list)
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
@@ -182,7 +182,7 @@ class _Message(msgspec.Struct):
     error: Any = None
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
@@ -265,7 +265,7 @@ class _Gemini(msgspec.Struct):
         return bool(self.candidates or self.promptFeedback)
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usageMetadata
 
     @property
@@ -305,7 +305,7 @@ class _Embeddings(msgspec.Struct):
         return len(bytes(self.data)) > 2
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 

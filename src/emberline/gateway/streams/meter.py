@@ -152,7 +152,7 @@ def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
         raise Broken(f"the reply is an error with a status of success: {str(found.error)[:300]}")
     if not found.content:
         raise Broken("the reply has no content")
-    return Usage.read(dialect, found.counted), str(found.model or "")
+    return Usage.read(dialect, found.usage_object), str(found.model or "")
 
 
 def _raw_usage(body: bytes) -> Usage | None:

@@ -74,27 +74,27 @@ class Reader:
         self._finished = False
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
-        said = _EVENTS.decode(event)
-        if said.type == "content_block_delta" and said.delta is not None:  # nearly all are
-            yield from self._piece(said.index, said.delta)
+        decoded = _EVENTS.decode(event)
+        if decoded.type == "content_block_delta" and decoded.delta is not None:  # nearly all are
+            yield from self._piece(decoded.index, decoded.delta)
             return
-        match said:
+        match decoded:
             case _Event(type="content_block_start", content_block=_Block() as block):
-                yield from self._start(said.index, block)
+                yield from self._start(decoded.index, block)
             case _Event(type="content_block_stop"):
-                yield from self._stop(said.index)
+                yield from self._stop(decoded.index)
             case _Event(type="message_start", message=_Message() as message):
                 yield deltas.Opened(message.id, message.model)
                 yield from self._count(message.usage)
             case _Event(type="message_delta", delta=_Piece() as piece):
                 yield from self._finish(piece)
-                yield from self._count(said.usage)
+                yield from self._count(decoded.usage)
             case _Event(type="message_stop"):
                 yield deltas.Ended()
             case _Event(type="error"):
-                raise raised({"error": said.error})
+                raise raised({"error": decoded.error})
             case _Event(type="content_block_delta" | "content_block_start" | "message_start" | "message_delta"):
-                raise Broken(f"an event of the stream has nothing in it: {said.type}")
+                raise Broken(f"an event of the stream has nothing in it: {decoded.type}")
         # all others, as ping, tell nothing of the reply
 
     def end(self) -> tuple[deltas.Delta, ...]:
@@ -133,8 +133,8 @@ class Reader:
                     yield self._calls.piece(index, text)
             case _Piece(type="thinking_delta", thinking=str(text)):
                 yield deltas.ThinkingPiece(text)
-            case _Piece(type="signature_delta", signature=str(seal)):
-                yield deltas.Sealed(seal, "anthropic")
+            case _Piece(type="signature_delta", signature=str(signature)):
+                yield deltas.Sealed(signature, "anthropic")
             case _Piece(type="citations_delta"):
                 self._cited.append(piece.citation)  # which is of the whole block
             case _Piece(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
@@ -152,11 +152,11 @@ class Reader:
         if piece.stop_reason is None or self._finished:
             return
         self._finished = True
-        if piece.stop_details and isinstance(why := piece.stop_details.get("explanation"), str):
-            yield deltas.RefusalPiece(why)
+        if piece.stop_details and isinstance(explanation := piece.stop_details.get("explanation"), str):
+            yield deltas.RefusalPiece(explanation)
         yield deltas.Finished(ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
 
-    def _count(self, said: Json | None) -> Iterator[deltas.Delta]:
-        if (usage := Usage.read("anthropic", said)) is not None:
+    def _count(self, decoded: Json | None) -> Iterator[deltas.Delta]:
+        if (usage := Usage.read("anthropic", decoded)) is not None:
             self._usage = self._usage.joined(usage)
             yield deltas.Counted(self._usage)

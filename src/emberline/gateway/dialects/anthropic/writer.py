@@ -23,8 +23,8 @@ _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","inde
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
         self._opened: deltas.Opened | None = None
         self._begun = False
         self._index = -1  # of the last block
@@ -93,11 +93,11 @@ class Writer:
 
     def _cite(self, citation: Citation) -> bytes:
         """The open text rests on it, and what comes then does not. There is no way to tell it of a closed one."""
-        said = sse.dumps(render(citation))
-        if self._kind != "text" or said in self._cited:
+        rendered = sse.dumps(render(citation))
+        if self._kind != "text" or rendered in self._cited:
             return b""
-        self._cited.add(said)
-        return _DELTA % (self._index, b'"citations_delta","citation":', said)
+        self._cited.add(rendered)
+        return _DELTA % (self._index, b'"citations_delta","citation":', rendered)
 
     def _start(self) -> bytes:
         if self._begun:

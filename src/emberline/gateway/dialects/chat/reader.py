@@ -90,32 +90,34 @@ class Reader:
                 if reason == "stop" and self._calls.get(choice.index):
                     reason = "tool_calls"  # some say stop
                 yield deltas.Finished(reason, choice=choice.index)
-        said = chunk.usage or (chunk.x_groq or {}).get("usage")
-        if said and (usage := Usage.read("openai-chat", said)):
+        decoded = chunk.usage or (chunk.x_groq or {}).get("usage")
+        if decoded and (usage := Usage.read("openai-chat", decoded)):
             yield deltas.Counted(usage)
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
     def _piece(self, choice: _Choice, piece: _Piece) -> Iterator[deltas.Delta]:
-        at = choice.index
+        choice_index = choice.index
         if isinstance(piece.content, str):
             if piece.content:
-                yield deltas.TextPiece(piece.content, at, choice.logprobs.content if choice.logprobs else None)
+                yield deltas.TextPiece(
+                    piece.content, choice_index, choice.logprobs.content if choice.logprobs else None
+                )
         elif piece.content:
             for row in piece.content:
                 if text := thought_of(row):
-                    yield deltas.ThinkingPiece(text, at)
-                elif isinstance(said := row.get("text"), str):
-                    yield deltas.TextPiece(said, at)
+                    yield deltas.ThinkingPiece(text, choice_index)
+                elif isinstance(decoded := row.get("text"), str):
+                    yield deltas.TextPiece(decoded, choice_index)
         if thought := piece.reasoning_content or piece.reasoning:
-            yield deltas.ThinkingPiece(thought, at)
+            yield deltas.ThinkingPiece(thought, choice_index)
         if piece.refusal:
-            yield deltas.RefusalPiece(piece.refusal, at)
+            yield deltas.RefusalPiece(piece.refusal, choice_index)
         for call in piece.tool_calls or ():
-            yield from self._call(at, call)
-        if piece.annotations and at not in self._finished:
-            yield from (deltas.Cited(citation, at) for citation in known(piece.annotations, citations.parse))
+            yield from self._call(choice_index, call)
+        if piece.annotations and choice_index not in self._finished:
+            yield from (deltas.Cited(citation, choice_index) for citation in known(piece.annotations, citations.parse))
 
     def _call(self, choice: int, call: _Call) -> Iterator[deltas.Delta]:
         slots = self._calls.setdefault(choice, [])

@@ -23,10 +23,10 @@ _PIECE = b',"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]},"l
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
         self._head = b""  # of every chunk, up to the index of its choice
-        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+        self._tail = b',"usage":null}\n\n' if context.include_usage else b"}\n\n"
         self._begun: set[int] = set()
         self._seals: dict[int, str] = {}  # choice -> what Gemini signed the next call with
         self._cited: dict[int, list[Json]] = {}  # choice -> what is told at its end, at once: clients join no lists
@@ -67,9 +67,9 @@ class Writer:
     def _open(self, opened: deltas.Opened) -> None:
         assert not self._head, "a stream begins once"
         self._asked.name(opened)
-        names: Json = {"id": opened.id, "object": "chat.completion.chunk"}
-        names |= {"created": opened.created, "model": opened.model}
-        self._head = b"data: " + sse.dumps(names)[:-1] + b',"choices":'
+        identity: Json = {"id": opened.id, "object": "chat.completion.chunk"}
+        identity |= {"created": opened.created, "model": opened.model}
+        self._head = b"data: " + sse.dumps(identity)[:-1] + b',"choices":'
 
     def _chunk(self, choice: int, rest: bytes) -> bytes:
         if choice in self._begun:

@@ -15,8 +15,8 @@ def camel(value: Any) -> Any:
         return [camel(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    made = {}
+    result = {}
     for name, inner in value.items():
         name = _UNDERSCORE.sub(lambda match: match[1].upper(), name)
-        made[name] = inner if name in _DATA else camel(inner)
-    return made
+        result[name] = inner if name in _DATA else camel(inner)
+    return result

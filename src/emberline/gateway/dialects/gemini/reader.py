@@ -67,20 +67,20 @@ class Reader:
         self._usage: Usage | None = None
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
-        said = _EVENTS.decode(event)
-        if said.error is not None:
-            raise raised({"error": said.error})
+        decoded = _EVENTS.decode(event)
+        if decoded.error is not None:
+            raise raised({"error": decoded.error})
         if not self._opened:
             self._opened = True
-            self._id = said.response_id or ""
-            yield deltas.Opened(self._id, said.model_version or "")
-        for row in said.candidates or ():
+            self._id = decoded.response_id or ""
+            yield deltas.Opened(self._id, decoded.model_version or "")
+        for row in decoded.candidates or ():
             yield from self._candidate(row, row.index or 0)
-        if not said.candidates and (said.prompt_feedback or {}).get("blockReason"):
-            yield deltas.RefusalPiece(blocked(said.prompt_feedback or {}))
+        if not decoded.candidates and (decoded.prompt_feedback or {}).get("blockReason"):
+            yield deltas.RefusalPiece(blocked(decoded.prompt_feedback or {}))
             self._finished.add(0)
             yield deltas.Finished("filter")
-        if (usage := Usage.read("gemini", said.usage_metadata)) is not None:
+        if (usage := Usage.read("gemini", decoded.usage_metadata)) is not None:
             self._usage = usage if self._usage is None else self._usage.joined(usage)
 
     def end(self) -> Iterator[deltas.Delta]:
@@ -119,11 +119,11 @@ class Reader:
             text = Text("".join(self._texts.get(choice, ())))
             yield from (deltas.Cited(each, choice) for each in self._groundings[choice].citations([text]))
 
-    def _call(self, call: _Call, seal: str | None, choice: int) -> Iterator[deltas.Delta]:
+    def _call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.Delta]:
         slot = self._calls.get(choice, 0)
         self._calls[choice] = slot + 1
-        if seal:
-            yield deltas.Sealed(seal, "gemini", choice=choice)
+        if signature:
+            yield deltas.Sealed(signature, "gemini", choice=choice)
         id = call.id or f"{MADE}{self._id + '-' if self._id else ''}{slot}"
         yield deltas.ToolOpened(slot, id, call.name, choice)
         yield deltas.ToolPiece(slot, msgspec.json.encode(call.args or {}).decode(), choice)

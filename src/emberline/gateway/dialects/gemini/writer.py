@@ -37,8 +37,8 @@ class _Candidate:
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
         self._tail = b""  # of every event: model and id
         self._candidates: dict[int, _Candidate] = {}
         self._usage: Usage | None = None
@@ -58,8 +58,8 @@ class Writer:
             case deltas.Opened():
                 assert not self._tail, "a stream begins once"
                 self._asked.name(delta)
-                names = {"modelVersion": delta.model, "responseId": delta.id}
-                self._tail = b"," + sse.dumps(names)[1:] + b"\n\n"
+                identity = {"modelVersion": delta.model, "responseId": delta.id}
+                self._tail = b"," + sse.dumps(identity)[1:] + b"\n\n"
             case deltas.Counted():
                 self._usage = delta.usage
             case deltas.Ended():
@@ -82,9 +82,9 @@ class Writer:
                 return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
             case deltas.Cited():
                 candidate.cited.append(delta.citation)
-            case deltas.Sealed(family="gemini"):
+            case deltas.Sealed() if delta.family == "gemini":
                 candidate.seal = delta.seal
-            case deltas.Sealed(redacted=False):
+            case deltas.Sealed() if not delta.redacted:
                 thought = {"text": "", "thought": True, "thoughtSignature": shown_seal(delta.seal, delta.family)}
                 return self._flush(delta.choice) + self._event(delta.choice, [thought])
             case deltas.ToolOpened():

@@ -11,8 +11,8 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 def parse(raw: object) -> Citation | None:
     match raw:
-        case {"type": "url_citation", **said}:
-            return page(said)
+        case {"type": "url_citation", **data}:
+            return page(data)
     return None
 
 

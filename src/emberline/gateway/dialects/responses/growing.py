@@ -43,8 +43,12 @@ class Growing:
         self.status = status
         return [self._item_event("done")]
 
-    def _item_event(self, what: str) -> Json:
-        return {"type": f"response.output_item.{what}", "output_index": self.place["output_index"], "item": self.show()}
+    def _item_event(self, change: str) -> Json:
+        return {
+            "type": f"response.output_item.{change}",
+            "output_index": self.place["output_index"],
+            "item": self.show(),
+        }
 
     def _done(self, **whole: object) -> Json:
         return {"type": f"response.{self.kind}.done", **self.place, **self.part_place, **whole}
@@ -85,8 +89,8 @@ class Said(Growing):
 
     def cite(self, citation: Citation) -> Json:
         self._annotations.append(render(citation))
-        at = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
-        return {"type": "response.output_text.annotation.added", **self.place, **self.part_place, **at}
+        index = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
+        return {"type": "response.output_text.annotation.added", **self.place, **self.part_place, **index}
 
     def part(self) -> Json:
         return text_part(self.text, list(self._logprobs), list(self._annotations))
@@ -127,9 +131,9 @@ class Thought(Growing):
     kind = "reasoning_summary_text"
     part_place: ClassVar[Json] = {"summary_index": 0}
 
-    def __init__(self, id: str, index: int, *, told: bool = True) -> None:
+    def __init__(self, id: str, index: int, *, has_summary: bool = True) -> None:
         super().__init__(id, index)
-        self._told = told
+        self._told = has_summary
         self._begun = False
 
     def show(self) -> Json:
@@ -148,8 +152,8 @@ class Thought(Growing):
     def _part(self) -> Json:
         return {"type": "summary_text", "text": self.text}
 
-    def _part_events(self, what: str) -> list[Json]:
+    def _part_events(self, change: str) -> list[Json]:
         if not self._told:
             return []
-        kind = f"response.reasoning_summary_part.{what}"
+        kind = f"response.reasoning_summary_part.{change}"
         return [{"type": kind, **self.place, **self.part_place, "part": self._part()}]

@@ -19,8 +19,8 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # all others
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
         self._opened: deltas.Opened | None = None
         self._items: list[Growing] = []
         self._open: Growing | None = None  # the last of them, or none
@@ -48,8 +48,8 @@ class Writer:
                 return b"" if delta.redacted else self._seal(delta)
             case deltas.Opened():
                 self._open_as(delta)
-                names = ("response.created", "response.in_progress")
-                return self._events({"type": name, "response": self._response("in_progress")} for name in names)
+                identity = ("response.created", "response.in_progress")
+                return self._events({"type": name, "response": self._response("in_progress")} for name in identity)
             case deltas.Counted():
                 self._usage = delta.usage
             case deltas.Finished():
@@ -65,8 +65,8 @@ class Writer:
         if self._open is not None:
             self._open.status = "incomplete"
         code = _ERROR_CODES.get(getattr(error, "status", 500), "server_error")
-        said = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
-        return self._events([{"type": "response.failed", "response": self._response("failed", error=said)}])
+        rendered = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
+        return self._events([{"type": "response.failed", "response": self._response("failed", error=rendered)}])
 
     def _open_as(self, opened: deltas.Opened) -> None:
         assert self._opened is None, "a stream begins once"
@@ -90,7 +90,7 @@ class Writer:
         """The open thinking is sealed; where there is none, an item without text carries the seal."""
         before = b""
         if not isinstance(self._open, Thought) or self._open.sealed:
-            before = self._begin(Thought(*self._place(), told=False))
+            before = self._begin(Thought(*self._place(), has_summary=False))
         assert isinstance(self._open, Thought)
         self._open.sealed = seals.shown(sealed.seal, sealed.family, "openai-responses")
         return before
@@ -132,12 +132,18 @@ class Writer:
         assert self._opened is not None
         items = [item.show() for item in self._items]
         return response(
-            self._opened, self._asked, items, status=status, why=self._why(), usage=self._usage, error=error
+            self._opened,
+            self._asked,
+            items,
+            status=status,
+            incomplete_reason=self._why(),
+            usage=self._usage,
+            error=error,
         )
 
     def _events(self, events: Iterable[Json]) -> bytes:
-        made = []
+        encoded = []
         for event in events:
-            made.append(sse.event(event["type"], {**event, "sequence_number": self._sent}))
+            encoded.append(sse.event(event["type"], {**event, "sequence_number": self._sent}))
             self._sent += 1
-        return b"".join(made)
+        return b"".join(encoded)
