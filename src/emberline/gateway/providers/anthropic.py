@@ -22,6 +22,6 @@ class Anthropic(Provider):
         headers["x-api-key"] = key
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
-        out.headers.setdefault("anthropic-version", VERSION)
-        return out
+        request = super().request(call, key)
+        request.headers.setdefault("anthropic-version", VERSION)
+        return request

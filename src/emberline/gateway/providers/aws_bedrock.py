@@ -71,8 +71,8 @@ class Bedrock(Provider):
         if is_claude(call.model):
             body, decoder = hosted(call, VERSION, "stream"), Unwrapped
         else:
-            said = msgspec.json.decode(call.body)
-            body, decoder = msgspec.json.encode(converse(said, partial(report, call))), partial(Conversed, call.model)
+            fields = msgspec.json.decode(call.body)
+            body, decoder = msgspec.json.encode(converse(fields, partial(report, call))), partial(Conversed, call.model)
         given = _key(key or "")
         region = given.region if given else REGION
         headers = {name: value for name, value in call.headers.items() if name not in _MINE}
@@ -89,31 +89,33 @@ class Bedrock(Provider):
         base = self._base_url or HOSTS[place["service"]].format(region=place["region"])
         return f"{base}/{place['rest']}" + (f"?{query}" if query else "")
 
-    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
-        text = out.headers.get("authorization", "").removeprefix("Bearer ")
+    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        text = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not text.startswith(ALGORITHM) and (key := _key(text)) is not None:
             # A thread, because hashing 30 MB takes 80 ms, without the interpreter's lock.
-            sign = partial(_signed, out, key, now)
-            headers = sign() if len(out.body) < LARGE else await asyncio.to_thread(sign)
-            out = msgspec.structs.replace(out, headers=headers)
-        elif MANTLE in out.url and not text.startswith(ALGORITHM):
-            others = {name: value for name, value in out.headers.items() if name != "authorization"}
-            out = msgspec.structs.replace(out, headers={"x-api-key": text, **others})
-        return decoded(out, await upstream.send(out, seconds))
+            sign = partial(_signed, request, key, now)
+            headers = sign() if len(request.body) < LARGE else await asyncio.to_thread(sign)
+            request = msgspec.structs.replace(request, headers=headers)
+        elif MANTLE in request.url and not text.startswith(ALGORITHM):
+            others = {name: value for name, value in request.headers.items() if name != "authorization"}
+            request = msgspec.structs.replace(request, headers={"x-api-key": text, **others})
+        return decoded(request, await upstream.send(request, seconds))
 
 
 def is_claude(model: str) -> bool:
     return "anthropic.claude" in model
 
 
-def _signed(out: Outgoing, key: _Key, now: float) -> dict[str, str]:
-    found = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", out.url)
-    service, region = (found[1], found[2]) if found else (RUNTIME, key.region)
-    some = {name: value for name, value in out.headers.items() if name in _SIGNED}
+def _signed(request: Outgoing, key: _Key, now: float) -> dict[str, str]:
+    match = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", request.url)
+    service, region = (match[1], match[2]) if match else (RUNTIME, key.region)
+    some = {name: value for name, value in request.headers.items() if name in _SIGNED}
     credentials = Credentials(key.access_key_id, key.secret_access_key, key.session_token)
-    made = signed(out.method, out.url, some, out.body, credentials, region=region, service=SIGNED_AS[service], now=now)
-    made.pop("host")  # whoever connects says it
-    return {name: value for name, value in out.headers.items() if name != "authorization"} | made
+    result = signed(
+        request.method, request.url, some, request.body, credentials, region=region, service=SIGNED_AS[service], now=now
+    )
+    result.pop("host")  # whoever connects says it
+    return {name: value for name, value in request.headers.items() if name != "authorization"} | result
 
 
 def _key(text: str) -> _Key | None:

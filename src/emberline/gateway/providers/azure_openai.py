@@ -62,7 +62,7 @@ class AzureOpenAI(Provider):
             headers["api-key"] = key
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
-        if key is None and "api-key" in out.headers:
-            out.headers.pop("authorization", None)  # OpenAI's clients send the key in both
-        return out
+        request = super().request(call, key)
+        if key is None and "api-key" in request.headers:
+            request.headers.pop("authorization", None)  # OpenAI's clients send the key in both
+        return request

@@ -97,9 +97,9 @@ class Provider:
             self.authorize(headers, key)
         return Outgoing(call.method, self.url(call.endpoint, call.query), headers, call.body, self.public)
 
-    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
         """The reply's head, within this time. `now`: in seconds since 1970."""
-        return decoded(out, await upstream.send(out, seconds))
+        return decoded(request, await upstream.send(request, seconds))
 
 
 def report(call: Call, field: str, why: str) -> None:

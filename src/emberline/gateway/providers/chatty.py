@@ -39,28 +39,28 @@ class Chatty(Provider):
         return super().request(call, key)
 
     def _reworded(self, call: Call) -> bytes:
-        said: dict[str, Any] = dict(_FIELDS.decode(call.body))
-        before = dict(said)
+        fields: dict[str, Any] = dict(_FIELDS.decode(call.body))
+        before = dict(fields)
         for field in LIMITS:
-            if field in said and field != self.max_tokens_name:
-                said.setdefault(self.max_tokens_name, said.pop(field))
+            if field in fields and field != self.max_tokens_name:
+                fields.setdefault(self.max_tokens_name, fields.pop(field))
         if not self.counts_streams:
-            said.pop("stream_options", None)  # the usage is told anyway
+            fields.pop("stream_options", None)  # the usage is told anyway
         for field, own in self.renames.items():
-            if field in said:
-                said[own] = said.pop(field)
-        for field in sorted(self.refused(call.model) & said.keys()):
-            if bytes(said.pop(field)) != b"null":
+            if field in fields:
+                fields[own] = fields.pop(field)
+        for field in sorted(self.refused(call.model) & fields.keys()):
+            if bytes(fields.pop(field)) != b"null":
                 report(call, field, f"{self.slug} does not take it")
-        self.reword(said, call)
-        return call.body if said == before else msgspec.json.encode(said)
+        self.reword(fields, call)
+        return call.body if fields == before else msgspec.json.encode(fields)
 
     def refused(self, model: str) -> frozenset[str]:
         return self.refuses
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
         """What else is said otherwise here; values are raw JSON until someone decodes them."""
 
 
-def decoded_field(said: dict[str, Any], name: str) -> Any:
-    return msgspec.json.decode(said[name]) if name in said else None
+def decoded_field(fields: dict[str, Any], name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None

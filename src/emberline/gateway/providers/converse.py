@@ -17,16 +17,16 @@ _READ = {*_LIMITS, "model", "stream", "system", "messages", "tools", "tool_choic
 _CACHED: Json = {"cachePoint": {"type": "default"}}
 
 
-def converse(said: Json, tell: Tell) -> Json:
-    body: Json = {"messages": [_message(message, tell) for message in said.get("messages") or ()]}
-    if system := _blocks(said.get("system") or [], tell):
+def converse(fields: Json, tell: Tell) -> Json:
+    body: Json = {"messages": [_message(message, tell) for message in fields.get("messages") or ()]}
+    if system := _blocks(fields.get("system") or [], tell):
         body["system"] = system
-    if limits := {own: said[name] for name, own in _LIMITS.items() if said.get(name) is not None}:
+    if limits := {own: fields[name] for name, own in _LIMITS.items() if fields.get(name) is not None}:
         body["inferenceConfig"] = limits
-    if tools := _tools(said, tell):
+    if tools := _tools(fields, tell):
         body["toolConfig"] = tools
-    for name in said.keys() - _READ:
-        if said[name]:
+    for name in fields.keys() - _READ:
+        if fields[name]:
             tell(name, "Converse has no such field")
     return body
 
@@ -38,12 +38,12 @@ def _message(message: Json, tell: Tell) -> Json:
 def _blocks(content: str | list[Json], tell: Tell) -> list[Json]:
     if isinstance(content, str):
         return [{"text": content}] if content else []
-    made = []
+    result = []
     for block in content:
         if (fit := _block(block, tell)) is not None:
-            made.append(fit)
-            made += [_CACHED] * bool(block.get("cache_control"))
-    return made
+            result.append(fit)
+            result += [_CACHED] * bool(block.get("cache_control"))
+    return result
 
 
 def _block(block: Json, tell: Tell) -> Json | None:
@@ -60,8 +60,8 @@ def _block(block: Json, tell: Tell) -> Json | None:
             content = _blocks(block.get("content") or "", tell)
             status = "error" if block.get("is_error") else "success"
             return {"toolResult": {"toolUseId": id, "content": content, "status": status}}
-        case {"type": "thinking", "thinking": text, "signature": str(seal)} if seal:
-            return {"reasoningContent": {"reasoningText": {"text": text, "signature": seal}}}
+        case {"type": "thinking", "thinking": text, "signature": str(signature)} if signature:
+            return {"reasoningContent": {"reasoningText": {"text": text, "signature": signature}}}
         case {"type": "redacted_thinking", "data": data}:
             return {"reasoningContent": {"redactedContent": data}}
     tell(f"messages[].content[].{block.get('type')}", "Converse has no such part")
@@ -88,9 +88,9 @@ def _document(source: Json) -> Json:
     raise InvalidRequest("Bedrock's Converse takes documents only as data: PDF or text", param="messages")
 
 
-def _tools(said: Json, tell: Tell) -> Json | None:
+def _tools(fields: Json, tell: Tell) -> Json | None:
     tools = []
-    for tool in said.get("tools") or ():
+    for tool in fields.get("tools") or ():
         if "input_schema" not in tool:
             tell(f"tools[].{tool.get('type')}", "Converse has no such tool")
             continue
@@ -98,22 +98,22 @@ def _tools(said: Json, tell: Tell) -> Json | None:
         if tool.get("description"):
             spec["description"] = tool["description"]
         tools.append({"toolSpec": spec})
-    choice = said.get("tool_choice") or {}
-    if not tools or (choice.get("type") == "none" and not _has_calls(said)):
+    choice = fields.get("tool_choice") or {}
+    if not tools or (choice.get("type") == "none" and not _has_calls(fields)):
         return None
-    made: Json = {"tools": tools}
+    result: Json = {"tools": tools}
     match choice:
         case {"type": "any" | "auto" as kind}:
-            made["toolChoice"] = {kind: {}}
+            result["toolChoice"] = {kind: {}}
         case {"type": "tool", "name": name}:
-            made["toolChoice"] = {"tool": {"name": name}}
+            result["toolChoice"] = {"tool": {"name": name}}
         case {"type": "none"}:
             tell("tool_choice", "Converse cannot forbid tools that were called before")
-    return made
+    return result
 
 
-def _has_calls(said: Json) -> bool:
-    contents = (message.get("content") for message in said.get("messages") or ())
+def _has_calls(fields: Json) -> bool:
+    contents = (message.get("content") for message in fields.get("messages") or ())
     return any(
         block.get("type") == "tool_use" for content in contents if isinstance(content, list) for block in content
     )

@@ -25,14 +25,14 @@ class DeepSeek(Chatty):
         super().__init__(base_url, headers, public=public)
         self.prefill = "prefix" if self._base_url.endswith("/beta") else ""  # it is known nowhere else
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
-        form = decoded_field(said, "response_format")
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
+        form = decoded_field(fields, "response_format")
         if isinstance(form, dict) and form.get("type") == "json_schema":
-            said["response_format"] = {"type": "json_object"}
+            fields["response_format"] = {"type": "json_object"}
             report(call, "response_format", f"{self.slug} knows JSON, but no schema")
-        if "messages" in said and _DEVELOPER in bytes(said["messages"]):
-            messages = decoded_field(said, "messages")
+        if "messages" in fields and _DEVELOPER in bytes(fields["messages"]):
+            messages = decoded_field(fields, "messages")
             for message in messages:
                 if isinstance(message, dict) and message.get("role") == "developer":
                     message["role"] = "system"
-            said["messages"] = messages
+            fields["messages"] = messages

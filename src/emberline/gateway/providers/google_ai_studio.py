@@ -70,7 +70,7 @@ class GoogleAIStudio(Gemini):
     def request(self, call: Call, key: str | None) -> Outgoing:
         if call.endpoint == self.realtime:  # where the first message names the model
             call = call.moved(query="&".join(e for e in call.query.split("&") if not e.startswith("model=")))
-        out = super().request(call, key)
-        if "/openai/" in call.endpoint and (given := out.headers.pop("x-goog-api-key", None)):
-            out.headers["authorization"] = f"Bearer {given}"
-        return out
+        request = super().request(call, key)
+        if "/openai/" in call.endpoint and (given := request.headers.pop("x-goog-api-key", None)):
+            request.headers["authorization"] = f"Bearer {given}"
+        return request

@@ -93,9 +93,9 @@ class GoogleTokens:
             ):  # one wish for all who wait
                 token, until = self._kept.get(id, ("", 0.0))
                 if now + EARLY >= until:
-                    made = await self._fetched(account, upstream, seconds, now)
-                    token = made.access_token
-                    self._kept[id] = (token, now + made.expires_in)
+                    result = await self._fetched(account, upstream, seconds, now)
+                    token = result.access_token
+                    self._kept[id] = (token, now + result.expires_in)
         except TimeoutError:
             raise TimedOut(f"Google gave no token within {seconds:.3g} s") from None
         return token
@@ -108,16 +108,16 @@ class GoogleTokens:
         if not near(account.token_uri, self._base_url, "googleapis.com"):
             raise InvalidRequest("token_uri is not one of Google's", hint=TOKEN_URL)
         headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
-        out = Outgoing("POST", account.token_uri, headers, urlencode(_wish(account, now)).encode(), self._public)
-        incoming = await upstream.send(out, seconds)
+        request = Outgoing("POST", account.token_uri, headers, urlencode(_wish(account, now)).encode(), self._public)
+        incoming = await upstream.send(request, seconds)
         try:
             body = await incoming.whole(seconds, LARGEST)
         finally:
             incoming.close()
         if incoming.status >= 400:
             kind, status = ("server", 502) if incoming.status >= 500 else ("access", 401)
-            said = f"Google gave no token ({incoming.status}): {read_error(body).message}"
-            raise Refused(said, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
+            fields = f"Google gave no token ({incoming.status}): {read_error(body).message}"
+            raise Refused(fields, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
         try:
             return msgspec.json.decode(body, type=_Token)
         except NOT_JSON as e:
@@ -149,11 +149,11 @@ def _sealed(private_key: str, text: bytes) -> bytes:
         key = load_pem_private_key(private_key[:LARGEST_KEY].encode(), None, unsafe_skip_rsa_key_validation=True)
         if not isinstance(key, rsa.RSAPrivateKey) or key.key_size > 4096:
             raise InvalidRequest("private_key is not one of RSA, or too large")
-        seal = key.sign(text, padding.PKCS1v15(), SHA256())
-        key.public_key().verify(seal, text, padding.PKCS1v15(), SHA256())
+        signature = key.sign(text, padding.PKCS1v15(), SHA256())
+        key.public_key().verify(signature, text, padding.PKCS1v15(), SHA256())
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as e:
         raise InvalidRequest(f"private_key is no key: {e}") from None
-    return seal
+    return signature
 
 
 def _base64(data: bytes) -> bytes:

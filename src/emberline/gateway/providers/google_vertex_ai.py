@@ -69,7 +69,7 @@ class VertexAI(Gemini):
         if "/projects/" in self._base_url:
             return endpoint
         account = Account.read(key or "") or Account()
-        region = account.region or (found[1] if (found := _HOST.match(self._base_url)) else "")
+        region = account.region or (match[1] if (match := _HOST.match(self._base_url)) else "")
         if not account.project or not region:
             raise InvalidRequest(
                 f"{self.slug} does not know which project and region are meant",
@@ -80,21 +80,21 @@ class VertexAI(Gemini):
     def url(self, endpoint: str, query: str) -> str:
         base = self._base_url
         if "{region}" in base:
-            region = found[1] if (found := _REGION.search(endpoint)) else "global"
+            region = match[1] if (match := _REGION.search(endpoint)) else "global"
             base = base.replace("{region}", "" if region == "global" else f"{region}-")
         elif endpoint.startswith("v1"):  # a path that is whole
             base = re.sub(r"/v1[^/]*/projects/.*", "", base)
         return f"{base}/{endpoint}" + (f"?{query}" if query else "")
 
-    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
-        account = Account.read(out.headers.get("authorization", "").removeprefix("Bearer "))
+    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        account = Account.read(request.headers.get("authorization", "").removeprefix("Bearer "))
         if account is None:
-            return await upstream.send(out, seconds)
+            return await upstream.send(request, seconds)
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         token = await self._tokens.token(account, upstream, seconds, now)
-        headers = {**out.headers, "authorization": f"Bearer {token}"}
-        incoming = await upstream.send(msgspec.structs.replace(out, headers=headers), until - loop.time())
+        headers = {**request.headers, "authorization": f"Bearer {token}"}
+        incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), until - loop.time())
         if incoming.status == 401:
             self._tokens.forget(account)
         return incoming

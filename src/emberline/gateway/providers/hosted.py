@@ -13,10 +13,10 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def hosted(call: Call, version: str, *without: str) -> bytes:
-    said: dict[str, Any] = dict(_FIELDS.decode(call.body))
+    fields: dict[str, Any] = dict(_FIELDS.decode(call.body))
     for name in ("model", *without):
-        said.pop(name, None)
-    said.setdefault("anthropic_version", version)
+        fields.pop(name, None)
+    fields.setdefault("anthropic_version", version)
     if beta := call.headers.get("anthropic-beta"):
-        said.setdefault("anthropic_beta", [each.strip() for each in beta.split(",")])
-    return msgspec.json.encode(said)
+        fields.setdefault("anthropic_beta", [each.strip() for each in beta.split(",")])
+    return msgspec.json.encode(fields)

@@ -33,22 +33,22 @@ class Mistral(Chatty):
                          "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
+        request = super().request(call, key)
         if call.plain and call.dialect == "openai-chat":
-            return msgspec.structs.replace(out, decoder=Flattened)
-        return out
+            return msgspec.structs.replace(request, decoder=Flattened)
+        return request
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
-        text = bytes(said.get("messages", b""))
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
+        text = bytes(fields.get("messages", b""))
         if not any(sign in text for sign in _SIGNS):
             return
-        messages = decoded_field(said, "messages")
+        messages = decoded_field(fields, "messages")
         if not isinstance(messages, list):
             return
         for message in messages:
             if isinstance(message, dict):
                 self._fit(message, call)
-        said["messages"] = messages
+        fields["messages"] = messages
 
     def _fit(self, message: dict[str, Any], call: Call) -> None:
         for name in _FOREIGN:
@@ -76,8 +76,8 @@ class Flattened(Decoder):
         return b"".join(self._event(event) for event in self._splitter.push(data))
 
     def _event(self, event: bytes) -> bytes:
-        made = _flat(payload_of(event)[1], "delta")
-        return event if made is None else b"data: %b\n\n" % made
+        result = _flat(payload_of(event)[1], "delta")
+        return event if result is None else b"data: %b\n\n" % result
 
     def end(self) -> bytes:
         return self._splitter.rest
@@ -88,20 +88,20 @@ def _flat(payload: bytes, name: str) -> bytes | None:
     if b'"thinking"' not in payload:
         return None
     try:
-        found = msgspec.json.decode(payload)
-        for choice in found["choices"]:
-            said = choice[name]
-            if isinstance(said.get("content"), list):
-                parts, said["content"] = said["content"], ""
+        data = msgspec.json.decode(payload)
+        for choice in data["choices"]:
+            fields = choice[name]
+            if isinstance(fields.get("content"), list):
+                parts, fields["content"] = fields["content"], ""
                 for part in parts:
                     if part["type"] == "thinking":
                         thoughts = "".join(each["text"] for each in part["thinking"] if each["type"] == "text")
-                        said["reasoning_content"] = said.get("reasoning_content", "") + thoughts
+                        fields["reasoning_content"] = fields.get("reasoning_content", "") + thoughts
                     elif part["type"] == "text":
-                        said["content"] += part["text"]
+                        fields["content"] += part["text"]
     except (*NOT_JSON, KeyError, TypeError, AttributeError):
         return None  # whoever reads it next will say so
-    return msgspec.json.encode(found)
+    return msgspec.json.encode(data)
 
 
 def short_id(id: str) -> str:

@@ -19,10 +19,10 @@ class Perplexity(Chatty):
     counts_streams = False
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
+        request = super().request(call, key)
         if call.dialect == "openai-chat" and call.stream:
-            return Outgoing(out.method, out.url, out.headers, out.body, out.public, Ending)
-        return out
+            return Outgoing(request.method, request.url, request.headers, request.body, request.public, Ending)
+        return request
 
 
 class Ending(Decoder):

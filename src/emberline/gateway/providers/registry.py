@@ -62,19 +62,19 @@ class Registry:
                 hint=f"known are {', '.join(sorted({*KNOWN, *settings.providers}))}",
             )
         key = (slug, given.base_url, given.speaks, given.public, *given.headers.items())
-        if (made := self._made.get(key)) is None:
+        if (result := self._made.get(key)) is None:
             if len(self._made) >= MOST:
                 self._made.clear()
-            made = self._made[key] = self._make(slug, given, known)
-        return made
+            result = self._made[key] = self._make(slug, given, known)
+        return result
 
     def _make(self, slug: str, given: ProviderSettings, known: type[Provider] | None) -> Provider:
         public = given.public and given.base_url is not None and not self._private
         if known is not None:
-            made = known(given.base_url, given.headers, public=public)
+            result = known(given.base_url, given.headers, public=public)
             if given.speaks is not None:
-                made.native = _some(made, given.speaks)
-            return made
+                result.native = _some(result, given.speaks)
+            return result
         speaks = USUAL if given.speaks is None else given.speaks
         return Compatible(slug, given.base_url or "", speaks=speaks, headers=given.headers, public=public)
 

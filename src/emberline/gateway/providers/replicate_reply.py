@@ -28,14 +28,14 @@ class _Done(msgspec.Struct):
 class Predicted(Chunked):
     def whole(self, body: bytes) -> bytes:
         try:
-            found = msgspec.json.decode(body, type=_Prediction)
+            data = msgspec.json.decode(body, type=_Prediction)
         except NOT_JSON as e:
             raise Broken(f"the reply is no prediction: {e}") from e
-        if found.status != "succeeded":
-            raise Broken(f"the prediction is {found.status}: {str(found.error or 'no reason given')[:300]}")
-        text = "".join(map(str, found.output)) if isinstance(found.output, list) else str(found.output or "")
+        if data.status != "succeeded":
+            raise Broken(f"the prediction is {data.status}: {str(data.error or 'no reason given')[:300]}")
+        text = "".join(map(str, data.output)) if isinstance(data.output, list) else str(data.output or "")
         message = {"role": "assistant", "content": text}
-        return self.reply({"message": message, "finish_reason": "stop"}, _usage(found.metrics))
+        return self.reply({"message": message, "finish_reason": "stop"}, _usage(data.metrics))
 
     def event(self, name: bytes, payload: bytes) -> bytes:
         match name:
@@ -56,7 +56,7 @@ class Predicted(Chunked):
 
 
 def _usage(metrics: Json) -> Json:
-    into, out = metrics.get("input_token_count"), metrics.get("output_token_count")
-    if not isinstance(into, int) or not isinstance(out, int):
+    into, request = metrics.get("input_token_count"), metrics.get("output_token_count")
+    if not isinstance(into, int) or not isinstance(request, int):
         return {}
-    return {"usage": {"prompt_tokens": into, "completion_tokens": out, "total_tokens": into + out}}
+    return {"usage": {"prompt_tokens": into, "completion_tokens": request, "total_tokens": into + request}}

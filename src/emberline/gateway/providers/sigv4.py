@@ -35,18 +35,18 @@ def signed(
     """`headers`, of which all are signed, with those that a signature adds. `now`: in seconds since 1970."""
     parts = urlsplit(url)
     stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
-    made = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}
+    result = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}
     if credentials.token:
-        made["x-amz-security-token"] = credentials.token
-    names = ";".join(sorted(made))
-    lines = [f"{name}:{' '.join(made[name].split())}" for name in sorted(made)]
+        result["x-amz-security-token"] = credentials.token
+    names = ";".join(sorted(result))
+    lines = [f"{name}:{' '.join(result[name].split())}" for name in sorted(result)]
     digest = hashlib.sha256(body).hexdigest()
     request = "\n".join((method, _path(parts.path), _query(parts.query), *lines, "", names, digest))
     scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
     text = "\n".join((ALGORITHM, stamp, scope, hashlib.sha256(request.encode()).hexdigest()))
     signature = hmac.new(signing_key(credentials.secret, stamp[:8], region, service), text.encode(), "sha256")
     given = f"Credential={credentials.id}/{scope}, SignedHeaders={names}, Signature={signature.hexdigest()}"
-    return made | {"authorization": f"{ALGORITHM} {given}"}
+    return result | {"authorization": f"{ALGORITHM} {given}"}
 
 
 def signing_key(secret: str, day: str, region: str, service: str) -> bytes:

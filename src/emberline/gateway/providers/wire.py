@@ -55,8 +55,8 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 def _translated(body: bytes, source: Spoken, target: Spoken, asked: Asked | None) -> tuple[bytes, str]:
-    made, changed = translate_reply(body, source, target, asked)
-    return made, ", ".join(map(str, changed))
+    result, changed = translate_reply(body, source, target, asked)
+    return result, ", ".join(map(str, changed))
 
 
 async def wired_apart(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:
@@ -129,9 +129,9 @@ def _put(call: Call, provider: Provider, key: str | None) -> Outgoing:
     try:
         return provider.request(call, key)
     except (LookupError, TypeError, AttributeError, *NOT_JSON):
-        said = decode(call.body, Json)
+        fields = decode(call.body, Json)
         if (spoken := next((each for each in TALK if each == call.dialect), None)) is not None:
-            GRAMMARS[spoken].parse(said)
+            GRAMMARS[spoken].parse(fields)
         raise
 
 

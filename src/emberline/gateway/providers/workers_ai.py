@@ -35,12 +35,18 @@ class WorkersAI(Provider):
         return super().url(endpoint, query)
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
-        if "{account}" not in out.url:
-            return out
+        request = super().request(call, key)
+        if "{account}" not in request.url:
+            return request
         if call.account == DEFAULT:
             raise InvalidRequest(
                 "workers-ai does not know which account of Cloudflare's is meant",
                 hint="name it in the path, or in the provider's base_url: .../client/v4/accounts/ACCOUNT/ai",
             )
-        return Outgoing(out.method, out.url.replace("{account}", call.account, 1), out.headers, out.body, out.public)
+        return Outgoing(
+            request.method,
+            request.url.replace("{account}", call.account, 1),
+            request.headers,
+            request.body,
+            request.public,
+        )

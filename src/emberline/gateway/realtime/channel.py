@@ -48,28 +48,28 @@ class Channel:
     @property
     def closed(self) -> tuple[int, str]:
         """The code and the reason, of who said so first; 1006: it broke."""
-        said = self._connection.protocol.close_rcvd or self._connection.protocol.close_sent
-        return (1006, "") if said is None else (said.code, said.reason)
+        close_frame = self._connection.protocol.close_rcvd or self._connection.protocol.close_sent
+        return (1006, "") if close_frame is None else (close_frame.code, close_frame.reason)
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         await self._connection.close(code, reason)
 
 
 async def dial(
-    provider: str, out: Outgoing, protocols: Sequence[str], upstream: Upstream, *, seconds: float, largest: int
+    provider: str, request: Outgoing, protocols: Sequence[str], upstream: Upstream, *, seconds: float, largest: int
 ) -> Channel:
     """`largest`: bytes of a message. A key is not carried to where a provider redirects."""
-    url = "ws" + out.url.removeprefix("http")
+    url = "ws" + request.url.removeprefix("http")
     parts = urlsplit(url)
-    headers = {name: value for name, value in out.headers.items() if name not in ("origin", "user-agent")}
+    headers = {name: value for name, value in request.headers.items() if name not in ("origin", "user-agent")}
     try:
         async with asyncio.timeout(seconds):
             port = parts.port or PORTS[parts.scheme]
-            checked = await upstream.dial(parts.hostname or "", port) if out.public else None
+            checked = await upstream.dial(parts.hostname or "", port) if request.public else None
             connection = await _Connect(
                 url,
                 additional_headers=headers,
-                user_agent_header=out.headers.get("user-agent"),
+                user_agent_header=request.headers.get("user-agent"),
                 subprotocols=cast("Sequence[Subprotocol]", protocols) or None,
                 compression=None,
                 proxy=None,

@@ -73,15 +73,15 @@ class Realtime:
                 hint="use another gateway for it, or a request of its own for every turn",
             )
         provider = self._registry.find(call.provider, call.settings)
-        began = self._clock.now()
+        started_at = self._clock.now()
         try:
             key = await self._secrets.key(call, provider)
-            out = self._out(call, provider, key)
-            channel = await self._breakers.guard(call, provider, key, lambda _: self._opened(call, provider, out))
+            request = self._out(call, provider, key)
+            channel = await self._breakers.guard(call, provider, key, lambda _: self._opened(call, provider, request))
         except UpstreamFailed as e:
-            self._tried(call, began, e.status if isinstance(e, Refused) else 0, e.code)
+            self._tried(call, started_at, e.status if isinstance(e, Refused) else 0, e.code)
             raise
-        self._tried(call, began, OPENED, "answered")
+        self._tried(call, started_at, OPENED, "answered")
         return self._joined(call, channel)
 
     def _out(self, call: Call, provider: Provider, key: str | None) -> Outgoing:
@@ -90,37 +90,37 @@ class Realtime:
         headers = {name: value for name, value in call.headers.items() if name != PROTOCOLS}
         return provider.request(call.moved(endpoint=endpoint, headers=headers), key)
 
-    async def _opened(self, call: Call, provider: Provider, out: Outgoing) -> Channel:
+    async def _opened(self, call: Call, provider: Provider, request: Outgoing) -> Channel:
         seconds = call.options.request_timeout or call.settings.timeouts.first_byte
         protocols = [each.strip() for each in call.headers.get(PROTOCOLS, "").split(",") if each.strip()]
-        return await dial(provider.slug, out, protocols, self._upstream, seconds=seconds, largest=self._largest)
+        return await dial(provider.slug, request, protocols, self._upstream, seconds=seconds, largest=self._largest)
 
-    def _tried(self, call: Call, began: float, status: int, outcome: str) -> None:
-        seconds, key = self._clock.now() - began, call.options.byok_alias or ""
+    def _tried(self, call: Call, started_at: float, status: int, outcome: str) -> None:
+        seconds, key = self._clock.now() - started_at, call.options.byok_alias or ""
         call.trail.append(Attempted(call.provider, call.model, 0, 0, status, outcome, seconds, key))
 
     def _joined(self, call: Call, channel: Channel) -> Joined:
-        def billed() -> None:
+        def update_bill() -> None:
             bill(call, reply, self._prices)
 
-        async def closed(reply: Reply) -> None:
+        async def close_websocket(reply: Reply) -> None:
             await channel.close(AWAY)  # if nobody has, with a better reason
 
         timeouts = call.settings.timeouts
-        reply = Joined(OPENED, {}, b"", channel=channel, timeouts=timeouts, bill=billed, endings=[closed])
+        reply = Joined(OPENED, {}, b"", channel=channel, timeouts=timeouts, bill=update_bill, endings=[close_websocket])
         reply.provider, reply.model, reply.first_byte = call.provider, call.model, self._clock.now() - call.began
         reply.ended = "left"  # until it is known better
-        billed()  # where the whole has a price
+        update_bill()  # where the whole has a price
         return reply
 
 
 def named_model(first: str | bytes) -> str | None:
     """Of a session of Gemini's, whose first message says it; None: it does not."""
     try:
-        found = msgspec.json.decode(first)
+        message = msgspec.json.decode(first)
     except NOT_JSON:
         return None
-    match found:
+    match message:
         case {"setup": {"model": str(model)}}:
             return model.removeprefix("models/")
     return None

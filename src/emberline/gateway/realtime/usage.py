@@ -19,18 +19,18 @@ def realtime_usage(message: str | bytes) -> Usage | None:
     if not (_SIGN.search(message) if isinstance(message, str) else _BINARY_SIGN.search(message)):  # as of nearly all
         return None
     try:
-        found = msgspec.json.decode(message)
+        data = msgspec.json.decode(message)
     except NOT_JSON:
         return None
-    match found:
-        case {"type": "response.done", "response": {"usage": dict(said)}}:
-            parts = {"input_tokens_details": said.get("input_token_details")}  # which Responses spell so
-            return Usage.read("openai-responses", {**said, **parts})
-        case {"usageMetadata": dict(said)}:
-            return Usage.read("gemini", _as_whole(said))
+    match data:
+        case {"type": "response.done", "response": {"usage": dict(usage)}}:
+            details = {"input_tokens_details": usage.get("input_token_details")}  # which Responses spell so
+            return Usage.read("openai-responses", {**usage, **details})
+        case {"usageMetadata": dict(usage)}:
+            return Usage.read("gemini", _as_whole(usage))
     return None
 
 
-def _as_whole(said: dict[str, Any]) -> dict[str, Any]:
+def _as_whole(usage: dict[str, Any]) -> dict[str, Any]:
     """As a reply in one piece says it."""
-    return {**said, "candidatesTokenCount": said.get("responseTokenCount", said.get("candidatesTokenCount"))}
+    return {**usage, "candidatesTokenCount": usage.get("responseTokenCount", usage.get("candidatesTokenCount"))}

@@ -47,9 +47,9 @@ class EventStreamMeter(RawMeter):
 def _unwrapped(payload: bytes) -> Any:
     """What a model said, where it is wrapped, or what Bedrock itself says; of no interest if it cannot be read."""
     try:
-        found = msgspec.json.decode(payload)
-        if isinstance(found, dict) and isinstance(found.get("bytes"), str):
-            return msgspec.json.decode(base64.b64decode(found["bytes"]))
-        return found
+        data = msgspec.json.decode(payload)
+        if isinstance(data, dict) and isinstance(data.get("bytes"), str):
+            return msgspec.json.decode(base64.b64decode(data["bytes"]))
+        return data
     except (*NOT_JSON, binascii.Error):
         return None

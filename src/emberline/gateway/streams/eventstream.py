@@ -69,30 +69,30 @@ def _message(data: bytes, headers: int) -> Message:
 
 
 def _headers(data: bytes) -> dict[str, str]:
-    found, at = {}, 0
-    while at < len(data):
-        name = data[at + 1 : at + 1 + data[at]].decode()
-        at += 1 + data[at]
-        kind, at = data[at], at + 1
+    headers, position = {}, 0
+    while position < len(data):
+        name = data[position + 1 : position + 1 + data[position]].decode()
+        position += 1 + data[position]
+        kind, position = data[position], position + 1
         if kind in (_BYTES, _TEXT):
-            size = data[at] << 8 | data[at + 1]
-            at += 2
+            size = data[position] << 8 | data[position + 1]
+            position += 2
             if kind == _TEXT:
-                found[name] = data[at : at + size].decode()
-            at += size
+                headers[name] = data[position : position + size].decode()
+            position += size
         elif kind > 1:
-            at += _SIZES[kind]
-    if at != len(data):
+            position += _SIZES[kind]
+    if position != len(data):
         raise IndexError
-    return found
+    return headers
 
 
 def message(headers: dict[str, str], payload: bytes) -> bytes:
     """As it is sent: for those who play AWS."""
-    head = b"".join(
+    header_bytes = b"".join(
         struct.pack(">B", len(name)) + name.encode() + struct.pack(">BH", _TEXT, len(value.encode())) + value.encode()
         for name, value in headers.items()
     )
-    lengths = struct.pack(">II", 16 + len(head) + len(payload), len(head))
-    data = lengths + _CHECK.pack(zlib.crc32(lengths)) + head + payload
+    lengths = struct.pack(">II", 16 + len(header_bytes) + len(payload), len(header_bytes))
+    data = lengths + _CHECK.pack(zlib.crc32(lengths)) + header_bytes + payload
     return data + _CHECK.pack(zlib.crc32(data))

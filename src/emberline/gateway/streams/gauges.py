@@ -29,18 +29,18 @@ class Signs:
 
     def usage(self, dialect: Dialect) -> Usage | None:
         usage: Usage | None = None
-        for said in self.told:
-            if (read := Usage.read(dialect, said)) is not None:
+        for data in self.told:
+            if (read := Usage.read(dialect, data)) is not None:
                 usage = read if usage is None else usage.joined(read)
         return usage
 
     def become(self, other: Signs) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(other, each.name))
+        for usage in fields(self):
+            setattr(self, usage.name, getattr(other, usage.name))
 
-    def counted(self, said: Any) -> None:
-        if said:
-            self.told = [*self.told[:1], said]
+    def counted(self, data: Any) -> None:
+        if data:
+            self.told = [*self.told[:1], data]
 
     def came(self, piece: Any) -> None:
         if piece:
@@ -91,29 +91,29 @@ class _Chat(msgspec.Struct):
 _CHAT = msgspec.json.Decoder(_Chat)
 
 
-def chat(name: bytes, payload: bytes, signs: Signs) -> None:
+def chat(name: bytes, payload: bytes, state: Signs) -> None:
     if payload == b"[DONE]":
-        if not signs.begun and not signs.finished:
+        if not state.begun and not state.finished:
             raise Broken("the stream ended before any content")
-        signs.ended = True
+        state.ended = True
         return
     event = _CHAT.decode(payload)
     if event.error is not None or name == b"error":
-        signs.failed = _said(event.error)
+        state.failed = _said(event.error)
         return
-    if event.model and not signs.model:
-        signs.model = str(event.model)
+    if event.model and not state.model:
+        state.model = str(event.model)
     for choice in event.choices or ():
         if (d := choice.delta) is not None:
             if d.content:
-                signs.came(d.content)
+                state.came(d.content)
             else:
                 for piece in (d.reasoning_content or d.reasoning, d.tool_calls, d.function_call, d.refusal, d.audio):
-                    signs.came(piece)
-        signs.finished |= choice.finish_reason is not None
+                    state.came(piece)
+        state.finished |= choice.finish_reason is not None
     if event.usage:
-        signs.counted(event.usage)
-        signs.only_usage = not event.choices
+        state.counted(event.usage)
+        state.only_usage = not event.choices
 
 
 # -- OpenAI responses --------------------------------------------------------------------------------------------------
@@ -152,24 +152,24 @@ _RESPONSES = msgspec.json.Decoder(_ResponseEvent)
 _QUIET = ("message", "reasoning")  # items that open before anything is in them
 
 
-def responses(name: bytes, payload: bytes, signs: Signs) -> None:
+def responses(name: bytes, payload: bytes, state: Signs) -> None:
     event = _RESPONSES.decode(payload)
     match event.type:
         case str(kind) if kind.endswith(".delta"):
-            signs.came(event.delta)
+            state.came(event.delta)
         case "response.output_item.added" if event.item is not None and event.item.type not in _QUIET:
-            signs.begun = True
+            state.begun = True
         case "response.completed" | "response.incomplete":
-            signs.ended = True
+            state.ended = True
         case "response.failed":
-            signs.failed = _said(event.response.error if event.response else None)
+            state.failed = _said(event.response.error if event.response else None)
         case "error":
-            signs.failed = _said(event.error or {"message": event.message})
+            state.failed = _said(event.error or {"message": event.message})
         case None:
             raise Broken("an event of the stream has no type")
     if (response := event.response) is not None:
-        signs.model = signs.model or str(response.model or "")
-        signs.counted(response.usage)
+        state.model = state.model or str(response.model or "")
+        state.counted(response.usage)
 
 
 # -- Anthropic ---------------------------------------------------------------------------------------------------------
@@ -216,27 +216,27 @@ class _MessageEvent(msgspec.Struct):
 _MESSAGES = msgspec.json.Decoder(_MessageEvent)
 
 
-def messages(name: bytes, payload: bytes, signs: Signs) -> None:
+def messages(name: bytes, payload: bytes, state: Signs) -> None:
     event = _MESSAGES.decode(payload)
     match event.type:
         case "content_block_delta":
             if event.delta is not None:
                 for piece in (event.delta.text, event.delta.thinking, event.delta.partial_json):
-                    signs.came(piece)
+                    state.came(piece)
         case "content_block_start":
-            signs.begun |= event.content_block is not None and event.content_block.type not in ("text", "thinking")
+            state.begun |= event.content_block is not None and event.content_block.type not in ("text", "thinking")
         case "message_start" if event.message is not None:
-            signs.model = str(event.message.model or "")
-            signs.counted(event.message.usage)
+            state.model = str(event.message.model or "")
+            state.counted(event.message.usage)
         case "message_delta":
-            signs.counted(event.usage)
-            signs.finished = True
+            state.counted(event.usage)
+            state.finished = True
         case "message_stop":
-            if not signs.begun and not signs.finished:
+            if not state.begun and not state.finished:
                 raise Broken("the stream ended before any content")
-            signs.ended = True
+            state.ended = True
         case "error":
-            signs.failed = _said(event.error)
+            state.failed = _said(event.error)
         case None:
             raise Broken("an event of the stream has no type")
 
@@ -276,19 +276,19 @@ class _Gemini(msgspec.Struct):
 _GEMINI = msgspec.json.Decoder(_Gemini)
 
 
-def gemini(name: bytes, payload: bytes, signs: Signs) -> None:
+def gemini(name: bytes, payload: bytes, state: Signs) -> None:
     event = _GEMINI.decode(payload)
     if event.error is not None:
-        signs.failed = _said(event.error)
+        state.failed = _said(event.error)
         return
-    signs.model = signs.model or str(event.modelVersion or "")
+    state.model = state.model or str(event.modelVersion or "")
     for candidate in event.candidates or ():
         for part in (candidate.content.parts if candidate.content else None) or ():
-            signs.came(part.get("text") if "text" in part else part)
-        signs.ended |= candidate.finishReason is not None
+            state.came(part.get("text") if "text" in part else part)
+        state.ended |= candidate.finishReason is not None
     if isinstance(event.promptFeedback, dict) and event.promptFeedback.get("blockReason"):
-        signs.ended = True
-    signs.counted(event.usageMetadata)
+        state.ended = True
+    state.counted(event.usageMetadata)
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
@@ -309,26 +309,26 @@ class _Embeddings(msgspec.Struct):
         return self.usage
 
 
-def raw(name: bytes, payload: bytes, signs: Signs) -> None:
+def raw(name: bytes, payload: bytes, state: Signs) -> None:
     """Its end is the end of the connection, and anything may be content."""
-    signs.begun = True
+    state.begun = True
     if b'"usage' in payload:
         with contextlib.suppress(*NOT_JSON):
-            signs.counted(usage_within(msgspec.json.decode(payload)))
+            state.counted(usage_within(msgspec.json.decode(payload)))
 
 
-def usage_within(found: Any) -> Any:
+def usage_within(data: Any) -> Any:
     """The usage object of a reply or an event of which nothing is known; of a list of them, the last one's."""
-    if isinstance(found, list):
-        return next(filter(None, map(usage_within, reversed(found))), None)
-    places = (
-        [found, *(found.get(name) for name in ("message", "response", "result", "delta"))]
-        if isinstance(found, dict)
+    if isinstance(data, list):
+        return next(filter(None, map(usage_within, reversed(data))), None)
+    objects = (
+        [data, *(data.get(name) for name in ("message", "response", "result", "delta"))]
+        if isinstance(data, dict)
         else []
     )
     names = ("usage", "usageMetadata", "meta")
-    said = (place.get(name) for place in places if isinstance(place, dict) for name in names)
-    return next((each for each in said if each), None)
+    data = (place.get(name) for place in objects if isinstance(place, dict) for name in names)
+    return next((usage for usage in data if usage), None)
 
 
 GAUGES: dict[Dialect, Callable[[bytes, bytes, Signs], None]] = {

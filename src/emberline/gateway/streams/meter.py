@@ -41,17 +41,17 @@ class Meter:
 
     def push(self, data: bytes) -> bytes:
         """The events that are whole now, up to one that is an error (with it) or malformed (without)."""
-        passed: list[bytes] = []
+        events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
-                passed.append(self._pushed(event))
+                events.append(self._pushed(event))
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except Broken as e:
             self.broken = e
-        return passed[0] if len(passed) == 1 else b"".join(passed)
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def is_heavy(self, data: bytes) -> bool:
         """Whether to push these bytes by `push_heavy`: with them an event may be whole that takes long to decode."""
@@ -59,22 +59,22 @@ class Meter:
 
     async def push_heavy(self, data: bytes) -> bytes:
         """As `push`; a large event is read in another process."""
-        passed: list[bytes] = []
+        events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
                 if len(event) < HUGE:
-                    passed.append(self._pushed(event))
+                    events.append(self._pushed(event))
                 else:
                     self.signs.become(await offload.run(len(event), gauged, self._dialect, event, self.signs))
                     self.progress += 1
-                    passed.append(event)
+                    events.append(event)
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except (Broken, WorkTooLarge) as e:
             self.broken = e if isinstance(e, Broken) else Broken(f"an event of the stream is too large: {e.message}")
-        return b"".join(passed)
+        return b"".join(events)
 
     def _pushed(self, event: bytes) -> bytes:
         """The event; b"": it is kept from the client."""
@@ -99,19 +99,19 @@ class Meter:
         if self._splitter.rest.strip():
             self.broken = Broken("the stream ended within an event")
         elif not self.signs.ended:
-            said = "its ending" if self.signs.begun else "a beginning and an ending"
-            self.broken = Broken(f"the stream ended without {said}")
+            missing_parts = "its ending" if self.signs.begun else "a beginning and an ending"
+            self.broken = Broken(f"the stream ended without {missing_parts}")
 
     def usage(self, body: bytes, tokens: int | None = None) -> tuple[Usage | None, bool]:
         """What was told; of a stream that was not told to its end, also what can be counted: the input from `body`, the
         output from what passed. True: counted. `tokens`: of the input, where it has been estimated."""
-        told = self.signs.usage(self._dialect)
-        if self._dialect == "raw" or (told is not None and self.signs.ended):
-            return told, False
+        reported = self.signs.usage(self._dialect)
+        if self._dialect == "raw" or (reported is not None and self.signs.ended):
+            return reported, False
         output = -(-self.signs.characters // CHARACTERS)
-        if told is None or not told.input:
+        if reported is None or not reported.input:
             return Usage(input=tokens or estimated_input(body), output=output), True
-        return told.joined(Usage(input=told.input, output=output)), True
+        return reported.joined(Usage(input=reported.input, output=output)), True
 
 
 class RawMeter(Meter):
@@ -129,13 +129,13 @@ class RawMeter(Meter):
         return data
 
 
-def gauged(dialect: Dialect, event: bytes, signs: Signs) -> Signs:
+def gauged(dialect: Dialect, event: bytes, state: Signs) -> Signs:
     """What the stream has said about itself with this event."""
     name, payload = payload_of(event)
-    signs.only_usage = False
+    state.only_usage = False
     if payload:
-        GAUGES[dialect](name, payload, signs)
-    return signs
+        GAUGES[dialect](name, payload, state)
+    return state
 
 
 def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
@@ -145,14 +145,14 @@ def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
     if dialect == "raw":
         return _raw_usage(body), ""
     try:
-        found: Any = WHOLE[dialect].decode(body)
+        reply: Any = WHOLE[dialect].decode(body)
     except NOT_JSON as e:
         raise Broken(f"the reply is not what it should be: {e}") from e
-    if found.error is not None:
-        raise Broken(f"the reply is an error with a status of success: {str(found.error)[:300]}")
-    if not found.content:
+    if reply.error is not None:
+        raise Broken(f"the reply is an error with a status of success: {str(reply.error)[:300]}")
+    if not reply.content:
         raise Broken("the reply has no content")
-    return Usage.read(dialect, found.usage_object), str(found.model or "")
+    return Usage.read(dialect, reply.usage_object), str(reply.model or "")
 
 
 def _raw_usage(body: bytes) -> Usage | None:

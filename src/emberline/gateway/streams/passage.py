@@ -36,34 +36,34 @@ class Passage:
         self._silence = 0.0  # seconds waited since the last event with data
         self._settle: Settle | None = None
 
-    async def begin(self, until: float, settle: Settle) -> None:
+    async def begin(self, deadline: float, on_end: Settle) -> None:
         """To the first content, or an end that is one."""
-        signs, came = self.meter.signs, 0
-        while not signs.begun and not signs.ended:
-            passed = await self._more(min(until, self._call.deadline), first=True)
-            if signs.failed:
-                raise Broken(f"the stream is an error: {signs.failed}")
+        state, received = self.meter.signs, 0
+        while not state.begun and not state.ended:
+            passed = await self._more(min(deadline, self._call.deadline), first=True)
+            if state.failed:
+                raise Broken(f"the stream is an error: {state.failed}")
             if passed is None:
                 self.meter.end()
             if self.meter.broken is not None:
                 raise self.meter.broken
             if passed:
-                came += len(passed)
-                if came > MOST and not (signs.begun or signs.ended):
-                    raise Broken(f"no content among the first {came} bytes")
+                received += len(passed)
+                if received > MOST and not (state.begun or state.ended):
+                    raise Broken(f"no content among the first {received} bytes")
                 self._kept.append(self._said(passed) if len(passed) < HUGE else await self._said_apart(passed))
-        self._settle = settle
+        self._settle = on_end
 
-    async def _more(self, until: float, first: bool = False) -> bytes | None:
+    async def _more(self, deadline: float, first: bool = False) -> bytes | None:
         """Whole events, or what is broken; None at the end. Less than an event is silence, and so are comments."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
-        quiet = now - self._silence + (GRACE if meter.signs.ended else timeouts.between_events)
+        idle_deadline = now - self._silence + (GRACE if meter.signs.ended else timeouts.between_events)
         while True:
             try:
-                data = await self._incoming.read((quiet if quiet < until else until) - now)
+                data = await self._incoming.read((idle_deadline if idle_deadline < deadline else deadline) - now)
             except TimedOut:
-                if until <= quiet:
+                if deadline <= idle_deadline:
                     raise TimedOut(
                         "no content came in time" if first else f"no end within {timeouts.total:.3g} s"
                     ) from None
@@ -86,10 +86,10 @@ class Passage:
         if self._translator is None:
             return passed
         try:
-            self._translator, said = await offload.run(len(passed), translated, self._translator, passed)
+            self._translator, output = await offload.run(len(passed), translated, self._translator, passed)
         except WorkTooLarge as e:
             raise Broken(f"an event of the stream is too large: {e.message}") from e
-        return said
+        return output
 
     def __aiter__(self) -> Passage:
         return self
@@ -102,16 +102,16 @@ class Passage:
         while not self._over:
             try:
                 passed = await self._more(self._call.deadline) if self.meter.broken is None else None
-                heavy = passed is not None and len(passed) >= HUGE
-                if said := self._next(passed, await self._said_apart(passed) if passed and heavy else None):
-                    return said
+                is_large = passed is not None and len(passed) >= HUGE
+                if output := self._next(passed, await self._said_apart(passed) if passed and is_large else None):
+                    return output
             except UpstreamFailed as e:
                 if not self.meter.signs.ended:
                     return self._fail(e)
                 self._end("complete", "")  # all was said: it only hung up badly, or not at all
         raise StopAsyncIteration
 
-    def _next(self, passed: bytes | None, said: bytes | None = None) -> bytes:
+    def _next(self, passed: bytes | None, output: bytes | None = None) -> bytes:
         """`said`: what passed, in the client's dialect, where it is known."""
         meter = self.meter
         if passed is None and meter.broken is None:
@@ -119,33 +119,33 @@ class Passage:
         if meter.broken is not None and not passed:
             raise meter.broken  # after what was good
         if passed is None:
-            said = self._said(meter.missing) if meter.missing else b""
+            output = self._said(meter.missing) if meter.missing else b""
             if self._translator is not None:
-                said += self._translator.end()
+                output += self._translator.end()
             self._end("complete", "")
-            return said
-        said = self._said(passed) if said is None else said
+            return output
+        output = self._said(passed) if output is None else output
         if meter.signs.failed:  # its own words, which pass as the last
             self._end("cut", Broken.code)
-        return said
+        return output
 
     def _fail(self, error: UpstreamFailed) -> bytes:
         self._end("cut", error.code)
         if self._translator is not None:
-            words: bytes | None = self._translator.fail(error)
+            final_event: bytes | None = self._translator.fail(error)
         else:
-            words = last_words(self._call.dialect, error)
-        if not words:
+            final_event = last_words(self._call.dialect, error)
+        if not final_event:
             raise error
-        return words
+        return final_event
 
-    def _end(self, how: str, code: str) -> None:
+    def _end(self, outcome: str, code: str) -> None:
         if self._over:
             return
         self._over = True
         self._incoming.close()
         if self._settle is not None:
-            self._settle(self, how, code)
+            self._settle(self, outcome, code)
 
     async def aclose(self) -> None:
         """Before the end: the client has left."""
@@ -154,5 +154,5 @@ class Passage:
 
 def translated(translator: StreamTranslator, data: bytes) -> tuple[StreamTranslator, bytes]:
     """For another process, which has the translator as it is then."""
-    made = translator.push(data)
-    return translator, made
+    output = translator.push(data)
+    return translator, output

@@ -13,8 +13,8 @@ LEAST = 3  # letters: less is no repetition
 
 
 class Seam:
-    def __init__(self, said: str, prefill: Prefill) -> None:
-        self._echoes = tuple(sorted(set(_echoes(said, prefill)), key=len, reverse=True))
+    def __init__(self, sent_text: str, prefill: Prefill) -> None:
+        self._echoes = tuple(sorted(set(_echoes(sent_text, prefill)), key=len, reverse=True))
         self._held = ""  # is an echo so far
 
     def push(self, text: str) -> str:
@@ -22,28 +22,28 @@ class Seam:
         if not self._echoes:
             return text
         self._held += text
-        if any(len(echo) > len(self._held) and echo.startswith(self._held) for echo in self._echoes):
+        if any(len(candidate) > len(self._held) and candidate.startswith(self._held) for candidate in self._echoes):
             return ""
         return self.end()
 
     def end(self) -> str:
         """No more text comes, for now: what was held back and is new."""
-        held, echoes = self._held, self._echoes
+        held, repetitions = self._held, self._echoes
         self._held, self._echoes = "", ()
-        heard = next((echo for echo in echoes if held.startswith(echo)), None)
-        if heard is None and any(echo.startswith(held) for echo in echoes):
+        repetition = next((candidate for candidate in repetitions if held.startswith(candidate)), None)
+        if repetition is None and any(candidate.startswith(held) for candidate in repetitions):
             return ""  # it ended while it repeated
-        return held[len(heard or "") :]
+        return held[len(repetition or "") :]
 
 
-def _echoes(said: str, prefill: Prefill) -> Iterable[str]:
-    text = said.rstrip()
-    space = said[len(text) :]
+def _echoes(sent_text: str, prefill: Prefill) -> Iterable[str]:
+    text = sent_text.rstrip()
+    space = sent_text[len(text) :]
     yield from (space[:end] for end in range(1, len(space) + 1))
     if prefill == "prefix" and text:
         yield from (text + space[:end] for end in range(len(space) + 1))
     if prefill == "":
         for start in (0, *range(max(1, len(text) - LOOK), len(text))):
-            is_word = start == 0 or (said[start - 1].isspace() and not said[start].isspace())
+            is_word = start == 0 or (sent_text[start - 1].isspace() and not sent_text[start].isspace())
             if is_word and len(text) - start >= LEAST:
-                yield from (text[start:], said[start:])
+                yield from (text[start:], sent_text[start:])

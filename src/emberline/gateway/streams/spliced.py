@@ -27,8 +27,8 @@ ENDED_HERE = "ended here"  # it had given its reason to stop, and nothing was le
 
 
 class Spliced:
-    def __init__(self, call: Call, dialect: Spoken, first: Reply, go_on: GoOn) -> None:
-        self._call, self._dialect, self._go_on = call, dialect, go_on
+    def __init__(self, call: Call, dialect: Spoken, first: Reply, find_continuation: GoOn) -> None:
+        self._call, self._dialect, self._go_on = call, dialect, find_continuation
         self._beside = Beside()  # the legs that broke
         self._writer = GRAMMARS[dialect].writer(asked_of(call.body, dialect, id=call.id))
         self._order = Order(single=True)
@@ -40,9 +40,9 @@ class Spliced:
         self._begin(first)
         self.reply = msgspec.structs.replace(first, body=self, endings=[self._beside.add])
 
-    def _begin(self, leg: Reply) -> None:
-        assert not isinstance(leg.body, bytes)
-        self._leg, self._stream = leg, leg.body
+    def _begin(self, reply: Reply) -> None:
+        assert not isinstance(reply.body, bytes)
+        self._leg, self._stream = reply, reply.body
         self._splitter = EventSplitter()
         self._reader = GRAMMARS[self._dialect].reader()
 
@@ -53,9 +53,9 @@ class Spliced:
         while not self._over:
             await self._more()
             if self._made:
-                made, self._made = b"".join(self._made), []
-                if made:
-                    return made
+                output, self._made = b"".join(self._made), []
+                if output:
+                    return output
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -85,11 +85,11 @@ class Spliced:
         else:
             await self._end()
 
-    def _take(self, pieces: Iterable[deltas.Delta]) -> None:
-        for piece in pieces:
+    def _take(self, deltas_read: Iterable[deltas.Delta]) -> None:
+        for source_delta in deltas_read:
             if self._ended:
                 return
-            for delta in (piece,) if self._seam is None else self._fit(piece, self._seam):
+            for delta in (source_delta,) if self._seam is None else self._fit(source_delta, self._seam):
                 self._order.check(delta)
                 self._made.append(self._writer.push(delta))
                 self._note(delta)
@@ -105,24 +105,24 @@ class Spliced:
             case deltas.Ended():
                 self._ended = True
 
-    def _fit(self, piece: deltas.Delta, seam: Seam) -> Iterable[deltas.Delta]:
+    def _fit(self, delta: deltas.Delta, repetition_filter: Seam) -> Iterable[deltas.Delta]:
         """Of a later leg: it does not begin again, nor think aloud once more, and repeats nothing. What it cites is
         left out: its places are not those of the whole."""
-        match piece:
+        match delta:
             case deltas.Opened() | deltas.ThinkingPiece() | deltas.Cited():
                 return
-            case deltas.Sealed() if piece.family != "gemini":  # whose seals belong to calls
+            case deltas.Sealed() if delta.family != "gemini":  # whose seals belong to calls
                 return
             case deltas.Counted():
                 usage = self._beside.usage
-                yield piece if usage is None else deltas.Counted(piece.usage.plus(usage))
+                yield delta if usage is None else deltas.Counted(delta.usage.plus(usage))
             case deltas.TextPiece():
-                if text := seam.push(piece.text):
+                if text := repetition_filter.push(delta.text):
                     yield deltas.TextPiece(text)
             case _:
-                if text := seam.end():
+                if text := repetition_filter.end():
                     yield deltas.TextPiece(text)
-                yield piece
+                yield delta
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
@@ -134,29 +134,29 @@ class Spliced:
         if self._finished:
             self._take([deltas.Ended()])
             await self._end("complete", continued=ENDED_HERE)
-        elif self._text_only and (onward := await self._go_on("".join(self._said), self._leg)) is not None:
+        elif self._text_only and (continuation := await self._go_on("".join(self._said), self._leg)) is not None:
             self._count(self._leg)
-            leg, self._seam = onward
-            self._note_leg(f"{leg.provider}/{leg.model}")
-            self._begin(leg)
+            reply, self._seam = continuation
+            self._note_leg(f"{reply.provider}/{reply.model}")
+            self._begin(reply)
         else:
             self._made.append(self._writer.fail(error).removesuffix(sse.DONE))  # which would make it look whole
             await self._end("cut", self._leg.error or error.code)
 
-    def _count(self, leg: Reply) -> None:
+    def _count(self, reply: Reply) -> None:
         custom = self._call.options.custom_cost
-        once = custom is not None and custom.micros is not None  # the price of the whole request
-        self._beside.count(leg.usage, 0 if once else leg.micros, estimated=leg.estimated)
+        has_fixed_price = custom is not None and custom.micros is not None  # the price of the whole request
+        self._beside.count(reply.usage, 0 if has_fixed_price else reply.micros, estimated=reply.estimated)
 
-    def _note_leg(self, who: str) -> None:
-        self.reply.continued = ", ".join(filter(None, (self.reply.continued, who)))
+    def _note_leg(self, provider: str) -> None:
+        self.reply.continued = ", ".join(filter(None, (self.reply.continued, provider)))
 
-    async def _end(self, how: str = "", error: str = "", continued: str = "") -> None:
+    async def _end(self, outcome: str = "", error: str = "", continued: str = "") -> None:
         """`how`: otherwise than the last leg did."""
         self._over = True
-        leg, reply = self._leg, self.reply
-        await leg.close()
-        reply.ended, reply.error = (how, error) if how else (leg.ended, leg.error)
-        reply.usage, reply.micros, reply.estimated = leg.usage, leg.micros, leg.estimated
+        last, reply = self._leg, self.reply
+        await last.close()
+        reply.ended, reply.error = (outcome, error) if outcome else (last.ended, last.error)
+        reply.usage, reply.micros, reply.estimated = last.usage, last.micros, last.estimated
         if continued:
             self._note_leg(continued)

@@ -56,22 +56,22 @@ class Splitter:
 
 def _ends(data: bytes, searched: int) -> Iterator[int]:
     """Where each event ends, after its gap."""
-    return (gap.end() for gap in _GAP.finditer(data, searched))
+    return (separator.end() for separator in _GAP.finditer(data, searched))
 
 
 def _ends_in_large(data: bytes, searched: int) -> Iterator[int]:
     """As `_ends`, for few events in much data: 30 MB took the pattern 0.3 s, and take this a tenth of it."""
-    nearest = {gap: data.find(gap, searched) for gap in _GAPS}
+    nearest = {separator: data.find(separator, searched) for separator in _GAPS}
     at = searched
     while True:
-        for gap, found in nearest.items():
+        for separator, found in nearest.items():
             if -1 < found < at:
-                nearest[gap] = data.find(gap, at)
-        ahead = [(found, gap) for gap, found in nearest.items() if found >= 0]
-        if not ahead:
+                nearest[separator] = data.find(separator, at)
+        found_ahead = [(found, separator) for separator, found in nearest.items() if found >= 0]
+        if not found_ahead:
             return
-        found, gap = min(ahead)
-        at = found + len(gap)
+        found, separator = min(found_ahead)
+        at = found + len(separator)
         yield at
 
 

@@ -48,15 +48,15 @@ class Decoded(Incoming):
 
     async def read(self, seconds: float = FOREVER) -> bytes:
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
+        deadline = loop.time() + seconds
         while not self._ended:
-            left = until - loop.time()
-            if left <= 0:
+            remaining = deadline - loop.time()
+            if remaining <= 0:
                 raise TimedOut(f"nothing that is whole came for {seconds:.3g} s in the middle of a reply")
-            data = await self._incoming.read(left)
+            data = await self._incoming.read(remaining)
             self._ended = not data
-            if made := self._decoder.push(data) if data else self._decoder.end():
-                return made
+            if output := self._decoder.push(data) if data else self._decoder.end():
+                return output
         return b""
 
     async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
@@ -88,9 +88,9 @@ class Given(Incoming):
 
 def decoded_object(data: bytes) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(data)
+        value = msgspec.json.decode(data)
     except NOT_JSON as e:
         raise Broken(f"what came is not JSON: {e}") from e
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise Broken("what came is no object of JSON")
-    return found
+    return value

@@ -19,7 +19,7 @@ class Outgoing(msgspec.Struct, frozen=True):
     decoder: Callable[[], Decoder] | None = None  # makes the reply one of the dialect that was spoken
 
 
-def decoded(out: Outgoing, incoming: Incoming) -> Incoming:
-    if out.decoder is None or incoming.status >= 300:
+def decoded(request: Outgoing, incoming: Incoming) -> Incoming:
+    if request.decoder is None or incoming.status >= 300:
         return incoming
-    return Decoded(incoming, out.decoder())
+    return Decoded(incoming, request.decoder())

@@ -60,48 +60,48 @@ def is_public(address: str) -> bool:
 def checked_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
     """The URL, without a slash at its end. `allow_private`: the operator lets providers be in this network."""
 
-    def wrong(why: str, hint: str | None = None) -> InvalidRequest:
-        return InvalidRequest(f"{param} {why}", param=param, hint=hint)
+    def invalid(problem: str, hint: str | None = None) -> InvalidRequest:
+        return InvalidRequest(f"{param} {problem}", param=param, hint=hint)
 
     if len(url) > _LONGEST or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
-        raise wrong("is too long, or has characters that a URL cannot have", "write other letters as xn--... or %..")
+        raise invalid("is too long, or has characters that a URL cannot have", "write other letters as xn--... or %..")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as e:
-        raise wrong(f"is not a URL: {e}") from e
+        raise invalid(f"is not a URL: {e}") from e
     if parts.scheme != "https" and not (allow_private and parts.scheme == "http"):
-        raise wrong("must begin with https://")
+        raise invalid("must begin with https://")
     if "@" in parts.netloc:
-        raise wrong("must not have a user or a password", "store the key as a provider key")
+        raise invalid("must not have a user or a password", "store the key as a provider key")
     if parts.query or parts.fragment or url.endswith(("?", "#")):
-        raise wrong("must not have a query or a fragment")
+        raise invalid("must not have a query or a fragment")
     if port == 0:
-        raise wrong("has port 0")
+        raise invalid("has port 0")
     if ".." in parts.path.split("/"):
-        raise wrong("must not have .. in its path")
-    _check_host(host, allow_private, wrong)
+        raise invalid("must not have .. in its path")
+    _check_host(host, allow_private, invalid)
     return url.rstrip("/")
 
 
-def _check_host(host: str, allow_private: bool, wrong: Any) -> None:
+def _check_host(host: str, allow_private: bool, invalid: Any) -> None:
     if ":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
         # An address. One of the old spellings (127.1, 0x7f000001) would be read differently by different readers.
         try:
             ip = ip_address(host)
         except ValueError:
-            raise wrong("has an address in a spelling that is not taken", "write four numbers") from None
+            raise invalid("has an address in a spelling that is not taken", "write four numbers") from None
         if not allow_private and not is_public(str(ip)):
-            raise wrong("has an address that is not public", "the operator can allow private targets")
+            raise invalid("has an address that is not public", "the operator can allow private targets")
     elif not _NAME.fullmatch(host):
-        raise wrong("has no valid host name")
+        raise invalid("has no valid host name")
     elif not allow_private and host.rstrip(".").rpartition(".")[2].lower() in (
         "localhost",
         "local",
         "internal",
         "arpa",
     ):
-        raise wrong("has a name that is not public", "the operator can allow private targets")
+        raise invalid("has a name that is not public", "the operator can allow private targets")
 
 
 class PublicResolver(AbstractResolver):
@@ -111,10 +111,10 @@ class PublicResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await self._inner.resolve(host, port, family)
-        if not all(is_public(each["host"]) for each in found):
+        addresses = await self._inner.resolve(host, port, family)
+        if not all(is_public(each["host"]) for each in addresses):
             raise OSError(None, f"{host} has an address that is not public")
-        return found
+        return addresses
 
     async def close(self) -> None:
         await self._inner.close()
@@ -122,9 +122,9 @@ class PublicResolver(AbstractResolver):
 
 def public_socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket to connect to this address, as getaddrinfo describes it."""
-    family, kind, protocol, _, where = address
-    if not is_public(where[0]):
-        raise OSError(None, f"{where[0]} is not public")
-    made = socket.socket(family, kind, protocol)
-    made.setblocking(False)
-    return made
+    family, kind, protocol, _, sockaddr = address
+    if not is_public(sockaddr[0]):
+        raise OSError(None, f"{sockaddr[0]} is not public")
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+    return connection

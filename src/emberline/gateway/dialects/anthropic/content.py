@@ -110,12 +110,12 @@ def render_part(part: Part) -> Json:
 
 
 def _render_result(result: ToolResult) -> Json:
-    made: Json = {"type": "tool_result", "tool_use_id": tool_id(result.id)}
+    block: Json = {"type": "tool_result", "tool_use_id": tool_id(result.id)}
     if result.parts or result.shape in ("text", "list"):
-        made["content"] = render_content(result.parts, result.shape)
+        block["content"] = render_content(result.parts, result.shape)
     if result.is_error is not None:
-        made["is_error"] = result.is_error
-    return {**made, **result.extra}
+        block["is_error"] = result.is_error
+    return {**block, **result.extra}
 
 
 def _render_source(part: Image | File) -> Json:

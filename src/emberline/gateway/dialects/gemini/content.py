@@ -187,8 +187,13 @@ def _render_result(result: ToolResult, names: dict[str, str]) -> Json:
         response = {result.shape if result.shape in ("output", "result", "error") else default_type: text}
     beside = {name: result.extra[name] for name in result.extra if name in _BESIDE}
     inside = {name: value for name, value in result.extra.items() if name not in _BESIDE}
-    made = {**_id(result.id), "name": result.name or names.get(result.id, result.id), "response": response, **inside}
-    return {"functionResponse": made | ({"parts": rest} if rest else {}), **beside}
+    function_response = {
+        **_id(result.id),
+        "name": result.name or names.get(result.id, result.id),
+        "response": response,
+        **inside,
+    }
+    return {"functionResponse": function_response | ({"parts": rest} if rest else {}), **beside}
 
 
 def _render_media(part: Image | Audio | File) -> Json:

@@ -102,11 +102,11 @@ def logprobs_of(result: Json | None) -> list[Json] | None:
     if not result:
         return None
     chosen, top = result.get("chosenCandidates") or [], result.get("topCandidates") or []
-    made = []
+    tokens = []
     for index, token in enumerate(chosen):
         others = (top[index].get("candidates") or []) if index < len(top) else []
-        made.append(_token(token) | {"top_logprobs": [_token(other) for other in others]})
-    return made
+        tokens.append(_token(token) | {"top_logprobs": [_token(other) for other in others]})
+    return tokens
 
 
 def _token(fields: Json) -> Json:
