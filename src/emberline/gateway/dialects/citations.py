@@ -1,4 +1,4 @@
-"""Citations on their way: out of what a dialect said, and to the texts they are about."""
+"""Parses lists of citations and assigns citations to the texts that they refer to."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 def known(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """Those of a list that name a page. They are no reason to break a reply: what is odd is not known."""
+    """Return the rows that `parse` recognises. Malformed rows are skipped: they are no reason to fail a reply."""
     return [citations for row in rows if (citations := parse(row)) is not None] if isinstance(rows, list) else []
 
 
 def lifted(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """The same, out of what only its own dialect knows, where the others stay."""
+    """Parse the citations in `extra[name]` and leave only the other rows there."""
     citations = known(extra.get(name), parse)
     if citations:
         extra[name] = [row for row in extra[name] if parse(row) is None]
@@ -29,7 +29,7 @@ def text_of(data: Mapping[Any, Any], name: str) -> str:
 
 
 def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
-    """Citations of an answer's whole text, handed out to the texts that it is made of."""
+    """Assign citations, whose offsets count in the joined text, to the text parts that they overlap."""
     texts = [part for part in parts if isinstance(part, Text)]
     last = sum(len(text.text) for text in texts) - 1
     begin = 0
@@ -44,7 +44,10 @@ def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
 
 
 def pieces(text: Text) -> list[tuple[str, list[Citation]]]:
-    """The text cut where citations begin and end, each piece with those it rests on. None is blank, unless all is."""
+    """Split the text where citations start and end, and return each piece with its citations.
+
+    No piece is blank, unless the whole text is.
+    """
     data, cuts = text.text, [0]
     for edge in sorted(
         {len(data), *(position for citation in text.citations for position in (citation.start, citation.end))}

@@ -1,4 +1,4 @@
-"""A Usage as each dialect says it; `Usage.read` is the way back."""
+"""Renders token usage in each wire format; `TokenUsage.parse` reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def responses(usage: Usage) -> Json:
 
 
 def anthropic(usage: Usage) -> Json:
-    """Input is what neither came from the cache nor went into it."""
+    """Render the usage; Anthropic's input_tokens exclude tokens read from and written to the cache."""
     return {
         "input_tokens": usage.input - usage.cached_read - usage.cache_write,
         "cache_creation_input_tokens": usage.cache_write,
@@ -45,7 +45,7 @@ def anthropic(usage: Usage) -> Json:
 
 
 def gemini(usage: Usage) -> Json:
-    """Thoughts stand beside the output, not in it."""
+    """Render the usage; Gemini's candidatesTokenCount excludes reasoning tokens."""
     result = {
         "promptTokenCount": usage.input,
         "candidatesTokenCount": usage.output - usage.reasoning,

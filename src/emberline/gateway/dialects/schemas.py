@@ -1,6 +1,7 @@
-"""JSON Schemas in the words a provider knows. What is left out is reported: the model is then freer than asked.
+"""Restricts JSON schemas to the keywords that a provider accepts.
 
-Gemini also has schemas of its own (OpenAPI's, with types in capitals); `from_gemini` makes ordinary ones of them.
+Dropped keywords are reported, because the model is then less constrained than requested. Gemini also has its own schema
+format (OpenAPI, with types in capitals); `from_gemini_schema` converts it to JSON Schema.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from emberline.gateway.dialects.inner import Json
 
-# Words that annotate, hold other schemas, or constrain; what is not here is not known to the provider.
+# Accepted keywords; the providers reject or ignore all others.
 _COMMON = {
     "$defs",
     "$ref",
@@ -39,13 +40,13 @@ Drop = Callable[[str], None]
 
 
 def restricted(schema: Any, known: frozenset[str], on_drop: Drop) -> Any:
-    """`schema` in known words only; `drop` hears of each other one."""
+    """Return `schema` with the `known` keywords only; call `on_drop` with each keyword that is removed."""
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
     for keyword, value in _respelled(schema, known).items():
         if keyword not in known:
-            if keyword not in ("$schema", "$comment", "examples"):  # which ask for nothing
+            if keyword not in ("$schema", "$comment", "examples"):  # these constrain nothing
                 on_drop(keyword)
         elif keyword in _MAPS and isinstance(value, dict):
             result[keyword] = {name: restricted(inner, known, on_drop) for name, inner in value.items()}
@@ -59,7 +60,7 @@ def restricted(schema: Any, known: frozenset[str], on_drop: Drop) -> Any:
 
 
 def _respelled(schema: Json, known: frozenset[str]) -> Json:
-    """Words that can be said by known ones."""
+    """Replace keywords that have an equivalent among the known ones."""
     result = dict(schema)
     if "const" in result and "const" not in known:
         result.setdefault("enum", [result.pop("const")])
@@ -87,7 +88,7 @@ def _repointed(value: Any) -> Any:
 
 
 def closed(schema: Any, on_change: Drop) -> Any:
-    """Every object says that it has no other properties, as Anthropic wants it of formats; `note` hears of changes."""
+    """Set additionalProperties to false on every object, as Anthropic requires; call `on_change` for each change."""
     if isinstance(schema, list):
         return [closed(inner, on_change) for inner in schema]
     if not isinstance(schema, dict):
@@ -105,7 +106,7 @@ def closed(schema: Any, on_change: Drop) -> Any:
 
 
 def is_exact(schema: Any) -> bool:
-    """Whether every object says that it has all its properties and no others, as OpenAI wants it of strict tools."""
+    """Return whether every object requires all its properties and allows no others, as OpenAI's strict tools must."""
     if isinstance(schema, list):
         return all(map(is_exact, schema))
     if not isinstance(schema, dict):
@@ -119,7 +120,7 @@ def is_exact(schema: Any) -> bool:
 
 
 def from_gemini(schema: Any) -> Any:
-    """OpenAPI's manner: capital types, `nullable`, counts as text."""
+    """Convert Gemini's OpenAPI schema (types in capitals, `nullable`, counts as strings) to JSON Schema."""
     if isinstance(schema, list):
         return [from_gemini(inner) for inner in schema]
     if not isinstance(schema, dict):

@@ -1,5 +1,8 @@
-"""Seals of thinking: they are opaque to clients, so one of another family travels with its name before it and finds its
-way back; only its own family ever gets it."""
+"""Marks reasoning signatures with the format that they belong to.
+
+Signatures are opaque to clients. One that passes through another wire format carries its origin as a prefix, so that it
+is returned only to the provider format that issued it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ _FAMILIES: tuple[Spoken, ...] = get_args(Spoken)
 
 
 def shown(signature: str, origin: Spoken, dialect: Spoken) -> str:
-    """A seal as `dialect` carries it."""
+    """Return the signature as it is sent in wire format `dialect`: prefixed with its origin if that differs."""
     return signature if not signature or origin == dialect else f"{origin}:{signature}"
 
 
 def found(signature: str, dialect: Spoken) -> tuple[str, Spoken]:
-    """What came back in `dialect`: the seal, and whose it is."""
+    """Return a signature that was received in wire format `dialect` without its prefix, and its origin."""
     for origin in _FAMILIES:
         if signature.startswith(f"{origin}:"):
             return signature[len(origin) + 1 :], origin

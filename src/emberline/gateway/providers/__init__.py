@@ -1,1 +1,1 @@
-"""Providers: where a call goes and how it is asked there; one small file each."""
+"""The providers, one small file each: the URL, credentials and deviations from the wire format of each API."""

@@ -1,4 +1,4 @@
-"""Anthropic: its key has a header of its own, and every request names a version of the protocol."""
+"""Anthropic: the key is sent in x-api-key, and every request names a version of the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Bedrock replies, as Anthropic would: Claude's own events out of their wrapping, and what Converse says."""
+"""Decodes Bedrock's replies into Anthropic's wire format: Claude's wrapped events, and the replies of Converse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.gateway.streams.eventstream import KIND, EventStream, Message
 from emberline.gateway.upstream.decoder import Decoder, decoded_object
 
 Json = dict[str, Any]
-_REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # the others are Anthropic's own
+_REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # all others are the same in both
 _KINDS = {
     "throttlingException": "rate_limit_error",
     "validationException": "invalid_request_error",
@@ -23,7 +23,7 @@ _KINDS = {
 
 
 class Unwrapped(Decoder):
-    """Messages, each of which is made events."""
+    """Decodes InvokeModel replies: unwraps Claude's events from the AWS event stream."""
 
     streams = KIND
 
@@ -49,15 +49,15 @@ class Unwrapped(Decoder):
         if "bytes" not in data:
             return b""
         try:
-            fields = base64.b64decode(data["bytes"], validate=True)
+            event_json = base64.b64decode(data["bytes"], validate=True)
         except (binascii.Error, TypeError, ValueError) as e:
-            raise Broken("an event of the stream is not base64") from e
-        name = str(decoded_object(fields).get("type") or "")
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), fields)
+            raise Broken("an event of Bedrock's stream has bytes that are not valid base64") from e
+        name = str(decoded_object(event_json).get("type") or "")
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), event_json)
 
 
 class Conversed(Unwrapped):
-    """The usage comes after the ending, and a block of text may open by its first piece."""
+    """Decodes Converse replies: the usage follows the end, and a text block may start with its first delta."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Conversed(Unwrapped):
         data = decoded_object(body)
         message = (data.get("output") or {}).get("message")
         if not isinstance(message, dict):
-            raise Broken("the reply has no message")
+            raise Broken("Bedrock's Converse reply has no message")
         content = [block for part in message.get("content") or () if (block := _block(part)) is not None]
         return sse.dumps(self._message(content, _reason(data.get("stopReason")), _usage(data.get("usage"))))
 
@@ -111,25 +111,25 @@ class Conversed(Unwrapped):
         return _event("content_block_start", index=index, content_block=block)
 
     def _delta(self, index: int, delta: Json) -> bytes:
-        result, empty = b"", {"type": "text", "text": ""}
+        start, empty = b"", {"type": "text", "text": ""}
         match delta:
             case {"text": text}:
-                fields = {"type": "text_delta", "text": text}
+                rendered = {"type": "text_delta", "text": text}
             case {"toolUse": {"input": text}}:
-                fields = {"type": "input_json_delta", "partial_json": text}
+                rendered = {"type": "input_json_delta", "partial_json": text}
             case {"reasoningContent": {"text": text}}:
-                fields = {"type": "thinking_delta", "thinking": text}
+                rendered = {"type": "thinking_delta", "thinking": text}
                 empty = {"type": "thinking", "thinking": "", "signature": ""}
             case {"reasoningContent": {"signature": signature}}:
-                fields = {"type": "signature_delta", "signature": signature}
+                rendered = {"type": "signature_delta", "signature": signature}
                 empty = {"type": "thinking", "thinking": "", "signature": ""}
             case {"reasoningContent": {"redactedContent": data}}:
                 return self._opened(index, {"type": "redacted_thinking", "data": data})
             case _:
                 return b""
         if index not in self._open:
-            result = self._opened(index, empty)
-        return result + _event("content_block_delta", index=index, delta=fields)
+            start = self._opened(index, empty)
+        return start + _event("content_block_delta", index=index, delta=rendered)
 
 
 def _block(part: Json) -> Json | None:
@@ -145,17 +145,17 @@ def _block(part: Json) -> Json | None:
     return None
 
 
-def _reason(fields: Any) -> str:
-    return _REASONS.get(str(fields), str(fields or "end_turn"))
+def _reason(reason: Any) -> str:
+    return _REASONS.get(str(reason), str(reason or "end_turn"))
 
 
-def _usage(fields: Any) -> Json:
-    fields = fields if isinstance(fields, dict) else {}
+def _usage(reported: Any) -> Json:
+    reported = reported if isinstance(reported, dict) else {}
     return {
-        "input_tokens": fields.get("inputTokens", 0),
-        "cache_read_input_tokens": fields.get("cacheReadInputTokens", 0),
-        "cache_creation_input_tokens": fields.get("cacheWriteInputTokens", 0),
-        "output_tokens": fields.get("outputTokens", 0),
+        "input_tokens": reported.get("inputTokens", 0),
+        "cache_read_input_tokens": reported.get("cacheReadInputTokens", 0),
+        "cache_creation_input_tokens": reported.get("cacheWriteInputTokens", 0),
+        "output_tokens": reported.get("outputTokens", 0),
     }
 
 

@@ -1,4 +1,4 @@
-"""Cohere: its second chat, which looks like OpenAI's and is not, and its embeddings."""
+"""Cohere: version 2 of its chat API, which resembles OpenAI's, and its embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cohere(Provider):
     max_tokens_name = "max_tokens"
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
-        """On its own paths it speaks as it does."""
+        """Return "openai-chat" for Cohere's compatibility path; its own paths are passed on unchanged."""
         compatible = endpoint.removeprefix("compatibility/v1/")
         return "openai-chat" if compatible != endpoint and compatible == "chat/completions" else "raw"
 
@@ -49,7 +49,9 @@ class Cohere(Provider):
 
 def chat(fields: Json, call: Call) -> Json:
     if (fields.get("n") or 1) != 1:
-        raise InvalidRequest(f"n is {fields['n']}: cohere gives one answer a request", param="n", hint="1")
+        raise InvalidRequest(
+            f"n is {fields['n']}, but cohere returns one choice per request", param="n", hint="set n to 1"
+        )
     body = {name: fields[name] for name in _SAME if fields.get(name) is not None}
     body |= {own: fields[name] for name, own in _RENAMED.items() if fields.get(name) is not None}
     if isinstance(body.get("stop_sequences"), str):
@@ -63,7 +65,7 @@ def chat(fields: Json, call: Call) -> Json:
             body["response_format"] = {"type": "json_object"}
     if effort := fields.get("reasoning_effort"):
         body["thinking"] = {"type": "disabled" if effort == "none" else "enabled"}
-        report(call, "reasoning_effort", "cohere knows only whether to think")
+        report(call, "reasoning_effort", "cohere can only enable or disable reasoning")
     for name in sorted(fields.keys() - _READ):
         if fields[name] is not None:
             report(call, name, "cohere has no such field")
@@ -78,7 +80,7 @@ def _message(message: Json, call: Call) -> Json:
     if result.get("role") == "developer":
         result["role"] = "system"
     if result.get("tool_calls") and isinstance(result.get("content"), str):
-        result["tool_plan"] = result.pop("content")  # before its calls a model only says what it means to do
+        result["tool_plan"] = result.pop("content")  # Cohere's field for the text before tool calls
     return result
 
 
@@ -92,7 +94,7 @@ def _tools(fields: Json, body: Json, call: Call) -> None:
         case {"function": {"name": name}}:
             tools = [tool for tool in tools if tool["function"].get("name") == name]
             body["tool_choice"] = "REQUIRED"
-            report(call, "tool_choice", "cohere was given this tool alone")
+            report(call, "tool_choice", "cohere cannot force one tool, so all others were removed")
     if tools:
         body["strict_tools"] = any(tool["function"].get("strict") for tool in tools)
         functions = ({n: v for n, v in tool["function"].items() if n != "strict"} for tool in tools)
@@ -102,7 +104,11 @@ def _tools(fields: Json, body: Json, call: Call) -> None:
 def embed(fields: Json, call: Call) -> Json:
     texts = [fields["input"]] if isinstance(fields.get("input"), str) else fields.get("input")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest("cohere takes texts to embed, not tokens", param="input")
+        raise InvalidRequest(
+            "input must be a string or a list of strings: cohere does not embed token ids",
+            param="input",
+            hint="send the text",
+        )
     kind = "base64" if fields.get("encoding_format") == "base64" else "float"
     body = {"model": call.model, "texts": texts, "embedding_types": [kind]}
     body["input_type"] = fields.get("input_type") or "search_document"

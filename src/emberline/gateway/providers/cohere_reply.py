@@ -1,4 +1,4 @@
-"""What Cohere replies, as OpenAI would."""
+"""Decodes Cohere's replies into OpenAI's wire formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chatted(Chunked):
         data = decoded_object(body)
         message = data.get("message")
         if not isinstance(message, dict):
-            raise Broken("the reply has no message")
+            raise Broken("Cohere's reply has no message")
         result: Json = {"role": "assistant", "content": _text(message, "text") or message.get("tool_plan")}
         if thoughts := _text(message, "thinking"):
             result["reasoning_content"] = thoughts
@@ -77,10 +77,10 @@ class Embedded(Decoder):
 
     def whole(self, body: bytes) -> bytes:
         data = decoded_object(body)
-        fields = data.get("embeddings") or {}
-        vectors = fields.get("float") or fields.get("base64") if isinstance(fields, dict) else fields
+        embeddings = data.get("embeddings") or {}
+        vectors = embeddings.get("float") or embeddings.get("base64") if isinstance(embeddings, dict) else embeddings
         if not vectors:
-            raise Broken("the reply has no embeddings")
+            raise Broken("Cohere's reply has no embeddings")
         rows = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
         used = ((data.get("meta") or {}).get("billed_units") or {}).get("input_tokens", 0)
         usage = {"prompt_tokens": used, "total_tokens": used}
@@ -96,16 +96,16 @@ def _text(message: Json, kind: str) -> str:
 
 def _reason(fields: Any) -> str:
     if fields not in _REASONS:
-        raise Broken(f"the reply ended by {str(fields)[:80]!r}")
+        raise Broken(f"Cohere's reply has an unexpected finish_reason: {str(reason)[:80]!r}")
     return _REASONS[fields]
 
 
-def _usage(fields: Any) -> Json | None:
-    if not isinstance(fields, dict):
+def _usage(reported: Any) -> Json | None:
+    if not isinstance(reported, dict):
         return None
-    counted = fields.get("billed_units") or fields.get("tokens") or {}
-    into, request = int(counted.get("input_tokens") or 0), int(counted.get("output_tokens") or 0)
-    usage: Json = {"prompt_tokens": into, "completion_tokens": request, "total_tokens": into + request}
-    if fields.get("cached_tokens"):
-        usage["prompt_tokens_details"] = {"cached_tokens": int(fields["cached_tokens"])}
+    counts = reported.get("billed_units") or reported.get("tokens") or {}
+    input_tokens, request = int(counts.get("input_tokens") or 0), int(counts.get("output_tokens") or 0)
+    usage: Json = {"prompt_tokens": input_tokens, "completion_tokens": request, "total_tokens": input_tokens + request}
+    if reported.get("cached_tokens"):
+        usage["prompt_tokens_details"] = {"cached_tokens": int(reported["cached_tokens"])}
     return usage

@@ -1,4 +1,4 @@
-"""Converse: how every model at Bedrock is asked, out of Anthropic's dialect, which it resembles."""
+"""Renders requests for Bedrock's Converse API from Anthropic's wire format, which resembles it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from emberline.core.errors import InvalidRequest
 
-Tell = Callable[[str, str], None]  # a field, and why it is not said as it was
+Tell = Callable[[str, str], None]  # takes a field and why it was changed
 Json = dict[str, Any]
 
 _LIMITS = {"max_tokens": "maxTokens", "temperature": "temperature", "top_p": "topP", "stop_sequences": "stopSequences"}
@@ -72,9 +72,9 @@ def _image(source: Json) -> Json:
     kind = str(source.get("media_type")).removeprefix("image/")
     if source.get("type") != "base64" or kind not in _IMAGES:
         raise InvalidRequest(
-            "Bedrock's Converse takes pictures only as data, and only jpeg, png, gif and webp",
+            f"Bedrock's Converse API does not accept this image ({source.get('type')}, {source.get('media_type')})",
             param="messages",
-            hint="send the picture itself, not its URL",
+            hint="send the image as base64 data in jpeg, png, gif or webp",
         )
     return {"format": kind, "source": {"bytes": source.get("data")}}
 
@@ -85,7 +85,11 @@ def _document(source: Json) -> Json:
             return {"format": "pdf", "source": {"bytes": data}}
         case {"type": "text", "data": str(text)}:
             return {"format": "txt", "source": {"bytes": base64.b64encode(text.encode()).decode()}}
-    raise InvalidRequest("Bedrock's Converse takes documents only as data: PDF or text", param="messages")
+    raise InvalidRequest(
+        f"Bedrock's Converse API does not accept this document ({source.get('type')}, {source.get('media_type')})",
+        param="messages",
+        hint="send the document as a base64-encoded PDF or as text",
+    )
 
 
 def _tools(fields: Json, tell: Tell) -> Json | None:
@@ -108,7 +112,7 @@ def _tools(fields: Json, tell: Tell) -> Json | None:
         case {"type": "tool", "name": name}:
             result["toolChoice"] = {"tool": {"name": name}}
         case {"type": "none"}:
-            tell("tool_choice", "Converse cannot forbid tools that were called before")
+            tell("tool_choice", "Converse cannot disable tools that were called before")
     return result
 
 

@@ -1,4 +1,4 @@
-"""Groq. One answer a request, and no probabilities."""
+"""Groq: no logprobs, and no names in messages."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ class Groq(Chatty):
         named = [each for each in messages or () if isinstance(each, dict) and each.pop("name", None) is not None]
         if named:
             fields["messages"] = msgspec.Raw(msgspec.json.encode(messages))
-            report(call, "messages[].name", f"{self.slug} does not take it")
+            report(call, "messages[].name", f"{self.slug} does not accept it")

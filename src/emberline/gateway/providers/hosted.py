@@ -1,5 +1,4 @@
-"""Claude at somebody else's: Anthropic's dialect, but for the model, which is in the path, and the version, which is in
-the body."""
+"""Claude hosted by AWS or Google: Anthropic's wire format with the model in the path and the version in the body."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def hosted(call: Call, version: str, *without: str) -> bytes:
+    """Return the request body with the API version in it, and without the model and the fields `without`."""
     fields: dict[str, Any] = dict(_FIELDS.decode(call.body))
     for name in ("model", *without):
         fields.pop(name, None)

@@ -1,4 +1,4 @@
-"""Mistral. Unknown fields are refused; ids of tool calls have nine letters and digits; usage is told unasked."""
+"""Mistral: rejects unknown fields, requires tool call ids of nine letters and digits, and always sends the usage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from emberline.net.notjson import NOT_JSON
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 _FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")
-_SIGNS = (b'"developer"', b'"tool_call', *(f'"{name}"'.encode() for name in _FOREIGN))  # of messages to be looked at
+_SIGNS = (
+    b'"developer"',
+    b'"tool_call',
+    *(f'"{name}"'.encode() for name in _FOREIGN),
+)  # messages without any of these need no change
 
 
 class Mistral(Chatty):
@@ -53,7 +57,7 @@ class Mistral(Chatty):
     def _fit(self, message: dict[str, Any], call: Call) -> None:
         for name in _FOREIGN:
             if name in message and (name != "name" or message.get("role") != "tool") and message.pop(name):
-                report(call, f"messages[].{name}", f"{self.slug} does not take it")
+                report(call, f"messages[].{name}", f"{self.slug} does not accept it")
         if message.get("role") == "developer":
             message["role"] = "system"
         for called in message.get("tool_calls") or ():
@@ -64,7 +68,7 @@ class Mistral(Chatty):
 
 
 class Flattened(Decoder):
-    """Content that is a list of parts, thoughts among them, as others say it: text, and thoughts beside it."""
+    """Turns a list of text and thinking parts into `content` and `reasoning_content`."""
 
     def __init__(self) -> None:
         self._splitter = Splitter()
@@ -84,26 +88,26 @@ class Flattened(Decoder):
 
 
 def _flat(payload: bytes, name: str) -> bytes | None:
-    """None: there is nothing to flatten."""
+    """Return the payload with flattened content, None if nothing is to be flattened."""
     if b'"thinking"' not in payload:
         return None
     try:
         data = msgspec.json.decode(payload)
         for choice in data["choices"]:
-            fields = choice[name]
-            if isinstance(fields.get("content"), list):
-                parts, fields["content"] = fields["content"], ""
+            message = choice[name]
+            if isinstance(message.get("content"), list):
+                parts, message["content"] = message["content"], ""
                 for part in parts:
                     if part["type"] == "thinking":
                         thoughts = "".join(each["text"] for each in part["thinking"] if each["type"] == "text")
-                        fields["reasoning_content"] = fields.get("reasoning_content", "") + thoughts
+                        message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
                     elif part["type"] == "text":
-                        fields["content"] += part["text"]
+                        message["content"] += part["text"]
     except (*NOT_JSON, KeyError, TypeError, AttributeError):
-        return None  # whoever reads it next will say so
+        return None  # the event reader reports malformed events
     return msgspec.json.encode(data)
 
 
 def short_id(id: str) -> str:
-    """The same for the same: a call and its result must still know each other."""
+    """Return an id that Mistral accepts; equal ids stay equal, so that results still match their calls."""
     return id if _ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]

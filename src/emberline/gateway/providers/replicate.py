@@ -1,4 +1,4 @@
-"""Replicate: a chat becomes a prediction, which is waited for, or read from a place of its own as it grows."""
+"""Replicate: a chat request becomes a prediction, whose result is polled, or streamed from a separate URL."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from emberline.gateway.upstream.upstream import Incoming, Upstream
 from emberline.net.notjson import NOT_JSON
 
 Json = dict[str, Any]
-LARGEST = 8 << 20  # bytes of a prediction
-PAUSES = (0.2, 0.4, 0.8, 1.5)  # seconds between two looks; then always the last
+LARGEST = 8 << 20
+PAUSES = (0.2, 0.4, 0.8, 1.5)  # the last one repeats
 _SAME = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "max_tokens")
 _READ = {*_SAME, "model", "messages", "stream", "stream_options", "max_completion_tokens", "stop", "n"}
 _RUNNING = ("starting", "processing")
@@ -63,7 +63,10 @@ class Replicate(Provider):
             return await upstream.send(request, seconds)
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        headers = {**request.headers, "cancel-after": f"{max(5, int(seconds))}s"}  # who leaves cannot tell it
+        headers = {
+            **request.headers,
+            "cancel-after": f"{max(5, int(seconds))}s",
+        }  # a client that disconnects cannot cancel the prediction
         streams = b'"stream":true' in request.body
         if not streams:
             headers["prefer"] = f"wait={max(1, min(60, int(seconds)))}"
@@ -86,7 +89,7 @@ class Replicate(Provider):
             if reply.status >= 400:
                 return reply
             prediction = _prediction(reply.body)
-        raise TimedOut(f"the prediction did not end within {seconds:.3g} s")
+        raise TimedOut(f"the Replicate prediction did not end within {seconds:.3g} s")
 
     async def _whole(self, request: Outgoing, upstream: Upstream, seconds: float) -> Given:
         incoming = await upstream.send(request, seconds)
@@ -98,9 +101,11 @@ class Replicate(Provider):
     def _streaming(self, request: Outgoing, prediction: _Prediction) -> Outgoing:
         url = prediction.urls.get("stream", "")
         if not url:
-            raise InvalidRequest("this model cannot stream", param="stream", hint="ask without")
+            raise InvalidRequest(
+                "this Replicate model does not support streaming", param="stream", hint="set stream to false"
+            )
         if not near(url, self._base_url, "replicate.com"):
-            raise Broken("the stream is at a place that is not Replicate's")
+            raise Broken(f"the stream URL of the prediction is not a Replicate server: {url[:200]!r}")
         headers = {**_quiet(request.headers), "accept": "text/event-stream", "cache-control": "no-store"}
         return Outgoing("GET", url, headers, b"", request.public, request.decoder)
 
@@ -113,15 +118,17 @@ def _prediction(body: bytes) -> _Prediction:
     try:
         return msgspec.json.decode(body, type=_Prediction)
     except NOT_JSON as e:
-        raise Broken(f"the reply is no prediction: {e}") from e
+        raise Broken(f"Replicate's reply is not a prediction: {e}") from e
 
 
 def prompted(fields: Json, call: Call) -> Json:
-    """What models there take: one prompt, and what comes before all."""
+    """Return the model input: one prompt, a system prompt, and the sampling fields."""
     if fields.get("tools"):
-        raise InvalidRequest("replicate's models take no tools", param="tools", hint="use another provider")
+        raise InvalidRequest("replicate's models do not support tools", param="tools", hint="use another provider")
     if (fields.get("n") or 1) != 1:
-        raise InvalidRequest("replicate gives one answer a request", param="n", hint="1")
+        raise InvalidRequest(
+            f"n is {fields['n']}, but replicate returns one choice per request", param="n", hint="set n to 1"
+        )
     turns = [(str(each.get("role")), _text(each.get("content"))) for each in fields.get("messages") or ()]
     system = "\n\n".join(text for role, text in turns if role in ("system", "developer"))
     talk = [(role, text) for role, text in turns if role not in ("system", "developer")]
@@ -136,7 +143,7 @@ def prompted(fields: Json, call: Call) -> Json:
         result["prompt"] = talk[0][1]
     else:
         result["prompt"] = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in talk) + "\n\nAssistant:"
-        report(call, "messages", "replicate takes one prompt, so the turns were written one after the other")
+        report(call, "messages", "replicate accepts one prompt, so the messages were joined")
     for name in sorted(fields.keys() - _READ):
         if fields[name] is not None:
             report(call, name, "replicate has no such field")
@@ -147,5 +154,9 @@ def _text(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     if any(part.get("type") != "text" for part in content):
-        raise InvalidRequest("replicate's models are asked with text alone", param="messages")
+        raise InvalidRequest(
+            "messages contain parts that are not text, which replicate's models do not accept",
+            param="messages",
+            hint="send text only",
+        )
     return "".join(str(part.get("text") or "") for part in content)

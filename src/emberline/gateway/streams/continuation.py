@@ -1,5 +1,8 @@
-"""Continuation: a request that asks to go on where the answer to another broke off. What was said becomes the
-assistant's last turn; who cannot begin its answer with that is told in a further turn what to do."""
+"""Builds the request that continues a reply whose stream broke.
+
+The text sent so far becomes the assistant's last message. A provider that cannot continue such a message gets a further
+user message with the instruction to continue.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,21 @@ _TURNS: dict[Spoken, str] = {
     "gemini": "contents",
 }
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "maxOutputTokens")
-_CONFIGS = ("generationConfig", "generation_config")  # where Gemini has them
-# What only one provider knows the rest of, or what is more than text.
+_CONFIGS = ("generationConfig", "generation_config")  # objects that hold Gemini's limits
+# Fields that refer to state at one provider, or that ask for more than text.
 _BOUND = frozenset({"previous_response_id", "conversation", "background", "prompt", "modalities", "audio",
                     "web_search_options"})  # fmt: skip
 
 
 def continuable(body: bytes, dialect: Spoken) -> Conversation | None:
-    """The conversation, if its answer is one text that anybody could go on with. A form of JSON is kept by grammars,
-    and those begin anew with every request."""
+    """Return the parsed request if another provider could continue its reply, else None.
+
+    The reply must be a single text. Enforced JSON is excluded: a provider's grammar restarts with every request.
+    """
     try:
         request = GRAMMARS[dialect].parse(decode(body, Json))
     except InvalidRequest:
-        return None  # which is its provider's to say
+        return None  # the provider reports the error
     has_json_format = request.response_format is not None and request.response_format.kind != "text"
     has_many_outputs = (request.n or 1) > 1 or request.logprobs is not None
     is_provider_bound = any(isinstance(tool, Opaque) for tool in request.tools) or bool(_BOUND & request.extra.keys())
@@ -45,20 +50,20 @@ def continuable(body: bytes, dialect: Spoken) -> Conversation | None:
 
 
 def continuable_outline(body: bytes, dialect: Spoken) -> Conversation | None:
-    """As `continuable`, without what may be large: who continues takes the messages from the body again."""
+    """Return the result of `parse_continuable` without messages and tools, which may be large."""
     if (request := continuable(body, dialect)) is None:
         return None
     return Conversation(request.dialect, request.model, reasoning=request.reasoning)
 
 
 def claude_goes_on(model: str, request: Conversation) -> bool:
-    """Those from 4.6 on refuse it, and all do while they think."""
+    """Return whether the model continues a final assistant message: Claude before 4.6, without thinking."""
     claude = Recipient(model).claude
     return claude is not None and claude < (4, 6) and request.reasoning is None
 
 
 def continued(body: bytes, request: Conversation, sent_text: str, prefill: Prefill) -> bytes:
-    """The request, once more, after `said`. Space at its end is left out: some refuse it, and none needs it."""
+    """Return the request body that continues after `sent_text`, whose trailing whitespace some providers reject."""
     if not sent_text.strip():
         return body
     data = decode(body, Json)
@@ -80,7 +85,7 @@ def _turn(dialect: Spoken, role: str, text: str) -> Json:
 
 
 def _lower(config: Json, tokens: int, minimum: int) -> None:
-    """What may still be said, where there is a limit."""
+    """Reduce the token limits of `config` by `tokens`, to no less than `minimum`."""
     for name in _LIMITS:
         if isinstance(limit := config.get(name), int):
             config[name] = min(limit, max(limit - tokens, minimum))

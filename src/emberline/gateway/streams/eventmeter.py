@@ -1,5 +1,4 @@
-"""EventStreamMeter: of a stream of AWS's messages that passes as it is: its usage, an error within, and whether its
-messages are whole."""
+"""Meters an AWS event stream that is passed on unchanged: usage, errors and completeness of its messages."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class EventStreamMeter(RawMeter):
 
 
 def _unwrapped(payload: bytes) -> Any:
-    """What a model said, where it is wrapped, or what Bedrock itself says; of no interest if it cannot be read."""
+    """Return the payload's JSON, or the model's own JSON wrapped in its `bytes`; None if it cannot be decoded."""
     try:
         data = msgspec.json.decode(payload)
         if isinstance(data, dict) and isinstance(data.get("bytes"), str):

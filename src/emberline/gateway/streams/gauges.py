@@ -1,5 +1,7 @@
-"""Gauges: what one event of a stream says, dialect by dialect; and the same of a whole reply. Types name only what is
-read: all else is skipped, and checked to be JSON while it is."""
+"""Reads from the events of a stream, in each wire format, what the gateway must know about a reply.
+
+The Struct types name only the fields that are read; decoding skips all others, but checks that they are valid JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from emberline.net.notjson import NOT_JSON
 
 @dataclass(slots=True)
 class Signs:
-    begun: bool = False  # content has come: text, reasoning, a tool's call
-    ended: bool = False  # the dialect's own ending has come
-    finished: bool = False  # a reason to stop has come
-    failed: str = ""  # what an error event said
+    begun: bool = False  # text, reasoning or a tool call has been received
+    ended: bool = False  # the wire format's end event has been received
+    finished: bool = False  # a finish reason has been received
+    failed: str = ""  # message of an error event
     model: str = ""
-    characters: int = 0  # of content
-    only_usage: bool = False  # the last event
-    told: list[Any] = field(default_factory=list)  # the first and the last usage, as they were told
+    characters: int = 0  # characters of content
+    only_usage: bool = False  # whether the last event had usage and no content
+    told: list[Any] = field(default_factory=list)  # the first and the last usage object
 
     def usage(self, dialect: Dialect) -> Usage | None:
         usage: Usage | None = None
@@ -35,8 +37,8 @@ class Signs:
         return usage
 
     def become(self, other: Signs) -> None:
-        for usage in fields(self):
-            setattr(self, usage.name, getattr(other, usage.name))
+        for field_info in fields(self):
+            setattr(self, field_info.name, getattr(other, field_info.name))
 
     def counted(self, data: Any) -> None:
         if data:
@@ -54,7 +56,7 @@ def _said(error: Any) -> str:
     return str(error)[:500]
 
 
-# -- OpenAI chat -------------------------------------------------------------------------------------------------------
+# -- OpenAI Chat Completions -------------------------------------------------------------------------------------------
 
 
 class _Delta(msgspec.Struct):
@@ -70,7 +72,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     finish_reason: Any = None
-    message: Any = None  # of a whole reply
+    message: Any = None  # in an unstreamed reply
 
 
 class _Chat(msgspec.Struct):
@@ -94,7 +96,7 @@ _CHAT = msgspec.json.Decoder(_Chat)
 def chat(name: bytes, payload: bytes, state: Signs) -> None:
     if payload == b"[DONE]":
         if not state.begun and not state.finished:
-            raise Broken("the stream ended before any content")
+            raise Broken("the stream ended without any content")
         state.ended = True
         return
     event = _CHAT.decode(payload)
@@ -116,7 +118,7 @@ def chat(name: bytes, payload: bytes, state: Signs) -> None:
         state.only_usage = not event.choices
 
 
-# -- OpenAI responses --------------------------------------------------------------------------------------------------
+# -- OpenAI Responses --------------------------------------------------------------------------------------------------
 
 
 class _Response(msgspec.Struct):
@@ -149,7 +151,7 @@ class _ResponseEvent(msgspec.Struct):
 
 
 _RESPONSES = msgspec.json.Decoder(_ResponseEvent)
-_QUIET = ("message", "reasoning")  # items that open before anything is in them
+_QUIET = ("message", "reasoning")  # item types that start without content
 
 
 def responses(name: bytes, payload: bytes, state: Signs) -> None:
@@ -190,7 +192,7 @@ class _WholeMessage(_Message):
     type: Any = None
 
     def __post_init__(self) -> None:
-        self.content = isinstance(self.content, list)  # which may be empty: the model had nothing to say
+        self.content = isinstance(self.content, list)  # an empty list is valid: the model produced nothing
 
 
 class _BlockDelta(msgspec.Struct):
@@ -233,7 +235,7 @@ def messages(name: bytes, payload: bytes, state: Signs) -> None:
             state.finished = True
         case "message_stop":
             if not state.begun and not state.finished:
-                raise Broken("the stream ended before any content")
+                raise Broken("the stream ended without any content")
             state.ended = True
         case "error":
             state.failed = _said(event.error)
@@ -291,7 +293,7 @@ def gemini(name: bytes, payload: bytes, state: Signs) -> None:
     state.counted(event.usageMetadata)
 
 
-# -- the rest ----------------------------------------------------------------------------------------------------------
+# -- other formats -----------------------------------------------------------------------------------------------------
 
 
 class _Embeddings(msgspec.Struct):
@@ -310,7 +312,7 @@ class _Embeddings(msgspec.Struct):
 
 
 def raw(name: bytes, payload: bytes, state: Signs) -> None:
-    """Its end is the end of the connection, and anything may be content."""
+    """Observe an event of an unknown format: any data is content, and the stream ends with the connection."""
     state.begun = True
     if b'"usage' in payload:
         with contextlib.suppress(*NOT_JSON):
@@ -318,7 +320,7 @@ def raw(name: bytes, payload: bytes, state: Signs) -> None:
 
 
 def usage_within(data: Any) -> Any:
-    """The usage object of a reply or an event of which nothing is known; of a list of them, the last one's."""
+    """Return the usage object of a reply or event in an unknown format; for a list, the last one."""
     if isinstance(data, list):
         return next(filter(None, map(usage_within, reversed(data))), None)
     objects = (

@@ -1,5 +1,7 @@
-"""Meter: what a reply says about itself, read from the bytes that pass: its first content, its usage, an error within,
-its ending. Each dialect has a gauge, which decodes of an event only what it needs."""
+"""Meters a reply from the bytes that pass through: first content, usage, errors and its end.
+
+Each wire format has an event observer (`event_observers.py`), which decodes only the fields that it needs.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,26 @@ from emberline.net.notjson import NOT_JSON
 if TYPE_CHECKING:
     Gauge = Callable[[bytes, bytes, Signs], None]
 
-CHARACTERS = 4  # of a token, about
+CHARACTERS = 4  # estimate for replies without usage
 DONE = b"data: [DONE]\n\n"
 
 
 class Meter:
-    """Of one stream."""
+    """The meter of one stream of server-sent events."""
 
     def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
-        """`hide_usage`: the client did not ask for the event that tells it, we did."""
+        """`hide_usage`: drop the usage event, which the gateway requested and the client did not."""
         self.signs = Signs()
-        self.broken: Broken | None = None  # an event was not one: nothing after it counts
-        self.progress = 0  # events with data; comments only keep a connection alive
-        self.missing = b""  # at the end: the closing event that the provider left out
+        self.broken: Broken | None = None  # set by a malformed event; later events are ignored
+        self.progress = 0  # number of events with data; comments only keep the connection alive
+        self.missing = b""  # set by end(): the end event that the provider did not send
         self._splitter = Splitter()
         self._dialect = dialect
         self._gauge: Gauge = GAUGES[dialect]
         self._hide_usage = hide_usage
 
     def push(self, data: bytes) -> bytes:
-        """The events that are whole now, up to one that is an error (with it) or malformed (without)."""
+        """Return the complete events, up to and including an error event, or up to before a malformed one."""
         events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
@@ -48,17 +50,17 @@ class Meter:
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
-            self.broken = Broken(f"an event of the stream is malformed: {e}")
+            self.broken = Broken(f"an event of the stream is not valid JSON: {e}")
         except Broken as e:
             self.broken = e
         return events[0] if len(events) == 1 else b"".join(events)
 
     def is_heavy(self, data: bytes) -> bool:
-        """Whether to push these bytes by `push_heavy`: with them an event may be whole that takes long to decode."""
+        """Return whether to use `push_offloaded`: an event may be complete that takes long to decode."""
         return len(data) + self._splitter.size >= HUGE
 
     async def push_heavy(self, data: bytes) -> bytes:
-        """As `push`; a large event is read in another process."""
+        """Do what `push` does, but decode large events in a child process."""
         events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
@@ -71,13 +73,13 @@ class Meter:
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
-            self.broken = Broken(f"an event of the stream is malformed: {e}")
+            self.broken = Broken(f"an event of the stream is not valid JSON: {e}")
         except (Broken, WorkTooLarge) as e:
             self.broken = e if isinstance(e, Broken) else Broken(f"an event of the stream is too large: {e.message}")
         return b"".join(events)
 
     def _pushed(self, event: bytes) -> bytes:
-        """The event; b"": it is kept from the client."""
+        """Observe the event and return it, b"" if the client must not see it."""
         name, payload = payload_of(event)
         if payload:
             self.progress += 1
@@ -88,23 +90,26 @@ class Meter:
         return event
 
     def end(self) -> None:
-        """The reply is over."""
+        """Note that the connection ended; sets `broken` if the stream was incomplete."""
         if self.broken is not None:
             return
         if self._dialect == "raw":
             self.signs.ended = self.signs.begun
         if self._dialect == "openai-chat" and not self.signs.ended and self.signs.finished and self.signs.told:
-            # A reason to stop and the usage, and then a clean end of the reply: some servers send no [DONE].
+            # Some servers send no [DONE]: a finish reason, usage and a clean end of the connection are enough.
             self.signs.ended, self.missing = True, DONE
         if self._splitter.rest.strip():
             self.broken = Broken("the stream ended within an event")
         elif not self.signs.ended:
-            missing_parts = "its ending" if self.signs.begun else "a beginning and an ending"
+            missing_parts = "its end event" if self.signs.begun else "any content and without its end event"
             self.broken = Broken(f"the stream ended without {missing_parts}")
 
     def usage(self, body: bytes, tokens: int | None = None) -> tuple[Usage | None, bool]:
-        """What was told; of a stream that was not told to its end, also what can be counted: the input from `body`, the
-        output from what passed. True: counted. `tokens`: of the input, where it has been estimated."""
+        """Return the reply's usage, and whether it is an estimate.
+
+        The usage of an incomplete stream is estimated: the input from `tokens` or the request's `body`, the output from
+        the characters that passed.
+        """
         reported = self.signs.usage(self._dialect)
         if self._dialect == "raw" or (reported is not None and self.signs.ended):
             return reported, False
@@ -115,7 +120,7 @@ class Meter:
 
 
 class RawMeter(Meter):
-    """Of a reply that is no stream of events: its bytes pass as they come, and its end is the end."""
+    """The meter of a reply in an unknown format: bytes pass unchanged, and the connection's end is its end."""
 
     def __init__(self) -> None:
         super().__init__("raw")
@@ -130,7 +135,7 @@ class RawMeter(Meter):
 
 
 def gauged(dialect: Dialect, event: bytes, state: Signs) -> Signs:
-    """What the stream has said about itself with this event."""
+    """Update `state` with one event and return it; runs in a child process."""
     name, payload = payload_of(event)
     state.only_usage = False
     if payload:
@@ -139,19 +144,19 @@ def gauged(dialect: Dialect, event: bytes, state: Signs) -> Signs:
 
 
 def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
-    """The usage and the model of a reply that came in one piece; Broken, if it is none."""
+    """Return the usage and the model of an unstreamed reply; raise Broken if it is not a valid one."""
     if not body:
-        raise Broken("the reply is empty")
+        raise Broken("the provider's reply is empty")
     if dialect == "raw":
         return _raw_usage(body), ""
     try:
         reply: Any = WHOLE[dialect].decode(body)
     except NOT_JSON as e:
-        raise Broken(f"the reply is not what it should be: {e}") from e
+        raise Broken(f"the provider's reply does not follow the format {dialect}: {e}") from e
     if reply.error is not None:
-        raise Broken(f"the reply is an error with a status of success: {str(reply.error)[:300]}")
+        raise Broken(f"the provider sent an error with a success status: {str(reply.error)[:300]}")
     if not reply.content:
-        raise Broken("the reply has no content")
+        raise Broken("the provider's reply has no content")
     return Usage.read(dialect, reply.usage_object), str(reply.model or "")
 
 

@@ -1,6 +1,8 @@
-"""Seam: where another stream goes on with what was said. What it says again of the last words is taken out: who was
-given them as the beginning of its answer repeats at most the space at their end, or (`prefix`) all of them; who was
-only told to go on may begin again anywhere."""
+"""Removes text that a continuation repeats from the reply that it continues.
+
+A provider that supports assistant prefill repeats at most trailing whitespace, or ("prefix") the whole text. One that
+was only instructed to continue may restart at any earlier word.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,17 @@ from collections.abc import Iterable
 
 from emberline.gateway.dialects.prefill import Prefill
 
-LOOK = 400  # characters back from the end; besides, it may begin again at the very beginning
-LEAST = 3  # letters: less is no repetition
+LOOK = 400  # before the end; a restart at the very beginning is recognised too
+LEAST = 3  # shorter matches are taken for new text
 
 
 class Seam:
     def __init__(self, sent_text: str, prefill: Prefill) -> None:
         self._echoes = tuple(sorted(set(_echoes(sent_text, prefill)), key=len, reverse=True))
-        self._held = ""  # is an echo so far
+        self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """What of it is new; "" while it may all be an echo."""
+        """Return the new part of `text`; "" while all of it may be a repetition."""
         if not self._echoes:
             return text
         self._held += text
@@ -27,12 +29,12 @@ class Seam:
         return self.end()
 
     def end(self) -> str:
-        """No more text comes, for now: what was held back and is new."""
+        """Return the new part of the text that was held back, when no more text follows."""
         held, repetitions = self._held, self._echoes
         self._held, self._echoes = "", ()
         repetition = next((candidate for candidate in repetitions if held.startswith(candidate)), None)
         if repetition is None and any(candidate.startswith(held) for candidate in repetitions):
-            return ""  # it ended while it repeated
+            return ""  # the continuation ended within the repetition
         return held[len(repetition or "") :]
 
 

@@ -1,5 +1,8 @@
-"""Spliced: one stream out of several replies, each going on where the last broke off. It is read and written anew in
-the client's dialect, so that it has one beginning, blocks in order and one end, whoever tells its parts."""
+"""Joins several replies into one stream, each continuing where the one before broke.
+
+All replies are parsed and rendered again in the client's wire format, so that the stream has one start, blocks in order
+and one end.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ from emberline.gateway.dialects.translate import GRAMMARS
 from emberline.gateway.errors import Broken, UpstreamFailed
 from emberline.gateway.streams.seam import Seam
 
-# Who goes on after a text and the leg that broke, and the seam between; None: nobody.
+# Returns the reply that continues after this text and this broken reply, with its repetition filter; None if none can.
 GoOn: TypeAlias = Callable[[str, Reply], Awaitable[tuple[Reply, Seam] | None]]
 
-ENDED_HERE = "ended here"  # it had given its reason to stop, and nothing was left to ask for
+ENDED_HERE = "ended here"  # the broken reply already had its finish reason, so only its end event was missing
 
 
 class Spliced:
     def __init__(self, call: Call, dialect: Spoken, first: Reply, find_continuation: GoOn) -> None:
         self._call, self._dialect, self._go_on = call, dialect, find_continuation
-        self._beside = Beside()  # the legs that broke
+        self._beside = Beside()  # usage and cost of the replies that broke
         self._writer = GRAMMARS[dialect].writer(asked_of(call.body, dialect, id=call.id))
         self._order = Order(single=True)
         self._made: list[bytes] = []
         self._said: list[str] = []
-        self._text_only = True  # so far: of a call, or a refusal, there is no going on
+        self._text_only = True  # tool calls and refusals cannot be continued
         self._finished = self._ended = self._over = False
         self._seam: Seam | None = None
         self._begin(first)
@@ -59,11 +62,11 @@ class Spliced:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Before the end: the client has left."""
+        """Close the stream before its end, because the client disconnected."""
         if not self._over:
             await self._end()
 
-    # -- a leg ---------------------------------------------------------------------------------------------------------
+    # -- one reply -----------------------------------------------------------------------------------------------------
 
     async def _more(self) -> None:
         try:
@@ -79,7 +82,7 @@ class Spliced:
         try:
             self._take(self._reader.end())
             if not self._ended:
-                raise Broken("the stream ended without its ending")
+                raise Broken("the stream ended without its end event")
         except UpstreamFailed as e:
             await self._broken(e)
         else:
@@ -106,12 +109,14 @@ class Spliced:
                 self._ended = True
 
     def _fit(self, delta: deltas.Delta, repetition_filter: Seam) -> Iterable[deltas.Delta]:
-        """Of a later leg: it does not begin again, nor think aloud once more, and repeats nothing. What it cites is
-        left out: its places are not those of the whole."""
+        """Yield what a continuation adds: no second start, no reasoning, no repeated text, and total usage.
+
+        Citations are dropped, because their offsets do not count from the start of the whole text.
+        """
         match delta:
             case deltas.Opened() | deltas.ThinkingPiece() | deltas.Cited():
                 return
-            case deltas.Sealed() if delta.family != "gemini":  # whose seals belong to calls
+            case deltas.Sealed() if delta.family != "gemini":  # Gemini's signatures belong to tool calls
                 return
             case deltas.Counted():
                 usage = self._beside.usage
@@ -124,11 +129,11 @@ class Spliced:
                     yield deltas.TextPiece(text)
                 yield delta
 
-    # -- its end -------------------------------------------------------------------------------------------------------
+    # -- end -----------------------------------------------------------------------------------------------------------
 
     async def _broken(self, error: UpstreamFailed) -> None:
         if self._ended:
-            await self._end()  # it only hung up badly
+            await self._end()  # only the connection did not close cleanly
             return
         await self._leg.close()
         if self._finished:
@@ -140,19 +145,21 @@ class Spliced:
             self._note_leg(f"{reply.provider}/{reply.model}")
             self._begin(reply)
         else:
-            self._made.append(self._writer.fail(error).removesuffix(sse.DONE))  # which would make it look whole
+            self._made.append(
+                self._writer.fail(error).removesuffix(sse.DONE)
+            )  # [DONE] would make the stream look complete
             await self._end("cut", self._leg.error or error.code)
 
     def _count(self, reply: Reply) -> None:
         custom = self._call.options.custom_cost
-        has_fixed_price = custom is not None and custom.micros is not None  # the price of the whole request
+        has_fixed_price = custom is not None and custom.micros is not None  # a fixed price covers the whole request
         self._beside.count(reply.usage, 0 if has_fixed_price else reply.micros, estimated=reply.estimated)
 
     def _note_leg(self, provider: str) -> None:
         self.reply.continued = ", ".join(filter(None, (self.reply.continued, provider)))
 
     async def _end(self, outcome: str = "", error: str = "", continued: str = "") -> None:
-        """`how`: otherwise than the last leg did."""
+        """Close the stream; `outcome` and `error` override those of the last reply."""
         self._over = True
         last, reply = self._leg, self.reply
         await last.close()

@@ -1,4 +1,4 @@
-"""The citations of Anthropic's messages: each is of a whole block of text."""
+"""Citations in Anthropic's Messages: each refers to a whole text block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 def parse(raw: object, start: int, end: int) -> Citation | None:
-    """Of the block from `start` to `end`. Results of a client's own search may be no pages."""
+    """Parse a citation of the text from `start` to `end`; None if it does not refer to a URL."""
     match raw:
         case {"type": "web_search_result_location", "url": str(url), **data}:
             pass
@@ -30,6 +30,6 @@ def lift(parts: Iterable[Part]) -> None:
 
 
 def render(citation: Citation) -> Json:
-    """What others do not tell of a page is empty."""
+    """Render a citation; fields that other providers do not send are empty."""
     fields = {"url": citation.url, "title": citation.title or None, "cited_text": citation.quote}
     return {"type": "web_search_result_location", **fields, "encrypted_index": citation.seal}

@@ -1,4 +1,4 @@
-"""The messages of Anthropic's protocol, and the inner form's."""
+"""Converts Anthropic messages to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def render_part(part: Part) -> Json:
             return _render_source(part)
         case Opaque():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not made fit for anthropic")
+    raise AssertionError(f"{type(part).__name__} was not adapted for Anthropic")
 
 
 def _render_result(result: ToolResult) -> Json:
@@ -132,12 +132,12 @@ def _render_source(part: Image | File) -> Json:
 
 
 def tool_id(id: str) -> str:
-    """Ids of other providers may have signs that Anthropic refuses; calls and results are changed alike."""
+    """Return the id with the characters replaced that Anthropic rejects; equal ids stay equal."""
     return _NOT_IN_IDS.sub("_", id)
 
 
 def arguments_of(call: ToolCall) -> Json:
-    """The arguments as an object; {} where they are none, as when a reply was cut in the middle of them."""
+    """Return the call's arguments; {} if they are not a JSON object, as after a reply that was cut off."""
     return object_of(call.arguments) or {}
 
 

@@ -1,4 +1,4 @@
-"""A message of Anthropic's as a whole reply, and the inner form's Answer."""
+"""Converts an unstreamed Anthropic message to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse(body: Json, changes: Changes) -> Answer:
 
 def render(answer: Answer, context: Asked) -> Json:
     if not answer.choices:
-        raise Broken("the reply has no answer in it")
+        raise Broken("the provider's reply has no choices")
     context.name(answer)
     choice = answer.choices[0]
     stop_reason, stop_sequence = rendered_stop(choice.reason or "stop", choice.stop_sequence, _refuses(choice.parts))
@@ -50,7 +50,7 @@ def render(answer: Answer, context: Asked) -> Json:
 
 
 def rendered_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tuple[str, str | None]:
-    """A stop sequence that is not known is not told as one."""
+    """Return stop_reason and stop_sequence; a stop at an unknown sequence is reported as end_turn."""
     if refuses:
         return "refusal", None
     if reason == "stop_sequence" and stop_sequence is None:

@@ -1,4 +1,4 @@
-"""A messages request of Anthropic's, and the inner form's Conversation."""
+"""Converts an Anthropic Messages request to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse(body: Json) -> Conversation:
         known = ("format", "effort") if config.get("effort") in EFFORTS else ("format",)
         request.keep("output_config", config, read=known)
         request.response_format = _parse_format(config.get("format"), "output_config.format")
-    if (response_format := fields.take("output_format", dict)) is not None:  # where it was before
+    if (response_format := fields.take("output_format", dict)) is not None:  # older name of output_config.format
         request.kept["output_format"] = response_format
         request.response_format = request.response_format or _parse_format(response_format, "output_format")
     _parse_tools(fields, request)
@@ -109,7 +109,7 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
         body["system"] = render_content(request.system, "auto")
     if request.max_output is None:
         request.max_output = target_model.max_output or DEFAULT_MAX_TOKENS
-        changes.say("max_output", f"anthropic needs a limit: {request.max_output}")
+        changes.say("max_output", f"anthropic requires a limit, set to {request.max_output}")
     if request.tools:
         _unforce(request, target_model, changes)
         body["tools"] = [_render_tool(_fit_tool(tool, target_model, changes)) for tool in request.tools]
@@ -135,7 +135,7 @@ def _render_message(message: Message) -> Json:
 
 
 def _hoist_system(request: Conversation, target_model: Recipient, changes: Changes) -> None:
-    """What the system says first stands apart; later it has a role, which older models do not know."""
+    """Move system messages to `system`; later ones stay where the model accepts them between other messages."""
     rest: list[Message] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
@@ -146,7 +146,7 @@ def _hoist_system(request: Conversation, target_model: Recipient, changes: Chang
             rest.append(Message("system", message.parts, "auto"))
         else:
             request.system += message.parts
-            changes.say("system", "what the system says later was moved to the beginning", within=".role")
+            changes.say("system", "later system messages were moved to the beginning", within=".role")
     request.messages = rest
 
 
@@ -155,9 +155,11 @@ def _check_calls(request: Conversation, changes: Changes) -> None:
         for part in message.parts:
             if isinstance(part, ToolCall):
                 if object_of(part.arguments) is None:
-                    changes.say("messages", "arguments that are no JSON object became {}", within=".tool_calls")
+                    changes.say(
+                        "messages", "arguments that are not a JSON object were replaced by {}", within=".tool_calls"
+                    )
                 if tool_id(part.id) != part.id:
-                    changes.say("messages", "ids have signs that anthropic refuses", within=".tool_call_id")
+                    changes.say("messages", "characters that anthropic rejects were replaced", within=".tool_call_id")
 
 
 def _fit_tool(tool: Tool | Opaque, target_model: Recipient, changes: Changes) -> Tool | Opaque:
@@ -165,7 +167,7 @@ def _fit_tool(tool: Tool | Opaque, target_model: Recipient, changes: Changes) ->
         return tool
     if target_model.claude_has_schemas:
         return replace(tool, schema=_kept_to(tool.schema or _NO_ARGUMENTS, "tools[]", changes))
-    changes.say("tools[]", "this model keeps to no schema", within=".strict")
+    changes.say("tools[]", "this model does not support strict schemas", within=".strict")
     return replace(tool, strict=None)
 
 
@@ -194,9 +196,9 @@ def _render_choice(request: Conversation, body: Json, changes: Changes) -> None:
         result = {"type": kinds[choice.mode]}
         if choice.mode == "named":
             result["name"] = choice.names[0]
-        elif choice.names:  # which others cannot be named: they are not offered
+        elif choice.names:  # Anthropic cannot restrict the choice to several tools: the others are removed
             body["tools"] = [tool for tool in body["tools"] if tool["name"] in choice.names]
-            changes.say("tool_choice", "tools that are not allowed were left out")
+            changes.say("tool_choice", "tools that are not allowed were removed")
     if request.parallel_tools is not None and (choice is None or choice.mode != "none"):
         result = {**(result or {"type": "auto"}), "disable_parallel_tool_use": not request.parallel_tools}
     if result:
@@ -204,12 +206,12 @@ def _render_choice(request: Conversation, body: Json, changes: Changes) -> None:
 
 
 def _limit_sampling(request: Conversation, target_model: Recipient, is_thinking: bool, changes: Changes) -> None:
-    """What Claude refuses: all of it in later models; in earlier ones some, and more while it thinks."""
+    """Remove the sampling fields that Claude rejects: all in later models, some in earlier ones or while thinking."""
     if target_model.claude is None:
         return
     if request.temperature is not None and request.temperature > 1:
         request.temperature = 1.0
-        changes.say("temperature", "anthropic knows 0 to 1")
+        changes.say("temperature", "anthropic accepts 0 to 1")
     refused: list[str] = []
     if not target_model.claude_has_sampling:
         refused = ["temperature", "top_p", "top_k"]
@@ -227,7 +229,9 @@ def _limit_sampling(request: Conversation, target_model: Recipient, is_thinking:
             )
             changes.say(
                 name,
-                "this model takes none while it thinks" if is_thinking and target_model.claude_has_sampling else why,
+                "this model does not accept it while thinking"
+                if is_thinking and target_model.claude_has_sampling
+                else why,
             )
 
 
@@ -235,16 +239,16 @@ def _render_format(response_format: ResponseFormat, target_model: Recipient, bod
     if response_format.kind == "text":
         return
     if response_format.kind == "json":
-        changes.say("response_format", "anthropic needs a schema; the prompt has to ask for JSON")
+        changes.say("response_format", "anthropic requires a schema; ask for JSON in the prompt")
     elif not target_model.claude_has_schemas:
-        changes.say("response_format", "this model keeps to no schema; the prompt has to ask for JSON")
+        changes.say("response_format", "this model does not support schemas; ask for JSON in the prompt")
     else:
         schema = _kept_to(response_format.schema, "response_format", changes)
         body.setdefault("output_config", {})["format"] = {"type": "json_schema", "schema": schema}
 
 
 def _kept_to(schema: Json | None, field: str, changes: Changes) -> Any:
-    """A schema that Claude is held to has fewer words, and closed objects."""
-    lost = "anthropic does not know this word of schemas"
+    """Return the schema in the form that Claude can enforce: known keywords only, and closed objects."""
+    lost = "anthropic does not support this schema keyword"
     schema = restricted(schema, ANTHROPIC, lambda word: changes.say(field, lost, within=f".{word}"))
-    return closed(schema, lambda word: changes.say(field, "objects were closed", within=f".{word}"))
+    return closed(schema, lambda word: changes.say(field, "set to false, as anthropic requires", within=f".{word}"))

@@ -1,4 +1,4 @@
-"""How hard Claude shall think: a budget of tokens in earlier models, an effort in later ones, both in between."""
+"""Claude's reasoning options: a token budget in earlier models, an effort level in later ones, both in between."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def render_reasoning(request: Conversation, target_model: Recipient, changes: Ch
         return {}
     if options.effort == "none" or options.budget == 0:
         if target_model.claude_thinks_between:
-            changes.say("reasoning", "this model thinks at least between calls of tools")
+            changes.say("reasoning", "this model always thinks between tool calls")
             return {"thinking": {"type": "between_tools"}}
         if "none" in target_model.claude_efforts:
             return {"thinking": {"type": "disabled"}}
@@ -57,11 +57,11 @@ def _adaptive(options: Reasoning, target_model: Recipient, shown: Json, changes:
     effort = options.effort
     if effort is None and options.budget is not None and options.budget > 0:
         effort = effort_of(options.budget)
-        changes.say("reasoning", f"a budget of {options.budget} tokens was asked for as effort {effort}")
+        changes.say("reasoning", f"a budget of {options.budget} tokens was replaced by effort {effort}")
     if effort is not None:
         known = nearest(effort, target_model.claude_efforts)
         if known != effort:
-            changes.say("reasoning", f"effort {effort} was asked for as {known}")
+            changes.say("reasoning", f"effort {effort} was replaced by {known}")
         result["output_config"] = {"effort": known}
     return result
 
@@ -69,26 +69,29 @@ def _adaptive(options: Reasoning, target_model: Recipient, shown: Json, changes:
 def _budgeted(budget: int, request: Conversation, shown: Json, changes: Changes, *, asked_for: bool) -> Json:
     assert request.max_output is not None, "max_tokens was filled in before"
     if not asked_for:
-        changes.say("reasoning", f"the effort was asked for as a budget of {budget} tokens")
+        changes.say("reasoning", f"the effort was replaced by a budget of {budget} tokens")
     if budget >= request.max_output or budget < LEAST_BUDGET:
         budget = max(LEAST_BUDGET, min(budget, request.max_output * 3 // 4))
         if budget >= request.max_output:
-            changes.say("reasoning", f"there is no room to think in {request.max_output} tokens")
+            changes.say("reasoning", f"max_tokens {request.max_output} leaves no room for thinking")
             return {}
-        changes.say("reasoning", f"the budget became {budget} tokens")
+        changes.say("reasoning", f"the budget was set to {budget} tokens")
     return {"thinking": {"type": "enabled", "budget_tokens": budget, **shown}}
 
 
 def _cannot_think(request: Conversation, target_model: Recipient) -> str | None:
-    """Claude refuses to think where a call is forced; and, with a budget, after calls whose thinking is not shown."""
+    """Return why Claude would reject thinking here, None if it would not.
+
+    It rejects thinking with a forced tool call and, with a budget, after tool calls without their thinking blocks.
+    """
     if target_model.claude is None:
         return None
     if request.tool_choice and request.tool_choice.mode in ("required", "named") and request.tools:
-        return "a forced call excludes thinking"
+        return "thinking is not possible with a forced tool call"
     if target_model.claude_has_effort:
         return None
     last = next((m for m in reversed(request.messages) if m.role == "assistant"), None)
     calls = last is not None and any(isinstance(part, ToolCall) for part in last.parts)
     if calls and last is not None and not any(isinstance(part, Thinking) for part in last.parts):
-        return "the thinking before the last call is not there"
+        return "the thinking before the last tool call is missing"
     return None

@@ -1,4 +1,4 @@
-"""The citations of OpenAI's chat: annotations of a message, whose places are characters of its one text."""
+"""Citations in Chat Completions: annotations of a message, with character offsets in its text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parse(raw: object) -> Citation | None:
 
 
 def page(data: Mapping[Any, Any]) -> Citation | None:
-    """What both of OpenAI's dialects say of one; `content` is OpenRouter's."""
+    """Parse the fields that Chat Completions and Responses share; `content` is OpenRouter's addition."""
     url, start, end = data.get("url"), data.get("start_index"), data.get("end_index")
     if not isinstance(url, str):
         return None
@@ -40,7 +40,7 @@ def render(citation: Citation) -> Json:
 
 
 def render_all(parts: Iterable[Part]) -> list[Json]:
-    """Those of all texts, as of one."""
+    """Return the annotations of all text parts, with offsets in the joined text."""
     result: list[Json] = []
     begin = 0
     for part in parts:

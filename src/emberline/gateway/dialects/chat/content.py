@@ -1,4 +1,4 @@
-"""The messages of a chat request, and the inner form's."""
+"""Converts chat messages to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_message(raw: object, path: str) -> Message:
 
 
 def parse_assistant(fields: Fields) -> Message:
-    """An assistant's message, of a request or of a reply."""
+    """Parse an assistant's message of a request or of a reply."""
     parts: list[Part] = []
     for name in ("reasoning_content", "reasoning"):
         if isinstance(fields.left.get(name), str) and not parts:
@@ -87,7 +87,7 @@ def _parse_part(raw: object, path: str) -> Part:
         case "refusal":
             return Refusal(
                 fields.need("refusal", str), {"type": kind, **fields.left}
-            )  # beside the text, not in its place
+            )  # `extra` marks a refusal within the content list
         case "image_url":
             image = Fields(fields.need("image_url", dict), f"{path}.image_url")
             url, detail = image.need("url", str), image.take("detail", str)
@@ -104,7 +104,7 @@ def _parse_part(raw: object, path: str) -> Part:
 
 
 def thought_of(row: Json) -> str:
-    """The text of a part of Mistral's thinking; "" if it is none."""
+    """Return the text of a Mistral thinking part, "" for any other part."""
     rows = row.get("thinking")
     if row.get("type") != "thinking" or not isinstance(rows, list):
         return ""
@@ -112,7 +112,7 @@ def thought_of(row: Json) -> str:
 
 
 def _with_inner(outer: Fields, inner: Fields, kind: str) -> Json:
-    """What is left of a part and of the object in it."""
+    """Return the unread fields of a part and of the object nested in it."""
     return {**outer.left, kind: inner.left} if inner.left else outer.left
 
 
@@ -124,7 +124,7 @@ def _parse_file(fields: Fields, file: Fields) -> File:
 
 
 def render_message(message: Message) -> list[Json]:
-    """Results of tools are messages of their own, before what else the user says."""
+    """Return the chat messages for a canonical one: tool results become separate messages before the rest."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_result(part, message))]
@@ -178,7 +178,7 @@ def render_call(call: ToolCall) -> Json:
 
 
 def google_extra(signature: str) -> Json:
-    """Where Google's own chat endpoint puts the signature of a call's thinking."""
+    """Return the field in which Google's OpenAI-compatible API carries the signature of a tool call's reasoning."""
     return {"extra_content": {"google": {"thought_signature": signature}}} if signature else {}
 
 

@@ -1,4 +1,4 @@
-"""A chat completion, and the inner form's Answer."""
+"""Converts an unstreamed chat completion to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _render_choice(index: int, choice: Choice) -> Json:
 
 
 def _message(parts: list[Part]) -> Json:
-    """A reply's content is one text; thinking, refusals and calls have their own places."""
+    """Render the parts of a choice: text joined in `content`; reasoning, refusal and calls in their own fields."""
     texts, thoughts, refusals = ["".join(p.text for p in parts if isinstance(p, k)) for k in (Text, Thinking, Refusal)]
     calls: list[Json] = []
     signature = ""

@@ -1,4 +1,4 @@
-"""A chat completion's request, and the inner form's Conversation."""
+"""Converts a chat completion request to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
         changes.dropped(request.top_k, "top_k", "openai-chat")
         request.top_k = None
         if not request.tools:
-            request.parallel_tools = None  # which is refused where there are none to call
+            request.parallel_tools = None  # OpenAI rejects the field if there are no tools
     body |= WORDS.said(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
@@ -142,7 +142,7 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
     if request.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": request.logprobs}
     if request.stream:
-        body["stream_options"] = {"include_usage": True}  # what is not asked for is not passed on
+        body["stream_options"] = {"include_usage": True}  # not passed on to a client that did not request it
     if request.tool_choice and request.tools:
         body["tool_choice"] = _render_choice(request.tool_choice)
     if request.response_format:
@@ -155,14 +155,14 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
 
 
 def _fit_results(messages: list[Message], changes: Changes) -> list[Message]:
-    """Results of tools are text in chat: what else is in them, the user says after them."""
+    """Move content other than text out of tool results into the user's message: chat allows only text there."""
     for message in messages:
         shown: list[Part] = []
         for part in message.parts:
             if isinstance(part, ToolResult) and not all(isinstance(inner, Text) for inner in part.parts):
                 shown += [inner for inner in part.parts if not isinstance(inner, Text)]
                 part.parts = [inner for inner in part.parts if isinstance(inner, Text)]
-                changes.say("messages", "pictures in results of tools are said by the user", within=".tool_result")
+                changes.say("messages", "media in tool results was moved to a user message", within=".tool_result")
         message.parts += shown
     return messages
 
@@ -170,21 +170,21 @@ def _fit_results(messages: list[Message], changes: Changes) -> list[Message]:
 def _render_effort(reasoning: Reasoning, target_model: Recipient, changes: Changes) -> Json:
     effort = rendered_effort(reasoning, target_model, changes)
     if reasoning.effort is None and reasoning.budget is None:
-        changes.say("reasoning", "chat knows only an effort")
+        changes.say("reasoning", "chat has only an effort level")
     return {} if effort is None else {"reasoning_effort": effort}
 
 
 def rendered_effort(reasoning: Reasoning, target_model: Recipient, changes: Changes) -> Effort | None:
     effort, known = reasoning.effort, target_model.gpt_efforts
     if known == ():
-        changes.say("reasoning", "this model does not think")
+        changes.say("reasoning", "this model has no reasoning")
         return None
     if effort is None and reasoning.budget is not None:
         effort = effort_of(reasoning.budget)
-        changes.say("reasoning", f"a budget of {reasoning.budget} tokens was asked for as effort {effort}")
+        changes.say("reasoning", f"a budget of {reasoning.budget} tokens was replaced by effort {effort}")
     if effort is None or known is None or effort in known:
         return effort
-    changes.say("reasoning", f"effort {effort} was asked for as {nearest(effort, known)}")
+    changes.say("reasoning", f"effort {effort} was replaced by {nearest(effort, known)}")
     return nearest(effort, known)
 
 

@@ -1,4 +1,4 @@
-"""The citations of Gemini's candidates: places in the text, in bytes of UTF-8, and the sources they rest on."""
+"""Citations in Gemini's candidates: segments of the text, in UTF-8 bytes, and their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 class Grounding:
-    """What one candidate tells of its sources, in one event or several: indices of chunks are of all of them."""
+    """Collects the grounding metadata of one candidate; in a stream, chunk indices count over all its events."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
@@ -19,32 +19,32 @@ class Grounding:
         self._left: Json = {}
 
     def add(self, grounding: object, citation_metadata: object) -> None:
-        """`groundingMetadata` and `citationMetadata`."""
+        """Add the values of `groundingMetadata` and `citationMetadata`."""
         if isinstance(grounding, dict):
             fields = {f"groundingMetadata.{name}": value for name, value in grounding.items()}
             chunks = _rows(fields.pop("groundingMetadata.groundingChunks", None))
-            anew = chunks[: len(self._chunks)] == self._chunks  # with all that was told before
+            anew = chunks[: len(self._chunks)] == self._chunks  # the event repeats all earlier chunks
             self._chunks = chunks if anew else self._chunks + chunks
             self._supports += _rows(fields.pop("groundingMetadata.groundingSupports", None))
             self._left |= fields
-        if isinstance(citation_metadata, dict):  # whose rows are called otherwise by Vertex
+        if isinstance(citation_metadata, dict):  # Vertex AI calls the rows `citations`
             self._recited += _rows(citation_metadata.get("citationSources") or citation_metadata.get("citations"))
 
     def citations(self, parts: Sequence[Part]) -> list[Citation]:
-        """Of the whole text of these parts."""
+        """Return the citations, with character offsets in the joined text of `parts`."""
         texts = [part.text.encode() if isinstance(part, Text) else b"" for part in parts]
         whole_text = b"".join(texts)
         result = []
         for segment, source in self._places():
             part = _index(segment, "partIndex")
-            begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream is one part here
+            begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream's text is passed as one part
             start, end = [_characters(whole_text, begin + _index(segment, name)) for name in ("startIndex", "endIndex")]
             quote = text_of(source, "text")
             result.append(Citation(source["uri"], text_of(source, "title"), quote, start, max(start, end)))
         return list(dict.fromkeys(result))
 
     def left(self) -> Json:
-        """What is in no citation."""
+        """Return the metadata that no citation uses."""
         used = [source for _, source in self._places()]
         idle = [chunk for index, chunk in enumerate(self._chunks) if self._source(index) not in used]
         nameless = [row for row in self._recited if row not in used]
@@ -78,7 +78,7 @@ def _characters(text: bytes, count: int) -> int:
 
 
 def render(texts: Iterable[tuple[int, Text]]) -> Json:
-    """Of texts and which parts they are: the field of the candidate, if any of them cites."""
+    """Return the candidate's groundingMetadata for (part index, text) pairs; {} without citations."""
     chunks: dict[tuple[str, str], int] = {}
     supports: dict[tuple[int, int, int], Json] = {}
     for part, text in texts:

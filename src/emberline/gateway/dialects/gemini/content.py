@@ -1,7 +1,7 @@
-"""The contents of Gemini's protocol, and the inner form's messages.
+"""Converts Gemini's contents to and from canonical messages.
 
-Calls may have no ids. Ours for those are made of their place, so that they are the same each time, and are left out
-again on the way back; a result without an id answers the first open call of its name.
+Gemini's tool calls may have no ids. Generated ids follow from the call's position, so that they are the same each time,
+and are removed on the way back. A result without an id answers the first open call of its name.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from emberline.gateway.dialects.inner import (
 )
 from emberline.gateway.dialects.media import mime_of
 
-MADE = "gemini-"  # how ids begin that Gemini did not give
-FOREIGN_SEAL = "skip_thought_signature_validator"  # what Google gives for calls that are not Gemini's own
+MADE = "gemini-"  # prefix of ids that Gemini did not assign
+FOREIGN_SEAL = "skip_thought_signature_validator"  # Google's documented value for calls that Gemini did not make
 
 
 class ContentsParser:
-    """Reads the contents of one conversation, or of one reply."""
+    """Parses the contents of one request or one reply."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = MADE + prefix
         self._calls = 0
-        self._open: list[ToolCall] = []  # without a result yet
+        self._open: list[ToolCall] = []  # calls without a result
 
     def message(self, raw: object, path: str) -> Message:
         fields = Fields(raw, path)
@@ -93,7 +93,7 @@ class ContentsParser:
 
 
 def _told(response: Json) -> tuple[str, str]:
-    """The text of a result, and how it was wrapped."""
+    """Return the text of a function response, and the shape in which it was wrapped."""
     if len(response) == 1:
         for name in ("output", "result", "error"):
             if isinstance(response.get(name), str):
@@ -114,7 +114,7 @@ def _parse_media(fields: Fields, place: str, extra: Json) -> Part:
 
 
 def found_seal(signature: str) -> tuple[str, Spoken]:
-    """Google's are base64; one of another family is wrapped in it."""
+    """Return a signature and its origin; signatures of other origins are wrapped in base64, as Google requires."""
     try:
         return _foreign(base64.b64decode(signature, validate=True).decode()) or (signature, "gemini")
     except (binascii.Error, UnicodeDecodeError):
@@ -133,7 +133,10 @@ def shown_seal(signature: str, origin: Spoken) -> str:
 
 
 def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
-    """`names` are of the calls, by their ids: results repeat them. A seal without text belongs to the call after it."""
+    """Render parts; `names` maps call ids to function names, which results must repeat.
+
+    A signature without text belongs to the call after it.
+    """
     rows: list[Json] = []
     signature = ""
     for part in parts:
@@ -166,10 +169,10 @@ def _render_part(part: Part, names: dict[str, str]) -> Json:
             return _render_media(part)
         case Opaque():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not made fit for gemini")
+    raise AssertionError(f"{type(part).__name__} was not adapted for Gemini")
 
 
-_BESIDE = ("thoughtSignature", "partMetadata")  # of a part; the rest is of the call in it
+_BESIDE = ("thoughtSignature", "partMetadata")  # fields of the part itself; all others belong to the call in it
 
 
 def _id(id: str) -> Json:

@@ -1,5 +1,7 @@
-"""The events of a streamed reply of Gemini's, as deltas. There is no last event: the finishReason tells, and the end of
-the bytes."""
+"""Parses the events of a streamed Gemini reply into deltas.
+
+Gemini has no end event: a stream is complete if it has a finishReason when the connection ends.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,9 @@ class Reader:
     def __init__(self) -> None:
         self._id = ""
         self._opened = False
-        self._calls: dict[int, int] = {}  # choice -> how many
+        self._calls: dict[int, int] = {}  # choice -> number of tool calls
         self._finished: set[int] = set()
-        self._texts: dict[int, list[str]] = {}  # choice -> what it said
+        self._texts: dict[int, list[str]] = {}  # choice -> its text deltas
         self._groundings: dict[int, Grounding] = {}
         self._usage: Usage | None = None
 
@@ -109,12 +111,12 @@ class Reader:
             self._finished.add(choice)
             reason = reason_of(row.finish_reason)
             if reason == "stop" and self._calls.get(choice):
-                reason = "tool_calls"  # it has no other word
+                reason = "tool_calls"  # Gemini has no reason for tool calls
             yield from self._cited(choice)
             yield deltas.Finished(reason, choice=choice)
 
     def _cited(self, choice: int) -> Iterator[deltas.Delta]:
-        """All of them at the end, when the text is whole that their places are counted in."""
+        """Yield all citations at the end, when the text is complete in which their offsets count."""
         if choice in self._groundings:
             text = Text("".join(self._texts.get(choice, ())))
             yield from (deltas.Cited(each, choice) for each in self._groundings[choice].citations([text]))

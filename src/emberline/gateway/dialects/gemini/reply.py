@@ -1,4 +1,4 @@
-"""A generateContent reply of Gemini's, and the inner form's Answer. An event of its streams has the same shape."""
+"""Converts a generateContent reply to and from the canonical form; stream events have the same shape."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def parse(body: Json, changes: Changes) -> Answer:
 
 
 def blocked(feedback: Json) -> str:
-    """Why there is no answer at all: then the prompt was refused."""
+    """Return why Gemini blocked the prompt; raise Broken if a reply has no candidates and no block reason."""
     if not feedback.get("blockReason"):
-        raise Broken("the reply has no answer in it")
-    return str(feedback.get("blockReasonMessage") or f"the prompt was refused: {feedback['blockReason']}")
+        raise Broken("Gemini's reply has neither candidates nor a blockReason")
+    return str(feedback.get("blockReasonMessage") or f"Gemini blocked the prompt: {feedback['blockReason']}")
 
 
-def reason_of(fields: str) -> Reason:
-    if (reason := GEMINI.get(fields)) is None:
-        raise Broken(f"Gemini gave no usable answer: {fields}")
+def reason_of(finish_reason: str) -> Reason:
+    if (reason := GEMINI.get(finish_reason)) is None:
+        raise Broken(f"Gemini ended its reply with finishReason {finish_reason}")
     return reason
 
 
@@ -98,7 +98,7 @@ def render(answer: Answer, context: Asked) -> Json:
 
 
 def logprobs_of(result: Json | None) -> list[Json] | None:
-    """As OpenAI's chat shows them."""
+    """Return the token logprobs in the format of OpenAI's chat."""
     if not result:
         return None
     chosen, top = result.get("chosenCandidates") or [], result.get("topCandidates") or []
@@ -109,14 +109,14 @@ def logprobs_of(result: Json | None) -> list[Json] | None:
     return tokens
 
 
-def _token(fields: Json) -> Json:
-    text = str(fields.get("token", ""))
-    return {"token": text, "logprob": fields.get("logProbability", 0.0), "bytes": list(text.encode())}
+def _token(candidate: Json) -> Json:
+    text = str(candidate.get("token", ""))
+    return {"token": text, "logprob": candidate.get("logProbability", 0.0), "bytes": list(text.encode())}
 
 
 def logprobs_result(tokens: list[Json]) -> Json:
-    def told(token: Json) -> dict[str, Any]:
+    def render_token(token: Json) -> dict[str, Any]:
         return {"token": token.get("token", ""), "logProbability": token.get("logprob", 0.0)}
 
-    tops = [{"candidates": [told(other) for other in token.get("top_logprobs") or []]} for token in tokens]
-    return {"chosenCandidates": [told(token) for token in tokens], "topCandidates": tops}
+    tops = [{"candidates": [render_token(other) for other in token.get("top_logprobs") or []]} for token in tokens]
+    return {"chosenCandidates": [render_token(token) for token in tokens], "topCandidates": tops}

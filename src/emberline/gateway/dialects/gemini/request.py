@@ -1,5 +1,7 @@
-"""A generateContent request of Gemini's, and the inner form's Conversation. The model, and whether it streams, are in
-the URL."""
+"""Converts a generateContent request to and from the canonical form.
+
+The model, and whether the reply is streamed, are in the URL and not in the body.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from emberline.gateway.dialects.inner import (
 from emberline.gateway.dialects.recipient import Recipient
 from emberline.gateway.dialects.schemas import GEMINI, from_gemini, restricted
 
-_COUNTS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # which may be written 40.0
+_COUNTS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # clients may write them as 40.0
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
@@ -47,7 +49,7 @@ def parse(body: Json) -> Conversation:
 
 
 def _parse_config(config: Fields, request: Conversation) -> Json:
-    """What of it was not understood."""
+    """Read generationConfig into `request` and return the fields that were not understood."""
     for name in _COUNTS:
         if isinstance(value := config.left.get(name), float) and value.is_integer():
             config.left[name] = int(value)
@@ -84,7 +86,7 @@ def _parse_tools(fields: Fields, request: Conversation) -> None:
         raise unknown(mode, calling.at("mode"), ", ".join(_MODES))
     names = calling.texts("allowedFunctionNames") or []
     if mode == "VALIDATED":
-        calling.left["mode"] = mode  # others only know auto
+        calling.left["mode"] = mode  # other formats have only auto
     request.unread |= {calling.at(name): value for name, value in calling.left.items()}
     known = "named" if mode == "ANY" and len(names) == 1 else _MODES[mode]
     request.tool_choice = ToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
@@ -125,7 +127,7 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
     if config:
         body["generationConfig"] = config
     if request.parallel_tools is False:
-        changes.say("parallel_tools", "gemini may call several tools at once")
+        changes.say("parallel_tools", "gemini cannot disable parallel tool calls")
     for name in ("user", "metadata", "verbosity"):
         changes.dropped(getattr(request, name) or None, name, "gemini")
     return body
@@ -134,7 +136,7 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
 def _render_content(message: Message, names: dict[str, str]) -> Json:
     role = {"role": "model" if message.role == "assistant" else "user"}
     extra = message.extra
-    if message.shape == "list":  # its own: the role as it was written, or none
+    if message.shape == "list":  # parsed from Gemini: `extra` has the role as it was written, if any
         role = {}
     return {**role, "parts": render_parts(message.parts, names), **extra}
 
@@ -147,28 +149,30 @@ def _hoist_system(request: Conversation, changes: Changes) -> None:
             continue
         request.system += message.parts
         if rest:
-            changes.say("system", "what the system says later was moved to the beginning", within=".role")
+            changes.say("system", "later system messages were moved to the beginning", within=".role")
     request.system = [part for part in request.system if isinstance(part, Text)]
     request.messages = rest
 
 
 def _sign_calls(contents: list[Json], changes: Changes) -> None:
-    """The first call of every turn needs a signature; Google names one for those that Gemini did not make."""
+    """Add Google's placeholder signature to unsigned calls: Gemini 3 requires one on the first call of a message."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:
             first["thoughtSignature"] = FOREIGN_SEAL
-            changes.say("messages", "a call without Gemini's signature is sent with Google's word for that",
+            changes.say("messages", "Google's placeholder was added to a tool call without a signature",
                         within=".thoughtSignature")  # fmt: skip
 
 
 def _render_tool(tool: Tool | Opaque, changes: Changes) -> Json:
-    assert isinstance(tool, Tool), "others were taken out"
+    assert isinstance(tool, Tool), "adapt() removed all others"
     result: Json = {"name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
     if tool.schema is not None:
         result["parametersJsonSchema"] = restricted(
-            tool.schema, GEMINI, lambda word: changes.at(f"tools[].{word}", "gemini does not know this word of schemas")
+            tool.schema,
+            GEMINI,
+            lambda word: changes.at(f"tools[].{word}", "gemini does not support this schema keyword"),
         )
     return result
 
@@ -195,6 +199,8 @@ def _render_format(response_format: ResponseFormat, changes: Changes) -> Json:
         result["responseJsonSchema"] = restricted(
             response_format.schema,
             GEMINI,
-            lambda word: changes.say("response_format", "gemini does not know this word of schemas", within=f".{word}"),
+            lambda word: changes.say(
+                "response_format", "gemini does not support this schema keyword", within=f".{word}"
+            ),
         )
     return result

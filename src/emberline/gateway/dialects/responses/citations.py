@@ -1,4 +1,4 @@
-"""The citations of Responses: annotations of a text, whose places are its characters."""
+"""Citations in Responses: annotations of a text part, with character offsets in it."""
 
 from __future__ import annotations
 

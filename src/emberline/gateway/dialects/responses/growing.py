@@ -1,4 +1,4 @@
-"""The items of a streamed response as they grow: each tells its events, and can be shown at any time."""
+"""Output items of a streamed response: each collects its text and returns the events for its changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _HEAD = b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":
 
 
 class Growing:
-    kind: ClassVar[str]  # of what grows, as its events are named
-    part_place: ClassVar[Json]  # how events say which part it is
+    kind: ClassVar[str]  # name of the delta events, without "response." and ".delta"
+    part_place: ClassVar[Json]  # index field of the part in its events
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
@@ -72,7 +72,7 @@ class Call(Growing):
 
 
 class Said(Growing):
-    """A message: its one part begins right after it and ends right before it."""
+    """A message with one part, which opens directly after the item and closes directly before it."""
 
     kind = "output_text"
     part_place: ClassVar[Json] = {"content_index": 0}
@@ -126,7 +126,7 @@ class Refused(Said):
 
 
 class Thought(Growing):
-    """Thinking, told as a summary of one part; or only sealed, and not told."""
+    """Reasoning: a summary with one part, or only encrypted content if `has_summary` is False."""
 
     kind = "reasoning_summary_text"
     part_place: ClassVar[Json] = {"summary_index": 0}

@@ -1,4 +1,4 @@
-"""The items of a Responses request or reply, and the inner form's messages."""
+"""Converts the items of a Responses request or reply to and from canonical messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from emberline.gateway.dialects.responses.citations import render
 
 
 def parse_item(raw: object, path: str) -> Message:
-    """Every item is a message of its own here; neighbours are joined where a dialect wants it."""
+    """Parse one item into a message of its own; `merge_adjacent` joins them where a wire format requires it."""
     fields = Fields(raw, path)
     kind = fields.left.get("type", "message")
     match kind:
@@ -84,7 +84,7 @@ def _parse_part(raw: object, path: str, default_type: str) -> Part:
 
 
 def render_items(message: Message) -> list[Json]:
-    """In their order; texts and pictures that stand together are one message."""
+    """Return the message's items in order; adjacent texts and images become one message item."""
     items: list[Json] = []
     together: list[Part] = []
     for part in message.parts:
@@ -100,7 +100,7 @@ def render_items(message: Message) -> list[Json]:
 
 
 def _inside(part: Part) -> bool:
-    """A part of a message's content that we do not know, not an item."""
+    """Return whether an unknown part belongs to a message's content; other unknown parts are items."""
     return isinstance(part, Opaque) and part.kind.startswith("input_")
 
 
@@ -165,4 +165,4 @@ def _render_part(part: Part, default_type: str) -> Json:
             return {"type": "input_file", **{name: value for name, value in given.items() if value}, **part.extra}
         case Opaque():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not made fit for responses")
+    raise AssertionError(f"{type(part).__name__} was not adapted for Responses")

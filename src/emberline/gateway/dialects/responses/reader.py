@@ -1,4 +1,4 @@
-"""The events of a streamed response, as deltas."""
+"""Parses the events of a streamed response into deltas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Event(msgspec.Struct):
     annotation: Any = None
     item: _Item | None = None
     response: _Response | None = None
-    # of an error
+    # fields of an error event
     code: Any = None
     message: Any = None
     error: Any = None
@@ -58,15 +58,17 @@ _EVENTS = EventDecoder(_Event, "Responses")
 class Reader:
     def __init__(self) -> None:
         self._calls = Calls()
-        self._thought: tuple[int, int, int] | None = None  # which part of which item thinks
-        self._begins: dict[tuple[int, int], int] = {}  # each part of a text: after how many characters
+        self._thought: tuple[int, int, int] | None = None  # (item, summary, content) index of the last reasoning delta
+        self._begins: dict[tuple[int, int], int] = {}  # (item, content) index of a text part -> characters before it
         self._told = 0
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
-            return  # some send it here too
+            return  # some providers send it, although Responses has no such event
         decoded = _EVENTS.decode(event)
-        if decoded.type == "response.output_text.delta" and isinstance(decoded.delta, str):  # nearly all are
+        if decoded.type == "response.output_text.delta" and isinstance(
+            decoded.delta, str
+        ):  # fast path: nearly all events are
             self._begins.setdefault((decoded.output_index, decoded.content_index), self._told)
             self._told += len(decoded.delta)
             yield deltas.TextPiece(decoded.delta, logprobs=decoded.logprobs or None)
@@ -91,8 +93,8 @@ class Reader:
             case _Event(type="error" | "response.failed"):
                 raise raised({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
             case _Event(type=kind) if kind in _NEEDED:
-                raise Broken(f"an event of the stream has nothing in it: {kind}")
-        # all others repeat what was said, or tell of the server's own tools
+                raise Broken(f"an event of the stream lacks its content: {kind}")
+        # All other events repeat content, or belong to server-side tools.
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
@@ -121,7 +123,7 @@ class Reader:
         if item.type != "function_call":
             return
         if item.call_id is None or item.name is None or index in self._calls:
-            raise Broken("a call of the stream has no name, or the place of another")
+            raise Broken(f"tool call {index} of the stream has no call_id or name, or its index is already used")
         yield self._calls.open(index, item.call_id, item.name)
 
     def _done(self, index: int, item: _Item) -> Iterator[deltas.Delta]:

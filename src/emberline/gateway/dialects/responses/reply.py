@@ -1,4 +1,4 @@
-"""A whole response, and the inner form's Answer."""
+"""Converts an unstreamed response to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
 from emberline.gateway.errors import Broken
 
-# What Responses wants in every reply, if the request did not say it.
+# Required fields of every reply that repeat the request, for requests without them.
 _ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
 def parse(body: Json, changes: Changes) -> Answer:
     fields = Fields(body, "")
     if fields.left.get("status") in ("failed", "cancelled"):
-        raise raised({"error": fields.left.get("error") or {"message": f"the response is {fields.left['status']}"}})
+        raise raised(
+            {"error": fields.left.get("error") or {"message": f"the response has status {fields.left['status']!r}"}}
+        )
     id, model = fields.take("id", str, ""), fields.take("model", str, "")
     parts: list[Part] = []
     logprobs: list[Json] = []
@@ -54,7 +56,7 @@ def reason_of(status: object, details: Json | None) -> Reason:
 
 def render(answer: Answer, context: Asked) -> Json:
     if not answer.choices:
-        raise Broken("the reply has no answer in it")
+        raise Broken("the provider's reply has no choices")
     context.name(answer)
     choice = answer.choices[0]
     incomplete_reason = TO_RESPONSES[choice.reason or "stop"]
@@ -74,7 +76,7 @@ def response(
     usage: Usage | None = None,
     error: Json | None = None,
 ) -> Json:
-    """The object itself, at any time of its life."""
+    """Return the response object, complete or in progress."""
     return {
         "id": reply.id,
         "object": "response",
@@ -113,7 +115,7 @@ def _item(part: Part, id: str, choice: Choice) -> Json:
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []
             sealed = seals.shown(part.seal, part.family, "openai-responses") or None
             return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": sealed}
-    raise AssertionError(f"{type(part).__name__} has no place in a response")
+    raise AssertionError(f"{type(part).__name__} is not part of a response")
 
 
 def text_part(text: str, logprobs: list[Json] | None, annotations: list[Json]) -> Json:

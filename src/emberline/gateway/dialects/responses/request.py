@@ -1,4 +1,4 @@
-"""A Responses request, and the inner form's Conversation."""
+"""Converts a Responses request to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _render_tool(tool: Tool | Opaque) -> Json:
     result: Json = {"type": "function", "name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
     result |= {} if tool.schema is None and "parameters" in tool.extra else {"parameters": tool.schema}
-    # Left out, responses would make it strict: whoever did not ask for that did not write such a schema.
+    # Responses defaults to strict, which schemas that were not written for it do not satisfy.
     result |= {} if tool.strict is None and "strict" in tool.extra else {"strict": bool(tool.strict)}
     return {**result, **tool.extra}
 
