@@ -1,4 +1,4 @@
-"""Adapts a canonical request to another wire format: changes or drops what that format cannot express."""
+"""Adapts a canonical request to a wire format that cannot express all of it."""
 
 from __future__ import annotations
 
@@ -190,7 +190,10 @@ class _Fit:
 
 
 def merged(messages: list[Message], *, roles: tuple[str, ...]) -> list[Message]:
-    """Return the messages with adjacent ones of the same role in `roles` joined; tool results count as the user's."""
+    """Return the messages with adjacent ones of the same role joined, for the given `roles`.
+
+    Tool results count as the user's.
+    """
     result: list[Message] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role

@@ -35,7 +35,7 @@ class Calls:
         return deltas.ToolPiece(self._slots[index], text)
 
     def rest(self, index: int, default_arguments: str = "{}") -> tuple[deltas.ToolPiece, ...]:
-        """Return the arguments that are missing when the call ends: `default_arguments` if none were streamed."""
+        """Return the arguments to add when the call ends: `default_arguments` if none were streamed."""
         if index in self._slots and index not in self._bare:
             return ()
         return (self.piece(index, default_arguments),)

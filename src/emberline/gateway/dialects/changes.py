@@ -91,7 +91,7 @@ class Changes:
         return result
 
     def leftovers(self, request: Conversation, target: Spoken) -> None:
-        """Report the request's fields that only its own wire format knows; raise InvalidRequest for essential ones."""
+        """Report the fields that only the source format knows; raise InvalidRequest for essential ones."""
         words = self._words
         shared = OPENAI_SHARED if request.dialect in OPENAI and target in OPENAI else frozenset()
         for name, value in request.extra.items():

@@ -11,7 +11,10 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 def known(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """Return the rows that `parse` recognises. Malformed rows are skipped: they are no reason to fail a reply."""
+    """Return the rows that `parse` recognises.
+
+    Malformed rows are skipped, because a citation is no reason to fail a reply.
+    """
     return [citations for row in rows if (citations := parse(row)) is not None] if isinstance(rows, list) else []
 
 

@@ -1,4 +1,4 @@
-"""The deltas of a streamed reply: an EventReader parses a wire format's events into them, an EventWriter renders them.
+"""The deltas of a streamed reply, which an EventReader parses and an EventWriter renders.
 
 StreamStart, { content } ..., Finish, UsageUpdate, StreamEnd, where content is
 TextDelta | CitationDelta | ReasoningDelta | SignatureDelta | RefusalDelta | ToolCallStart { ToolCallArguments }
@@ -47,7 +47,7 @@ class ThinkingPiece:
 
 @dataclass(slots=True)
 class Sealed:
-    """The signature of the reasoning so far, or (`redacted`) reasoning that exists only in encrypted form."""
+    """The signature of the reasoning so far, or (`redacted`) encrypted reasoning without text."""
 
     seal: str
     family: Spoken
@@ -113,7 +113,7 @@ class Reader(Protocol):
 
 
 class Writer(Protocol):
-    """Renders deltas as the events of one stream: one start, each block closed before the next opens, one end."""
+    """Renders deltas as the events of one stream, each block closed before the next opens."""
 
     def push(self, delta: Delta) -> bytes: ...
 

@@ -1,4 +1,4 @@
-"""Converts between the two ways to ask for reasoning, an effort level and a token budget, at fixed thresholds."""
+"""Converts between effort levels and token budgets for reasoning, at fixed thresholds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def budget_of(effort: Effort) -> int:
 
 
 def effort_of(budget: int) -> Effort:
-    """Return one of the levels that every provider knows; a negative budget (Gemini's -1, "dynamic") gives medium."""
+    """Return a level that every provider knows; Gemini's -1 ("dynamic") gives medium."""
     if budget == 0:
         return "none"
     if budget < 0:

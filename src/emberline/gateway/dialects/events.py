@@ -15,7 +15,7 @@ MOST = 32 << 20  # one event can carry a whole image
 
 
 class EventSplitter:
-    """Returns the data of each complete event. Event names are dropped: every format repeats them in the data."""
+    """Returns the data of each complete event, without its name: every format repeats it in the data."""
 
     def __init__(self) -> None:
         self._rest = b""

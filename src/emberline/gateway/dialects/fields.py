@@ -1,4 +1,4 @@
-"""Reads a JSON object field by field: fields that were taken are understood, the rest stays in `unread`."""
+"""Reads a JSON object field by field; fields that were not taken stay in `unread`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Fields:
     @overload
     def take(self, name: str, expected_type: type[T], default: T) -> T: ...
     def take(self, name: str, expected_type: type[T], default: T | None = None) -> T | None:
-        """Remove and return a field, or `default` if it is absent or null; raise InvalidRequest for a wrong type.
+        """Remove and return a field, `default` if absent or null; raise InvalidRequest for a wrong type.
 
         A null stays in `unread`, so that it survives on the way back into the same wire format.
         """
@@ -49,7 +49,7 @@ class Fields:
         return value
 
     def each(self, name: str, parse: Parse[T]) -> list[T]:
-        """Remove a list and return its rows as parsed by `parse`. An empty list stays in `unread`, as null does."""
+        """Remove a list and return its parsed rows. An empty list stays in `unread`, as null does."""
         if self.left.get(name) == []:
             return []
         return each(self.take(name, list, []), self.at(name), parse)

@@ -1,4 +1,4 @@
-"""Maps finish reasons between the wire formats and the canonical ones; a missing one maps to the nearest."""
+"""Maps finish reasons between the wire formats; a missing one maps to the nearest."""
 
 from __future__ import annotations
 

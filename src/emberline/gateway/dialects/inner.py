@@ -98,7 +98,7 @@ class ToolResult:
 
 @dataclass(slots=True)
 class Thinking:
-    """Reasoning of a model. Only the provider format `origin` can read `signature`: a signature or encrypted text."""
+    """Reasoning of a model; only `origin` can read `signature`, a signature or encrypted text."""
 
     text: str
     family: Spoken

@@ -1,4 +1,4 @@
-"""Checks the order of a stream's deltas, which the event writers rely on; a violation by the provider raises Broken."""
+"""Checks the order of a stream's deltas, on which the event writers rely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about the model that receives a translated request: its version, and the fields that it accepts."""
+"""What is known about the model that receives a translated request."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _repointed(value: Any) -> Any:
 
 
 def closed(schema: Any, on_change: Drop) -> Any:
-    """Set additionalProperties to false on every object, as Anthropic requires; call `on_change` for each change."""
+    """Set additionalProperties to false on every object; call `on_change` for each change."""
     if isinstance(schema, list):
         return [closed(inner, on_change) for inner in schema]
     if not isinstance(schema, dict):
@@ -106,7 +106,7 @@ def closed(schema: Any, on_change: Drop) -> Any:
 
 
 def is_exact(schema: Any) -> bool:
-    """Return whether every object requires all its properties and allows no others, as OpenAI's strict tools must."""
+    """Return whether OpenAI accepts the schema as strict: all properties required, no others allowed."""
     if isinstance(schema, list):
         return all(map(is_exact, schema))
     if not isinstance(schema, dict):

@@ -14,7 +14,7 @@ _FAMILIES: tuple[Spoken, ...] = get_args(Spoken)
 
 
 def shown(signature: str, origin: Spoken, dialect: Spoken) -> str:
-    """Return the signature as it is sent in wire format `dialect`: prefixed with its origin if that differs."""
+    """Return the signature as sent in wire format `dialect`: with its origin as prefix if that differs."""
     return signature if not signature or origin == dialect else f"{origin}:{signature}"
 
 

@@ -107,7 +107,7 @@ GRAMMARS: Mapping[Spoken, Grammar] = {
 def translate_request(
     body: bytes, source: Spoken, target: Spoken, target_model: Recipient, *, stream: bool | None = None
 ) -> tuple[bytes, list[Changed]]:
-    """Return the request in wire format `target`, and what was changed. Nothing is lost if `source` is `target`.
+    """Return the request in wire format `target`, and what was changed.
 
     `stream` is whether the reply is streamed, for Gemini clients, whose URL says so. Raises InvalidRequest.
     """

@@ -1,1 +1,1 @@
-"""The providers, one small file each: the URL, credentials and deviations from the wire format of each API."""
+"""The providers, one file each: URL, credentials, and deviations from the wire format."""

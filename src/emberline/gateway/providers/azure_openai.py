@@ -1,4 +1,4 @@
-"""Azure OpenAI: every deployment has its own path at a resource's host, and every request names an API version."""
+"""Azure OpenAI: every deployment has its own path, and every request names an API version."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def report(call: Call, field: str, why: str) -> None:
 
 
 def near(url: str, base_url: str, domain: str) -> bool:
-    """Return whether a URL from a provider or a key may get credentials: same server, or HTTPS in `domain`."""
+    """Return whether a URL may receive credentials: it is the same server, or HTTPS in `domain`."""
     there, here = urlsplit(url), urlsplit(base_url)
     if (there.scheme, there.netloc) == (here.scheme, here.netloc):
         return True

@@ -1,4 +1,4 @@
-"""Decodes Bedrock's replies into Anthropic's wire format: Claude's wrapped events, and the replies of Converse."""
+"""Decodes Bedrock's replies, of InvokeModel and Converse, into Anthropic's wire format."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Unwrapped(Decoder):
 
 
 class Conversed(Unwrapped):
-    """Decodes Converse replies: the usage follows the end, and a text block may start with its first delta."""
+    """Decodes Converse replies; the usage follows the end, and text blocks may lack a start event."""
 
     def __init__(self, model: str) -> None:
         super().__init__()

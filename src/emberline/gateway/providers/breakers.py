@@ -25,7 +25,10 @@ Key = tuple[str, str, str, str, int, int]  # account, gateway, provider's addres
 
 
 def is_cut_short(call: Call, code: str) -> bool:
-    """Return whether `code` is a timeout that the caller set shorter than the gateway's: it proves no fault."""
+    """Return whether `code` is a timeout that the caller set shorter than the gateway's own.
+
+    Such a timeout proves no fault of the provider.
+    """
     if code not in (TimedOut.code, Unreached.code) or call.options.request_timeout is None:
         return False
     timeouts = call.settings.timeouts
@@ -98,7 +101,7 @@ class Breakers:
 
 
 def _name(call: Call, provider: Provider, key: str | None) -> Key:
-    """Return the breaker's key; model and credential are hashed to bound their length and to keep no secrets."""
+    """Return the breaker's key; hashes bound the length of model names and keep credentials secret."""
     what = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
     credential = key if key is not None else own_key(call)
     return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(what), hash(credential)

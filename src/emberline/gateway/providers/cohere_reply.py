@@ -94,10 +94,10 @@ def _text(message: Json, kind: str) -> str:
     return "".join(str(part.get(kind) or "") for part in content if part.get("type") == kind)
 
 
-def _reason(fields: Any) -> str:
-    if fields not in _REASONS:
+def _reason(reason: Any) -> str:
+    if reason not in _REASONS:
         raise Broken(f"Cohere's reply has an unexpected finish_reason: {str(reason)[:80]!r}")
-    return _REASONS[fields]
+    return _REASONS[reason]
 
 
 def _usage(reported: Any) -> Json | None:

@@ -20,7 +20,7 @@ class Gemini(Provider):
     paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "models/{model}"}
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
-        """Return "gemini" for generateContent and for streams with alt=sse; without it a stream is a JSON list."""
+        """Return "gemini" for generateContent and for streams with alt=sse; others are a JSON list."""
         return "gemini" if endpoint.endswith(f":{WHOLE}") or Gemini.streams_at(self, endpoint, query) else "raw"
 
     def model_in(self, endpoint: str) -> str:

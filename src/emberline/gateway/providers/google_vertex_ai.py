@@ -28,7 +28,7 @@ _REGION = re.compile(r"(?:^|/)locations/([a-z0-9-]+)/")
 
 
 class VertexAI(Gemini):
-    """A model is named PUBLISHER/MODEL, or MODEL for Google's; base_url may contain the project and the region."""
+    """A model is PUBLISHER/MODEL, or MODEL for Google's; base_url may contain project and region."""
 
     slug = "google-vertex-ai"
     base_url = "https://{region}aiplatform.googleapis.com"

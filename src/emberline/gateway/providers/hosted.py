@@ -1,4 +1,4 @@
-"""Claude hosted by AWS or Google: Anthropic's wire format with the model in the path and the version in the body."""
+"""Claude hosted by AWS or Google: the model is in the path, the API version in the body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: rejects unknown fields, requires tool call ids of nine letters and digits, and always sends the usage."""
+"""Mistral: rejects unknown fields, and requires tool call ids of nine letters and digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenRouter: many providers behind one API. Keep-alives are SSE comments; errors may come within a stream."""
+"""OpenRouter: many providers behind one API. Errors may come within a stream."""
 
 from __future__ import annotations
 

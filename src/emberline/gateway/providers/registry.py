@@ -1,4 +1,4 @@
-"""Finds the provider for a slug as a gateway's settings configure it; instances are cached per configuration."""
+"""Finds the provider for a slug and a gateway's settings; instances are cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicate: a chat request becomes a prediction, whose result is polled, or streamed from a separate URL."""
+"""Replicate: a chat request becomes a prediction, which is polled or streamed from its own URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AWS Signature Version 4: requests are signed with a key derived from the secret for one day, region and service.
+"""AWS Signature Version 4: signs with a key derived for one day, region and service.
 
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html
 """
@@ -34,7 +34,7 @@ def signed(
     service: str,
     now: float,
 ) -> dict[str, str]:
-    """Return `headers`, all of which are signed, plus those of the signature. `now` is Unix time in seconds."""
+    """Return `headers`, all of them signed, plus those of the signature; `now` is Unix time."""
     parts = urlsplit(url)
     stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
     result = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}

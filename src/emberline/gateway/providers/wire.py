@@ -1,4 +1,4 @@
-"""Builds the HTTP request to a provider for a gateway request, and knows how the reply is translated back.
+"""Builds the provider's HTTP request for a gateway request, and translates the reply back.
 
 Where the provider supports the client's wire format, the body stays unchanged except for the model's name and the field
 that requests a stream's usage.

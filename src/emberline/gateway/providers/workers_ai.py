@@ -1,4 +1,4 @@
-"""Cloudflare Workers AI: a path that is a model's name runs that model; the OpenAI-compatible API is at v1/."""
+"""Cloudflare Workers AI: a path that is a model's name runs it; OpenAI's API is at v1/."""
 
 from __future__ import annotations
 

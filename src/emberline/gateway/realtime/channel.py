@@ -1,4 +1,4 @@
-"""A WebSocket to a provider. Both directions have bounded buffers, so that a slow reader slows down its sender."""
+"""A WebSocket to a provider, with bounded buffers: a slow reader slows down its sender."""
 
 from __future__ import annotations
 

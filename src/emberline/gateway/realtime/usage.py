@@ -1,4 +1,4 @@
-"""Reads the usage from the messages of a realtime session; each covers one response, so the caller adds them up."""
+"""Reads the usage from the messages of a realtime session; each message covers one response."""
 
 from __future__ import annotations
 

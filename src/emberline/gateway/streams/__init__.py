@@ -1,1 +1,1 @@
-"""Streamed replies: split into events, metered, passed on, and continued at another provider if they break."""
+"""Streamed replies: split into events, metered, passed on, and continued elsewhere if they break."""

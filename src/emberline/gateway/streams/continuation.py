@@ -63,7 +63,10 @@ def claude_goes_on(model: str, request: Conversation) -> bool:
 
 
 def continued(body: bytes, request: Conversation, sent_text: str, prefill: Prefill) -> bytes:
-    """Return the request body that continues after `sent_text`, whose trailing whitespace some providers reject."""
+    """Return the request body that continues the reply after `sent_text`.
+
+    Trailing whitespace of the text is dropped, because some providers reject it.
+    """
     if not sent_text.strip():
         return body
     data = decode(body, Json)

@@ -1,4 +1,4 @@
-"""Meters an AWS event stream that is passed on unchanged: usage, errors and completeness of its messages."""
+"""Meters an AWS event stream that is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EventStreamMeter(RawMeter):
 
 
 def _unwrapped(payload: bytes) -> Any:
-    """Return the payload's JSON, or the model's own JSON wrapped in its `bytes`; None if it cannot be decoded."""
+    """Return the payload's JSON, or the model's JSON wrapped in it; None if it cannot be decoded."""
     try:
         data = msgspec.json.decode(payload)
         if isinstance(data, dict) and isinstance(data.get("bytes"), str):

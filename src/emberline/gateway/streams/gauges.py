@@ -312,7 +312,7 @@ class _Embeddings(msgspec.Struct):
 
 
 def raw(name: bytes, payload: bytes, state: Signs) -> None:
-    """Observe an event of an unknown format: any data is content, and the stream ends with the connection."""
+    """Observe an event of an unknown format, in which any data counts as content."""
     state.begun = True
     if b'"usage' in payload:
         with contextlib.suppress(*NOT_JSON):

@@ -120,7 +120,7 @@ class Meter:
 
 
 class RawMeter(Meter):
-    """The meter of a reply in an unknown format: bytes pass unchanged, and the connection's end is its end."""
+    """The meter of a reply in an unknown format, which ends with the connection."""
 
     def __init__(self) -> None:
         super().__init__("raw")

@@ -60,7 +60,7 @@ class Passage:
         self._settle = on_end
 
     async def _more(self, deadline: float, first: bool = False) -> bytes | None:
-        """Return complete events, None at the end; raise TimedOut after too long without an event that has data."""
+        """Return complete events, None at the end; raise TimedOut if no event with data arrives in time."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
         idle_deadline = now - self._silence + (GRACE if meter.signs.ended else timeouts.between_events)

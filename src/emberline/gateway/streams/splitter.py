@@ -59,7 +59,7 @@ def _ends(data: bytes, searched: int) -> Iterator[int]:
 
 
 def _ends_in_large(data: bytes, searched: int) -> Iterator[int]:
-    """Yield the same as `_event_ends`, faster for few events in much data: 0.03 s instead of 0.3 s for 30 MB."""
+    """Yield what `_event_ends` does, faster for few events in much data (30 MB: 0.03 s, not 0.3 s)."""
     nearest = {separator: data.find(separator, searched) for separator in _GAPS}
     at = searched
     while True:

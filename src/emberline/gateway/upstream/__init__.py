@@ -1,1 +1,1 @@
-"""HTTP requests to providers over pooled connections, with protection against requests to private addresses."""
+"""HTTP requests to providers over pooled connections; custom ones only at public addresses."""

@@ -1,4 +1,4 @@
-"""Converts a provider's own reply format into one of the gateway's wire formats while the reply is read."""
+"""Converts a provider's own reply format into a supported wire format while it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP client for providers. For custom providers it connects to the very address that was checked as public."""
+"""The HTTP client for providers; it connects to the very address that was checked as public."""
 
 from __future__ import annotations
 

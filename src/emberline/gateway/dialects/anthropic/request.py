@@ -135,7 +135,7 @@ def _render_message(message: Message) -> Json:
 
 
 def _hoist_system(request: Conversation, target_model: Recipient, changes: Changes) -> None:
-    """Move system messages to `system`; later ones stay where the model accepts them between other messages."""
+    """Move system messages to `system`, except later ones that the model accepts in place."""
     rest: list[Message] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
@@ -206,7 +206,10 @@ def _render_choice(request: Conversation, body: Json, changes: Changes) -> None:
 
 
 def _limit_sampling(request: Conversation, target_model: Recipient, is_thinking: bool, changes: Changes) -> None:
-    """Remove the sampling fields that Claude rejects: all in later models, some in earlier ones or while thinking."""
+    """Remove the sampling fields that Claude rejects.
+
+    Later models reject all of them, earlier ones some, and more while thinking.
+    """
     if target_model.claude is None:
         return
     if request.temperature is not None and request.temperature > 1:

@@ -1,4 +1,4 @@
-"""Claude's reasoning options: a token budget in earlier models, an effort level in later ones, both in between."""
+"""Claude's reasoning options: a token budget in earlier models, an effort level in later ones."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Writer:
         return before + _DELTA % (self._index, b'"signature_delta","signature":', sse.dumps(signature))
 
     def _cite(self, citation: Citation) -> bytes:
-        """Add the citation to the open text block; it is dropped if none is open, as closed blocks cannot change.
+        """Add the citation to the open text block; drop it if none is open.
 
         Later text goes into a new block, because a citation refers to the whole block.
         """

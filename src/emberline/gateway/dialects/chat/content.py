@@ -124,7 +124,7 @@ def _parse_file(fields: Fields, file: Fields) -> File:
 
 
 def render_message(message: Message) -> list[Json]:
-    """Return the chat messages for a canonical one: tool results become separate messages before the rest."""
+    """Return the chat messages for a canonical one: first its tool results, then the rest."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_result(part, message))]
@@ -178,7 +178,7 @@ def render_call(call: ToolCall) -> Json:
 
 
 def google_extra(signature: str) -> Json:
-    """Return the field in which Google's OpenAI-compatible API carries the signature of a tool call's reasoning."""
+    """Return the field for a tool call's signature in Google's OpenAI-compatible API."""
     return {"extra_content": {"google": {"thought_signature": signature}}} if signature else {}
 
 

@@ -61,7 +61,7 @@ def _render_choice(index: int, choice: Choice) -> Json:
 
 
 def _message(parts: list[Part]) -> Json:
-    """Render the parts of a choice: text joined in `content`; reasoning, refusal and calls in their own fields."""
+    """Render a choice: text joined in `content`; reasoning, refusal and calls in separate fields."""
     texts, thoughts, refusals = ["".join(p.text for p in parts if isinstance(p, k)) for k in (Text, Thinking, Refusal)]
     calls: list[Json] = []
     signature = ""

@@ -155,7 +155,7 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
 
 
 def _fit_results(messages: list[Message], changes: Changes) -> list[Message]:
-    """Move content other than text out of tool results into the user's message: chat allows only text there."""
+    """Move images and files out of tool results into the user's message: chat allows only text there."""
     for message in messages:
         shown: list[Part] = []
         for part in message.parts:

@@ -10,7 +10,7 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 class Grounding:
-    """Collects the grounding metadata of one candidate; in a stream, chunk indices count over all its events."""
+    """Collects the grounding metadata of one candidate; chunk indices count over all events."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []

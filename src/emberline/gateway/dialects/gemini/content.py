@@ -114,7 +114,7 @@ def _parse_media(fields: Fields, place: str, extra: Json) -> Part:
 
 
 def found_seal(signature: str) -> tuple[str, Spoken]:
-    """Return a signature and its origin; signatures of other origins are wrapped in base64, as Google requires."""
+    """Return a signature and its origin; those of other origins are wrapped in base64."""
     try:
         return _foreign(base64.b64decode(signature, validate=True).decode()) or (signature, "gemini")
     except (binascii.Error, UnicodeDecodeError):

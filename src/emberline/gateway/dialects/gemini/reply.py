@@ -46,7 +46,7 @@ def parse(body: Json, changes: Changes) -> Answer:
 
 
 def blocked(feedback: Json) -> str:
-    """Return why Gemini blocked the prompt; raise Broken if a reply has no candidates and no block reason."""
+    """Return why Gemini blocked the prompt; raise Broken if the reply gives no block reason."""
     if not feedback.get("blockReason"):
         raise Broken("Gemini's reply has neither candidates nor a blockReason")
     return str(feedback.get("blockReasonMessage") or f"Gemini blocked the prompt: {feedback['blockReason']}")

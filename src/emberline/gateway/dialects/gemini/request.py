@@ -155,7 +155,7 @@ def _hoist_system(request: Conversation, changes: Changes) -> None:
 
 
 def _sign_calls(contents: list[Json], changes: Changes) -> None:
-    """Add Google's placeholder signature to unsigned calls: Gemini 3 requires one on the first call of a message."""
+    """Add Google's placeholder signature: Gemini 3 requires one on the first call of a message."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:

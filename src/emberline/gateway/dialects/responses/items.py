@@ -24,7 +24,7 @@ from emberline.gateway.dialects.responses.citations import render
 
 
 def parse_item(raw: object, path: str) -> Message:
-    """Parse one item into a message of its own; `merge_adjacent` joins them where a wire format requires it."""
+    """Parse one item into a separate message; `merge_adjacent` joins messages where required."""
     fields = Fields(raw, path)
     kind = fields.left.get("type", "message")
     match kind:
