@@ -207,7 +207,7 @@ def test_several_answers() -> None:
     request = {**HI["openai-chat"], "n": 3}
     assert translate(request, "openai-chat", "gemini")[0]["generationConfig"] == {"candidateCount": 3}
     for target in ("anthropic", "openai-responses"):
-        with pytest.raises(InvalidRequest, match="one answer") as raised:
+        with pytest.raises(InvalidRequest, match="one choice per request") as raised:
             translate(request, "openai-chat", target)  # type: ignore[arg-type]
         assert raised.value.param == "n"
 
@@ -373,7 +373,7 @@ def test_ids_that_anthropic_refuses() -> None:
     body, changed = translate(request, "openai-chat", "anthropic")
     assert body["messages"][1]["content"][-2]["id"] == "functions_weather_0"
     assert body["messages"][2]["content"][0]["tool_use_id"] == "functions_weather_0"
-    assert "signs" in changed["messages[].tool_call_id"]
+    assert "characters" in changed["messages[].tool_call_id"]
 
 
 def test_thinking_goes_only_to_its_family() -> None:
@@ -382,9 +382,9 @@ def test_thinking_goes_only_to_its_family() -> None:
             if source == target:
                 continue
             body, changed = translate(request, source, target)
-            assert "A city." not in json.dumps(body) and any("its own provider" in why for why in changed.values())
+            assert "A city." not in json.dumps(body) and any("only the provider that produced" in why for why in changed.values())
             welcome, changed = translate(request, source, target, Recipient("qwen3", takes_thoughts=True))
-            assert "A city." in json.dumps(welcome) and not any("its own provider" in why for why in changed.values())
+            assert "A city." in json.dumps(welcome) and not any("only the provider that produced" in why for why in changed.values())
 
 
 def test_a_sealed_thought_comes_home() -> None:
@@ -423,7 +423,7 @@ def test_pictures_in_results() -> None:
     request = {**HI["anthropic"], "messages": [{"role": "user", "content": blocks}]}
     body, changed = translate(request, "anthropic", "openai-chat")
     assert body["messages"][0] == {"role": "tool", "tool_call_id": "toolu_1", "content": "see"}
-    assert body["messages"][1]["content"][0]["type"] == "image_url" and "said by the user" in str(changed)
+    assert body["messages"][1]["content"][0]["type"] == "image_url" and "moved to a user message" in str(changed)
     body, changed = translate(request, "anthropic", "openai-responses")
     assert [part["type"] for part in body["input"][0]["output"]] == ["input_text", "input_image"] and not changed
     body, _ = translate(request, "anthropic", "gemini")
@@ -460,7 +460,7 @@ def test_audio_that_a_provider_does_not_take_is_refused_by_name() -> None:
     body, changed = translate(request, "openai-chat", "gemini")
     assert len(body["contents"][0]["parts"]) == 2 and not changed
     for target in ("anthropic", "openai-responses"):
-        with pytest.raises(InvalidRequest, match=r"input_audio \(audio/wav\), and .* takes no audio") as refused:
+        with pytest.raises(InvalidRequest, match=r"input_audio part \(audio/wav\).*, but .* does not accept audio") as refused:
             translate(request, "openai-chat", target)
         assert refused.value.param == "messages"
 
@@ -612,7 +612,7 @@ def test_formats_of_claude() -> None:
     same, _ = translate({**HI["anthropic"], "output_format": form}, "anthropic", "anthropic", "m")
     assert same == {**HI["anthropic"], "output_format": form}
     back, changed = translate(body, "openai-chat", "anthropic", "claude-3-5-haiku-20241022")
-    assert "output_config" not in back and "no schema" in changed["response_format"]
+    assert "output_config" not in back and "not support schemas" in changed["response_format"]
 
 
 def test_parallel_calls_without_tools() -> None:

@@ -238,5 +238,5 @@ def test_what_converse_is_asked() -> None:
 
 def test_pictures_must_be_there() -> None:
     picture = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
-    with pytest.raises(InvalidRequest, match="pictures"):
+    with pytest.raises(InvalidRequest, match="does not accept this image"):
         converse({"messages": [{"role": "user", "content": [picture]}]}, lambda field, why: None)

@@ -50,7 +50,7 @@ class Meter:
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
-            self.broken = Broken(f"an event of the stream is not valid JSON: {e}")
+            self.broken = Broken(f"an event of the stream is malformed: {e}")
         except Broken as e:
             self.broken = e
         return events[0] if len(events) == 1 else b"".join(events)
@@ -73,7 +73,7 @@ class Meter:
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
-            self.broken = Broken(f"an event of the stream is not valid JSON: {e}")
+            self.broken = Broken(f"an event of the stream is malformed: {e}")
         except (Broken, WorkTooLarge) as e:
             self.broken = e if isinstance(e, Broken) else Broken(f"an event of the stream is too large: {e.message}")
         return b"".join(events)
