@@ -1,5 +1,7 @@
-"""One reply that cites a page as each dialect tells it, whole and streamed. Before the cited words there are signs of
-two and four bytes, and another text."""
+"""One reply with a citation in each wire format, unstreamed and streamed.
+
+Before the cited text are characters of two and four bytes, and another text part, so that wrong offsets show.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ PAGE = {"url": "https://wx.example/oslo", "title": "Météo"}
 
 START = len(FIRST + BEFORE)
 ANNOTATION = {**PAGE, "start_index": START, "end_index": START + len(CITED)}
-OF_SECOND = {**PAGE, "type": "url_citation", "start_index": len(BEFORE), "end_index": len(BEFORE + CITED)}
+SECOND_ANNOTATION = {**PAGE, "type": "url_citation", "start_index": len(BEFORE), "end_index": len(BEFORE + CITED)}
 LOCATION = {**PAGE, "type": "web_search_result_location", "cited_text": "il pleut", "encrypted_index": "Zm9v"}
 CHUNKS = [{"web": {"uri": PAGE["url"], "title": PAGE["title"]}}]
 
 
-def grounding(begin: int, **more: Any) -> dict[str, Any]:
-    """Of the cited words, which come `begin` bytes after the beginning."""
+def grounding_metadata(begin: int, **more: Any) -> dict[str, Any]:
+    """Return Gemini's metadata for the cited text, which starts at byte `begin`."""
     segment = {"startIndex": begin, "endIndex": begin + len(CITED.encode()), "text": CITED, **more}
     return {"groundingChunks": CHUNKS, "groundingSupports": [{"segment": segment, "groundingChunkIndices": [0]}]}
 
@@ -42,7 +44,7 @@ def _chat(**choice: Any) -> dict[str, Any]:
 
 
 _ANNOTATED = {"annotations": [{"type": "url_citation", "url_citation": ANNOTATION}]}
-_ITEMS = [_message("msg_1", FIRST), _message("msg_2", SECOND, OF_SECOND)]
+_ITEMS = [_message("msg_1", FIRST), _message("msg_2", SECOND, SECOND_ANNOTATION)]
 _BLOCKS: list[tuple[str, list[Any] | None]] = [(FIRST, None), (BEFORE, None), (CITED, [LOCATION]), (AFTER, None)]
 
 CITING: dict[Spoken, dict[str, Any]] = {
@@ -56,7 +58,7 @@ CITING: dict[Spoken, dict[str, Any]] = {
     "gemini": _candidate(
         [{"text": "Hm.", "thought": True}, {"text": FIRST}, {"text": SECOND}],
         finishReason="STOP",
-        groundingMetadata=grounding(len(BEFORE.encode()), partIndex=2),
+        groundingMetadata=grounding_metadata(len(BEFORE.encode()), partIndex=2),
     ),
 }
 
@@ -65,7 +67,7 @@ def _response(kind: str, output: list[Any]) -> dict[str, Any]:
     return {"type": f"response.{kind}", "response": {**REPLIES["openai-responses"], "status": kind, "output": output}}
 
 
-def _texts(index: int, *texts: str) -> list[dict[str, Any]]:
+def _text_deltas(index: int, *texts: str) -> list[dict[str, Any]]:
     place = {"item_id": f"msg_{index + 1}", "output_index": index, "content_index": 0, "logprobs": []}
     return [{"type": "response.output_text.delta", **place, "delta": text} for text in texts]
 
@@ -80,7 +82,12 @@ def _block(index: int, text: str, cited: list[Any] | None) -> list[dict[str, Any
     ]
 
 
-_ADDED = {"type": "response.output_text.annotation.added", "item_id": "msg_2", "output_index": 1, "content_index": 0}
+_ANNOTATION_ADDED = {
+    "type": "response.output_text.annotation.added",
+    "item_id": "msg_2",
+    "output_index": 1,
+    "content_index": 0,
+}
 
 CITING_STREAMS: dict[Spoken, bytes] = {
     "openai-chat": data(
@@ -88,8 +95,9 @@ CITING_STREAMS: dict[Spoken, bytes] = {
         chunk(_ANNOTATED), chunk({}, "stop"), b"[DONE]",
     ),
     "openai-responses": named(
-        _response("created", []), *_texts(0, FIRST), *_texts(1, BEFORE, CITED),
-        {**_ADDED, "annotation_index": 0, "annotation": OF_SECOND}, *_texts(1, AFTER), _response("completed", _ITEMS),
+        _response("created", []), *_text_deltas(0, FIRST), *_text_deltas(1, BEFORE, CITED),
+        {**_ANNOTATION_ADDED, "annotation_index": 0, "annotation": SECOND_ANNOTATION}, *_text_deltas(1, AFTER),
+        _response("completed", _ITEMS),
     ),
     "anthropic": named(
         {"type": "message_start", "message": {**REPLIES["anthropic"], "content": [], "stop_reason": None}},
@@ -100,6 +108,6 @@ CITING_STREAMS: dict[Spoken, bytes] = {
     "gemini": data(
         _candidate([{"text": FIRST}]), _candidate([{"text": SECOND[:9]}]),
         _candidate([{"text": SECOND[9:]}], finishReason="STOP",
-                   groundingMetadata=grounding(len(TEXT[:START].encode()))),
+                   groundingMetadata=grounding_metadata(len(TEXT[:START].encode()))),
     ),
 }  # fmt: skip

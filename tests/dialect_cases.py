@@ -1,4 +1,4 @@
-"""The same conversation, reply and stream as each dialect writes them: thinking, a picture, two calls."""
+"""The same request, reply and stream in each wire format: reasoning, an image, two tool calls."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ REQUESTS: dict[Spoken, dict[str, Any]] = {
     "gemini": GEMINI,
 }
 
-# One reply: thinking, a text, two calls; 30 tokens in of which 10 were cached, 20 out of which 5 thought.
+# One reply: reasoning, a text, two tool calls; 30 input tokens (10 cached), 20 output tokens (5 of reasoning).
 REPLIES: dict[Spoken, dict[str, Any]] = {
     "openai-chat": {
         "id": "chatcmpl-1",

@@ -1,4 +1,4 @@
-"""Requests into another dialect: every pair as a golden, and the rules one by one."""
+"""Translation of requests: a golden file for every pair of wire formats, and each rule by itself."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def translate(
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_goldens(source: Spoken, target: Spoken) -> None:
+def test_translated_requests_match_goldens(source: Spoken, target: Spoken) -> None:
     body, changed = translate(REQUESTS[source], source, target)
     text = json.dumps({"body": body, "changed": changed}, indent=1, ensure_ascii=False) + "\n"
     goldens.check(f"dialects/{source}_to_{target}.json", text.encode())
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_hi(source: Spoken, target: Spoken) -> None:
+def test_minimal_request(source: Spoken, target: Spoken) -> None:
     body, changed = translate(HI[source], source, target, "m")
     want = HI[target] | ({"store": False} if target == "openai-responses" else {})
     if source == "anthropic":
@@ -51,13 +51,13 @@ def test_hi(source: Spoken, target: Spoken) -> None:
     assert body == want and not changed
 
 
-def test_max_tokens_from_the_catalogue() -> None:
+def test_anthropic_max_tokens_from_catalogue() -> None:
     body, changed = translate(HI["openai-chat"], "openai-chat", "anthropic", Recipient("m", max_output=64000))
     assert body["max_tokens"] == 64000 and "64000" in changed["max_completion_tokens"]
     assert translate({**HI["openai-chat"], "max_tokens": 9}, "openai-chat", "anthropic")[0]["max_tokens"] == 9
 
 
-def test_older_chat_providers_know_only_max_tokens() -> None:
+def test_older_chat_providers_get_max_tokens() -> None:
     body, _ = translate(HI["anthropic"], "anthropic", "openai-chat", Recipient("m", max_tokens_name="max_tokens"))
     assert body["max_tokens"] == 50 and "max_completion_tokens" not in body
 
@@ -82,7 +82,7 @@ def test_older_chat_providers_know_only_max_tokens() -> None:
         ("qwen3-8b", "medium", {"type": "adaptive"}, {"effort": "medium"}),
     ],
 )
-def test_effort_for_claude(model: str, effort: str, thinking: Any, output: Any) -> None:
+def test_claude_effort(model: str, effort: str, thinking: Any, output: Any) -> None:
     request = {**HI["openai-chat"], "reasoning_effort": effort, "max_tokens": 30000}
     body, changed = translate(request, "openai-chat", "anthropic", model)
     assert body.get("thinking") == thinking and body.get("output_config") == output
@@ -106,27 +106,27 @@ def test_effort_for_claude(model: str, effort: str, thinking: Any, output: Any) 
         ("qwen3-8b", "max", "max"),
     ],
 )
-def test_effort_for_gpt(model: str, asked: str, got: str | None) -> None:
-    """What a model would refuse the whole request for is asked for by the next word that it knows."""
+def test_gpt_effort_is_nearest_supported(model: str, asked: str, got: str | None) -> None:
+    """An effort level that the model would reject is replaced by the nearest supported one."""
     thinking = {"thinking": {"type": "disabled"}} if asked == "none" else {"output_config": {"effort": asked}}
     sources: list[tuple[Spoken, dict[str, Any]]] = [("anthropic", thinking)]
     if asked == "minimal":
         sources = [("gemini", {"generationConfig": {"thinkingConfig": {"thinkingLevel": "MINIMAL"}}})]
-    for source, said in sources:
-        body, changed = translate(HI[source] | said, source, "openai-chat", model)
+    for source, reasoning in sources:
+        body, changed = translate(HI[source] | reasoning, source, "openai-chat", model)
         assert body.get("reasoning_effort") == got and bool(changed) == (got != asked)
-        body, changed = translate(HI[source] | said, source, "openai-responses", model)
+        body, changed = translate(HI[source] | reasoning, source, "openai-responses", model)
         assert body.get("reasoning") == (got and {"effort": got}) and bool(changed) == (got != asked)
 
 
-def test_no_room_to_think() -> None:
+def test_thinking_dropped_if_max_tokens_too_small() -> None:
     request = {**HI["openai-chat"], "reasoning_effort": "high", "max_tokens": 800}
     body, changed = translate(request, "openai-chat", "anthropic", "claude-sonnet-4-5")
     assert "thinking" not in body and "no room" in changed["reasoning_effort"]
 
 
 @pytest.mark.parametrize("model", ["claude-opus-5-5", "claude-sonnet-5-5", "claude-fable-5-1"])
-def test_calls_that_cannot_be_forced(model: str) -> None:
+def test_claude_that_rejects_forced_tools_gets_auto(model: str) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
         body, changed = translate({**CHAT, "tool_choice": choice}, "openai-chat", "anthropic", model)
@@ -134,7 +134,7 @@ def test_calls_that_cannot_be_forced(model: str) -> None:
         assert body["thinking"] == {"type": "adaptive"} and [tool["name"] for tool in body["tools"]] == ["weather"]
 
 
-def test_a_forced_call_excludes_thinking() -> None:
+def test_forced_tool_call_drops_thinking() -> None:
     request = {**CHAT, "tool_choice": "required"}
     body, changed = translate(request, "openai-chat", "anthropic")
     assert "thinking" not in body and body["tool_choice"] == {"type": "any"} and "reasoning_effort" in changed
@@ -150,14 +150,14 @@ def test_a_forced_call_excludes_thinking() -> None:
         ("smollm2", {"temperature", "top_p", "top_k"}),
     ],
 )
-def test_sampling_that_claude_takes(model: str, kept: set[str]) -> None:
+def test_claude_gets_only_accepted_sampling_fields(model: str, kept: set[str]) -> None:
     request = {"contents": HI["gemini"]["contents"], "generationConfig": {"temperature": 0.5, "topP": 0.9, "topK": 4}}
     body, changed = translate(request, "gemini", "anthropic", model)
     assert body.keys() & {"temperature", "top_p", "top_k"} == kept
-    assert len(changed) == 1 + 3 - len(kept)  # the limit, and each that was dropped
+    assert len(changed) == 1 + 3 - len(kept)  # the added limit, and each dropped field
 
 
-def test_temperature_beyond_1() -> None:
+def test_claude_temperature_is_capped_at_1() -> None:
     request = {**HI["openai-chat"], "temperature": 1.7, "max_tokens": 5}
     assert translate(request, "openai-chat", "anthropic", "claude-3-5-haiku")[0]["temperature"] == 1.0
     assert translate(request, "openai-chat", "anthropic", "smollm2")[0]["temperature"] == 1.7
@@ -170,7 +170,7 @@ def test_temperature_beyond_1() -> None:
         ("gemini-2.5-flash", {"includeThoughts": True, "thinkingBudget": 24576}),
     ],
 )
-def test_effort_for_gemini(model: str, config: Any) -> None:
+def test_gemini_effort(model: str, config: Any) -> None:
     body, _ = translate({**HI["openai-chat"], "reasoning_effort": "high"}, "openai-chat", "gemini", model)
     assert body["generationConfig"]["thinkingConfig"] == config
 
@@ -184,13 +184,13 @@ def test_effort_for_gemini(model: str, config: Any) -> None:
         ("gemini-2.5-pro", {"thinkingBudget": 128}),
     ],
 )
-def test_no_thinking_where_gemini_always_does(model: str, config: Any) -> None:
+def test_gemini_reasoning_effort_none(model: str, config: Any) -> None:
     body, changed = translate({**HI["openai-chat"], "reasoning_effort": "none"}, "openai-chat", "gemini", model)
     assert body["generationConfig"]["thinkingConfig"] == config
     assert ("reasoning_effort" in changed) == (config != {"thinkingBudget": 0})
 
 
-def test_budgets_become_efforts() -> None:
+def test_budget_translates_to_effort() -> None:
     request = {**HI["anthropic"], "thinking": {"type": "enabled", "budget_tokens": 10000}}
     body, changed = translate(request, "anthropic", "openai-chat")
     assert body["reasoning_effort"] == "medium" and "10000" in changed["thinking"]
@@ -203,11 +203,11 @@ def test_budgets_become_efforts() -> None:
     }
 
 
-def test_several_answers() -> None:
+def test_n_is_rejected_without_support() -> None:
     request = {**HI["openai-chat"], "n": 3}
     assert translate(request, "openai-chat", "gemini")[0]["generationConfig"] == {"candidateCount": 3}
     for target in ("anthropic", "openai-responses"):
-        with pytest.raises(InvalidRequest, match="one answer") as raised:
+        with pytest.raises(InvalidRequest, match="one choice per request") as raised:
             translate(request, "openai-chat", target)  # type: ignore[arg-type]
         assert raised.value.param == "n"
 
@@ -222,7 +222,7 @@ def test_several_answers() -> None:
         ("anthropic", {"container": "c"}),
     ],
 )
-def test_what_cannot_be_left_out_is_refused(source: Spoken, field: dict[str, Any]) -> None:
+def test_essential_fields_are_rejected(source: Spoken, field: dict[str, Any]) -> None:
     for target in DIALECTS:
         if target != source:
             with pytest.raises(InvalidRequest) as raised:
@@ -230,7 +230,7 @@ def test_what_cannot_be_left_out_is_refused(source: Spoken, field: dict[str, Any
             assert raised.value.param == next(iter(field)) and raised.value.hint
 
 
-def test_items_that_only_their_provider_has_are_refused() -> None:
+def test_provider_bound_items_are_rejected() -> None:
     reference = {"input": [{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "hi"}]}
     block = {"role": "assistant", "content": [{"type": "compaction", "content": "so far"}]}
     summary = {**HI["anthropic"], "messages": [block, *HI["anthropic"]["messages"]]}
@@ -240,7 +240,7 @@ def test_items_that_only_their_provider_has_are_refused() -> None:
         translate(summary, "anthropic", "gemini")
 
 
-def test_system_prompts_in_the_middle() -> None:
+def test_late_system_messages() -> None:
     messages = [
         {"role": "developer", "content": "one"},
         {"role": "user", "content": "hi"},
@@ -258,7 +258,7 @@ def test_system_prompts_in_the_middle() -> None:
     assert [item["role"] for item in body["input"]] == ["developer", "user", "system"]
 
 
-def test_formats() -> None:
+def test_response_formats() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -271,8 +271,8 @@ def test_formats() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "out", "schema": schema, "strict": True}}
     request = {**HI["openai-chat"], "response_format": form}
     body, changed = translate(request, "openai-chat", "anthropic")
-    made = body["output_config"]["format"]["schema"]
-    assert made["additionalProperties"] is False and made["properties"]["n"] == {"type": "integer"}
+    result = body["output_config"]["format"]["schema"]
+    assert result["additionalProperties"] is False and result["properties"]["n"] == {"type": "integer"}
     assert {
         "response_format.minimum",
         "response_format.maxLength",
@@ -294,7 +294,7 @@ def test_formats() -> None:
     assert translate(loose, "openai-chat", "gemini")[0]["generationConfig"] == {"responseMimeType": "application/json"}
 
 
-def test_schemas_of_gemini_become_ordinary_ones() -> None:
+def test_gemini_schema_becomes_json_schema() -> None:
     own = {
         "type": "OBJECT",
         "properties": {
@@ -315,7 +315,7 @@ def test_schemas_of_gemini_become_ordinary_ones() -> None:
     assert not changed
 
 
-def test_snake_case_for_gemini() -> None:
+def test_gemini_accepts_snake_case() -> None:
     request = {
         "system_instruction": {"parts": [{"text": "s"}]},
         "contents": [{"parts": [{"inline_data": {"mime_type": "image/png", "data": PIXEL}}]}],
@@ -326,7 +326,7 @@ def test_snake_case_for_gemini() -> None:
     assert body["messages"][0]["content"][0]["source"]["data"] == PIXEL
 
 
-def test_ids_that_gemini_does_not_give() -> None:
+def test_gemini_calls_get_generated_ids() -> None:
     body, _ = translate(GEMINI, "gemini", "openai-chat")
     calls = body["messages"][2]["tool_calls"]
     results = [row["tool_call_id"] for row in body["messages"] if row["role"] == "tool"]
@@ -337,8 +337,8 @@ def test_ids_that_gemini_does_not_give() -> None:
     assert [part["functionResponse"]["name"] for part in back["contents"][2]["parts"][:2]] == ["weather", "weather"]
 
 
-def test_calls_and_results_the_wrong_way_round() -> None:
-    """A result names its call by position only where nothing better is there."""
+def test_gemini_results_match_calls_by_name() -> None:
+    """A result without an id is matched to a call by its name, and by position only among calls of that name."""
     contents = [
         {
             "role": "model",
@@ -354,7 +354,7 @@ def test_calls_and_results_the_wrong_way_round() -> None:
     assert [(names[row["tool_call_id"]], row["content"]) for row in body["messages"][1:]] == [("b", "b"), ("a", "a")]
 
 
-def test_results_come_before_what_the_user_says() -> None:
+def test_tool_results_precede_user_text() -> None:
     contents = [
         {"role": "model", "parts": [{"functionCall": {"name": "a", "args": {}}}]},
         {
@@ -368,27 +368,31 @@ def test_results_come_before_what_the_user_says() -> None:
     assert [row["role"] for row in body["messages"]] == ["assistant", "tool", "user"]
 
 
-def test_ids_that_anthropic_refuses() -> None:
+def test_tool_ids_are_made_valid_for_anthropic() -> None:
     request = json.loads(json.dumps(CHAT).replace("call_1", "functions.weather:0"))
     body, changed = translate(request, "openai-chat", "anthropic")
     assert body["messages"][1]["content"][-2]["id"] == "functions_weather_0"
     assert body["messages"][2]["content"][0]["tool_use_id"] == "functions_weather_0"
-    assert "signs" in changed["messages[].tool_call_id"]
+    assert "characters" in changed["messages[].tool_call_id"]
 
 
-def test_thinking_goes_only_to_its_family() -> None:
+def test_reasoning_is_sent_only_to_its_origin() -> None:
     for source, request in REQUESTS.items():
         for target in DIALECTS:
             if source == target:
                 continue
             body, changed = translate(request, source, target)
-            assert "A city." not in json.dumps(body) and any("its own provider" in why for why in changed.values())
+            assert "A city." not in json.dumps(body) and any(
+                "only the provider that produced" in why for why in changed.values()
+            )
             welcome, changed = translate(request, source, target, Recipient("qwen3", takes_thoughts=True))
-            assert "A city." in json.dumps(welcome) and not any("its own provider" in why for why in changed.values())
+            assert "A city." in json.dumps(welcome) and not any(
+                "only the provider that produced" in why for why in changed.values()
+            )
 
 
-def test_a_sealed_thought_comes_home() -> None:
-    """A client of Anthropic's dialect gave Gemini's and OpenAI's seals back, and Claude's own."""
+def test_signature_returns_to_its_origin() -> None:
+    """A client in Anthropic's format returns signatures of Gemini, OpenAI and Claude."""
     blocks = [
         {"type": "thinking", "thinking": "", "signature": "gemini:Z2Vt"},
         {"type": "thinking", "thinking": "so", "signature": "openai-responses:b3A="},
@@ -404,11 +408,11 @@ def test_a_sealed_thought_comes_home() -> None:
     assert body["input"][0] == sealed
     own = {**HI["anthropic"], "messages": [{"role": "assistant", "content": ANTHROPIC["messages"][1]["content"]}]}
     through, _ = translate(RESPONSES, "openai-responses", "anthropic")
-    assert "thinking" not in json.dumps(through["messages"])  # OpenAI's seal is nothing to Claude
+    assert "thinking" not in json.dumps(through["messages"])  # Claude cannot read OpenAI's signature
     assert translate(own, "anthropic", "anthropic", "m")[0] == own
 
 
-def test_chat_gives_back_what_google_signed() -> None:
+def test_chat_returns_google_signature() -> None:
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     signed = call | {"extra_content": {"google": {"thought_signature": "Z2Vt"}}}
     request = {"model": "m", "messages": [{"role": "assistant", "content": None, "tool_calls": [signed]}]}
@@ -417,20 +421,20 @@ def test_chat_gives_back_what_google_signed() -> None:
     assert "extra_content" in str(translate(request, "openai-chat", "anthropic")[1])
 
 
-def test_pictures_in_results() -> None:
+def test_images_in_tool_results() -> None:
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
     blocks = [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "see"}, picture]}]
     request = {**HI["anthropic"], "messages": [{"role": "user", "content": blocks}]}
     body, changed = translate(request, "anthropic", "openai-chat")
     assert body["messages"][0] == {"role": "tool", "tool_call_id": "toolu_1", "content": "see"}
-    assert body["messages"][1]["content"][0]["type"] == "image_url" and "said by the user" in str(changed)
+    assert body["messages"][1]["content"][0]["type"] == "image_url" and "moved to a user message" in str(changed)
     body, changed = translate(request, "anthropic", "openai-responses")
     assert [part["type"] for part in body["input"][0]["output"]] == ["input_text", "input_image"] and not changed
     body, _ = translate(request, "anthropic", "gemini")
     assert body["contents"][0]["parts"][0]["functionResponse"]["parts"][0]["inlineData"]["data"] == PIXEL
 
 
-MEDIA = [  # of a chat message, and whether each other dialect can take it
+MEDIA = [  # part of a chat message, and the wire formats that accept it
     ({"type": "file", "file": {"file_id": "file-1"}}, {"openai-responses"}),
     ({"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA", "filename": "a.pdf"}}, set(DIALECTS)),
     ({"type": "file", "file": {"file_data": "data:text/csv;base64,YSxi", "filename": "a.csv"}}, set(DIALECTS)),
@@ -441,7 +445,7 @@ MEDIA = [  # of a chat message, and whether each other dialect can take it
 
 
 @pytest.mark.parametrize(("part", "takers"), MEDIA)
-def test_media(part: Any, takers: set[Spoken]) -> None:
+def test_media_is_translated_or_dropped(part: Any, takers: set[Spoken]) -> None:
     request = {
         "model": "m",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}],
@@ -454,18 +458,20 @@ def test_media(part: Any, takers: set[Spoken]) -> None:
         assert (len(got) == 2 and not changed) if target in takers else (changed and got in ("hi", [{"text": "hi"}]))
 
 
-def test_audio_that_a_provider_does_not_take_is_refused_by_name() -> None:
+def test_unsupported_audio_is_rejected() -> None:
     part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
     request = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}]}
     body, changed = translate(request, "openai-chat", "gemini")
     assert len(body["contents"][0]["parts"]) == 2 and not changed
     for target in ("anthropic", "openai-responses"):
-        with pytest.raises(InvalidRequest, match=r"input_audio \(audio/wav\), and .* takes no audio") as refused:
+        with pytest.raises(
+            InvalidRequest, match=r"input_audio part \(audio/wav\).*, but .* does not accept audio"
+        ) as refused:
             translate(request, "openai-chat", target)
         assert refused.value.param == "messages"
 
 
-def test_who_may_be_called() -> None:
+def test_allowed_tools() -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "a"}}]}
     tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
@@ -494,7 +500,7 @@ def test_who_may_be_called() -> None:
     assert back["tool_choice"] == named["tool_choice"]
 
 
-def test_openai_keeps_its_own_between_its_dialects() -> None:
+def test_openai_fields_survive_between_chat_and_responses() -> None:
     own = {"service_tier": "flex", "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low", "store": True}
     body, changed = translate(HI["openai-chat"] | own, "openai-chat", "openai-responses")
     assert body["text"] == {"verbosity": "low"} and body["store"] is True and not changed
@@ -504,14 +510,14 @@ def test_openai_keeps_its_own_between_its_dialects() -> None:
     assert changed.keys() == {"service_tier", "prompt_cache_key", "verbosity", "store"}
 
 
-def test_cache_marks_stay_with_anthropic() -> None:
+def test_cache_control_is_dropped_and_reported() -> None:
     body, changed = translate(ANTHROPIC, "anthropic", "openai-chat")
     assert "cache_control" not in json.dumps(body) and changed["system[].cache_control"]
 
 
-def test_nothing_is_dropped_silently() -> None:
-    """Every field with no place in the other dialect has its word: a name that nobody knows, wherever it may stand."""
-    strange: dict[Spoken, list[tuple[list[Any], str]]] = {
+def test_every_dropped_field_is_reported() -> None:
+    """An unknown field is reported wherever it stands in the request."""
+    unknown_places: dict[Spoken, list[tuple[list[Any], str]]] = {
         "openai-chat": [
             ([], ""),
             (["messages", 1, "content", 0], "messages[].content[]."),
@@ -533,8 +539,8 @@ def test_nothing_is_dropped_silently() -> None:
             (["toolConfig", "functionCallingConfig"], "toolConfig.functionCallingConfig."),
         ],
     }
-    for source, places in strange.items():
-        for path, said in places:
+    for source, places in unknown_places.items():
+        for path, prefix in places:
             empty: dict[str, Any] = {"openai-responses": {"text": {}}, "anthropic": {"metadata": {}}}.get(source, {})
             request = json.loads(json.dumps(empty | REQUESTS[source]))
             place = request
@@ -544,7 +550,7 @@ def test_nothing_is_dropped_silently() -> None:
             for target in DIALECTS:
                 if target != source:
                     body, changed = translate(request, source, target)
-                    assert f"{said}strangeThing" in changed and "strange" not in json.dumps(body)
+                    assert f"{prefix}strangeThing" in changed and "strange" not in json.dumps(body)
 
 
 @pytest.mark.parametrize(
@@ -569,21 +575,21 @@ def test_nothing_is_dropped_silently() -> None:
         ("gemini", {"contents": [5]}, "contents[0]"),
     ],
 )
-def test_bad_requests_name_the_field(source: Spoken, request_: dict[str, Any], param: str) -> None:
+def test_invalid_request_names_field(source: Spoken, request_: dict[str, Any], param: str) -> None:
     target: Spoken = "anthropic" if source != "anthropic" else "gemini"
     with pytest.raises(InvalidRequest) as raised:
         translate(request_, source, target)
     assert raised.value.param == param
 
 
-def test_streaming_is_in_the_url_of_gemini() -> None:
+def test_gemini_stream_flag_is_in_url() -> None:
     body, _ = translate(HI["gemini"], "gemini", "openai-chat", stream=True)
     assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
     assert "stream" not in translate(CHAT, "openai-chat", "gemini")[0]
 
 
 def test_strict_tools() -> None:
-    """Whoever keeps a model to a schema wants one of its own kind; what that cannot say is told."""
+    """Strict tools get a schema in the target's form; keywords that it lacks are reported."""
     loose = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}, "b": {}}, "required": ["a"]}
     exact = {**loose, "properties": {"a": {"type": "string"}}, "additionalProperties": False}
     for schema in (exact, loose):
@@ -604,19 +610,19 @@ def test_strict_tools() -> None:
         assert body["tools"][0]["strict"] is True
 
 
-def test_formats_of_claude() -> None:
-    """The field's former place is known too; models from before know neither."""
+def test_claude_output_format() -> None:
+    """The older field output_format is accepted too; older models support neither."""
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
     body, changed = translate({**HI["anthropic"], "output_format": form}, "anthropic", "openai-chat")
     assert body["response_format"]["json_schema"]["schema"] == form["schema"] and not changed
     same, _ = translate({**HI["anthropic"], "output_format": form}, "anthropic", "anthropic", "m")
     assert same == {**HI["anthropic"], "output_format": form}
     back, changed = translate(body, "openai-chat", "anthropic", "claude-3-5-haiku-20241022")
-    assert "output_config" not in back and "no schema" in changed["response_format"]
+    assert "output_config" not in back and "not support schemas" in changed["response_format"]
 
 
-def test_parallel_calls_without_tools() -> None:
-    """Chat refuses to hear of them."""
+def test_parallel_tool_calls_dropped_without_tools() -> None:
+    """OpenAI's chat rejects parallel_tool_calls without tools."""
     request: dict[str, Any] = {**HI["openai-responses"], "parallel_tool_calls": False}
     body, changed = translate(request, "openai-responses", "openai-chat")
     assert "parallel_tool_calls" not in body and not changed
@@ -624,7 +630,7 @@ def test_parallel_calls_without_tools() -> None:
     assert translate(request, "openai-responses", "openai-chat")[0]["parallel_tool_calls"] is False
 
 
-def test_validated_calls_are_told() -> None:
+def test_gemini_validated_mode_is_reported() -> None:
     tools = [{"functionDeclarations": [{"name": "f"}]}]
     calling = {"functionCallingConfig": {"mode": "VALIDATED"}}
     body, changed = translate({**HI["gemini"], "tools": tools, "toolConfig": calling}, "gemini", "openai-chat")

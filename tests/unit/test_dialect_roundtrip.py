@@ -1,4 +1,4 @@
-"""Requests into their own dialect lose nothing; into another and back they keep what that one can carry."""
+"""Round trips of requests: within a wire format nothing is lost, through another one the common content is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.gateway.dialects.adapt import merged
 from emberline.gateway.dialects.inner import Conversation, Image, Spoken, Text, ToolCall, ToolResult
 from emberline.gateway.dialects.translate import GRAMMARS, Recipient, translate_request
 
-Drawn = dict[str, Any]
+JsonObject = dict[str, Any]
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
 names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 jsons = st.recursive(
@@ -28,8 +28,10 @@ objects = st.dictionaries(words, jsons, max_size=3)
 temperatures = st.floats(0, 1) | st.integers(0, 1)
 
 
-def some(required: Drawn, optional: Drawn | None = None, *, nulls: bool = True) -> st.SearchStrategy[Drawn]:
-    """An object with these fields, of which the optional may be missing, or null."""
+def json_objects(
+    required: JsonObject, optional: JsonObject | None = None, *, nulls: bool = True
+) -> st.SearchStrategy[JsonObject]:
+    """Return a strategy for objects with these fields; optional ones may be missing or null."""
     always = {k: v if isinstance(v, st.SearchStrategy) else st.just(v) for k, v in required.items()}
     maybe = {name: st.none() | value if nulls else value for name, value in (optional or {}).items()}
     return st.fixed_dictionaries(always, optional=maybe)
@@ -38,44 +40,48 @@ def some(required: Drawn, optional: Drawn | None = None, *, nulls: bool = True) 
 schemas = st.just({"type": "object", "properties": {"a": {"type": "string"}}}) | st.just({"type": "object"})
 calls_text = objects.map(lambda value: json.dumps(value))
 
-chat_text = some({"type": "text", "text": words}, {"prompt_cache_breakpoint": some({"mode": "explicit"})})
-chat_image = some(
+chat_text = json_objects(
+    {"type": "text", "text": words}, {"prompt_cache_breakpoint": json_objects({"mode": "explicit"})}
+)
+chat_image = json_objects(
     {
         "type": "image_url",
-        "image_url": some(
+        "image_url": json_objects(
             {"url": st.sampled_from(["https://x/y.png", "data:image/png;base64,AAAA"])},
             {"detail": st.just("low"), "new": jsons},
         ),
     }
 )
-chat_file = some(
+chat_file = json_objects(
     {
         "type": "file",
-        "file": some(
+        "file": json_objects(
             {}, {"file_data": st.just("data:application/pdf;base64,AAAA"), "filename": words, "file_id": names}
         ),
     }
 )
-chat_audio = some(
-    {"type": "input_audio", "input_audio": some({"data": "AAAA", "format": st.sampled_from(["wav", "mp3"])})}
+chat_audio = json_objects(
+    {"type": "input_audio", "input_audio": json_objects({"data": "AAAA", "format": st.sampled_from(["wav", "mp3"])})}
 )
-chat_call = some({"id": names, "type": "function", "function": some({"name": names, "arguments": calls_text | words})})
+chat_call = json_objects(
+    {"id": names, "type": "function", "function": json_objects({"name": names, "arguments": calls_text | words})}
+)
 chat_messages = st.one_of(
-    some(
+    json_objects(
         {
             "role": st.sampled_from(["system", "developer"]),
             "content": words | st.lists(chat_text, min_size=1, max_size=2),
         },
         {"name": names},
     ),
-    some(
+    json_objects(
         {
             "role": "user",
             "content": st.just("") | words | st.lists(chat_text | chat_image | chat_file | chat_audio, max_size=3),
         },
         {"name": names},
     ),
-    some(
+    json_objects(
         {"role": "assistant"},
         {
             "content": words | st.lists(chat_text, max_size=2),
@@ -83,27 +89,31 @@ chat_messages = st.one_of(
             "reasoning_content": words,
             "reasoning": words,
             "tool_calls": st.lists(chat_call, max_size=2),
-            "audio": some({"id": names}),
+            "audio": json_objects({"id": names}),
         },
     ),
-    some({"role": "tool", "tool_call_id": names, "content": words | st.lists(chat_text, max_size=2)}),
+    json_objects({"role": "tool", "tool_call_id": names, "content": words | st.lists(chat_text, max_size=2)}),
 )
-chat_tool = some(
+chat_tool = json_objects(
     {
         "type": "function",
-        "function": some({"name": names}, {"description": words, "parameters": schemas, "strict": st.booleans()}),
+        "function": json_objects(
+            {"name": names}, {"description": words, "parameters": schemas, "strict": st.booleans()}
+        ),
     }
 )
-chat_requests = some(
+chat_requests = json_objects(
     {"model": "m", "messages": st.lists(chat_messages, max_size=4)},
     {
-        "tools": st.lists(chat_tool | some({"type": "custom", "custom": some({"name": names})}), max_size=2),
+        "tools": st.lists(
+            chat_tool | json_objects({"type": "custom", "custom": json_objects({"name": names})}), max_size=2
+        ),
         "tool_choice": st.sampled_from(["auto", "none", "required"])
-        | some({"type": "function", "function": some({"name": names})})
-        | some(
+        | json_objects({"type": "function", "function": json_objects({"name": names})})
+        | json_objects(
             {
                 "type": "allowed_tools",
-                "allowed_tools": some(
+                "allowed_tools": json_objects(
                     {"mode": "auto", "tools": st.just([{"type": "function", "function": {"name": "f"}}])}
                 ),
             }
@@ -118,11 +128,14 @@ chat_requests = some(
         "logprobs": st.booleans(),
         "top_logprobs": st.integers(0, 3),
         "stream": st.booleans(),
-        "stream_options": some({}, {"include_usage": st.booleans(), "include_obfuscation": st.booleans()}),
+        "stream_options": json_objects({}, {"include_usage": st.booleans(), "include_obfuscation": st.booleans()}),
         "reasoning_effort": st.sampled_from(["none", "low", "max"]),
         "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
-        | some(
-            {"type": "json_schema", "json_schema": some({"name": names, "schema": schemas}, {"strict": st.booleans()})}
+        | json_objects(
+            {
+                "type": "json_schema",
+                "json_schema": json_objects({"name": names, "schema": schemas}, {"strict": st.booleans()}),
+            }
         ),
         "parallel_tool_calls": st.booleans(),
         "user": words,
@@ -134,8 +147,10 @@ chat_requests = some(
     },
 )
 
-cache = some({"type": "ephemeral"}, {"ttl": st.just("1h")})
-a_text = some({"type": "text", "text": words}, {"cache_control": cache, "citations": st.lists(objects, max_size=1)})
+cache = json_objects({"type": "ephemeral"}, {"ttl": st.just("1h")})
+a_text = json_objects(
+    {"type": "text", "text": words}, {"cache_control": cache, "citations": st.lists(objects, max_size=1)}
+)
 sources = st.sampled_from(
     [
         {"type": "base64", "media_type": "image/png", "data": "AAAA"},
@@ -149,31 +164,31 @@ documents = (
     | st.just({"type": "text", "media_type": "text/plain", "data": "hi"})
     | st.just({"type": "content", "content": "x"})
 )
-a_image = some({"type": "image", "source": sources}, {"cache_control": cache})
-a_document = some({"type": "document", "source": documents}, {"title": words, "context": words})
+a_image = json_objects({"type": "image", "source": sources}, {"cache_control": cache})
+a_document = json_objects({"type": "document", "source": documents}, {"title": words, "context": words})
 a_blocks = st.one_of(
     a_text,
     a_image,
     a_document,
-    some({"type": "thinking", "thinking": words, "signature": words}),
-    some({"type": "redacted_thinking", "data": words}),
-    some({"type": "tool_use", "id": names, "name": names, "input": objects}, {"cache_control": cache}),
-    some(
+    json_objects({"type": "thinking", "thinking": words, "signature": words}),
+    json_objects({"type": "redacted_thinking", "data": words}),
+    json_objects({"type": "tool_use", "id": names, "name": names, "input": objects}, {"cache_control": cache}),
+    json_objects(
         {"type": "tool_result", "tool_use_id": names},
         {"content": words | st.lists(a_text | a_image, max_size=2), "is_error": st.booleans(), "cache_control": cache},
     ),
-    some({"type": "server_tool_use", "id": names, "name": "web_search", "input": objects}),
+    json_objects({"type": "server_tool_use", "id": names, "name": "web_search", "input": objects}),
 )
-a_tool = some(
+a_tool = json_objects(
     {"name": names, "input_schema": schemas},
     {"description": words, "strict": st.booleans(), "cache_control": cache, "type": st.just("custom")},
 )
-anthropic_requests = some(
+anthropic_requests = json_objects(
     {
         "model": "m",
         "max_tokens": st.integers(1, 99),
         "messages": st.lists(
-            some(
+            json_objects(
                 {
                     "role": st.sampled_from(["user", "assistant", "system"]),
                     "content": words | st.lists(a_blocks, max_size=3),
@@ -184,11 +199,11 @@ anthropic_requests = some(
     },
     {
         "system": words | st.lists(a_text, max_size=2),
-        "tools": st.lists(a_tool | some({"type": "web_search_20250305", "name": "web_search"}), max_size=2),
-        "tool_choice": some(
+        "tools": st.lists(a_tool | json_objects({"type": "web_search_20250305", "name": "web_search"}), max_size=2),
+        "tool_choice": json_objects(
             {"type": st.sampled_from(["auto", "any", "none"])}, {"disable_parallel_tool_use": st.booleans()}
         )
-        | some({"type": "tool", "name": names}),
+        | json_objects({"type": "tool", "name": names}),
         "thinking": st.sampled_from(
             [
                 {"type": "disabled"},
@@ -197,10 +212,15 @@ anthropic_requests = some(
                 {"type": "between_tools"},
             ]
         ),
-        "output_config": some(
-            {}, {"effort": st.just("high"), "format": some({"type": "json_schema", "schema": schemas}), "new": jsons}
+        "output_config": json_objects(
+            {},
+            {
+                "effort": st.just("high"),
+                "format": json_objects({"type": "json_schema", "schema": schemas}),
+                "new": jsons,
+            },
         ),
-        "metadata": some({}, {"user_id": words, "else": jsons}),
+        "metadata": json_objects({}, {"user_id": words, "else": jsons}),
         "temperature": temperatures,
         "top_k": st.integers(0, 9),
         "stop_sequences": st.lists(words, max_size=2),
@@ -211,74 +231,80 @@ anthropic_requests = some(
 )
 
 r_input = st.one_of(
-    some({"type": "input_text", "text": words}, {"prompt_cache_breakpoint": some({"mode": "explicit"})}),
-    some({"type": "input_image", "image_url": st.just("https://x/y.png")}, {"detail": st.just("low")}),
-    some({"type": "input_image", "file_id": "f1", "detail": "auto"}),
-    some({"type": "input_file", "file_url": "https://x/y.pdf", "filename": words}),
+    json_objects(
+        {"type": "input_text", "text": words}, {"prompt_cache_breakpoint": json_objects({"mode": "explicit"})}
+    ),
+    json_objects({"type": "input_image", "image_url": st.just("https://x/y.png")}, {"detail": st.just("low")}),
+    json_objects({"type": "input_image", "file_id": "f1", "detail": "auto"}),
+    json_objects({"type": "input_file", "file_url": "https://x/y.pdf", "filename": words}),
 )
-r_output = some(
+r_output = json_objects(
     {"type": "output_text", "text": words, "annotations": st.lists(objects, max_size=1)}, {"logprobs": st.just([])}
 )
 status = st.sampled_from(["completed", "incomplete"])
 r_items = st.one_of(
-    some(
+    json_objects(
         {"role": st.sampled_from(["user", "system", "developer"]), "content": words | st.lists(r_input, max_size=3)},
         {"type": st.just("message")},
     ),
-    some(
+    json_objects(
         {
             "type": "message",
             "role": "assistant",
             "id": names,
             "status": status,
-            "content": st.lists(r_output | some({"type": "refusal", "refusal": words}), max_size=2),
+            "content": st.lists(r_output | json_objects({"type": "refusal", "refusal": words}), max_size=2),
         },
         {"phase": st.just("commentary")},
     ),
-    some(
+    json_objects(
         {
             "type": "reasoning",
             "id": names,
-            "summary": st.lists(some({"type": "summary_text", "text": words}), max_size=2),
+            "summary": st.lists(json_objects({"type": "summary_text", "text": words}), max_size=2),
         },
         {
             "encrypted_content": words,
             "status": status,
-            "content": st.lists(some({"type": "reasoning_text", "text": words}), max_size=1),
+            "content": st.lists(json_objects({"type": "reasoning_text", "text": words}), max_size=1),
         },
     ),
-    some(
+    json_objects(
         {"type": "function_call", "call_id": names, "name": names, "arguments": calls_text},
         {"id": names, "status": status},
     ),
-    some(
+    json_objects(
         {"type": "function_call_output", "call_id": names, "output": words | st.lists(r_input, max_size=2)},
         {"id": names},
     ),
-    some({"type": "web_search_call", "id": names, "status": status}),
-    some({"type": "item_reference", "id": names}),
+    json_objects({"type": "web_search_call", "id": names, "status": status}),
+    json_objects({"type": "item_reference", "id": names}),
 )
-responses_requests = some(
+responses_requests = json_objects(
     {"model": "m", "input": words | st.lists(r_items, max_size=4)},
     {
         "instructions": words,
         "tools": st.lists(
-            some(
+            json_objects(
                 {"type": "function", "name": names, "parameters": schemas, "strict": st.booleans()},
                 {"description": words},
             )
-            | some({"type": "web_search"}),
+            | json_objects({"type": "web_search"}),
             max_size=2,
         ),
-        "tool_choice": st.sampled_from(["auto", "none", "required"]) | some({"type": "function", "name": names}),
-        "text": some(
+        "tool_choice": st.sampled_from(["auto", "none", "required"])
+        | json_objects({"type": "function", "name": names}),
+        "text": json_objects(
             {},
             {
                 "verbosity": st.just("low"),
-                "format": st.just({"type": "text"}) | some({"type": "json_schema", "name": names, "schema": schemas}),
+                "format": st.just({"type": "text"})
+                | json_objects({"type": "json_schema", "name": names, "schema": schemas}),
             },
         ),
-        "reasoning": some({}, {"effort": st.just("low"), "summary": st.just("auto"), "context": st.just("auto")}),
+        "reasoning": json_objects(
+            {}, {"effort": st.just("low"), "summary": st.just("auto"), "context": st.just("auto")}
+        ),
         "include": st.lists(
             st.sampled_from(["reasoning.encrypted_content", "message.output_text.logprobs", "x.y"]), unique=True
         ),
@@ -293,46 +319,59 @@ responses_requests = some(
     },
 )
 
-plain = functools.partial(some, nulls=False)  # Gemini's JSON has no nulls
+json_objects_without_null = functools.partial(json_objects, nulls=False)  # Gemini's JSON has no nulls
 camels = st.dictionaries(st.from_regex(r"[a-z][A-Za-z0-9]{0,8}", fullmatch=True), words, max_size=3)  # its own names
 g_parts = st.one_of(
-    plain({"text": words}, {"thoughtSignature": st.just("AAAA")}),
-    plain({"text": words, "thought": True}, {"thoughtSignature": st.just("AAAA")}),
-    plain(
+    json_objects_without_null({"text": words}, {"thoughtSignature": st.just("AAAA")}),
+    json_objects_without_null({"text": words, "thought": True}, {"thoughtSignature": st.just("AAAA")}),
+    json_objects_without_null(
         {
-            "inlineData": plain(
+            "inlineData": json_objects_without_null(
                 {"mimeType": st.sampled_from(["image/png", "audio/wav", "application/pdf"]), "data": "AAAA"}
             )
         },
         {"videoMetadata": camels},
     ),
-    plain({"fileData": plain({"fileUri": "gs://x/y"}, {"mimeType": st.just("image/png"), "displayName": words})}),
-    plain(
-        {"functionCall": plain({"name": names, "args": objects}, {"id": names})}, {"thoughtSignature": st.just("AAAA")}
-    ),
-    plain(
+    json_objects_without_null(
         {
-            "functionResponse": plain(  # of no call here: else it would get that one's id
+            "fileData": json_objects_without_null(
+                {"fileUri": "gs://x/y"}, {"mimeType": st.just("image/png"), "displayName": words}
+            )
+        }
+    ),
+    json_objects_without_null(
+        {"functionCall": json_objects_without_null({"name": names, "args": objects}, {"id": names})},
+        {"thoughtSignature": st.just("AAAA")},
+    ),
+    json_objects_without_null(
+        {
+            "functionResponse": json_objects_without_null(  # no call has its name: that would give it an id
                 {
                     "name": names.map("R{}".format),
-                    "response": objects | plain({"output": words}) | plain({"error": words}),
+                    "response": objects
+                    | json_objects_without_null({"output": words})
+                    | json_objects_without_null({"error": words}),
                 },
                 {"id": names},
             )
         }
     ),
-    plain({"executableCode": plain({"language": "PYTHON", "code": words})}),
+    json_objects_without_null({"executableCode": json_objects_without_null({"language": "PYTHON", "code": words})}),
 )
-gemini_requests = plain(
+gemini_requests = json_objects_without_null(
     {
         "contents": st.lists(
-            plain({"parts": st.lists(g_parts, max_size=3)})
-            | plain({"role": st.sampled_from(["user", "model"]), "parts": st.lists(g_parts, max_size=3)}),
+            json_objects_without_null({"parts": st.lists(g_parts, max_size=3)})
+            | json_objects_without_null(
+                {"role": st.sampled_from(["user", "model"]), "parts": st.lists(g_parts, max_size=3)}
+            ),
             max_size=4,
         )
     },
     {
-        "systemInstruction": plain({"parts": st.lists(plain({"text": words}), max_size=2)}),
+        "systemInstruction": json_objects_without_null(
+            {"parts": st.lists(json_objects_without_null({"text": words}), max_size=2)}
+        ),
         "tools": st.just(
             [
                 {"functionDeclarations": [{"name": "f", "parameters": {"type": "OBJECT", "nullable": True}}]},
@@ -342,7 +381,7 @@ gemini_requests = plain(
         "toolConfig": st.sampled_from(["AUTO", "ANY", "NONE", "VALIDATED"]).map(
             lambda mode: {"functionCallingConfig": {"mode": mode}}
         ),
-        "generationConfig": plain(
+        "generationConfig": json_objects_without_null(
             {},
             {
                 "maxOutputTokens": st.integers(1, 9),
@@ -361,7 +400,7 @@ gemini_requests = plain(
         "cachedContent": words,
     },
 )
-DRAWN: dict[Spoken, st.SearchStrategy[Drawn]] = {
+REQUEST_STRATEGIES: dict[Spoken, st.SearchStrategy[JsonObject]] = {
     "openai-chat": chat_requests,
     "openai-responses": responses_requests,
     "anthropic": anthropic_requests,
@@ -370,10 +409,10 @@ DRAWN: dict[Spoken, st.SearchStrategy[Drawn]] = {
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_same_dialect_loses_nothing(dialect: Spoken) -> None:
-    @given(DRAWN[dialect])
+def test_same_format_loses_nothing(dialect: Spoken) -> None:
+    @given(REQUEST_STRATEGIES[dialect])
     @settings(max_examples=60, deadline=None)
-    def check(request: Drawn) -> None:
+    def check(request: JsonObject) -> None:
         body, changed = translate_request(
             json.dumps(request).encode(), dialect, dialect, Recipient(request.get("model", ""))
         )
@@ -383,12 +422,12 @@ def test_the_same_dialect_loses_nothing(dialect: Spoken) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_what_is_valid_becomes_something_valid(source: Spoken, target: Spoken) -> None:
-    """Any request translates or is refused with its reason; what comes out is understood by the other's parser."""
+def test_valid_request_translates_to_valid_request(source: Spoken, target: Spoken) -> None:
+    """Any valid request is translated or rejected with a reason; the parser of the target accepts the result."""
 
-    @given(DRAWN[source])
+    @given(REQUEST_STRATEGIES[source])
     @settings(max_examples=12, deadline=None)
-    def check(request: Drawn) -> None:
+    def check(request: JsonObject) -> None:
         try:
             body, _ = translate_request(json.dumps(request).encode(), source, target, Recipient(MODELS[target]))
         except InvalidRequest as error:
@@ -399,31 +438,31 @@ def test_what_is_valid_becomes_something_valid(source: Spoken, target: Spoken) -
     check()
 
 
-def test_the_cases_themselves() -> None:
+def test_example_requests_survive_same_format() -> None:
     for dialect, request in REQUESTS.items():
         body, _ = translate_request(json.dumps(request).encode(), dialect, dialect, Recipient(request.get("model", "")))
         assert json.loads(body) == request
 
 
-def test_thinking_by_its_other_name() -> None:
-    said = {"role": "assistant", "content": "so", "reasoning": "hm"}
-    request = {"model": "m", "messages": [said]}
+def test_reasoning_field_is_kept() -> None:
+    message = {"role": "assistant", "content": "so", "reasoning": "hm"}
+    request = {"model": "m", "messages": [message]}
     body, _ = translate_request(json.dumps(request).encode(), "openai-chat", "openai-chat", Recipient("m"))
     assert json.loads(body) == request
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     rows = list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
-    return [path] * bool(path) + [place for name, inner in rows for place in places(inner, (*path, name))]
+    return [path] * bool(path) + [place for name, inner in rows for place in paths(inner, (*path, name))]
 
 
 @given(st.sampled_from(PAIRS), st.data())
 @settings(max_examples=150, deadline=None)
-def test_anything_anywhere_is_translated_or_refused(pair: tuple[Spoken, Spoken], draw: st.DataObject) -> None:
-    """A request with one thing in it replaced by any other: no other fault than InvalidRequest."""
+def test_mutated_request_is_translated_or_rejected(pair: tuple[Spoken, Spoken], draw: st.DataObject) -> None:
+    """A request with one value replaced by another raises nothing but InvalidRequest."""
     source, target = pair
     request = json.loads(json.dumps(REQUESTS[source]))
-    *outer, name = draw.draw(st.sampled_from(places(request)))
+    *outer, name = draw.draw(st.sampled_from(paths(request)))
     place = request
     for step in outer:
         place = place[step]
@@ -436,18 +475,18 @@ def test_anything_anywhere_is_translated_or_refused(pair: tuple[Spoken, Spoken],
 
 plain_turns = st.lists(
     st.tuples(
-        st.lists(words, min_size=1, max_size=2),  # what the user says
-        st.booleans(),  # with a picture
-        words | st.none(),  # what is answered
-        st.lists(st.tuples(names, objects, words), max_size=3),  # what is called, and its result
+        st.lists(words, min_size=1, max_size=2),  # texts of the user
+        st.booleans(),  # whether there is an image
+        words | st.none(),  # the assistant's text
+        st.lists(st.tuples(names, objects, words), max_size=3),  # tool calls: name, arguments, result
     ),
     min_size=1,
     max_size=3,
 )
 
 
-def conversation(system: str, turns: list[Any]) -> Drawn:
-    """In chat's words; each turn ends with the user's, so that neighbours never merge by themselves."""
+def conversation(system: str, turns: list[Any]) -> JsonObject:
+    """Return a chat request in which no adjacent messages have the same role."""
     messages: list[Any] = [{"role": "system", "content": system}]
     number = 0
     for texts, picture, answer, calls in turns:
@@ -455,9 +494,9 @@ def conversation(system: str, turns: list[Any]) -> Drawn:
         if picture:
             parts.append({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}})
         messages.append({"role": "user", "content": parts})
-        said: Drawn = {"role": "assistant", "content": answer or "ok"}
+        message: JsonObject = {"role": "assistant", "content": answer or "ok"}
         if calls:
-            said["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": f"call_{number + at}",
                     "type": "function",
@@ -465,7 +504,7 @@ def conversation(system: str, turns: list[Any]) -> Drawn:
                 }
                 for at, (name, args, _) in enumerate(calls)
             ]
-        messages.append(said)
+        messages.append(message)
         for at, (_, _, result) in enumerate(calls):
             messages.append({"role": "tool", "tool_call_id": f"call_{number + at}", "content": result})
         number += len(calls)
@@ -473,11 +512,11 @@ def conversation(system: str, turns: list[Any]) -> Drawn:
     return {"model": "m", "messages": messages, "max_completion_tokens": 5000, "stream": False}
 
 
-def told(asked: Conversation) -> list[Any]:
-    """What a conversation says, whoever says it how."""
-    rows: list[Any] = [("system", part.text) for part in asked.system if isinstance(part, Text)]
+def content_of(request: Conversation) -> list[Any]:
+    """Return the content of a canonical request in a form that is equal for all wire formats."""
+    rows: list[Any] = [("system", part.text) for part in request.system if isinstance(part, Text)]
     calls: dict[str, int] = {}
-    for message in merged(asked.messages, roles=("user", "assistant")):
+    for message in merged(request.messages, roles=("user", "assistant")):
         for part in message.parts:
             match part:
                 case Text():
@@ -495,8 +534,8 @@ def told(asked: Conversation) -> list[Any]:
 
 @pytest.mark.parametrize("via", DIALECTS)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_there_and_back(dialect: Spoken, via: Spoken) -> None:
-    """Texts, pictures, calls and results survive every dialect; ids are their own only where there are ids."""
+def test_conversation_survives_round_trip(dialect: Spoken, via: Spoken) -> None:
+    """Texts, images, calls and results survive every wire format; ids only where the format has ids."""
 
     @given(words, plain_turns)
     @settings(max_examples=8, deadline=None)
@@ -506,8 +545,8 @@ def test_there_and_back(dialect: Spoken, via: Spoken) -> None:
             first, _ = translate_request(first, "openai-chat", dialect, Recipient("m"))
         there, _ = translate_request(first, dialect, via, Recipient("m"))
         back, _ = translate_request(there, via, dialect, Recipient("m"))
-        want = told(GRAMMARS[dialect].parse(json.loads(first)))
-        assert told(GRAMMARS[via].parse(json.loads(there))) == want
-        assert told(GRAMMARS[dialect].parse(json.loads(back))) == want
+        want = content_of(GRAMMARS[dialect].parse(json.loads(first)))
+        assert content_of(GRAMMARS[via].parse(json.loads(there))) == want
+        assert content_of(GRAMMARS[dialect].parse(json.loads(back))) == want
 
     check()

@@ -1,4 +1,4 @@
-"""What AWS publishes of its signatures and event streams, and what Converse is made of."""
+"""AWS: published examples of signatures and event streams, and Bedrock's requests and replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from emberline.gateway.streams.eventstream import EventStream, message
 from emberline.gateway.upstream.decoder import Given
 from emberline.gateway.upstream.outgoing import Outgoing
 
-# AWS's own examples: its test suite of Signature Version 4, and the IAM guide's.
+# Examples from AWS's test suite of Signature Version 4 and from the IAM user guide.
 EXAMPLE = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
 NOW = 1440938160.0  # 2015-08-30T12:36:00Z
 HOST = "https://example.amazonaws.com"
@@ -43,25 +43,25 @@ FORM = {"content-type": "application/x-www-form-urlencoded"}
     ],
 )  # fmt: skip
 def test_published_signatures(method: str, path: str, headers: dict[str, str], body: bytes, signature: str) -> None:
-    made = signed(method, HOST + path, headers, body, EXAMPLE, region="us-east-1", service="service", now=NOW)
-    assert made["authorization"].endswith(f"Signature={signature}")
-    assert made["x-amz-date"] == "20150830T123600Z"
+    output = signed(method, HOST + path, headers, body, EXAMPLE, region="us-east-1", service="service", now=NOW)
+    assert output["authorization"].endswith(f"Signature={signature}")
+    assert output["x-amz-date"] == "20150830T123600Z"
 
 
-def test_the_signing_key_of_the_guide() -> None:
+def test_signing_key_of_iam_guide() -> None:
     key = signing_key("wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", "20150830", "us-east-1", "iam")
     assert key.hex() == "c4afb1cc5771d871763a393e44b703571b55cc28424d1a5e86da6ed3c154a4b9"
     headers = {"content-type": "application/x-www-form-urlencoded; charset=utf-8"}
     url = "https://iam.amazonaws.com/?Action=ListUsers&Version=2010-05-08"
-    made = signed("GET", url, headers, b"", EXAMPLE, region="us-east-1", service="iam", now=NOW)
-    assert made["authorization"] == (
+    output = signed("GET", url, headers, b"", EXAMPLE, region="us-east-1", service="iam", now=NOW)
+    assert output["authorization"] == (
         "AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/20150830/us-east-1/iam/aws4_request, "
         "SignedHeaders=content-type;host;x-amz-date, "
         "Signature=5d672d79c15b13162d9279b0855cfba6789a8edb4c82c400e06b5924a6f2b5d7"
     )
 
 
-def test_paths_are_encoded_once_more() -> None:
+def test_path_is_encoded_twice() -> None:
     plain, sent = (
         signed("POST", f"{HOST}/model/a{colon}0/converse", {}, b"", EXAMPLE, region="r", service="s", now=NOW)
         for colon in (":", "%3A")
@@ -81,7 +81,7 @@ def test_paths_are_encoded_once_more() -> None:
         ("https://bedrock-runtime.us-east-1.amazonaws.com/model/m/invoke", "ABSK", "authorization", "Bearer ABSK"),
     ],
 )  # fmt: skip
-def test_how_bedrock_is_entered(url: str, key: str, name: str, sent: str) -> None:
+def test_bedrock_credentials(url: str, key: str, name: str, sent: str) -> None:
     class Sender:
         async def send(self, out: Outgoing, seconds: float) -> Given:
             assert sent in out.headers[name] and "a/secret" not in str(out.headers)
@@ -92,13 +92,13 @@ def test_how_bedrock_is_entered(url: str, key: str, name: str, sent: str) -> Non
     asyncio.run(Bedrock().ask(Outgoing("POST", url, {"authorization": f"Bearer {key}"}, b"{}"), sender, 1, NOW))
 
 
-def test_a_session_is_signed_too() -> None:
+def test_session_token_is_signed() -> None:
     session = Credentials("ASIA", "secret", "its-token")
-    made = signed("GET", HOST, {}, b"", session, region="r", service="s", now=NOW)
-    assert made["x-amz-security-token"] == "its-token" and "x-amz-security-token" in made["authorization"]
+    output = signed("GET", HOST, {}, b"", session, region="r", service="s", now=NOW)
+    assert output["x-amz-security-token"] == "its-token" and "x-amz-security-token" in output["authorization"]
 
 
-def test_forms_of_a_key() -> None:
+def test_key_formats() -> None:
     given = _key('{"accessKeyId": "AKIA", "secretAccessKey": "s", "region": "eu-west-1"}')
     assert given is not None and given.region == "eu-west-1" and given.session_token == ""
     plain = _key("AKIAIOSFODNN7EXAMPLE:a/secret+1:token")
@@ -120,7 +120,7 @@ def test_published_messages() -> None:
     assert EventStream().push(payload) == [({}, b"{'foo':'bar'}")]
 
 
-def test_messages_come_in_any_pieces() -> None:
+def test_event_stream_split_anywhere() -> None:
     data = message({":event-type": "a", ":message-type": "event"}, b"one") + message({":event-type": "b"}, b"")
     for size in range(1, len(data)):
         stream, found = EventStream(), []
@@ -130,7 +130,7 @@ def test_messages_come_in_any_pieces() -> None:
         assert [(each.event, each.payload) for each in found] == [("a", b"one"), ("b", b"")]
 
 
-def test_damage_is_found() -> None:
+def test_damaged_message_raises() -> None:
     data = message({":event-type": "a"}, b"payload")
     for at in range(len(data)):
         damaged = bytearray(data)
@@ -143,31 +143,31 @@ def test_damage_is_found() -> None:
         stream.end()
 
 
-def wrapped(kind: str, said: Any) -> bytes:
-    return message({":event-type": kind, ":message-type": "event"}, json.dumps(said).encode())
+def event_message(kind: str, payload: Any) -> bytes:
+    return message({":event-type": kind, ":message-type": "event"}, json.dumps(payload).encode())
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
     return [json.loads(part.partition(b"data: ")[2]) for part in data.split(b"\n\n") if part]
 
 
-def test_claude_is_unwrapped() -> None:
-    said = b'{"type":"message_stop"}'
-    made = Unwrapped().push(wrapped("chunk", {"bytes": base64.b64encode(said).decode(), "p": "abc"}))
-    assert made == b"event: message_stop\ndata: " + said + b"\n\n"
+def test_invoke_stream_is_unwrapped() -> None:
+    payload = b'{"type":"message_stop"}'
+    output = Unwrapped().push(event_message("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abc"}))
+    assert output == b"event: message_stop\ndata: " + payload + b"\n\n"
     with pytest.raises(Broken):
-        Unwrapped().push(wrapped("chunk", {"bytes": "*"}))
+        Unwrapped().push(event_message("chunk", {"bytes": "*"}))
     headers = {":message-type": "exception", ":exception-type": "throttlingException"}
-    told = events(Unwrapped().push(message(headers, b'{"message":"slowly"}')))
-    assert told == [{"type": "error", "error": {"type": "rate_limit_error", "message": "slowly"}}]
+    errors = events(Unwrapped().push(message(headers, b'{"message":"slowly"}')))
+    assert errors == [{"type": "error", "error": {"type": "rate_limit_error", "message": "slowly"}}]
 
 
-def test_a_conversed_stream() -> None:
+def test_converse_stream() -> None:
     decoder = Conversed("m")
     tool = {"toolUse": {"toolUseId": "t", "name": "f"}}
-    made = b"".join(
-        decoder.push(wrapped(kind, said))
-        for kind, said in [
+    output = b"".join(
+        decoder.push(event_message(kind, payload))
+        for kind, payload in [
             ("messageStart", {"role": "assistant"}),
             ("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"reasoningContent": {"text": "hm"}}}),
             ("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"reasoningContent": {"signature": "s"}}}),
@@ -178,28 +178,28 @@ def test_a_conversed_stream() -> None:
             ("messageStop", {"stopReason": "tool_use"}),
         ]
     )
-    assert [each["type"] for each in events(made)] == [
+    assert [each["type"] for each in events(output)] == [
         "message_start", "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop",
         "content_block_start", "content_block_delta", "content_block_stop"]  # fmt: skip
     usage = {"inputTokens": 3, "outputTokens": 5, "cacheReadInputTokens": 7}
-    last = events(decoder.push(wrapped("metadata", {"usage": usage})))
+    last = events(decoder.push(event_message("metadata", {"usage": usage})))
     assert [each["type"] for each in last] == ["message_delta", "message_stop"]
     assert last[0]["delta"]["stop_reason"] == "tool_use" and last[0]["usage"]["cache_read_input_tokens"] == 7
     assert decoder.end() == b""
 
 
-def test_a_stream_without_its_usage_still_ends() -> None:
+def test_converse_stream_without_usage_ends() -> None:
     decoder = Conversed("m")
-    decoder.push(wrapped("messageStop", {"stopReason": "guardrail_intervened"}))
+    decoder.push(event_message("messageStop", {"stopReason": "guardrail_intervened"}))
     assert events(decoder.end())[0]["delta"]["stop_reason"] == "refusal"
-    assert Conversed("m").end() == b"", "what was cut has no ending"
+    assert Conversed("m").end() == b"", "a cut stream gets no end event"
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_converse_is_asked() -> None:
-    said = {
+def test_converse_request() -> None:
+    request = {
         "model": "m",
         "max_tokens": 9,
         "temperature": 0.5,
@@ -221,22 +221,22 @@ def test_what_converse_is_asked() -> None:
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "tool", "name": "f"},
     }
-    told: dict[str, str] = {}
-    made = converse(said, told.__setitem__)
-    assert told.keys() == {"top_k", "messages[].content[].odd"}
-    assert made["inferenceConfig"] == {"maxTokens": 9, "temperature": 0.5, "stopSequences": ["x"]}
-    assert made["system"] == [{"text": "s"}, {"cachePoint": {"type": "default"}}]
+    reported: dict[str, str] = {}
+    body = converse(request, reported.__setitem__)
+    assert reported.keys() == {"top_k", "messages[].content[].odd"}
+    assert body["inferenceConfig"] == {"maxTokens": 9, "temperature": 0.5, "stopSequences": ["x"]}
+    assert body["system"] == [{"text": "s"}, {"cachePoint": {"type": "default"}}]
     result = {"toolUseId": "t", "content": [{"text": "no"}], "status": "error"}
-    assert made["messages"][2]["content"] == [
+    assert body["messages"][2]["content"] == [
         {"toolResult": result},
         {"image": {"format": "png", "source": {"bytes": "aa"}}},
     ]
-    assert made["messages"][1]["content"] == [{"toolUse": {"toolUseId": "t", "name": "f", "input": {"a": 1}}}]
+    assert body["messages"][1]["content"] == [{"toolUse": {"toolUseId": "t", "name": "f", "input": {"a": 1}}}]
     spec = {"name": "f", "description": "d", "inputSchema": {"json": {"type": "object"}}}
-    assert made["toolConfig"] == {"tools": [{"toolSpec": spec}], "toolChoice": {"tool": {"name": "f"}}}
+    assert body["toolConfig"] == {"tools": [{"toolSpec": spec}], "toolChoice": {"tool": {"name": "f"}}}
 
 
-def test_pictures_must_be_there() -> None:
+def test_converse_rejects_image_url() -> None:
     picture = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
-    with pytest.raises(InvalidRequest, match="pictures"):
+    with pytest.raises(InvalidRequest, match="does not accept this image"):
         converse({"messages": [{"role": "user", "content": [picture]}]}, lambda field, why: None)

@@ -1,4 +1,4 @@
-"""Breakers and pools: what one caller does with its own timeout, key or model does not stop the calls of others."""
+"""Circuit breakers and pools: one caller's timeout, key or model does not block the requests of others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _attempt(outcome: Exception | None) -> Callable[[Any], Any]:
     return attempt
 
 
-class Guarded:
+class GuardedProvider:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.breakers = Breakers(self.clock)
@@ -48,70 +48,70 @@ class Guarded:
 
 
 @pytest.mark.parametrize("outcome", [TimedOut("slow"), Broken("cut"), Unreached("gone"), Refused("oops", status=500)])
-def test_failures_of_the_provider_open_the_breaker(outcome: Exception) -> None:
-    guarded = Guarded()
-    guarded.fail(outcome, call())
-    assert guarded.ask(None, call()) == "Resting"
-    assert dict(guarded.breakers) == {OpenAI().origin: 1}
-    guarded.clock.advance(1.1)
-    assert guarded.ask(None, call()) == "answered" and dict(guarded.breakers) == {}
+def test_provider_failures_open_breaker(outcome: Exception) -> None:
+    provider = GuardedProvider()
+    provider.fail(outcome, call())
+    assert provider.ask(None, call()) == "Resting"
+    assert dict(provider.breakers) == {OpenAI().origin: 1}
+    provider.clock.advance(1.1)
+    assert provider.ask(None, call()) == "answered" and dict(provider.breakers) == {}
 
 
 @pytest.mark.parametrize("outcome", [TimedOut("slow"), Unreached("no connection within 0.001 s")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_timeout_that_the_caller_shortened_is_not_counted(outcome: Exception, stream: bool) -> None:
-    guarded = Guarded()
-    guarded.fail(outcome, call(headers=SHORT, stream=stream), times=20)
-    assert guarded.ask(None, call(stream=stream)) == "answered"
+def test_caller_timeout_is_not_counted(outcome: Exception, stream: bool) -> None:
+    provider = GuardedProvider()
+    provider.fail(outcome, call(headers=SHORT, stream=stream), times=20)
+    assert provider.ask(None, call(stream=stream)) == "answered"
 
 
-def test_a_timeout_that_a_route_configured_is_counted() -> None:
-    guarded, one = Guarded(), call(headers=SHORT)
+def test_route_timeout_is_counted() -> None:
+    provider, one = GuardedProvider(), call(headers=SHORT)
     one.options = replace(one.options, timeout_configured=True)
-    guarded.fail(TimedOut("slow"), one)
-    assert guarded.ask(None, call()) == "Resting"
+    provider.fail(TimedOut("slow"), one)
+    assert provider.ask(None, call()) == "Resting"
 
 
-def test_a_bad_model_stops_only_itself() -> None:
-    guarded = Guarded()
-    guarded.fail(Refused("oops", status=500), call(model="broken"))
-    assert guarded.ask(None, call(model="broken")) == "Resting"
-    assert guarded.ask(None, call(model="good")) == "answered"
+def test_failing_model_blocks_only_itself() -> None:
+    provider = GuardedProvider()
+    provider.fail(Refused("oops", status=500), call(model="broken"))
+    assert provider.ask(None, call(model="broken")) == "Resting"
+    assert provider.ask(None, call(model="good")) == "answered"
 
 
-def test_a_bad_path_stops_only_itself() -> None:
-    guarded = Guarded()
-    guarded.fail(Broken("a redirection"), call(dialect="raw", endpoint="v1/odd", model=""))
-    assert guarded.ask(None, call(dialect="raw", endpoint="v1/files", model="")) == "answered"
+def test_failing_path_blocks_only_itself() -> None:
+    provider = GuardedProvider()
+    provider.fail(Broken("a redirection"), call(dialect="raw", endpoint="v1/odd", model=""))
+    assert provider.ask(None, call(dialect="raw", endpoint="v1/files", model="")) == "answered"
 
 
 @pytest.mark.parametrize("outcome", [BAD_KEY, Refused("oops", status=500)])
-def test_a_callers_own_key_counts_for_itself(outcome: Exception) -> None:
-    guarded, own = Guarded(), call(headers={"authorization": "Bearer junk"})
-    guarded.fail(outcome, own, key=None)
-    assert guarded.ask(None, call()) == "answered"
-    assert guarded.ask(None, call(headers={"authorization": "Bearer good"}), key=None) == "answered"
+def test_callers_own_key_is_counted_separately(outcome: Exception) -> None:
+    provider, own = GuardedProvider(), call(headers={"authorization": "Bearer junk"})
+    provider.fail(outcome, own, key=None)
+    assert provider.ask(None, call()) == "answered"
+    assert provider.ask(None, call(headers={"authorization": "Bearer good"}), key=None) == "answered"
 
 
-def test_a_junk_key_does_not_close_the_breaker_of_the_gateways_key() -> None:
-    guarded = Guarded()
-    guarded.fail(Broken("cut"), call())
-    guarded.ask(BAD_KEY, call(headers={"authorization": "Bearer junk"}), key=None)
-    assert guarded.ask(None, call()) == "Resting"
+def test_invalid_key_does_not_close_breaker_of_gateway_key() -> None:
+    provider = GuardedProvider()
+    provider.fail(Broken("cut"), call())
+    provider.ask(BAD_KEY, call(headers={"authorization": "Bearer junk"}), key=None)
+    assert provider.ask(None, call()) == "Resting"
 
 
-def test_another_gateway_is_not_stopped() -> None:
-    guarded = Guarded()
-    guarded.fail(Broken("cut"), call(settings={"gateway": "one"}))
-    assert guarded.ask(None, call(settings={"gateway": "two"})) == "answered"
+def test_failures_block_only_their_gateway() -> None:
+    provider = GuardedProvider()
+    provider.fail(Broken("cut"), call(settings={"gateway": "one"}))
+    assert provider.ask(None, call(settings={"gateway": "two"})) == "answered"
 
 
-def test_models_named_by_callers_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_breakers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BREAKERS", 8)
-    guarded = Guarded()
+    provider = GuardedProvider()
     for number in range(100):
-        guarded.ask(Broken("cut"), call(model=f"made-up-{number}"))
-    assert len(guarded.breakers._failing) == 8
+        provider.ask(Broken("cut"), call(model=f"made-up-{number}"))
+    assert len(provider.breakers._failing) == 8
 
 
 POOL = {"p": {"members": [{"provider": "a", "model": "x"}, {"provider": "b", "model": "y"}], "choose": "cheapest"}}
@@ -123,7 +123,7 @@ class Costs:
 
 
 def _first_choices(*asked: tuple[Call, int, str]) -> list[str]:
-    """The member that each call asks first; each is given the status and the code that it meets there."""
+    """Return the pool member that each request tries first; `asked` gives the status and code of that attempt."""
     chosen: list[str] = []
     layer_of = balanced(Costs(), ManualClock())
     met: dict[str, tuple[int, str]] = {}
@@ -141,40 +141,40 @@ def _first_choices(*asked: tuple[Call, int, str]) -> list[str]:
     return chosen
 
 
-def _pooled(gateway: str = "default", **more: Any) -> Call:
+def _pool_request(gateway: str = "default", **more: Any) -> Call:
     settings = {"pools": POOL, "gateway": gateway}
     return call({"model": "p"}, provider="pool", model="p", settings=settings, **more)
 
 
-def test_a_pool_learns_from_failures_of_its_members_only() -> None:
-    assert _first_choices((_pooled(), 0, "upstream_timeout"), (_pooled(), 200, "answered")) == ["a", "b"]
-    shortened = (_pooled(headers=SHORT), 0, "upstream_timeout")
-    assert _first_choices(shortened, (_pooled(), 200, "answered")) == ["a", "a"]
-    filtered = (_pooled(), 403, "content_filter")
-    assert _first_choices(filtered, (_pooled(), 200, "answered")) == ["a", "a"]
+def test_pool_counts_only_member_failures() -> None:
+    assert _first_choices((_pool_request(), 0, "upstream_timeout"), (_pool_request(), 200, "answered")) == ["a", "b"]
+    shortened = (_pool_request(headers=SHORT), 0, "upstream_timeout")
+    assert _first_choices(shortened, (_pool_request(), 200, "answered")) == ["a", "a"]
+    filtered = (_pool_request(), 403, "content_filter")
+    assert _first_choices(filtered, (_pool_request(), 200, "answered")) == ["a", "a"]
 
 
-def test_a_pool_of_another_gateway_is_not_moved() -> None:
-    failed = (_pooled("one"), 503, "upstream_refused")
-    assert _first_choices(failed, (_pooled("two"), 200, "answered")) == ["a", "a"]
+def test_pool_failures_affect_only_their_gateway() -> None:
+    failed = (_pool_request("one"), 503, "upstream_refused")
+    assert _first_choices(failed, (_pool_request("two"), 200, "answered")) == ["a", "a"]
 
 
-def test_a_trial_that_takes_long_does_not_stop_others_for_longer_than_the_longest_pause() -> None:
-    guarded = Guarded()
-    guarded.fail(Broken("cut"), call())
-    guarded.clock.advance(1.1)
+def test_slow_trial_blocks_others_for_longest_pause_at_most() -> None:
+    provider = GuardedProvider()
+    provider.fail(Broken("cut"), call())
+    provider.clock.advance(1.1)
 
     async def trial(_: object) -> str:
         with pytest.raises(Resting):
-            await guarded.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
-        guarded.clock.advance(30.0)
-        return await guarded.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
+            await provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
+        provider.clock.advance(30.0)
+        return await provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
 
-    assert asyncio.run(guarded.breakers.guard(call(), OpenAI(), "gateway-key", trial)) == "answered"
+    assert asyncio.run(provider.breakers.guard(call(), OpenAI(), "gateway-key", trial)) == "answered"
 
 
-def test_an_open_breaker_is_told_as_resting() -> None:
-    guarded = Guarded()
-    guarded.fail(Broken("cut"), call())
+def test_open_breaker_raises_resting() -> None:
+    provider = GuardedProvider()
+    provider.fail(Broken("cut"), call())
     with pytest.raises(Resting, match="5 times in a row for this model and key"):
-        asyncio.run(guarded.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None)))
+        asyncio.run(provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None)))

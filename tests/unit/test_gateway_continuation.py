@@ -1,4 +1,4 @@
-"""Going on with a broken stream: the seam, the request, and one stream out of several, cut anywhere."""
+"""Continuing a broken stream: the repetition filter, the request, and the joined stream."""
 
 from __future__ import annotations
 
@@ -55,29 +55,34 @@ ASKED: dict[Spoken, dict[str, Any]] = {
     "gemini": {"contents": [{"role": "user", "parts": [{"text": "hi"}]}], "generationConfig": {"maxOutputTokens": 100}},
 }
 
-# -- the seam ----------------------------------------------------------------------------------------------------------
+# -- repetition filter -------------------------------------------------------------------------------------------------
 
 
-def joined(said: str, new: str, prefill: Prefill, cut: int = 1) -> str:
-    seam = Seam(said, prefill)
+def filter_repetition(sent: str, new: str, prefill: Prefill, cut: int = 1) -> str:
+    repetition_filter = Seam(sent, prefill)
     pieces = [new[at : at + cut] for at in range(0, len(new), cut)]
-    return said + "".join(map(seam.push, pieces)) + seam.end()
+    return sent + "".join(map(repetition_filter.push, pieces)) + repetition_filter.end()
 
 
 @pytest.mark.parametrize("cut", [1, 3, 1000])
 @pytest.mark.parametrize(
-    ("said", "new", "prefill", "want"),
+    ("sent", "new", "prefill", "want"),
     [
         ("One two ", "three", "", "One two three"),
         ("One two ", "two three", "", "One two three"),
         ("One two", "One two three", "", "One two three"),
         ("One two ", "One two\nthree", "", "One two \nthree"),
         ("unbeliev", "unbelievable", "", "unbelievable"),
-        ("a list of a", "apples", "", "a list of aapples"),  # a letter is no repetition
+        ("a list of a", "apples", "", "a list of aapples"),  # one letter is not a repetition
         ("One two ", " three", "", "One two three"),
-        ("One two three", "two", "", "One two three"),  # "two" begins "two three": it ended while it repeated
+        (
+            "One two three",
+            "two",
+            "",
+            "One two three",
+        ),  # "two" starts "two three": the continuation ended within the repetition
         ("One two three", "One", "", "One two three"),
-        ("ha ha ", "ha ha!", "flag", "ha ha ha ha!"),  # who goes on means what it says
+        ("ha ha ", "ha ha!", "flag", "ha ha ha ha!"),  # a prefilled provider does not repeat
         ("ha ha ", " ha!", "bare", "ha ha ha!"),
         ("One\n\n", "\nTwo", "bare", "One\n\nTwo"),
         ("One two ", "One two three", "prefix", "One two three"),
@@ -85,36 +90,36 @@ def joined(said: str, new: str, prefill: Prefill, cut: int = 1) -> str:
         ("", "One", "", "One"),
     ],
 )
-def test_what_is_said_again_is_taken_out(said: str, new: str, prefill: Prefill, want: str, cut: int) -> None:
-    assert joined(said, new, prefill, cut) == want
+def test_repeated_text_is_removed(sent: str, new: str, prefill: Prefill, want: str, cut: int) -> None:
+    assert filter_repetition(sent, new, prefill, cut) == want
 
 
 @given(st.integers(2, 30), st.data())
 @settings(deadline=None)
-def test_words_that_differ_are_said_once_wherever_it_begins_again(count: int, data: st.DataObject) -> None:
-    text = " ".join(f"<{i}th-word>" for i in range(count))  # no end of a word is the beginning of another
+def test_restart_at_any_word_is_removed(count: int, data: st.DataObject) -> None:
+    text = " ".join(f"<{i}th-word>" for i in range(count))  # no word ends like another starts
     at = data.draw(st.integers(1, len(text) - 1))
     begins = [i for i in range(at) if (i == 0 or text[i - 1] == " ") and at - i >= LEAST + 1]
     begin = data.draw(st.sampled_from([*begins, at]))
-    assert joined(text[:at], text[begin:], "", data.draw(st.integers(1, 9))) == text
+    assert filter_repetition(text[:at], text[begin:], "", data.draw(st.integers(1, 9))) == text
 
 
-# -- the request -------------------------------------------------------------------------------------------------------
+# -- request -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("prefill", ["", "bare"])
-def test_what_was_said_is_the_last_turn(dialect: Spoken, prefill: Prefill) -> None:
+def test_sent_text_is_last_message(dialect: Spoken, prefill: Prefill) -> None:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
-    asked = continuable(body, dialect)
-    assert asked is not None
-    again = continued(body, asked, "x" * 40 + " ", prefill)
+    request = continuable(body, dialect)
+    assert request is not None
+    again = continued(body, request, "x" * 40 + " ", prefill)
     read = GRAMMARS[dialect].parse(json.loads(again))
     turns = [(message.role, getattr(message.parts[0], "text", None)) for message in read.messages]
     assert turns == [("user", "hi"), ("assistant", "x" * 40), *([] if prefill else [("user", GO_ON)])]
     assert read.max_output == 100 - 11
-    assert continued(body, asked, " ", prefill) == body, "nothing was said"
-    short = GRAMMARS[dialect].parse(json.loads(continued(body, asked, "x" * 4000, prefill)))
+    assert continued(body, request, " ", prefill) == body, "nothing was sent"
+    short = GRAMMARS[dialect].parse(json.loads(continued(body, request, "x" * 4000, prefill)))
     assert short.max_output == 1
 
 
@@ -131,38 +136,38 @@ def test_what_was_said_is_the_last_turn(dialect: Spoken, prefill: Prefill) -> No
     ],
     ids=str,
 )
-def test_what_not_anybody_could_go_on_with(more: dict[str, Any]) -> None:
+def test_requests_that_cannot_be_continued(more: dict[str, Any]) -> None:
     assert continuable(json.dumps({"model": "m", **ASKED["openai-chat"], **more}).encode(), "openai-chat") is None
 
 
-def test_a_budget_for_thoughts_stays() -> None:
-    thinks = {"thinking": {"type": "enabled", "budget_tokens": 90}}
-    body = json.dumps({"model": "m", **ASKED["anthropic"], **thinks}).encode()
-    asked = continuable(body, "anthropic")
-    assert asked is not None and not claude_goes_on("claude-sonnet-4-5", asked)
-    assert json.loads(continued(body, asked, "x" * 400, ""))["max_tokens"] == 91
+def test_reasoning_budget_is_kept() -> None:
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 90}}
+    body = json.dumps({"model": "m", **ASKED["anthropic"], **thinking}).encode()
+    request = continuable(body, "anthropic")
+    assert request is not None and not claude_goes_on("claude-sonnet-4-5", request)
+    assert json.loads(continued(body, request, "x" * 400, ""))["max_tokens"] == 91
 
 
-def test_which_claude_goes_on() -> None:
-    asked = continuable(json.dumps({"model": "m", **ASKED["anthropic"]}).encode(), "anthropic")
-    assert asked is not None
-    goes = {model: claude_goes_on(model, asked) for model in ("claude-3-5-haiku", "claude-sonnet-4-5-20250929")}
-    assert all(goes.values())
-    assert not any(claude_goes_on(model, asked) for model in ("claude-opus-4-6", "claude-next", "some-model"))
+def test_claude_versions_that_accept_prefill() -> None:
+    request = continuable(json.dumps({"model": "m", **ASKED["anthropic"]}).encode(), "anthropic")
+    assert request is not None
+    accepts = {model: claude_goes_on(model, request) for model in ("claude-3-5-haiku", "claude-sonnet-4-5-20250929")}
+    assert all(accepts.values())
+    assert not any(claude_goes_on(model, request) for model in ("claude-opus-4-6", "claude-next", "some-model"))
 
 
-def test_marks() -> None:
+def test_prefill_fields() -> None:
     body = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}'
     assert marked(body, "flag") == {"continue_final_message": True, "add_generation_prompt": False}
     assert marked(body, "prefix")["messages"][-1] == {"role": "assistant", "content": "b", "prefix": True}
     assert marked(body, "bare") == {}
 
 
-# -- the stream --------------------------------------------------------------------------------------------------------
+# -- stream ------------------------------------------------------------------------------------------------------------
 
 
-class Leg:
-    """A reply that breaks, or does not, with an error of its dialect or without."""
+class BrokenReply:
+    """A reply whose stream ends with `error`, or completes without one."""
 
     def __init__(self, chunks: list[bytes], error: Exception | None = None) -> None:
         self._chunks = chunks
@@ -171,7 +176,7 @@ class Leg:
         self.reply = Reply(200, {}, self, usage=Usage(input=10, output=5), micros=7, estimated=error is not None)
         self.reply.provider, self.reply.model, self.reply.ended = "p", "m", "cut" if error else "complete"
 
-    def __aiter__(self) -> Leg:
+    def __aiter__(self) -> BrokenReply:
         return self
 
     async def __anext__(self) -> bytes:
@@ -187,185 +192,196 @@ class Leg:
 
 def events(dialect: Spoken, deltas: list[Delta]) -> list[bytes]:
     writer = GRAMMARS[dialect].writer(Asked())
-    return [made for delta in deltas if (made := writer.push(delta))]
+    return [event for delta in deltas if (event := writer.push(delta))]
 
 
 def answer(id: str, *content: Delta) -> list[Delta]:
     return [Opened(id, "m"), *content, Finished("stop"), Counted(Usage(input=20, output=3)), Ended()]
 
 
-def made(dialect: Spoken, settings: Settings | None = None) -> Call:
+def gateway_request(dialect: Spoken, settings: Settings | None = None) -> Call:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
     return Call("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None, NOTHING, ANONYMOUS,
                 settings or Settings(), 0.0, 60.0)  # fmt: skip
 
 
-def spliced(dialect: Spoken, *legs: Leg) -> tuple[bytes, Reply, list[str]]:
-    """What a client gets, and what was said when others were asked."""
-    asked: list[str] = []
-    rest = list(legs[1:])
+def run_continued_stream(dialect: Spoken, *replies: BrokenReply) -> tuple[bytes, Reply, list[str]]:
+    """Return the client's bytes, the reply, and the text sent before each continuation."""
+    sent_texts: list[str] = []
+    rest = list(replies[1:])
 
-    async def go_on(said: str, broken: Reply) -> tuple[Reply, Seam] | None:
-        asked.append(said)
-        return (rest.pop(0).reply, Seam(said, "")) if rest else None
+    async def find_continuation(sent: str, broken: Reply) -> tuple[Reply, Seam] | None:
+        sent_texts.append(sent)
+        return (rest.pop(0).reply, Seam(sent, "")) if rest else None
 
-    call = made(dialect)
+    call = gateway_request(dialect)
 
     async def run() -> tuple[bytes, Reply]:
-        reply = Spliced(call, dialect, legs[0].reply, go_on).reply
+        reply = Spliced(call, dialect, replies[0].reply, find_continuation).reply
         assert not isinstance(reply.body, bytes)
         got = b"".join([chunk async for chunk in reply.body])
         await reply.close()
         return got, reply
 
     got, reply = asyncio.run(run())
-    assert all(leg.closed for leg in legs[: len(asked) + 1] if leg not in rest)
-    return got, reply, asked
+    assert all(each.closed for each in replies[: len(sent_texts) + 1] if each not in rest)
+    return got, reply, sent_texts
 
 
-def is_watched(call: Call) -> bool:
+def is_continuable(call: Call) -> bool:
     async def inner(call: Call) -> Reply:
-        return Leg([]).reply
+        return BrokenReply([]).reply
 
     return isinstance(asyncio.run(Continued(inner, Registry()).layer(inner)(call)).body, Spliced)  # type: ignore[arg-type]
 
 
-def test_what_is_watched() -> None:
+def test_which_streams_are_continued() -> None:
     on = Settings(continuation=True)
     rule = PatternRule(name="mail", find=("email",), on="prompt")
     guarded = structs.replace(on, guardrails=Guardrails(patterns=(rule,)))
-    assert not is_watched(made("anthropic")) and is_watched(made("anthropic", on))
-    assert is_watched(made("gemini").moved(options=Options(continuation=True)))
-    assert not is_watched(made("gemini", on).moved(options=Options(continuation=False)))
-    assert not is_watched(made("anthropic", guarded)), "what was said would go out unseen"
-    assert not is_watched(made("anthropic", on).moved(steps=(Step("p", "m", body=b"{}"),))), "it asks something else"
-    assert not is_watched(made("openai-chat", on).moved(dialect="raw"))
-    assert not is_watched(made("openai-chat", on).moved(stream=False))
+    assert not is_continuable(gateway_request("anthropic")) and is_continuable(gateway_request("anthropic", on))
+    assert is_continuable(gateway_request("gemini").moved(options=Options(continuation=True)))
+    assert not is_continuable(gateway_request("gemini", on).moved(options=Options(continuation=False)))
+    assert not is_continuable(gateway_request("anthropic", guarded)), "guardrails would not see the sent text"
+    assert not is_continuable(gateway_request("anthropic", on).moved(steps=(Step("p", "m", body=b"{}"),))), (
+        "the step sends another request"
+    )
+    assert not is_continuable(gateway_request("openai-chat", on).moved(dialect="raw"))
+    assert not is_continuable(gateway_request("openai-chat", on).moved(stream=False))
 
 
-@pytest.mark.parametrize(("said", "prefill"), [("a ", "flag"), ("", ""), (" ", "")])
-def test_what_the_same_place_is_asked_once_more(said: str, prefill: Prefill) -> None:
-    first = [Opened("one", "m"), ThinkingPiece("hm"), *([TextPiece(said)] if said else [])]
-    legs = [Leg(events("openai-chat", first), Broken("cut")), Leg(events("openai-chat", answer("two", TextPiece("b"))))]
-    asked: list[Call] = []
+@pytest.mark.parametrize(("sent", "prefill"), [("a ", "flag"), ("", ""), (" ", "")])
+def test_continuation_at_same_provider(sent: str, prefill: Prefill) -> None:
+    first = [Opened("one", "m"), ThinkingPiece("hm"), *([TextPiece(sent)] if sent else [])]
+    replies = [
+        BrokenReply(events("openai-chat", first), Broken("cut")),
+        BrokenReply(events("openai-chat", answer("two", TextPiece("b")))),
+    ]
+    requests: list[Call] = []
 
     async def attempts(call: Call) -> Reply:
-        asked.append(call)
-        return legs[len(asked) - 1].reply
+        requests.append(call)
+        return replies[len(requests) - 1].reply
 
     async def run() -> bytes:
-        call = made("openai-chat", Settings(continuation=True)).moved(provider="emberline")
+        call = gateway_request("openai-chat", Settings(continuation=True)).moved(provider="emberline")
         reply = await Continued(attempts, Registry()).layer(attempts)(call)
         assert not isinstance(reply.body, bytes)
         return b"".join([chunk async for chunk in reply.body])
 
-    assert text_of(read("openai-chat", asyncio.run(run()))) == said + "b"
-    assert asked[1].prefill == prefill and (asked[1].body == asked[0].body) == (prefill == "")
+    assert text_of(read("openai-chat", asyncio.run(run()))) == sent + "b"
+    assert requests[1].prefill == prefill and (requests[1].body == requests[0].body) == (prefill == "")
 
 
 def read(dialect: Spoken, data: bytes) -> list[Delta]:
     reader = GRAMMARS[dialect].reader()
-    found = [delta for event in EventSplitter().push(data) for delta in reader.read(event)]
-    return [*found, *reader.end()]
+    deltas_read = [delta for event in EventSplitter().push(data) for delta in reader.read(event)]
+    return [*deltas_read, *reader.end()]
 
 
 def text_of(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, TextPiece))
 
 
-WORDS = [f"word{i} " for i in range(14)]  # more than three legs say
+WORDS = [f"word{i} " for i in range(14)]  # more than three broken replies send
 
 
-def leg(dialect: Spoken, said: int, more: int, restart: bool) -> tuple[Leg, int]:
-    """Goes on after that many words, or begins again, and is cut `more` events after its first word (a stream passes
-    only from there); and the words that are said then."""
-    begin = 0 if restart else said
-    whole = events(dialect, answer(f"after-{said}", *map(TextPiece, WORDS[begin:])))
+def cut_reply(dialect: Spoken, sent: int, more: int, restart: bool) -> tuple[BrokenReply, int]:
+    """Return a reply that continues after `sent` words, or restarts, and the number of words sent with it.
+
+    It is cut `more` events after its first word, because a stream is passed on only from its first content.
+    """
+    begin = 0 if restart else sent
+    whole = events(dialect, answer(f"after-{sent}", *map(TextPiece, WORDS[begin:])))
     first = next(at for at, event in enumerate(whole) if b"word" in event)
     kept = whole[: min(first + 1 + more, len(whole) - 1)]
     reader = GRAMMARS[dialect].reader()
-    found = [delta for event in EventSplitter().push(b"".join(kept)) for delta in reader.read(event)]
-    return Leg(kept, Broken("cut")), max(said, begin + len(text_of(found).split()))
+    deltas_read = [delta for event in EventSplitter().push(b"".join(kept)) for delta in reader.read(event)]
+    return BrokenReply(kept, Broken("cut")), max(sent, begin + len(text_of(deltas_read).split()))
 
 
 @given(st.sampled_from(DIALECTS), st.lists(st.integers(0, 3), max_size=3), st.booleans())
 @settings(deadline=None, max_examples=150)
-def test_one_stream_wherever_the_others_break(dialect: Spoken, cuts: list[int], restart: bool) -> None:
-    said, legs = 0, []
+def test_continued_stream_is_one_stream(dialect: Spoken, cuts: list[int], restart: bool) -> None:
+    sent, replies = 0, []
     for more in cuts:
-        broken, said = leg(dialect, said, more, restart)
-        legs.append(broken)
-    legs.append(Leg(events(dialect, answer("last", *map(TextPiece, WORDS[0 if restart else said :])))))
-    data, reply, asked = spliced(dialect, *legs)
-    found = read(dialect, data)
-    assert text_of(found) == "".join(WORDS) and len(asked) == len(cuts)
-    kinds = [type(delta) for delta in found]
+        broken, sent = cut_reply(dialect, sent, more, restart)
+        replies.append(broken)
+    replies.append(BrokenReply(events(dialect, answer("last", *map(TextPiece, WORDS[0 if restart else sent :])))))
+    data, reply, request = run_continued_stream(dialect, *replies)
+    deltas_read = read(dialect, data)
+    assert text_of(deltas_read) == "".join(WORDS) and len(request) == len(cuts)
+    kinds = [type(delta) for delta in deltas_read]
     assert kinds.count(Opened) == kinds.count(Finished) == kinds.count(Ended) == 1 and kinds[-1] is Ended
-    assert reply.ended == "complete" and reply.error == "" and reply.micros == 7 * len(legs)
-    assert reply.usage == Usage(input=10 * len(legs), output=5 * len(legs))
-    counted = [delta.usage for delta in found if isinstance(delta, Counted)]
+    assert reply.ended == "complete" and reply.error == "" and reply.micros == 7 * len(replies)
+    assert reply.usage == Usage(input=10 * len(replies), output=5 * len(replies))
+    counted = [delta.usage for delta in deltas_read if isinstance(delta, Counted)]
     assert counted[-1] == Usage(input=20 + 10 * len(cuts), output=3 + 5 * len(cuts))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_the_ids_are_of_the_first(dialect: Spoken) -> None:
+def test_continued_stream_keeps_first_id(dialect: Spoken) -> None:
     first = events(dialect, [Opened("one", "m"), TextPiece("a ")])
-    data, reply, asked = spliced(
-        dialect, Leg(first, Broken("cut")), Leg(events(dialect, answer("two", TextPiece("b"))))
+    data, reply, request = run_continued_stream(
+        dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, answer("two", TextPiece("b"))))
     )
     opened = [delta for delta in read(dialect, data) if isinstance(delta, Opened)]
     assert [delta.id for delta in opened] == ["one"] and b"two" not in data
-    assert asked == ["a "] and reply.continued == "p/m" and reply.estimated
+    assert request == ["a "] and reply.continued == "p/m" and reply.estimated
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_thoughts_are_neither_told_on_nor_told_again(dialect: Spoken) -> None:
+def test_continuation_adds_no_reasoning(dialect: Spoken) -> None:
     first = events(dialect, [Opened("one", "m"), ThinkingPiece("hm"), TextPiece("a ")])
     second = answer("two", ThinkingPiece("once more"), Sealed("s", "anthropic"), TextPiece("b"))
-    data, _, asked = spliced(dialect, Leg(first, Broken("cut")), Leg(events(dialect, second)))
-    found = read(dialect, data)
-    assert asked == ["a "] and text_of(found) == "a b"
-    assert "".join(delta.text for delta in found if isinstance(delta, ThinkingPiece)) == "hm"
+    data, _, request = run_continued_stream(
+        dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, second))
+    )
+    deltas_read = read(dialect, data)
+    assert request == ["a "] and text_of(deltas_read) == "a b"
+    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ThinkingPiece)) == "hm"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_what_who_goes_on_cites_is_left_out(dialect: Spoken) -> None:
-    """Its places are counted from where it began."""
+def test_continuation_citations_are_dropped(dialect: Spoken) -> None:
+    """A continuation's citation offsets count from its own start."""
     first = events(dialect, [Opened("one", "m"), TextPiece("a ")])
     second = answer("two", TextPiece("b"), Cited(Citation("https://x", start=0, end=1)))
     assert b"https://x" in b"".join(events(dialect, second))
-    data, _, _ = spliced(dialect, Leg(first, Broken("cut")), Leg(events(dialect, second)))
+    data, _, _ = run_continued_stream(dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, second)))
     assert text_of(read(dialect, data)) == "a b" and b"https://x" not in data
 
 
-@pytest.mark.parametrize("dialect", ["openai-chat", "anthropic", "openai-responses"])  # Gemini's calls come whole
-def test_half_a_call_is_not_gone_on_with(dialect: Spoken) -> None:
+@pytest.mark.parametrize("dialect", ["openai-chat", "anthropic", "openai-responses"])  # Gemini sends calls in one piece
+def test_incomplete_tool_call_is_not_continued(dialect: Spoken) -> None:
     half = events(dialect, [Opened("one", "m"), TextPiece("a"), ToolOpened(0, "c1", "weather"), ToolPiece(0, '{"ci')])
-    data, reply, asked = spliced(dialect, Leg(half, Broken("cut")), Leg(events(dialect, answer("two", TextPiece("b")))))
-    assert not asked and (reply.ended, reply.error) == ("cut", "upstream_broken") and reply.continued == ""
-    assert b"cut" in data.splitlines()[-2] and sse.DONE not in data, "it must not look whole"
+    data, reply, request = run_continued_stream(
+        dialect, BrokenReply(half, Broken("cut")), BrokenReply(events(dialect, answer("two", TextPiece("b"))))
+    )
+    assert not request and (reply.ended, reply.error) == ("cut", "upstream_broken") and reply.continued == ""
+    assert b"cut" in data.splitlines()[-2] and sse.DONE not in data, "the stream must not look complete"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_who_goes_on_may_call(dialect: Spoken) -> None:
+def test_continuation_may_call_tools(dialect: Spoken) -> None:
     first = events(dialect, [Opened("one", "m"), TextPiece("I look ")])
     call = answer("two", TextPiece("I look it up"), ToolOpened(0, "c1", "weather"), ToolPiece(0, '{"city":"Paris"}'))
-    data, _, _ = spliced(dialect, Leg(first, Broken("cut")), Leg(events(dialect, call)))
-    found = read(dialect, data)
-    assert text_of(found) == "I look it up"
-    assert [delta.name for delta in found if isinstance(delta, ToolOpened)] == ["weather"]
-    assert "".join(delta.text for delta in found if isinstance(delta, ToolPiece)) == '{"city":"Paris"}'
+    data, _, _ = run_continued_stream(dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, call)))
+    deltas_read = read(dialect, data)
+    assert text_of(deltas_read) == "I look it up"
+    assert [delta.name for delta in deltas_read if isinstance(delta, ToolOpened)] == ["weather"]
+    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ToolPiece)) == '{"city":"Paris"}'
 
 
-def test_an_answer_that_gave_its_reason_to_stop_is_ended_here() -> None:
+def test_stream_with_finish_reason_is_completed() -> None:
     done = events("openai-chat", answer("one", TextPiece("a")))[:-1]
-    data, reply, asked = spliced("openai-chat", Leg(done, Broken("cut")))
-    assert not asked and data.endswith(sse.DONE) and text_of(read("openai-chat", data)) == "a"
+    data, reply, request = run_continued_stream("openai-chat", BrokenReply(done, Broken("cut")))
+    assert not request and data.endswith(sse.DONE) and text_of(read("openai-chat", data)) == "a"
     assert reply.ended == "complete" and reply.continued == "ended here" and reply.estimated
 
 
-def test_nobody_goes_on() -> None:
+def test_stream_without_continuation_ends_with_error() -> None:
     first = events("anthropic", [Opened("one", "m"), TextPiece("a")])
-    data, reply, asked = spliced("anthropic", Leg(first, Broken("it was cut")))
-    assert asked == ["a"] and data.count(b"it was cut") == 1 and b"message_stop" not in data
+    data, reply, request = run_continued_stream("anthropic", BrokenReply(first, Broken("it was cut")))
+    assert request == ["a"] and data.count(b"it was cut") == 1 and b"message_stop" not in data
     assert (reply.ended, reply.error, reply.micros) == ("cut", "upstream_broken", 7)

@@ -1,4 +1,4 @@
-"""The meter: every cut of a stream's bytes reads the same, bytes pass as they are, and what is broken is found."""
+"""The stream meter: results do not depend on chunk boundaries, bytes pass unchanged, broken streams are detected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stream(dialect: str, **more: Any) -> bytes:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_every_cut_reads_the_same(dialect: Any, data: st.DataObject) -> None:
+def test_result_is_independent_of_chunk_boundaries(dialect: Any, data: st.DataObject) -> None:
     whole = stream(dialect)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     meter, passed = Meter(dialect), b""
@@ -49,7 +49,7 @@ def test_every_cut_reads_the_same(dialect: Any, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_it_begins_with_content(dialect: Any) -> None:
+def test_first_content_is_detected(dialect: Any) -> None:
     meter = Meter(dialect)
     for event, is_content in reply(dialect).events():
         assert not meter.signs.begun
@@ -60,7 +60,7 @@ def test_it_begins_with_content(dialect: Any) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic"])
-def test_a_tool_is_content(dialect: Any) -> None:
+def test_tool_call_is_content(dialect: Any) -> None:
     meter = Meter(dialect)
     tools = [{"name": "t", "function": {"name": "t"}}]
     events = [event for event, _ in reply(dialect, tools=tools).events() if b"word" not in event]
@@ -72,13 +72,13 @@ def test_a_tool_is_content(dialect: Any) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("lost", ["ending", "half"])
-def test_a_stream_that_is_cut_is_broken(dialect: Any, lost: str) -> None:
+def test_cut_stream_is_broken(dialect: Any, lost: str) -> None:
     whole = stream(dialect)
     cut = whole.removesuffix(reply(dialect).ending()) if lost == "ending" else whole[: len(whole) // 2]
     meter = Meter(dialect)
     meter.push(cut)
     meter.end()
-    if (dialect, lost) == ("openai-chat", "ending"):  # with a reason to stop and the usage, [DONE] is not missed
+    if (dialect, lost) == ("openai-chat", "ending"):  # [DONE] is optional after a finish reason and usage
         assert meter.broken is None and meter.signs.ended and meter.missing == b"data: [DONE]\n\n"
         return
     assert meter.broken is not None
@@ -87,16 +87,16 @@ def test_a_stream_that_is_cut_is_broken(dialect: Any, lost: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_error_inside_is_found_and_passes(dialect: Any) -> None:
+def test_error_event_is_detected_and_passed_on(dialect: Any) -> None:
     meter = Meter(dialect)
     event = reply(dialect).error_event()
-    assert meter.push(event + event) == event, "nothing passes after it"
+    assert meter.push(event + event) == event, "nothing is passed on after an error event"
     assert meter.signs.failed == "injected error"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("bad", [b"data: {\n\n", b"data: oops\n\n", b"data: 5\n\n", b"data: \xff\n\n"])
-def test_a_malformed_event_is_found_and_does_not_pass(dialect: Any, bad: bytes) -> None:
+def test_malformed_event_is_detected_and_dropped(dialect: Any, bad: bytes) -> None:
     first = next(event for event, is_content in reply(dialect).events() if is_content)
     meter = Meter(dialect)
     assert meter.push(first + bad + first) == first
@@ -104,7 +104,7 @@ def test_a_malformed_event_is_found_and_does_not_pass(dialect: Any, bad: bytes) 
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_text_that_is_no_utf8_is_malformed(dialect: Any) -> None:
+def test_invalid_utf8_is_malformed(dialect: Any) -> None:
     first = next(event for event, is_content in reply(dialect).events() if is_content)
     meter = Meter(dialect)
     assert meter.push(first + first.replace(b"word0", b"w\xff\xfe0")) == first
@@ -114,34 +114,34 @@ def test_text_that_is_no_utf8_is_malformed(dialect: Any) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_event_that_is_nested_too_deep_is_malformed(dialect: Any) -> None:
+def test_deeply_nested_event_is_malformed(dialect: Any) -> None:
     meter = Meter(dialect)
     deep = b"[" * 100_000 + b"]" * 100_000
     assert meter.push(b'data: {"type": "x", "deep": ' + deep + b"}\n\n") == b""
     assert meter.broken is not None and "malformed" in str(meter.broken)
 
 
-def test_only_done_is_not_an_answer() -> None:
+def test_done_alone_is_broken() -> None:
     meter = Meter("openai-chat")
     meter.push(b"data: [DONE]\n\n")
     assert meter.broken is not None
 
 
-def test_usage_that_nobody_asked_for_does_not_pass() -> None:
+def test_unrequested_usage_is_hidden() -> None:
     with_, without = stream("openai-chat"), stream("openai-chat", stream_options=None)
     meter = Meter("openai-chat", hide_usage=True)
     assert meter.push(with_) == without
     assert meter.usage(b"")[1] is False
 
 
-def test_comments_and_other_line_ends_pass() -> None:
+def test_comments_and_crlf_pass() -> None:
     meter = Meter("openai-chat")
     assert meter.push(b": processing\n\n") == b": processing\n\n" and not meter.signs.begun
     event = b'data: {"choices":[{"delta":{"content":"x"}}]}\r\n\r\n'
     assert meter.push(event[:-2]) == b"" and meter.push(event[-2:]) == event and meter.signs.begun
 
 
-def test_splitter_takes_events_apart() -> None:
+def test_splitter_splits_events() -> None:
     splitter = Splitter()
     assert splitter.push(b"a: 1\n\nb: 2\r\n\r\nc") == [b"a: 1\n\n", b"b: 2\r\n\r\n"]
     assert splitter.push(b": 3\n") == [] and splitter.rest == b"c: 3\n" and splitter.push(b"\n") == [b"c: 3\n\n"]
@@ -149,7 +149,7 @@ def test_splitter_takes_events_apart() -> None:
     assert payload_of(b": comment\n\n") == (b"", b"") and payload_of(b"data:{}\n\n") == (b"", b"{}")
 
 
-def test_raw_bytes_end_with_their_connection() -> None:
+def test_raw_reply_ends_with_connection() -> None:
     meter = RawMeter()
     assert meter.push(b"\x00\x01") == b"\x00\x01" and meter.signs.begun and not meter.signs.ended
     meter.end()
@@ -160,7 +160,7 @@ def test_raw_bytes_end_with_their_connection() -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_whole_replies(dialect: Any) -> None:
+def test_unstreamed_replies(dialect: Any) -> None:
     path = PATHS[dialect].replace("streamG", "g")
     body = FakeReply(dialect, path, {"model": "m"}, 5).whole()
     usage, model = check_whole(dialect, body)

@@ -1,4 +1,4 @@
-"""Custom providers are public: by URL, by what their names resolve to, and by the address that is connected to."""
+"""Custom providers must be public: checked for the URL, the resolved addresses and the connected address."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("address", PRIVATE)
-def test_not_public(address: str) -> None:
+def test_private_addresses(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_public(address: str) -> None:
+def test_public_addresses(address: str) -> None:
     assert is_public(address)
 
 
@@ -89,7 +89,7 @@ def test_public(address: str) -> None:
         "https://xn--bcher-kva.example",
     ],
 )
-def test_a_url_that_may_be_used(url: str) -> None:
+def test_valid_provider_urls(url: str) -> None:
     assert checked_url(url) == url.rstrip("/")
 
 
@@ -138,12 +138,12 @@ def test_a_url_that_may_be_used(url: str) -> None:
         "https://api.example.com/" + "a" * 2048,
     ],
 )
-def test_a_url_that_may_not_be_used(url: str) -> None:
+def test_invalid_provider_urls(url: str) -> None:
     with pytest.raises(InvalidRequest, match="base_url"):
         checked_url(url)
 
 
-def test_the_operator_may_allow_private_targets() -> None:
+def test_operator_can_allow_private_addresses() -> None:
     for url in ("http://127.0.0.1:8000/v1", "https://10.0.0.5", "http://vllm.internal:8000", "http://localhost:11434"):
         assert checked_url(url, allow_private=True) == url
     for url in ("ftp://10.0.0.5", "http://u:p@10.0.0.5", "http://127.1"):
@@ -151,8 +151,8 @@ def test_the_operator_may_allow_private_targets() -> None:
             checked_url(url, allow_private=True)
 
 
-class Answers(AbstractResolver):
-    """A name server that says what it is told to, one answer after the other."""
+class FakeResolver(AbstractResolver):
+    """A resolver that returns the given addresses, one list per query."""
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers = list(answers)
@@ -167,17 +167,17 @@ class Answers(AbstractResolver):
         pass
 
 
-def test_one_private_answer_among_public_ones_is_refused() -> None:
+def test_one_private_address_rejects_name() -> None:
     async def do() -> None:
-        assert len(await PublicResolver(Answers(["8.8.8.8", "1.1.1.1"])).resolve("a.example", 443)) == 2
+        assert len(await PublicResolver(FakeResolver(["8.8.8.8", "1.1.1.1"])).resolve("a.example", 443)) == 2
         for answer in (["127.0.0.1"], ["8.8.8.8", "10.0.0.1"]):
             with pytest.raises(OSError, match="not public"):
-                await PublicResolver(Answers(answer)).resolve("a.example", 443)
+                await PublicResolver(FakeResolver(answer)).resolve("a.example", 443)
 
     asyncio.run(do())
 
 
-def reach(url: str, resolver: AbstractResolver, guarded: bool) -> None:
+def connect(url: str, resolver: AbstractResolver, guarded: bool) -> None:
     async def do() -> None:
         factory = {"socket_factory": public_socket} if guarded else {}
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, **factory)
@@ -187,18 +187,18 @@ def reach(url: str, resolver: AbstractResolver, guarded: bool) -> None:
     asyncio.run(do())
 
 
-def test_the_connection_itself_is_checked() -> None:
-    """Against a real listener on this machine: none of the ways reaches it."""
+def test_connection_address_is_checked() -> None:
+    """A real listener on this machine cannot be reached in any of these ways."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.05)
         port = listener.getsockname()[1]
         attempts = [
-            (f"http://127.0.0.1:{port}", Answers(), True),  # not looked up at all
-            (f"http://a.example:{port}", Answers(["127.0.0.1"]), True),
-            (f"http://a.example:{port}", PublicResolver(Answers(["127.0.0.1"])), False),
+            (f"http://127.0.0.1:{port}", FakeResolver(), True),  # an address, which is not resolved
+            (f"http://a.example:{port}", FakeResolver(["127.0.0.1"]), True),
+            (f"http://a.example:{port}", PublicResolver(FakeResolver(["127.0.0.1"])), False),
         ]
         for url, resolver, guarded in attempts:
             with pytest.raises(aiohttp.ClientConnectorError):
-                reach(url, resolver, guarded)
+                connect(url, resolver, guarded)
         with pytest.raises(TimeoutError):
             listener.accept()

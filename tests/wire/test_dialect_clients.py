@@ -1,7 +1,8 @@
-"""The vendors' own clients and types on what translation makes: every provider's dialect behind every client's.
+"""The vendors' own clients and types accept translated replies, for every pair of client and provider format.
 
-A client talks to a transport that translates its request, answers in the provider's dialect, and translates that back
-in pieces of a few bytes: no server, no network."""
+The clients use a transport that translates the request, answers in the provider's format, and translates the answer
+back in chunks of a few bytes; no server and no network are involved.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ PARAMS: dict[Spoken, TypeAdapter[Any]] = {
 }
 
 
-class Translating(httpx2.BaseTransport):
-    """A provider of one dialect, behind a client of another."""
+class TranslatingTransport(httpx2.BaseTransport):
+    """A provider of one wire format behind a client of another."""
 
     def __init__(
         self, client: Spoken, provider: Spoken, tail: bytes = b"", refused: int = 0, citing: bool = False
@@ -61,24 +62,24 @@ class Translating(httpx2.BaseTransport):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         body = request.read()
-        to = Recipient(MODELS[self._provider])
-        sent, _ = translate_request(body, self._client, self._provider, to)
-        asked = asked_of(body, self._client, model="asked", created=1700000000, id="made-1")
+        target_model = Recipient(MODELS[self._provider])
+        sent, _ = translate_request(body, self._client, self._provider, target_model)
+        context = asked_of(body, self._client, model="asked", created=1700000000, id="made-1")
         if self._refused:
             error = json.dumps({"error": {"message": "slow down", "type": "rate_limit_error"}}).encode()
             return httpx2.Response(self._refused, content=translate_error(error, self._refused, self._client))
         if not json.loads(body).get("stream"):
             plain = json.dumps(self._replies[self._provider]).encode()
-            made, _ = translate_reply(plain, self._provider, self._client, asked)
-            return httpx2.Response(200, content=made, headers={"content-type": "application/json"})
+            rendered, _ = translate_reply(plain, self._provider, self._client, context)
+            return httpx2.Response(200, content=rendered, headers={"content-type": "application/json"})
         assert self._provider == "gemini" or json.loads(sent)["stream"] is True
-        translator = StreamTranslator(self._provider, self._client, asked)
+        translator = StreamTranslator(self._provider, self._client, context)
         pieces = self._pieces(translator)
         return httpx2.Response(200, content=pieces, headers={"content-type": "text/event-stream"})
 
     def _pieces(self, translator: StreamTranslator) -> Iterator[bytes]:
         stream = self._streams[self._provider]
-        if self._tail:  # the provider breaks in the middle
+        if self._tail:  # the provider's stream breaks in the middle
             stream = b"\n\n".join(stream.split(b"\n\n")[:4]) + b"\n\n" + self._tail
         try:
             for at in range(0, len(stream), 7):
@@ -89,12 +90,12 @@ class Translating(httpx2.BaseTransport):
 
 
 def openai_client(client: Spoken, provider: Spoken, **more: Any) -> openai.OpenAI:
-    http = httpx2.Client(transport=Translating(client, provider, **more))
+    http = httpx2.Client(transport=TranslatingTransport(client, provider, **more))
     return openai.OpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
 
 
 def anthropic_client(provider: Spoken, **more: Any) -> anthropic.Anthropic:
-    http = httpx2.Client(transport=Translating("anthropic", provider, **more))
+    http = httpx2.Client(transport=TranslatingTransport("anthropic", provider, **more))
     return anthropic.Anthropic(api_key="none", base_url="http://test", http_client=http, max_retries=0)
 
 
@@ -103,7 +104,7 @@ def without(request: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-chat"])
-def test_chat(provider: Spoken) -> None:
+def test_chat_client(provider: Spoken) -> None:
     client = openai_client("openai-chat", provider)
     plain = client.chat.completions.create(**without(CHAT, "stream", "stream_options"))
     with client.chat.completions.stream(**without(CHAT, "stream")) as stream:
@@ -119,7 +120,7 @@ def test_chat(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-responses"])
-def test_responses(provider: Spoken) -> None:
+def test_responses_client(provider: Spoken) -> None:
     client = openai_client("openai-responses", provider)
     plain = client.responses.create(**without(RESPONSES, "stream"))
     with client.responses.stream(**without(RESPONSES, "stream")) as stream:
@@ -134,7 +135,7 @@ def test_responses(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["anthropic"])
-def test_messages(provider: Spoken) -> None:
+def test_messages_client(provider: Spoken) -> None:
     client = anthropic_client(provider)
     plain = client.messages.create(**without(ANTHROPIC, "stream"))
     with client.messages.stream(**without(ANTHROPIC, "stream")) as stream:
@@ -150,7 +151,7 @@ def test_messages(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-chat"])
-def test_chat_citing(provider: Spoken) -> None:
+def test_chat_client_gets_citations(provider: Spoken) -> None:
     client = openai_client("openai-chat", provider, citing=True)
     plain = client.chat.completions.create(**without(CHAT, "stream", "stream_options"))
     with client.chat.completions.stream(**without(CHAT, "stream")) as stream:
@@ -162,7 +163,7 @@ def test_chat_citing(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-responses"])
-def test_responses_citing(provider: Spoken) -> None:
+def test_responses_client_gets_citations(provider: Spoken) -> None:
     client = openai_client("openai-responses", provider, citing=True)
     plain = client.responses.create(**without(RESPONSES, "stream"))
     with client.responses.stream(**without(RESPONSES, "stream")) as stream:
@@ -174,7 +175,7 @@ def test_responses_citing(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["anthropic"])
-def test_messages_citing(provider: Spoken) -> None:
+def test_messages_client_gets_citations(provider: Spoken) -> None:
     client = anthropic_client(provider, citing=True)
     plain = client.messages.create(**without(ANTHROPIC, "stream"))
     with client.messages.stream(**without(ANTHROPIC, "stream")) as stream:
@@ -187,8 +188,8 @@ def test_messages_citing(provider: Spoken) -> None:
 
 @pytest.mark.parametrize(("replies", "streams"), [(REPLIES, STREAMS), (CITING, CITING_STREAMS)], ids=["calls", "cites"])
 @pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if pair[1] != "gemini"])
-def test_their_types_take_every_event_and_body(source: Spoken, target: Spoken, replies: Any, streams: Any) -> None:
-    """Their clients forgive what is missing; their types do not."""
+def test_vendor_types_accept_all_output(source: Spoken, target: Spoken, replies: Any, streams: Any) -> None:
+    """The vendors' clients tolerate missing fields, their types do not."""
     translator = StreamTranslator(source, target)
     stream = translator.push(streams[source]) + translator.end()
     rows = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
@@ -200,7 +201,7 @@ def test_their_types_take_every_event_and_body(source: Spoken, target: Spoken, r
     PARAMS[target].validate_json(request)
 
 
-def test_their_types_can_refuse() -> None:
+def test_vendor_types_reject_invalid_output() -> None:
     with pytest.raises(ValidationError):
         EVENTS["anthropic"].validate_python({"type": "message_start", "message": {}})
     with pytest.raises(ValidationError):
@@ -212,7 +213,7 @@ BROKEN = data({"error": {"message": "went away", "type": "api_error", "code": 50
 
 @pytest.mark.parametrize("tail", [BROKEN, b"data: {{{\n\n", b""], ids=["error", "malformed", "cut"])
 @pytest.mark.parametrize("provider", DIALECTS)
-def test_broken_streams_are_errors_to_clients(provider: Spoken, tail: bytes) -> None:
+def test_broken_stream_raises_in_client(provider: Spoken, tail: bytes) -> None:
     tail = tail or b": cut\n\n"
     if provider != "openai-chat":
         with (
@@ -234,14 +235,14 @@ def test_broken_streams_are_errors_to_clients(provider: Spoken, tail: bytes) -> 
         assert last.type == "response.failed" and last.response.status == "failed" and last.response.error.message
 
 
-def test_refusals_have_the_shape_of_the_client() -> None:
+def test_errors_have_format_of_client() -> None:
     for client in ("openai-chat", "openai-responses"):
         with pytest.raises(openai.RateLimitError, match="slow down"):
-            asked = openai_client(client, "anthropic", refused=429)  # type: ignore[arg-type]
+            context = openai_client(client, "anthropic", refused=429)  # type: ignore[arg-type]
             _ = (
-                asked.chat.completions.create(**CHAT)
+                context.chat.completions.create(**CHAT)
                 if client == "openai-chat"
-                else asked.responses.create(**RESPONSES)
+                else context.responses.create(**RESPONSES)
             )
     with pytest.raises(anthropic.RateLimitError, match="slow down"):
         anthropic_client("gemini", refused=429).messages.create(**ANTHROPIC)

@@ -237,7 +237,7 @@ def test_after_content_the_client_is_told_in_its_dialect(heard: dict[Case, Heard
     assert ending(case) not in got.body, "a broken stream must not look whole"
     last = [line for line in got.body.split(b"\n") if line.startswith(b"data: ")][-1]
     message = json.loads(last[6:])["error"]["message"]
-    assert f"silent for {SOON} s" in message if case.fault in ("stall-later", "drip") else message
+    assert f"sent no event for {SOON} s" in message if case.fault in ("stall-later", "drip") else message
     row = got.record
     assert not row.success and row.ended == "cut" and row.error == TOLD[case.fault][1] and row.step == 0
     assert row.usage.output >= words and row.micros == row.usage.input * 3 + row.usage.output * 7

@@ -1,5 +1,5 @@
-"""The gateway's HTTP client against a peer that writes its bytes itself: every way a reply can be framed, every cut of
-it, lines that are kept and lines that died, slow readers, and what may not pass."""
+"""The gateway's HTTP client against a server that writes raw bytes: framings, chunk boundaries, reused and closed
+connections, slow readers, and injection."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from emberline.gateway.upstream.upstream import Upstream
 from emberline.net import pool
 from emberline.net.connection import BUFFER
 
-Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=1\r\ncontent-length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nx-trailer: 1\r\n\r\n"
 
 
 class Peer:
-    """Answers every request on a connection with the next of its replies; None hangs up."""
+    """A server that answers each request with its next reply; None closes the connection."""
 
     def __init__(self, *replies: bytes | None, pieces: int = 0, pause: float = 0.0) -> None:
         self.replies = list(replies)
@@ -84,7 +84,7 @@ async def fetch(
         incoming.close()
 
 
-FRAMES = {
+FRAMINGS = {
     "length": PLAIN,
     "chunked": CHUNKED,
     "close": b"HTTP/1.1 200 OK\r\nx: until-close\r\n\r\nhello",
@@ -98,10 +98,10 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 7])
-@pytest.mark.parametrize("frame", FRAMES)
-def test_every_frame_in_every_cut(frame: str, pieces: int) -> None:
+@pytest.mark.parametrize("frame", FRAMINGS)
+def test_framings_are_independent_of_chunk_boundaries(frame: str, pieces: int) -> None:
     async def work(upstream: Upstream) -> None:
-        async with Peer(FRAMES[frame], pieces=pieces) as peer:
+        async with Peer(FRAMINGS[frame], pieces=pieces) as peer:
             assert await fetch(upstream, f"{peer.url}/a?b=%20c", x_odd="1") == (200, b"hello")
             first = peer.heads[0]
             assert first.startswith(b"POST /a?b=%20c HTTP/1.1\r\nhost: 127.0.0.1:") and first.endswith(b"\r\n\r\n{}")
@@ -111,12 +111,12 @@ def test_every_frame_in_every_cut(frame: str, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("frame", ["length", "chunked", "gzip"])
-def test_a_reply_that_is_cut_is_broken(frame: str) -> None:
-    whole = FRAMES[frame]
+def test_cut_reply_is_broken(frame: str) -> None:
+    whole = FRAMINGS[frame]
 
     async def work(upstream: Upstream) -> None:
         for cut in {0, 5, 20, whole.index(b"\r\n\r\n") + 4, len(whole) - 6, len(whole) - 1}:
-            async with Peer(whole[:cut]) as peer:  # which has no other, and hangs up
+            async with Peer(whole[:cut]) as peer:  # has no further reply and closes
                 with pytest.raises(Broken):
                     await fetch(upstream, peer.url)
 
@@ -134,7 +134,7 @@ def test_a_reply_that_is_cut_is_broken(frame: str) -> None:
         b"HTTP/1.1 101 Switching\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
     ],
 )
-def test_what_is_no_reply_is_broken(reply: bytes) -> None:
+def test_malformed_reply_is_broken(reply: bytes) -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(reply) as peer:
             with pytest.raises(Broken):
@@ -143,7 +143,7 @@ def test_what_is_no_reply_is_broken(reply: bytes) -> None:
     run(work)
 
 
-def test_a_head_without_an_end_is_broken() -> None:
+def test_endless_head_is_broken() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 400_000, None) as peer:
             with pytest.raises(Broken, match="head of the reply is larger"):
@@ -153,7 +153,7 @@ def test_a_head_without_an_end_is_broken() -> None:
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 20_000, b"1;x="])
-def test_a_body_whose_frame_is_endless_is_broken(endless: bytes) -> None:
+def test_endless_trailer_is_broken(endless: bytes) -> None:
     begun = CHUNKED[: CHUNKED.index(b"0\r\n")]
 
     async def work(upstream: Upstream) -> None:
@@ -164,7 +164,7 @@ def test_a_body_whose_frame_is_endless_is_broken(endless: bytes) -> None:
     run(work)
 
 
-def test_trailers_are_no_headers() -> None:
+def test_trailers_are_not_headers() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(CHUNKED.replace(b"x-trailer: 1", b"transfer-encoding: x\r\nx-trailer: 1")) as peer:
             incoming = await upstream.send(Outgoing("GET", peer.url, {}, b""), 2.0)
@@ -175,7 +175,7 @@ def test_trailers_are_no_headers() -> None:
     run(work)
 
 
-def test_a_bomb_does_not_go_off() -> None:
+def test_decompression_bomb_is_broken() -> None:
     packed = gzip.compress(b"\0" * (64 << 20))
     head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
 
@@ -187,27 +187,27 @@ def test_a_bomb_does_not_go_off() -> None:
     run(work)
 
 
-def _packed(body: bytes, *, length: bool = True) -> bytes:
+def _gzip_reply(body: bytes, *, length: bool = True) -> bytes:
     framed = b"content-length: %d\r\n" % len(body) if length else b""
     return b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n" + framed + b"\r\n" + body
 
 
-@pytest.mark.parametrize("length", [True, False], ids=["told", "until the end"])
+@pytest.mark.parametrize("length", [True, False], ids=["content-length", "until close"])
 @pytest.mark.parametrize("body", [gzip.compress(b"hello")[:-3], gzip.compress(b"hello") + b"more"], ids=["cut", "more"])
-def test_what_is_packed_ends_where_the_reply_does(body: bytes, length: bool) -> None:
-    """Else half of it would pass for all of it."""
+def test_gzip_must_end_with_reply(body: bytes, length: bool) -> None:
+    """Otherwise a truncated body would pass as complete."""
 
     async def work(upstream: Upstream) -> None:
-        async with Peer(_packed(body, length=length)) as peer:
+        async with Peer(_gzip_reply(body, length=length)) as peer:
             with pytest.raises(Broken, match="packed"):
                 await fetch(upstream, peer.url)
-        async with Peer(_packed(b"", length=True)) as peer:  # nothing at all is not packed
+        async with Peer(_gzip_reply(b"", length=True)) as peer:  # an empty body is valid
             assert await fetch(upstream, peer.url) == (200, b"")
 
     run(work)
 
 
-def test_lines_are_kept() -> None:
+def test_connections_are_reused() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN, CHUNKED, PLAIN, PLAIN) as peer:
             for _ in range(4):
@@ -221,21 +221,21 @@ def test_lines_are_kept() -> None:
     run(work)
 
 
-def test_a_line_that_died_while_it_was_kept_is_nobodys_failure() -> None:
+def test_closed_idle_connection_is_retried() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN, None, PLAIN) as peer:
             assert await fetch(upstream, peer.url) == (200, b"hello")
-            assert await fetch(upstream, peer.url) == (200, b"hello"), "the second hung up at once, on a kept line"
+            assert await fetch(upstream, peer.url) == (200, b"hello"), "the server closed the reused connection at once"
             assert peer.connections == 2 and len(peer.heads) == 3
         async with Peer(None, PLAIN) as peer:
             with pytest.raises(Broken):
-                await fetch(upstream, peer.url)  # on a new line it is one
+                await fetch(upstream, peer.url)  # on a new connection it is a failure
             assert len(peer.heads) == 1
 
     run(work)
 
 
-def test_who_hangs_up_late_may_have_worked_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_close_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "SOON", 0.05)
 
     async def work(upstream: Upstream) -> None:
@@ -248,18 +248,18 @@ def test_who_hangs_up_late_may_have_worked_and_is_not_asked_again(monkeypatch: p
     run(work)
 
 
-def test_lines_that_died_while_they_were_kept_lead_to_one_new_one() -> None:
+def test_closed_idle_connections_lead_to_one_new_connection() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN, PLAIN, PLAIN, None, PLAIN) as peer:
             await asyncio.gather(*(fetch(upstream, peer.url) for _ in range(3)))
             assert peer.connections == 3
             assert await fetch(upstream, peer.url) == (200, b"hello")
-            assert peer.connections == 4 and len(peer.heads) == 5, "not on another kept one"
+            assert peer.connections == 4 and len(peer.heads) == 5, "the retry uses a new connection"
 
     run(work)
 
 
-def test_half_a_reply_is_not_asked_for_again() -> None:
+def test_partial_reply_is_not_retried() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN, b"HTTP/1.1 200 OK\r\nx: until-close\r\ncontent-length: 9\r\n\r\nhel", PLAIN) as peer:
             await fetch(upstream, peer.url)
@@ -270,17 +270,17 @@ def test_half_a_reply_is_not_asked_for_again() -> None:
     run(work)
 
 
-def test_what_nobody_asked_for_ends_a_line() -> None:
+def test_unrequested_reply_closes_connection() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN + PLAIN, PLAIN) as peer:
             assert await fetch(upstream, peer.url) == (200, b"hello")
             assert await fetch(upstream, peer.url) == (200, b"hello")
-            assert peer.connections == 2, "a reply without a question must not answer the next"
+            assert peer.connections == 2, "an unrequested reply must not answer the next request"
 
     run(work)
 
 
-def test_head_and_nothing() -> None:
+def test_head_and_no_content() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN.removesuffix(b"hello"), b"HTTP/1.1 204 No Content\r\n\r\n") as peer:
             assert await fetch(upstream, peer.url, b"", "HEAD") == (200, b"")
@@ -290,7 +290,7 @@ def test_head_and_nothing() -> None:
     run(work)
 
 
-def test_closing_before_the_end_hangs_up() -> None:
+def test_close_before_end_closes_connection() -> None:
     async def work(upstream: Upstream) -> None:
         gone = asyncio.Event()
 
@@ -315,8 +315,8 @@ def test_closing_before_the_end_hangs_up() -> None:
     run(work)
 
 
-def test_who_reads_slowly_is_sent_slowly() -> None:
-    """What waits here is bounded, however much the other side would like to send; and all of it comes."""
+def test_slow_reader_slows_sender() -> None:
+    """The client's buffer is bounded, and all data arrives."""
 
     async def work(upstream: Upstream) -> None:
         total = 40 << 20
@@ -337,7 +337,7 @@ def test_who_reads_slowly_is_sent_slowly() -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         incoming = await upstream.send(Outgoing("GET", url, {}, b""), 2.0)
         await asyncio.sleep(0.3)
-        assert sent < total / 2, "buffers of the system hold some, we do not"
+        assert sent < total / 2, "only the system's buffers hold data"
         got = 0
         while data := await incoming.read(5.0):
             assert len(data) <= 16 * BUFFER
@@ -349,7 +349,7 @@ def test_who_reads_slowly_is_sent_slowly() -> None:
     run(work)
 
 
-def test_who_is_not_there() -> None:
+def test_unreachable_provider() -> None:
     async def work(upstream: Upstream) -> None:
         for url in ("http://127.0.0.1:1", "http://name.invalid", "https://127.0.0.1:1/x"):
             with pytest.raises(Unreached):
@@ -361,12 +361,25 @@ def test_who_is_not_there() -> None:
     run(work)
 
 
-def test_certificates_are_checked(tmp_path: Any) -> None:
+def test_tls_certificate_is_verified(tmp_path: Any) -> None:
     import ssl
     import subprocess
 
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "cert", "-days", "1"]
-    subprocess.run([*made, "-subj", "/CN=localhost"], cwd=tmp_path, check=True, capture_output=True)
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        "key",
+        "-out",
+        "cert",
+        "-days",
+        "1",
+    ]
+    subprocess.run([*command, "-subj", "/CN=localhost"], cwd=tmp_path, check=True, capture_output=True)
 
     async def work(upstream: Upstream) -> None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -384,7 +397,7 @@ def test_certificates_are_checked(tmp_path: Any) -> None:
     run(work)
 
 
-def test_public_means_public() -> None:
+def test_public_only_rejects_private_addresses() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN) as peer:
             port = peer.url.rpartition(":")[2]
@@ -397,7 +410,7 @@ def test_public_means_public() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x/", "http:///x", "http://u:p@h/", "http://h:99999/", "nothing", ""])
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_urls_are_rejected(url: str) -> None:
     async def work(upstream: Upstream) -> None:
         with pytest.raises(InvalidRequest):
             await fetch(upstream, url)
@@ -406,7 +419,7 @@ def test_what_is_no_url(url: str) -> None:
 
 
 @pytest.mark.parametrize("headers", [{"x": "a\r\nb: c"}, {"x": "a\nb"}, {"x\r\ny": "z"}, {"x": "\u2603"}])
-def test_nothing_is_smuggled_in(headers: dict[str, str]) -> None:
+def test_header_injection_is_rejected(headers: dict[str, str]) -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN) as peer:
             with pytest.raises(InvalidRequest):

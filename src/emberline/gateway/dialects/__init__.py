@@ -1,1 +1,1 @@
-"""What clients and providers speak, translated through one inner form."""
+"""The wire formats of clients and providers, and their translation through one canonical form."""

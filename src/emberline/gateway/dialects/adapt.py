@@ -1,4 +1,4 @@
-"""A conversation made fit for another dialect: what that one cannot carry is changed or taken out, and reported."""
+"""Adapts a canonical request to a wire format that cannot express all of it."""
 
 from __future__ import annotations
 
@@ -34,39 +34,52 @@ from emberline.gateway.dialects.schemas import is_exact
 _ANTHROPIC_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
-def adapt(asked: Conversation, target: Spoken, to: Recipient, changes: Changes) -> None:
-    kin = asked.dialect in OPENAI and target in OPENAI
-    if asked.user is None and not kin and isinstance(asked.extra.get("safety_identifier"), str):
-        asked.user = asked.extra.pop("safety_identifier")
+def adapt(request: Conversation, target: Spoken, target_model: Recipient, changes: Changes) -> None:
+    """Change `request` in place so that the wire format `target` can express it, and report each change.
+
+    Raises InvalidRequest for content that cannot be dropped without changing what the request means.
+    """
+    both_openai = request.dialect in OPENAI and target in OPENAI
+    if request.user is None and not both_openai and isinstance(request.extra.get("safety_identifier"), str):
+        request.user = request.extra.pop("safety_identifier")
     if target == "openai-responses":
-        _cite(asked)
-    changes.leftovers(asked, target)
-    if (asked.n or 1) > 1 and target in ("anthropic", "openai-responses"):
-        raise InvalidRequest(f"n is {asked.n}: this model's provider gives one answer a request", param="n", hint="1")
-    fit = _Fit(target, kin, to, changes)
-    asked.extra = fit.shared(asked.extra)
-    asked.kept = {}
-    asked.system = fit.parts(asked.system)
-    for message in asked.messages:
-        message.parts, message.extra, message.shape = fit.parts(message.parts), fit.shared(message.extra), "auto"
-    asked.messages = [message for message in asked.messages if message.parts]
-    asked.tools = [fit.tool(tool) for tool in asked.tools if isinstance(tool, Tool)]
+        _cite(request)
+    changes.leftovers(request, target)
+    if (request.n or 1) > 1 and target in ("anthropic", "openai-responses"):
+        raise InvalidRequest(
+            f"n is {request.n}, but this model's provider returns one choice per request", param="n", hint="set n to 1"
+        )
+    adapter = _Fit(target, both_openai, target_model, changes)
+    request.extra = adapter.shared(request.extra)
+    request.kept = {}
+    request.system = adapter.parts(request.system)
+    for message in request.messages:
+        message.parts, message.extra, message.shape = (
+            adapter.parts(message.parts),
+            adapter.shared(message.extra),
+            "auto",
+        )
+    request.messages = [message for message in request.messages if message.parts]
+    request.tools = [adapter.tool(tool) for tool in request.tools if isinstance(tool, Tool)]
 
 
-def _cite(asked: Conversation) -> None:
-    """What an assistant cited before can be told again: only in Responses, as Anthropic would want its own seals."""
-    for message in asked.messages:
-        if message.role == "assistant" and asked.dialect == "anthropic":
+def _cite(request: Conversation) -> None:
+    """Turn the citations of earlier assistant messages into canonical ones, for a Responses request.
+
+    Other formats cannot take them back: Anthropic would require its own encrypted_index.
+    """
+    for message in request.messages:
+        if message.role == "assistant" and request.dialect == "anthropic":
             anthropic_citations.lift(message.parts)
-        elif message.role == "assistant" and asked.dialect == "openai-chat":
+        elif message.role == "assistant" and request.dialect == "openai-chat":
             chat_citations.lift(message)
 
 
 class _Fit:
-    def __init__(self, target: Spoken, kin: bool, to: Recipient, changes: Changes) -> None:
+    def __init__(self, target: Spoken, both_openai: bool, target_model: Recipient, changes: Changes) -> None:
         self._target = target
-        self._kin = kin  # one of OpenAI's dialects into the other: files and cache marks are known to both
-        self._to = to
+        self._kin = both_openai  # Chat to Responses or back: both know the same files and cache fields
+        self._to = target_model
         self._changes = changes
 
     def shared(self, extra: Json) -> Json:
@@ -76,25 +89,26 @@ class _Fit:
         strict = tool.strict
         if strict and self._target in OPENAI and not self._kin and not is_exact(tool.schema):
             strict = False
-            self._changes.say("tools[]", f"{self._target} wants all properties, and no others", within=".strict")
+            reason = f"{self._target} requires a schema with all properties required and no others"
+            self._changes.say("tools[]", reason, within=".strict")
         return replace(tool, strict=strict, extra={})
 
     def parts(self, parts: list[Part]) -> list[Part]:
-        made: list[Part] = []
+        result: list[Part] = []
         for part in parts:
             if isinstance(part, ToolCall) and self._target == "gemini" and (seal := google_seal(part)):
-                made.append(Thinking("", "gemini", seal))
-            if (fit := self._part(part)) is not None:
-                made.append(fit)
-        return made
+                result.append(Thinking("", "gemini", seal))
+            if (adapted := self._part(part)) is not None:
+                result.append(adapted)
+        return result
 
     def _part(self, part: Part) -> Part | None:
         if isinstance(part, Opaque):
-            return None  # reported with the leftovers
+            return None  # already reported by report_request_fields
         part.extra = self.shared(part.extra)
         match part:
             case Text(text="") if self._target == "anthropic":
-                return None  # it is refused there, and says nothing
+                return None  # Anthropic rejects empty text blocks
             case Text() if any(cited.quote for cited in part.citations):
                 self._changes.say("messages", f"{self._target} has no such field", within=".citations.cited_text")
             case ToolResult():
@@ -109,26 +123,26 @@ class _Fit:
             case Audio():
                 if self._target not in ("openai-chat", "gemini"):
                     raise InvalidRequest(
-                        f"messages have a part of type input_audio ({part.mime}), and {self._target} takes no audio",
+                        f"messages contain an input_audio part ({part.mime}), but {self._target} does not accept audio",
                         param="messages",
-                        hint="ask a model of a provider that takes audio, or send its transcript as text",
+                        hint="use a model whose provider accepts audio, or send the transcript as text",
                     )
-            case File(plain=True) if self._target != "anthropic":
+            case File() if part.plain and self._target != "anthropic":
                 return Text(part.data)
             case File():
                 return self._kept(part, self._why_no_file(part))
         return part
 
-    def _kept(self, part: Image | Audio | File, why_not: str | None) -> Part | None:
-        if why_not is None:
+    def _kept(self, part: Image | Audio | File, reason: str | None) -> Part | None:
+        if reason is None:
             return part
-        self._changes.say("messages", why_not, within=f".{type(part).__name__.lower()}")
+        self._changes.say("messages", reason, within=f".{type(part).__name__.removesuffix('Content').lower()}")
         return None
 
     def _result(self, result: ToolResult) -> ToolResult:
         result.parts, result.shape = self.parts(result.parts), "auto"
         if result.is_error and self._target in OPENAI:
-            self._changes.say("messages", f"{self._target} has no mark of failure", within=".is_error")
+            self._changes.say("messages", f"{self._target} cannot mark a tool result as failed", within=".is_error")
         return result
 
     def _thinking(self, part: Thinking) -> Thinking | None:
@@ -136,29 +150,29 @@ class _Fit:
             return part
         if self._to.takes_thoughts and part.text:
             return Thinking(part.text, self._target)
-        self._changes.say("thinking", "only its own provider can take it back")
+        self._changes.say("thinking", "only the provider that produced reasoning accepts it back")
         return None
 
     def _why_no_image(self, image: Image) -> str | None:
         if self._target == "openai-responses":
-            image.detail = image.detail or "auto"  # which cannot be left out there
+            image.detail = image.detail or "auto"  # Responses requires the field
         if image.detail not in (None, "auto") and self._target not in OPENAI:
             self._changes.say("messages", f"{self._target} has no such field", within=".image_url.detail")
         if image.file_id and not (image.url or image.data):
-            can = self._kin and self._target == "openai-responses"
-            return None if can else "the file is at another provider"
+            is_usable = self._kin and self._target == "openai-responses"
+            return None if is_usable else "the file is stored at another provider"
         if image.data and self._target == "anthropic" and image.mime not in _ANTHROPIC_IMAGES:
-            return f"anthropic takes no {image.mime or 'unknown'} images"
+            return f"anthropic does not accept images of type {image.mime or 'unknown'}"
         return None
 
     def _why_no_file(self, file: File) -> str | None:
         if file.file_id and not (file.url or file.data):
-            return None if self._kin else "the file is at another provider"
+            return None if self._kin else "the file is stored at another provider"
         if file.url and self._target == "openai-chat":
-            return "chat takes no files by URL"
+            return "chat does not accept files by URL"
         file.mime = file.mime or mime_of(file.name or file.url)
         if file.data and self._target in OPENAI:
-            file.name = file.name or "document"  # which cannot be left out there
+            file.name = file.name or "document"  # OpenAI requires the field
         if self._target == "anthropic" and file.data:
             return self._as_document(file)
         return None
@@ -167,24 +181,27 @@ class _Fit:
         if file.mime == "application/pdf":
             return None
         if not file.mime.startswith("text/"):
-            return f"anthropic takes no {file.mime or 'unknown'} documents"
+            return f"anthropic does not accept documents of type {file.mime or 'unknown'}"
         try:
             file.data, file.mime, file.plain = base64.b64decode(file.data, validate=True).decode(), "text/plain", True
         except ValueError:
-            return "its data is no text in base64"
+            return "the file's data is not base64-encoded text"
         return None
 
 
 def merged(messages: list[Message], *, roles: tuple[str, ...]) -> list[Message]:
-    """Neighbours of the same side as one message; results of tools are on the user's side."""
-    made: list[Message] = []
+    """Return the messages with adjacent ones of the same role joined, for the given `roles`.
+
+    Tool results count as the user's.
+    """
+    result: list[Message] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role
-        if made and made[-1].role == role and role in roles:
-            made[-1].parts += message.parts
+        if result and result[-1].role == role and role in roles:
+            result[-1].parts += message.parts
         else:
-            made.append(Message(role, list(message.parts), "auto"))
-    for message in made:
-        if message.role == "user":  # results answer the calls before them, so they come first
+            result.append(Message(role, list(message.parts), "auto"))
+    for message in result:
+        if message.role == "user":  # tool results must directly follow the calls that they answer
             message.parts.sort(key=lambda part: not isinstance(part, ToolResult))
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""Asked: what a reply must know of the request it answers, in the client's dialect."""
+"""What rendering a reply in the client's wire format needs from the request that it answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from emberline.api.parse import decode
 from emberline.gateway.dialects.deltas import Opened
 from emberline.gateway.dialects.inner import Answer, Json, Spoken
 
-# What a response repeats of its request; the first three it always has.
+# Request fields that a Responses reply repeats; the first three are always present.
 _ECHOED = ("parallel_tool_calls", "tool_choice", "tools", "instructions", "max_output_tokens", "max_tool_calls",
            "metadata", "reasoning", "safety_identifier", "temperature", "text", "top_logprobs", "top_p", "truncation",
            "user")  # fmt: skip
@@ -16,14 +16,14 @@ _ECHOED = ("parallel_tool_calls", "tool_choice", "tools", "instructions", "max_o
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    model: str = ""  # what the reply calls its model; "": what the provider does
-    include_usage: bool = True  # chat's streams tell it only when asked
-    echo: Json = field(default_factory=dict)  # what a Responses reply repeats
-    created: int = 0  # seconds, for dialects that tell the time and providers that do not
-    id: str = ""  # for providers that give none
+    model: str = ""  # model name of the reply; "": the provider's
+    include_usage: bool = True  # whether a chat stream ends with its usage
+    echo: Json = field(default_factory=dict)  # request fields that a Responses reply repeats
+    created: int = 0  # Unix time in seconds, for replies of providers that send none
+    id: str = ""  # reply id, for providers that send none
 
     def name(self, reply: Answer | Opened) -> None:
-        """What the client is told of a reply itself."""
+        """Set the id, model and creation time that the client sees, where the provider sent none."""
         reply.id = reply.id or self.id
         reply.model = self.model or reply.model
         reply.created = reply.created or self.created
@@ -32,10 +32,10 @@ class Asked:
 def asked_of(body: bytes, dialect: Spoken, *, model: str = "", created: int = 0, id: str = "") -> Asked:
     if dialect == "openai-chat":
         options = decode(body, Json).get("stream_options")
-        include = isinstance(options, dict) and bool(options.get("include_usage"))
-        return Asked(model, include, created=created, id=id)
+        include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return Asked(model, include_usage, created=created, id=id)
     echo: Json = {}
     if dialect == "openai-responses":
-        said = decode(body, Json)
-        echo = {name: said[name] for name in _ECHOED if said.get(name) is not None}
+        request = decode(body, Json)
+        echo = {name: request[name] for name in _ECHOED if request.get(name) is not None}
     return Asked(model, True, echo, created, id)

@@ -1,4 +1,4 @@
-"""Calls: those of a stream whose events say where in it they belong."""
+"""Numbers the tool calls of a stream whose events refer to them by block or item index."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from emberline.gateway.errors import Broken
 
 
 class Calls:
-    """By their places; slots are given as they come. In the end each has arguments, if only {}."""
+    """Maps the provider's index of each tool call to a slot: 0, 1, ... in order of arrival.
+
+    Every call ends up with arguments, `{}` if the provider sent none.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
-        self._bare: set[int] = set()  # places of those without arguments so far
+        self._bare: set[int] = set()  # indices of calls that have no arguments yet
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    def __contains__(self, place: int) -> bool:
-        return place in self._slots
+    def __contains__(self, index: int) -> bool:
+        return index in self._slots
 
-    def open(self, place: int, id: str, name: str) -> deltas.ToolOpened:
-        assert place not in self._slots, "a call opens once"
-        self._bare.add(place)
-        slot = self._slots[place] = len(self._slots)
+    def open(self, index: int, id: str, name: str) -> deltas.ToolOpened:
+        assert index not in self._slots, "a tool call is opened once"
+        self._bare.add(index)
+        slot = self._slots[index] = len(self._slots)
         return deltas.ToolOpened(slot, id, name)
 
-    def piece(self, place: int, text: str) -> deltas.ToolPiece:
-        if place not in self._slots:
-            raise Broken("a piece of the stream belongs to no call")
-        self._bare.discard(place)
-        return deltas.ToolPiece(self._slots[place], text)
+    def piece(self, index: int, text: str) -> deltas.ToolPiece:
+        if index not in self._slots:
+            raise Broken(f"the stream has tool call arguments for index {index}, where no tool call is open")
+        self._bare.discard(index)
+        return deltas.ToolPiece(self._slots[index], text)
 
-    def rest(self, place: int, whole: str = "{}") -> tuple[deltas.ToolPiece, ...]:
-        """A call ends: `whole` are its arguments, if none were told by pieces."""
-        if place in self._slots and place not in self._bare:
+    def rest(self, index: int, default_arguments: str = "{}") -> tuple[deltas.ToolPiece, ...]:
+        """Return the arguments to add when the call ends: `default_arguments` if none were streamed."""
+        if index in self._slots and index not in self._bare:
             return ()
-        return (self.piece(place, whole),)
+        return (self.piece(index, default_arguments),)

@@ -1,4 +1,4 @@
-"""Changed: what a translation dropped or said otherwise. Nothing is dropped without one."""
+"""The report of what a translation dropped or changed. Nothing is dropped without an entry in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.gateway.dialects.inner import Conversation, Json, Opaque, Part, S
 from emberline.gateway.dialects.responses import words as responses
 from emberline.gateway.dialects.words import Words
 
-# What both of OpenAI's dialects call alike and mean alike.
+# Request fields with the same name and meaning in Chat Completions and Responses.
 OPENAI_SHARED = frozenset(
     {
         "service_tier",
@@ -28,7 +28,7 @@ OPENAI_SHARED = frozenset(
 )
 OPENAI: tuple[Spoken, ...] = ("openai-chat", "openai-responses")
 
-# Of things given back as they came: ids and states that tell a model nothing.
+# Fields of returned items that carry no information for a model (ids, states): dropped without a report.
 _IDLE = frozenset({"id", "status", "type", "role", "logprobs", "caller", "index", "phase", "summary", "content"})
 
 _WORDS: Mapping[Spoken, Words] = {
@@ -41,7 +41,7 @@ _WORDS: Mapping[Spoken, Words] = {
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    field: str  # as the client calls it
+    field: str  # path in the client's wire format
     why: str
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Changed:
 
 
 class Changes:
-    """Those of one translation, each once, in the words of who asked."""
+    """The changes of one translation, each listed once, with field paths in the wire format `source`."""
 
     def __init__(self, source: Spoken) -> None:
         self._words = _WORDS[source]
@@ -59,50 +59,50 @@ class Changes:
     def all(self) -> list[Changed]:
         return list(self._said)
 
-    def say(self, name: str, why: str, *, within: str = "") -> None:
-        """`name` is a field of the inner form; `within` what is meant inside it."""
-        self.at(self._words.name(name) + within, why)
+    def say(self, name: str, reason: str, *, within: str = "") -> None:
+        """Add a change of the canonical field `name`; `subfield` is a path below it."""
+        self.at(self._words.name(name) + within, reason)
 
-    def at(self, field: str, why: str) -> None:
-        self._said[Changed(field, why)] = None
+    def at(self, field: str, reason: str) -> None:
+        self._said[Changed(field, reason)] = None
 
-    def dropped(self, asked: object, name: str, target: str) -> None:
-        if asked is not None:
+    def dropped(self, request: object, name: str, target: str) -> None:
+        if request is not None:
             self.say(name, f"{target} has no such field")
 
-    def reply_left(self, left: Json, idle: Iterable[str]) -> None:
-        """What a reply said that only its own dialect knows."""
-        for name, value in left.items():
-            if value and name not in idle:
-                self.at(f"reply.{name}", "no place in this dialect")
+    def reply_left(self, fields: Json, ignored: Iterable[str]) -> None:
+        """Add the fields of a reply that exist only in the provider's wire format, except `ignored` ones."""
+        for name, value in fields.items():
+            if value and name not in ignored:
+                self.at(f"reply.{name}", "the client's API has no such field")
 
     def bare(self, parts: list[Part], target: Spoken) -> list[Part]:
-        """The parts of a reply without what only its own dialect knows."""
-        made: list[Part] = []
+        """Return a reply's parts without what only the provider's wire format knows, and report what is lost."""
+        result: list[Part] = []
         for part in parts:
             if isinstance(part, Opaque):
-                self.at(f"reply.{part.kind}", "no place in this dialect")
+                self.at(f"reply.{part.kind}", "the client's API has no such field")
                 continue
             self.reply_left(part.extra, _IDLE)
-            if isinstance(part, Text) and target != "anthropic" and any(cited.quote for cited in part.citations):
-                self.at("reply.citations.cited_text", "no place in this dialect")
+            if isinstance(part, Text) and target != "anthropic" and any(citation.quote for citation in part.citations):
+                self.at("reply.citations.cited_text", "the client's API has no such field")
             part.extra = {}
-            made.append(part)
-        return made
+            result.append(part)
+        return result
 
-    def leftovers(self, asked: Conversation, target: Spoken) -> None:
-        """Report, or refuse, what the source said and nobody but its own dialect understands."""
+    def leftovers(self, request: Conversation, target: Spoken) -> None:
+        """Report the fields that only the source format knows; raise InvalidRequest for essential ones."""
         words = self._words
-        shared = OPENAI_SHARED if asked.dialect in OPENAI and target in OPENAI else frozenset()
-        for name, value in asked.extra.items():
+        shared = OPENAI_SHARED if request.dialect in OPENAI and target in OPENAI else frozenset()
+        for name, value in request.extra.items():
             if value:
                 self._not_vital(name)
-        self._extra(asked.extra | asked.unread, "", target, shared)
-        self._parts(asked.system, words.system, target, shared)
-        for message in asked.messages:
+        self._extra(request.extra | request.unread, "", target, shared)
+        self._parts(request.system, words.system, target, shared)
+        for message in request.messages:
             self._extra(message.extra, f"{words.message}.", target, shared | _IDLE)
             self._parts(message.parts, f"{words.message}.{words.part}", target, shared)
-        for tool in asked.tools:
+        for tool in request.tools:
             if isinstance(tool, Tool):
                 self._extra(tool.extra, "tools[].", target, shared | {"type"})
             else:
@@ -120,7 +120,7 @@ class Changes:
 
     def _not_vital(self, name: str) -> None:
         if (hint := self._words.vital.get(name)) is not None:
-            raise InvalidRequest(f"{name} cannot be translated for this model's provider", param=name, hint=hint)
+            raise InvalidRequest(f"{name} is not supported by this model's provider", param=name, hint=hint)
 
     def _extra(self, extra: Json, path: str, target: Spoken, carried: frozenset[str]) -> None:
         for name, value in extra.items():

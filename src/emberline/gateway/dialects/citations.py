@@ -1,4 +1,4 @@
-"""Citations on their way: out of what a dialect said, and to the texts they are about."""
+"""Parses lists of citations and assigns citations to the texts that they refer to."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 def known(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """Those of a list that name a page. They are no reason to break a reply: what is odd is not known."""
-    return [made for row in rows if (made := parse(row)) is not None] if isinstance(rows, list) else []
+    """Return the rows that `parse` recognises.
+
+    Malformed rows are skipped, because a citation is no reason to fail a reply.
+    """
+    return [citations for row in rows if (citations := parse(row)) is not None] if isinstance(rows, list) else []
 
 
 def lifted(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
-    """The same, out of what only its own dialect knows, where the others stay."""
-    made = known(extra.get(name), parse)
-    if made:
+    """Parse the citations in `extra[name]` and leave only the other rows there."""
+    citations = known(extra.get(name), parse)
+    if citations:
         extra[name] = [row for row in extra[name] if parse(row) is None]
-    return made
+    return citations
 
 
-def text_of(said: Mapping[Any, Any], name: str) -> str:
-    value = said.get(name)
+def text_of(data: Mapping[Any, Any], name: str) -> str:
+    value = data.get(name)
     return value if isinstance(value, str) else ""
 
 
 def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
-    """Citations of an answer's whole text, handed out to the texts that it is made of."""
+    """Assign citations, whose offsets count in the joined text, to the text parts that they overlap."""
     texts = [part for part in parts if isinstance(part, Text)]
     last = sum(len(text.text) for text in texts) - 1
     begin = 0
@@ -44,13 +47,18 @@ def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
 
 
 def pieces(text: Text) -> list[tuple[str, list[Citation]]]:
-    """The text cut where citations begin and end, each piece with those it rests on. None is blank, unless all is."""
-    said, cuts = text.text, [0]
-    for edge in sorted({len(said), *(at for cited in text.citations for at in (cited.start, cited.end))}):
-        if said[cuts[-1] : edge].strip():
+    """Split the text where citations start and end, and return each piece with its citations.
+
+    No piece is blank, unless the whole text is.
+    """
+    data, cuts = text.text, [0]
+    for edge in sorted(
+        {len(data), *(position for citation in text.citations for position in (citation.start, citation.end))}
+    ):
+        if data[cuts[-1] : edge].strip():
             cuts.append(edge)
-    cuts[max(1, len(cuts) - 1) :] = [len(said)]
+    cuts[max(1, len(cuts) - 1) :] = [len(data)]
     return [
-        (said[a:b], [c for c in text.citations if c.start < b and a < max(c.end, c.start + 1)])
+        (data[a:b], [c for c in text.citations if c.start < b and a < max(c.end, c.start + 1)])
         for a, b in pairwise(cuts)
     ]

@@ -1,4 +1,4 @@
-"""A Usage as each dialect says it; `Usage.read` is the way back."""
+"""Renders token usage in each wire format; `TokenUsage.parse` reads it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from emberline.gateway.dialects.inner import Json
 
 
 def chat(usage: Usage) -> Json:
-    into = {"cached_tokens": usage.cached_read, "cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}
+    prompt_details = {
+        "cached_tokens": usage.cached_read,
+        "cache_write_tokens": usage.cache_write,
+        "audio_tokens": usage.audio,
+    }
     if usage.image:
-        into["image_tokens"] = usage.image
+        prompt_details["image_tokens"] = usage.image
     return {
         "prompt_tokens": usage.input,
         "completion_tokens": usage.output,
         "total_tokens": usage.total,
-        "prompt_tokens_details": into,
+        "prompt_tokens_details": prompt_details,
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
@@ -30,7 +34,7 @@ def responses(usage: Usage) -> Json:
 
 
 def anthropic(usage: Usage) -> Json:
-    """Input is what neither came from the cache nor went into it."""
+    """Render the usage; Anthropic's input_tokens exclude tokens read from and written to the cache."""
     return {
         "input_tokens": usage.input - usage.cached_read - usage.cache_write,
         "cache_creation_input_tokens": usage.cache_write,
@@ -41,14 +45,14 @@ def anthropic(usage: Usage) -> Json:
 
 
 def gemini(usage: Usage) -> Json:
-    """Thoughts stand beside the output, not in it."""
-    said = {
+    """Render the usage; Gemini's candidatesTokenCount excludes reasoning tokens."""
+    result = {
         "promptTokenCount": usage.input,
         "candidatesTokenCount": usage.output - usage.reasoning,
         "totalTokenCount": usage.total,
     }
     if usage.cached_read:
-        said["cachedContentTokenCount"] = usage.cached_read
+        result["cachedContentTokenCount"] = usage.cached_read
     if usage.reasoning:
-        said["thoughtsTokenCount"] = usage.reasoning
-    return said
+        result["thoughtsTokenCount"] = usage.reasoning
+    return result

@@ -1,10 +1,10 @@
-"""A streamed reply, piece by piece: what a Reader makes of a dialect's events, and a Writer of these makes events.
+"""The deltas of a streamed reply, which an EventReader parses and an EventWriter renders.
 
-Opened, { TextPiece | Cited | ThinkingPiece | Sealed | RefusalPiece | ToolOpened { ToolPiece } } ..., Finished, Counted,
-Ended
+StreamStart, { content } ..., Finish, UsageUpdate, StreamEnd, where content is
+TextDelta | CitationDelta | ReasoningDelta | SignatureDelta | RefusalDelta | ToolCallStart { ToolCallArguments }
 
-`choice` is which answer of several; `slot` which call of that answer, from 0 and without gaps. Counted may come at any
-time and more than once: each holds all that is known. Nothing follows Ended.
+`choice` is the index of the choice; `slot` the index of the tool call within it, from 0 and without gaps. UsageUpdate
+may come at any time and more than once; each holds the total so far. Nothing follows StreamEnd.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Opened:
 class TextPiece:
     text: str
     choice: int = 0
-    logprobs: list[Json] | None = None  # as OpenAI's chat shows them
+    logprobs: list[Json] | None = None  # in the format of OpenAI's chat
 
 
 @dataclass(slots=True)
 class Cited:
-    """It comes after the text that it is about, if not right after it."""
+    """A citation; it follows the text that it refers to, not necessarily directly."""
 
     citation: Citation
     choice: int = 0
@@ -47,7 +47,7 @@ class ThinkingPiece:
 
 @dataclass(slots=True)
 class Sealed:
-    """The signature of the thinking so far, or thoughts that are told in no other way."""
+    """The signature of the reasoning so far, or (`redacted`) encrypted reasoning without text."""
 
     seal: str
     family: Spoken
@@ -72,7 +72,7 @@ class ToolOpened:
 @dataclass(slots=True)
 class ToolPiece:
     slot: int
-    text: str  # a further piece of the arguments' JSON text
+    text: str  # next fragment of the arguments' JSON text
     choice: int = 0
 
 
@@ -90,7 +90,7 @@ class Counted:
 
 @dataclass(slots=True)
 class Ended:
-    """The source said that its stream is whole."""
+    """The provider marked its stream as complete."""
 
 
 Content = TextPiece | Cited | ThinkingPiece | Sealed | RefusalPiece | ToolOpened | ToolPiece
@@ -98,22 +98,25 @@ Delta = Opened | Content | Finished | Counted | Ended
 
 
 class Reader(Protocol):
-    """Events of a dialect to deltas. What does not belong raises Broken, an error that was told UpstreamFailed."""
+    """Parses the events of one stream into deltas.
+
+    Raises Broken for a malformed stream, and UpstreamFailed for an error event of the provider.
+    """
 
     def read(self, event: bytes) -> Iterable[Delta]:
-        """`event` is the data of one."""
+        """Return the deltas of one event; `event` is its data, without the SSE framing."""
         ...
 
     def end(self) -> Iterable[Delta]:
-        """No more events come: Ended, if only now that is known."""
+        """Return the deltas that follow from the end of the connection, such as StreamEnd for Gemini."""
         ...
 
 
 class Writer(Protocol):
-    """Deltas to events of a dialect: one beginning, every block closed before the next opens, one end."""
+    """Renders deltas as the events of one stream, each block closed before the next opens."""
 
     def push(self, delta: Delta) -> bytes: ...
 
     def fail(self, error: Exception) -> bytes:
-        """The stream breaks: the dialect's event for it, as far as there is one."""
+        """Return the wire format's error event, b"" if it has none."""
         ...

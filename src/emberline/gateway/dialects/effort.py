@@ -1,5 +1,4 @@
-"""How hard a model shall think: as a word, or as a number of tokens. Neither says what the other does; these are the
-steps at which we call them alike."""
+"""Converts between effort levels and token budgets for reasoning, at fixed thresholds."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from typing import get_args
 
 from emberline.gateway.dialects.inner import Effort
 
-EFFORTS: tuple[Effort, ...] = get_args(Effort)  # from the least
-LEAST_BUDGET = 1024  # Anthropic's
+EFFORTS: tuple[Effort, ...] = get_args(Effort)  # lowest first
+LEAST_BUDGET = 1024
 _BUDGETS: Mapping[Effort, int] = {
     "none": 0,
     "minimal": 1024,
@@ -26,7 +25,7 @@ def budget_of(effort: Effort) -> int:
 
 
 def effort_of(budget: int) -> Effort:
-    """The words that all know; 0 is none, and what is below (Gemini's -1) leaves it to the model."""
+    """Return a level that every provider knows; Gemini's -1 ("dynamic") gives medium."""
     if budget == 0:
         return "none"
     if budget < 0:
@@ -36,10 +35,13 @@ def effort_of(budget: int) -> Effort:
     return "medium" if budget <= 16384 else "high"
 
 
-def nearest(effort: Effort, known: Sequence[Effort]) -> Effort:
-    """The same, or the next below that a model knows, or its least; but none only for who asked for none."""
-    if effort in known:
+def nearest(effort: Effort, supported: Sequence[Effort]) -> Effort:
+    """Return the effort itself if supported, else the next lower supported level, else the lowest.
+
+    "none" is returned only if it was requested.
+    """
+    if effort in supported:
         return effort
-    thinking = [each for each in EFFORTS if each in known and each != "none"]
-    below = [each for each in thinking if EFFORTS.index(each) < EFFORTS.index(effort)]
-    return below[-1] if below else thinking[0]
+    thinking_efforts = [effort_name for effort_name in EFFORTS if effort_name in supported and effort_name != "none"]
+    below = [effort_name for effort_name in thinking_efforts if EFFORTS.index(effort_name) < EFFORTS.index(effort)]
+    return below[-1] if below else thinking_efforts[0]

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes that may be cut anywhere, and what their data says."""
+"""Extracts and decodes the data of server-sent events from a byte stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from emberline.net.notjson import NOT_JSON
 
 T = TypeVar("T")
 
-MOST = 32 << 20  # bytes of one event: pictures come whole
+MOST = 32 << 20  # one event can carry a whole image
 
 
 class EventSplitter:
-    """Gives the data of each whole event. Names are left out: every dialect repeats them in the data."""
+    """Returns the data of each complete event, without its name: every format repeats it in the data."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -23,34 +23,34 @@ class EventSplitter:
     def push(self, data: bytes) -> list[bytes]:
         data = self._rest + data
         if b"\r" in data:
-            data = data.replace(b"\r\n", b"\n")  # a CR at the very end waits for its LF
+            data = data.replace(b"\r\n", b"\n")  # a CR at the very end stays until its LF arrives
         *events, self._rest = data.split(b"\n\n")
         if len(self._rest) > MOST:
-            raise Broken(f"an event of the stream is larger than {MOST} bytes")
+            raise Broken(f"an event of the stream is larger than the limit of {MOST} bytes")
         return [payload for event in events if (payload := _payload(event))]
 
     def unfinished(self) -> bool:
-        """Whether bytes are left that are no whole event."""
+        """Return whether bytes of an incomplete event are left."""
         return bool(self._rest.strip())
 
 
 def _payload(event: bytes) -> bytes:
-    at = event.find(b"data: ")  # nearly all are one line of data, with or without a name before it
-    if at >= 0 and (at == 0 or event[at - 1] == 10) and event.find(b"\n", at) < 0:
-        return event[at + 6 :]
+    start = event.find(b"data: ")  # fast path: nearly all events are one line of data, with or without a name before it
+    if start >= 0 and (start == 0 or event[start - 1] == 10) and event.find(b"\n", start) < 0:
+        return event[start + 6 :]
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
 
 
 class EventDecoder(Generic[T]):
-    """The data of one dialect's events; what is none of them is Broken."""
+    """Decodes the data of one wire format's events; raises Broken for anything else."""
 
-    def __init__(self, kind: type[T], whose: str) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
-        self._whose = whose
+    def __init__(self, event_type: type[T], format_name: str) -> None:
+        self._decoder = msgspec.json.Decoder(event_type)
+        self._whose = format_name
 
     def decode(self, event: bytes) -> T:
         try:
             return self._decoder.decode(event)
         except NOT_JSON as error:
-            raise Broken(f"an event of the stream is not one of {self._whose}: {error}") from None
+            raise Broken(f"an event of the stream does not follow the format of {self._whose}: {error}") from None

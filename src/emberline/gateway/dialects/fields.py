@@ -1,4 +1,4 @@
-"""Fields: a JSON object from outside, being read. What is taken was understood; what is `left` was not."""
+"""Reads a JSON object field by field; fields that were not taken stay in `unread`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects.inner import Json, Part, Text
 
 T = TypeVar("T")
-Parse: TypeAlias = Callable[[object, str], T]  # of a value and its path
+Parse: TypeAlias = Callable[[object, str], T]  # takes a value and its path
 _WORDS = {
     str: "a string",
     int: "an integer",
@@ -27,26 +27,29 @@ class Fields:
         self.path = path
 
     @overload
-    def take(self, name: str, kind: type[T]) -> T | None: ...
+    def take(self, name: str, expected_type: type[T]) -> T | None: ...
     @overload
-    def take(self, name: str, kind: type[T], default: T) -> T: ...
-    def take(self, name: str, kind: type[T], default: T | None = None) -> T | None:
-        """None and nothing are alike, but null stays in `left`: it was said, and means nothing."""
+    def take(self, name: str, expected_type: type[T], default: T) -> T: ...
+    def take(self, name: str, expected_type: type[T], default: T | None = None) -> T | None:
+        """Remove and return a field, `default` if absent or null; raise InvalidRequest for a wrong type.
+
+        A null stays in `unread`, so that it survives on the way back into the same wire format.
+        """
         value = self.left.get(name)
         if value is None:
             return default
-        checked = expect(value, kind, self.at(name))
+        checked = expect(value, expected_type, self.at(name))
         del self.left[name]
         return checked
 
-    def need(self, name: str, kind: type[T]) -> T:
-        value = self.take(name, kind)
+    def need(self, name: str, expected_type: type[T]) -> T:
+        value = self.take(name, expected_type)
         if value is None:
             raise InvalidRequest(f"{self.at(name)} is required", param=self.at(name))
         return value
 
     def each(self, name: str, parse: Parse[T]) -> list[T]:
-        """What `parse` makes of the rows of a list. An empty one stays in `left`, like null: it says nothing."""
+        """Remove a list and return its parsed rows. An empty list stays in `unread`, as null does."""
         if self.left.get(name) == []:
             return []
         return each(self.take(name, list, []), self.at(name), parse)
@@ -56,7 +59,7 @@ class Fields:
         return None if rows is None else [expect(row, str, self.at(name)) for row in rows]
 
     def raw(self, name: str) -> Any:
-        """Whatever it is; null and nothing stay."""
+        """Remove and return a field of any type; a null stays in `unread`."""
         value = self.left.get(name)
         if value is not None:
             del self.left[name]
@@ -67,11 +70,11 @@ class Fields:
 
 
 def each(rows: list[Any], path: str, parse: Parse[T]) -> list[T]:
-    return [parse(row, f"{path}[{at}]") for at, row in enumerate(rows)]
+    return [parse(row, f"{path}[{index}]") for index, row in enumerate(rows)]
 
 
 def parse_content(content: object, path: str, parse_part: Parse[Part]) -> tuple[list[Part], str]:
-    """What is said in a bare string, or in a list of parts; and in which shape."""
+    """Return the parts of a message's content, and its shape: "text" (a bare string), "list" or "absent"."""
     if content is None:
         return [], "absent"
     if isinstance(content, str):
@@ -79,13 +82,13 @@ def parse_content(content: object, path: str, parse_part: Parse[Part]) -> tuple[
     return each(expect(content, list, path), path, parse_part), "list"
 
 
-def expect(value: object, kind: type[T], path: str) -> T:
-    if kind is float and type(value) is int:
-        return value  # type: ignore[return-value]  # a number is a number
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidRequest(f"{path} must be {_WORDS[kind]}", param=path)
+def expect(value: object, expected_type: type[T], path: str) -> T:
+    if expected_type is float and type(value) is int:
+        return value  # type: ignore[return-value]  # JSON does not distinguish 1 from 1.0
+    if not isinstance(value, expected_type) or (expected_type is int and isinstance(value, bool)):
+        raise InvalidRequest(f"{path} must be {_WORDS[expected_type]}", param=path)
     return value
 
 
-def unknown(what: object, path: str, known: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} is not known: {str(what)[:100]!r}", param=path, hint=f"known are {known}")
+def unknown(value: object, path: str, known: str) -> InvalidRequest:
+    return InvalidRequest(f"{path} is not known: {str(value)[:100]!r}", param=path, hint=f"known are {known}")

@@ -1,4 +1,4 @@
-"""Why a reply ended, in every dialect and back. What a dialect cannot tell apart it tells by the nearest."""
+"""Maps finish reasons between the wire formats; a missing one maps to the nearest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GEMINI: Mapping[str, Reason] = {
     "LANGUAGE": "filter",
     "CONTINUATION": "pause",
 }
-# Of a response that is not completed: the reason in incomplete_details.
+# `incomplete_details.reason` of a response that is not completed.
 RESPONSES: Mapping[str, Reason] = {"max_output_tokens": "length", "content_filter": "filter"}
 
 TO_CHAT: Mapping[Reason, str] = {
@@ -62,7 +62,7 @@ TO_GEMINI: Mapping[Reason, str] = {
     "stop_sequence": "STOP",
     "length": "MAX_TOKENS",
     "context": "MAX_TOKENS",
-    "tool_calls": "STOP",  # the calls themselves tell
+    "tool_calls": "STOP",  # Gemini has no reason for tool calls
     "filter": "SAFETY",
     "pause": "STOP",
 }
@@ -78,5 +78,5 @@ TO_RESPONSES: Mapping[Reason, str | None] = {  # None: completed
 
 
 def settled(reason: Reason, parts: Iterable[Part]) -> Reason:
-    """Some providers say stop where they call tools, and Gemini has no other word."""
+    """Return "tool_calls" for a reply that stopped with tool calls: some providers report "stop" there."""
     return "tool_calls" if reason == "stop" and any(isinstance(part, ToolCall) for part in parts) else reason

@@ -1,8 +1,8 @@
-"""The inner form of a conversation and of its reply: what all dialects say, each in its way.
+"""The canonical form of a chat request and its reply, into which all wire formats are parsed.
 
-Every noun keeps, as `extra`, the fields of its source that have no common meaning, so that the way back into the same
-dialect loses nothing; on the way into another they are reported (`changes.py`). `shape` is how the source wrote what
-can be written in several ways ("text": a bare string, "list", "null", "": not at all); it is never reported.
+Every class keeps in `extra` the source's fields that have no common meaning, so that rendering into the same wire
+format loses nothing; when rendering into another one they are reported (`change_report.py`). `shape` is how the source
+wrote something that has several spellings ("text": a bare string, "list", "null", "absent"); it is never reported.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A page on the web that a text rests on, from its character `start` to before `end`; where these are the same,
-    nobody said what of it does. In a stream the text is all that an answer said."""
+    """A web page that supports the characters `start` to `end` (exclusive) of a text.
+
+    Where `start` equals `end`, the provider did not say which characters. In a stream the offsets count in the choice's
+    whole text.
+    """
 
     url: str
     title: str = ""
-    quote: str = ""  # of the page
+    quote: str = ""  # text of the page
     start: int = 0
     end: int = 0
-    seal: str = ""  # what Anthropic wants to see again with it
+    seal: str = ""  # opaque value that Anthropic requires when the citation is sent back
 
     def moved(self, by: int) -> Citation:
         return replace(self, start=self.start + by, end=self.end + by)
@@ -40,12 +43,12 @@ class Citation:
 class Text:
     text: str
     extra: Json = field(default_factory=dict)
-    citations: list[Citation] = field(default_factory=list)  # in `extra` while they only pass through their own dialect
+    citations: list[Citation] = field(default_factory=list)  # stay in `extra` if source and target format are the same
 
 
 @dataclass(slots=True)
 class Image:
-    """At a URL, as base64 data, or as a file that the provider has."""
+    """An image: at a URL, as base64 data, or as the id of a file stored at the provider."""
 
     url: str = ""
     data: str = ""
@@ -64,7 +67,7 @@ class Audio:
 
 @dataclass(slots=True)
 class File:
-    """A document. Of `mime` text/plain the data may be the text itself: then `plain`."""
+    """A document; with `plain`, `data` is text instead of base64."""
 
     url: str = ""
     data: str = ""
@@ -95,12 +98,12 @@ class ToolResult:
 
 @dataclass(slots=True)
 class Thinking:
-    """`seal` is what only its maker can read: a signature, or the thoughts encrypted. `family` is whose it is."""
+    """Reasoning of a model; only `origin` can read `signature`, a signature or encrypted text."""
 
     text: str
     family: Spoken
     seal: str = ""
-    redacted: bool = False  # there is nothing but the seal
+    redacted: bool = False  # only the encrypted form exists
     extra: Json = field(default_factory=dict)
 
 
@@ -112,7 +115,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Opaque:
-    """What only its own dialect knows: a server's tool, a search result. Into others it cannot come."""
+    """Content that only its own wire format knows, such as a server-side tool; it cannot be translated."""
 
     kind: str
     raw: Json
@@ -133,7 +136,7 @@ class Message:
 class Tool:
     name: str
     description: str | None = None
-    schema: Json | None = None  # of its arguments
+    schema: Json | None = None  # JSON schema of the arguments
     strict: bool | None = None
     extra: Json = field(default_factory=dict)
 
@@ -141,7 +144,7 @@ class Tool:
 @dataclass(slots=True)
 class ToolChoice:
     mode: Literal["auto", "none", "required", "named"]
-    names: list[str] = field(default_factory=list)  # named: the one; otherwise those allowed, if not all
+    names: list[str] = field(default_factory=list)  # named: the one tool; otherwise the allowed tools, [] for all
 
 
 @dataclass(slots=True)
@@ -157,16 +160,16 @@ class ResponseFormat:
 class Reasoning:
     effort: Effort | None = None
     budget: int | None = None  # tokens
-    show: bool | None = None  # whether thoughts are told
+    show: bool | None = None  # whether the reply includes the reasoning
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A request. None: it says nothing about it."""
+    """A chat request; None stands for a field that the client did not set."""
 
     dialect: Spoken
     model: str
-    system: list[Part] = field(default_factory=list)  # what stands apart from the messages
+    system: list[Part] = field(default_factory=list)  # system prompt outside the messages
     messages: list[Message] = field(default_factory=list)
     tools: list[Tool | Opaque] = field(default_factory=list)
     tool_choice: ToolChoice | None = None
@@ -180,7 +183,7 @@ class Conversation:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     n: int | None = None
-    logprobs: int | None = None  # how many others beside the chosen token
+    logprobs: int | None = None  # number of alternatives per token
     response_format: ResponseFormat | None = None
     reasoning: Reasoning | None = None
     verbosity: str | None = None
@@ -189,18 +192,18 @@ class Conversation:
     user: str | None = None
     metadata: Json | None = None
     extra: Json = field(default_factory=dict)
-    kept: Json = field(default_factory=dict)  # fields as the source wrote them, where there are several ways
-    unread: Json = field(default_factory=dict)  # by its path: what those say that has no common meaning
+    kept: Json = field(default_factory=dict)  # fields as the source wrote them, where several spellings exist
+    unread: Json = field(default_factory=dict)  # path -> value: parts of `source_fields` without a common meaning
 
     def keep(self, name: str, given: Json, *, read: Iterable[str]) -> None:
-        """An object as it was written, of which these fields are understood."""
+        """Keep an object as the source wrote it; its fields that are not in `understood` count as unmapped."""
         self.kept[name] = given
         self.unread |= {f"{name}.{inner}": value for inner, value in given.items() if inner not in read}
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of a reply. `logprobs` are as OpenAI's chat shows them."""
+    """One choice of a reply; `logprobs` are in the format of OpenAI's chat."""
 
     parts: list[Part]
     reason: Reason | None
@@ -211,7 +214,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """A whole reply."""
+    """A complete, unstreamed reply."""
 
     dialect: Spoken
     id: str

@@ -1,4 +1,4 @@
-"""Pictures, sounds and documents: data URLs, and what kind a name tells."""
+"""Helpers for images, audio and documents: data URLs and MIME types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUFFIXES = {
 
 
 def split_data_url(url: str) -> tuple[str, str] | None:
-    """(mime, base64 data) of a data URL; None if it is none, or not in base64."""
+    """Return (MIME type, base64 data) of a data URL; None for any other URL or encoding."""
     head, comma, data = url.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
         return None
@@ -32,6 +32,6 @@ def data_url(mime: str, data: str) -> str:
 
 
 def mime_of(name: str) -> str:
-    """From the end of a name or URL; "" if it tells nothing."""
+    """Return the MIME type for the suffix of a file name or URL; "" if it is unknown."""
     path = name.partition("?")[0].partition("#")[0]
     return _SUFFIXES.get(path.rpartition(".")[2].lower(), "")

@@ -1,4 +1,4 @@
-"""Order: what a stream's deltas may follow each other as. A provider that breaks it is Broken; Writers rely on it."""
+"""Checks the order of a stream's deltas, on which the event writers rely."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from emberline.gateway.errors import Broken
 
 class Order:
     def __init__(self, *, single: bool) -> None:
-        self._single = single  # the client's dialect has one answer a reply
+        self._single = single  # the client's wire format allows one choice per reply
         self._opened = False
-        self._open: set[int] = set()  # choices that have begun
+        self._open: set[int] = set()  # choices that have started and not finished
         self._finished: set[int] = set()
-        self._calls: dict[int, int] = {}  # choice -> how many
+        self._calls: dict[int, int] = {}  # choice -> number of tool calls
 
     def check(self, delta: Delta) -> None:
-        if type(delta) is TextPiece and delta.choice in self._open:  # nearly all are
+        if type(delta) is TextPiece and delta.choice in self._open:  # fast path: nearly all deltas are
             return
         match delta:
             case Counted():
                 return
             case Opened():
                 if self._opened:
-                    raise Broken("the stream begins twice")
+                    raise Broken("the stream has two start events")
                 self._opened = True
             case Ended():
                 if self._open or not self._finished:
-                    raise Broken("the stream ended before its answer did")
+                    raise Broken("the stream ended before all choices had a finish reason")
             case _:
                 if delta.choice not in self._open:
                     self._begin(delta.choice)
@@ -34,20 +34,20 @@ class Order:
 
     def _begin(self, choice: int) -> None:
         if not self._opened:
-            raise Broken("the stream has content before its beginning")
+            raise Broken("the stream has content before its start event")
         if choice in self._finished:
-            raise Broken("the stream goes on after its answer was finished")
+            raise Broken(f"the stream has content for choice {choice} after its finish reason")
         if choice and self._single:
-            raise Broken("the stream has several answers, and one was asked for")
+            raise Broken(f"the stream has a choice {choice}, but one choice was requested")
         self._open.add(choice)
 
     def _of_choice(self, delta: Delta) -> None:
         match delta:
             case ToolPiece():
                 if delta.slot >= self._calls.get(delta.choice, 0):
-                    raise Broken("a piece of the stream belongs to no call")
+                    raise Broken(f"the stream has arguments for tool call {delta.slot}, which was not started")
             case ToolOpened():
-                assert delta.slot == self._calls.get(delta.choice, 0), "calls are numbered as they come"
+                assert delta.slot == self._calls.get(delta.choice, 0), "tool calls are numbered in order of arrival"
                 self._calls[delta.choice] = delta.slot + 1
             case Finished():
                 self._open.discard(delta.choice)

@@ -1,4 +1,4 @@
-"""Prefill: how a provider is asked to go on with the assistant's last turn instead of beginning one."""
+"""How a provider is asked to continue the assistant's last message instead of starting a new one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-# It just does ("bare"), a field of the request says so ("flag"), a field of the turn does ("prefix"); "": it cannot.
+# "bare": the provider continues a final assistant message without further fields; "flag": a field of the request asks
+# for it; "prefix": a field of the message asks for it; "": not supported.
 Prefill: TypeAlias = Literal["", "bare", "flag", "prefix"]
 
 
 def marked(body: bytes, prefill: Prefill) -> Mapping[str, Any]:
-    """The fields of a chat's request that say so."""
+    """Return the changed fields of a chat request that ask for the continuation."""
     match prefill:
-        case "flag":  # of vLLM, and ours
+        case "flag":  # vLLM and Emberline
             return {"continue_final_message": True, "add_generation_prompt": False}
-        case "prefix":  # of Mistral and DeepSeek
-            *before, last = msgspec.json.decode(body)["messages"]
-            return {"messages": [*before, {**last, "prefix": True}]}
+        case "prefix":  # Mistral and DeepSeek
+            *earlier, last = msgspec.json.decode(body)["messages"]
+            return {"messages": [*earlier, {**last, "prefix": True}]}
     return {}

@@ -1,4 +1,4 @@
-"""Errors in every dialect, and what a provider's error says."""
+"""Renders errors in every wire format and parses the errors of providers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GEMINI_STATUS = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-# What a status means where the error itself does not say it.
+# HTTP status of an error that names only its type.
 _STATUS_OF_TYPE = {
     "invalid_request_error": 400,
     "authentication_error": 401,
@@ -48,11 +48,11 @@ class Problem:
     message: str
     kind: str = ""
     code: str = ""
-    status: int = 0  # 0: it does not say
+    status: int = 0  # HTTP status; 0 if the error has none
 
 
 class TranslatedError(UpstreamFailed):
-    """An error that a provider told, on its way to a client of another dialect."""
+    """A provider's error that is reported to a client of another wire format."""
 
     def __init__(self, message: str, *, status: int = 502, code: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -69,42 +69,42 @@ def error_body(error: Exception, dialect: str) -> Json:
         return anthropic_error(error).body
     if dialect != "gemini":
         return openai_error(error).body
-    said = openai_error(error)  # as text: what is not ours tells nothing of its inside
-    status = _GEMINI_STATUS.get(said.status, "INTERNAL" if said.status >= 500 else "INVALID_ARGUMENT")
-    return {"error": {"code": said.status, "message": said.body["error"]["message"], "status": status}}
+    data = openai_error(error)  # hides the text of internal exceptions
+    status = _GEMINI_STATUS.get(data.status, "INTERNAL" if data.status >= 500 else "INVALID_ARGUMENT")
+    return {"error": {"code": data.status, "message": data.body["error"]["message"], "status": status}}
 
 
 def read_error(body: bytes) -> Problem:
-    """Any dialect's: they are told apart by their shape."""
+    """Parse an error body of any wire format, recognised by its shape."""
     try:
-        said = msgspec.json.decode(body)
+        data = msgspec.json.decode(body)
     except NOT_JSON:
-        return Problem(body[:500].decode(errors="replace") or "the provider gave no reason")
-    return problem_of(said)
+        return Problem(body[:500].decode(errors="replace") or "the provider sent no error message")
+    return problem_of(data)
 
 
-def problem_of(said: Any) -> Problem:
-    if isinstance(said, list) and said:  # Gemini's streams that are none
-        said = said[0]
-    if isinstance(said, dict) and isinstance(said.get("errors"), list) and said["errors"] and "error" not in said:
-        said = said["errors"][0]  # Cloudflare's
-    error = said.get("error", said) if isinstance(said, dict) else said
+def problem_of(data: Any) -> Problem:
+    if isinstance(data, list) and data:  # Gemini's unstreamed list
+        data = data[0]
+    if isinstance(data, dict) and isinstance(data.get("errors"), list) and data["errors"] and "error" not in data:
+        data = data["errors"][0]  # Cloudflare
+    error = data.get("error", data) if isinstance(data, dict) else data
     if not isinstance(error, dict):
-        return Problem(str(error or "the provider gave no reason")[:500])
-    message = error.get("message") or error.get("detail") or "the provider gave no reason"
+        return Problem(str(error or "the provider sent no error message")[:500])
+    message = error.get("message") or error.get("detail") or "the provider sent no error message"
     kind, code = str(error.get("type") or error.get("status") or ""), error.get("code")
     numeric = code if isinstance(code, int) and 400 <= code < 600 else 0
     text = code if isinstance(code, str) else ""
     return Problem(str(message), kind, text, numeric or _STATUS_OF_TYPE.get(kind) or _STATUS_OF_TYPE.get(text, 0))
 
 
-def raised(said: Any) -> UpstreamFailed:
-    """An error event in the middle of a stream."""
-    problem = problem_of(said)
+def raised(data: Any) -> UpstreamFailed:
+    """Return the exception for an error event within a stream."""
+    problem = problem_of(data)
     return TranslatedError.of(problem, problem.status or 502)
 
 
 def translate_error(body: bytes, status: int, target: Spoken) -> bytes:
-    """A provider's error as the client's dialect says it."""
+    """Return a provider's error body rendered in the client's wire format."""
     error: EmberlineError = TranslatedError.of(read_error(body), status)
     return msgspec.json.encode(error_body(error, target))

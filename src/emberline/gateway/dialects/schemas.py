@@ -1,6 +1,7 @@
-"""JSON Schemas in the words a provider knows. What is left out is reported: the model is then freer than asked.
+"""Restricts JSON schemas to the keywords that a provider accepts.
 
-Gemini also has schemas of its own (OpenAPI's, with types in capitals); `from_gemini` makes ordinary ones of them.
+Dropped keywords are reported, because the model is then less constrained than requested. Gemini also has its own schema
+format (OpenAPI, with types in capitals); `from_gemini_schema` converts it to JSON Schema.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from emberline.gateway.dialects.inner import Json
 
-# Words that annotate, hold other schemas, or constrain; what is not here is not known to the provider.
+# Accepted keywords; the providers reject or ignore all others.
 _COMMON = {
     "$defs",
     "$ref",
@@ -38,41 +39,41 @@ _SINGLE = ("items", "additionalProperties", "not")
 Drop = Callable[[str], None]
 
 
-def restricted(schema: Any, known: frozenset[str], drop: Drop) -> Any:
-    """`schema` in known words only; `drop` hears of each other one."""
+def restricted(schema: Any, known: frozenset[str], on_drop: Drop) -> Any:
+    """Return `schema` with the `known` keywords only; call `on_drop` with each keyword that is removed."""
     if not isinstance(schema, dict):
         return schema
-    made: Json = {}
-    for word, value in _respelled(schema, known).items():
-        if word not in known:
-            if word not in ("$schema", "$comment", "examples"):  # which ask for nothing
-                drop(word)
-        elif word in _MAPS and isinstance(value, dict):
-            made[word] = {name: restricted(inner, known, drop) for name, inner in value.items()}
-        elif word in _LISTS and isinstance(value, list):
-            made[word] = [restricted(inner, known, drop) for inner in value]
-        elif word in _SINGLE:
-            made[word] = restricted(value, known, drop)
+    result: Json = {}
+    for keyword, value in _respelled(schema, known).items():
+        if keyword not in known:
+            if keyword not in ("$schema", "$comment", "examples"):  # these constrain nothing
+                on_drop(keyword)
+        elif keyword in _MAPS and isinstance(value, dict):
+            result[keyword] = {name: restricted(inner, known, on_drop) for name, inner in value.items()}
+        elif keyword in _LISTS and isinstance(value, list):
+            result[keyword] = [restricted(inner, known, on_drop) for inner in value]
+        elif keyword in _SINGLE:
+            result[keyword] = restricted(value, known, on_drop)
         else:
-            made[word] = value
-    return made
+            result[keyword] = value
+    return result
 
 
 def _respelled(schema: Json, known: frozenset[str]) -> Json:
-    """Words that can be said by known ones."""
-    made = dict(schema)
-    if "const" in made and "const" not in known:
-        made.setdefault("enum", [made.pop("const")])
-    if "oneOf" in made and "oneOf" not in known and "anyOf" not in made:
-        made["anyOf"] = made.pop("oneOf")
-    if "definitions" in made and "$defs" not in made:
-        made["$defs"] = made.pop("definitions")
-        made = _repointed(made)
-    whole = made.get("allOf")
-    if "allOf" not in known and isinstance(whole, list) and len(whole) == 1 and isinstance(whole[0], dict):
-        del made["allOf"]
-        made = {**whole[0], **made}
-    return made
+    """Replace keywords that have an equivalent among the known ones."""
+    result = dict(schema)
+    if "const" in result and "const" not in known:
+        result.setdefault("enum", [result.pop("const")])
+    if "oneOf" in result and "oneOf" not in known and "anyOf" not in result:
+        result["anyOf"] = result.pop("oneOf")
+    if "definitions" in result and "$defs" not in result:
+        result["$defs"] = result.pop("definitions")
+        result = _repointed(result)
+    all_of = result.get("allOf")
+    if "allOf" not in known and isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], dict):
+        del result["allOf"]
+        result = {**all_of[0], **result}
+    return result
 
 
 def _repointed(value: Any) -> Any:
@@ -80,38 +81,38 @@ def _repointed(value: Any) -> Any:
         return [_repointed(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    made = {name: _repointed(inner) for name, inner in value.items()}
-    if isinstance(made.get("$ref"), str):
-        made["$ref"] = made["$ref"].replace("#/definitions/", "#/$defs/")
-    return made
+    result = {name: _repointed(inner) for name, inner in value.items()}
+    if isinstance(result.get("$ref"), str):
+        result["$ref"] = result["$ref"].replace("#/definitions/", "#/$defs/")
+    return result
 
 
-def closed(schema: Any, note: Drop) -> Any:
-    """Every object says that it has no other properties, as Anthropic wants it of formats; `note` hears of changes."""
+def closed(schema: Any, on_change: Drop) -> Any:
+    """Set additionalProperties to false on every object; call `on_change` for each change."""
     if isinstance(schema, list):
-        return [closed(inner, note) for inner in schema]
+        return [closed(inner, on_change) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made: Json = {}
-    for word, value in schema.items():
-        if word in _MAPS and isinstance(value, dict):
-            made[word] = {name: closed(inner, note) for name, inner in value.items()}
+    result: Json = {}
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            result[keyword] = {name: closed(inner, on_change) for name, inner in value.items()}
         else:
-            made[word] = closed(value, note) if word in (*_LISTS, *_SINGLE) else value
-    if made.get("type") == "object" and made.get("additionalProperties") is not False:
-        made["additionalProperties"] = False
-        note("additionalProperties")
-    return made
+            result[keyword] = closed(value, on_change) if keyword in (*_LISTS, *_SINGLE) else value
+    if result.get("type") == "object" and result.get("additionalProperties") is not False:
+        result["additionalProperties"] = False
+        on_change("additionalProperties")
+    return result
 
 
 def is_exact(schema: Any) -> bool:
-    """Whether every object says that it has all its properties and no others, as OpenAI wants it of strict tools."""
+    """Return whether OpenAI accepts the schema as strict: all properties required, no others allowed."""
     if isinstance(schema, list):
         return all(map(is_exact, schema))
     if not isinstance(schema, dict):
         return True
-    inner = [value for word in _MAPS if isinstance(schema.get(word), dict) for value in schema[word].values()]
-    inner += [schema[word] for word in (*_LISTS, *_SINGLE) if word in schema]
+    inner = [value for keyword in _MAPS if isinstance(schema.get(keyword), dict) for value in schema[keyword].values()]
+    inner += [schema[keyword] for keyword in (*_LISTS, *_SINGLE) if keyword in schema]
     names = schema.get("properties", {}).keys()
     is_object = schema.get("type") == "object"
     open_or_partial = schema.get("additionalProperties") is not False or names - set(schema.get("required", ()))
@@ -119,23 +120,23 @@ def is_exact(schema: Any) -> bool:
 
 
 def from_gemini(schema: Any) -> Any:
-    """OpenAPI's manner: capital types, `nullable`, counts as text."""
+    """Convert Gemini's OpenAPI schema (types in capitals, `nullable`, counts as strings) to JSON Schema."""
     if isinstance(schema, list):
         return [from_gemini(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    made: Json = {}
-    for word, value in schema.items():
-        if word == "type" and isinstance(value, str):
-            made[word] = value.lower()
-        elif word in _MAPS and isinstance(value, dict):
-            made[word] = {name: from_gemini(inner) for name, inner in value.items()}
-        elif word in (*_LISTS, *_SINGLE):
-            made[word] = from_gemini(value)
-        elif word.startswith(("min", "max")) and isinstance(value, str) and value.isdigit():
-            made[word] = int(value)
-        elif word not in ("nullable", "propertyOrdering", "example"):
-            made[word] = value
-    if schema.get("nullable") is True and isinstance(made.get("type"), str):
-        made["type"] = [made["type"], "null"]
-    return made
+    result: Json = {}
+    for keyword, value in schema.items():
+        if keyword == "type" and isinstance(value, str):
+            result[keyword] = value.lower()
+        elif keyword in _MAPS and isinstance(value, dict):
+            result[keyword] = {name: from_gemini(inner) for name, inner in value.items()}
+        elif keyword in (*_LISTS, *_SINGLE):
+            result[keyword] = from_gemini(value)
+        elif keyword.startswith(("min", "max")) and isinstance(value, str) and value.isdigit():
+            result[keyword] = int(value)
+        elif keyword not in ("nullable", "propertyOrdering", "example"):
+            result[keyword] = value
+    if schema.get("nullable") is True and isinstance(result.get("type"), str):
+        result["type"] = [result["type"], "null"]
+    return result

@@ -1,5 +1,8 @@
-"""Seals of thinking: they are opaque to clients, so one of another family travels with its name before it and finds its
-way back; only its own family ever gets it."""
+"""Marks reasoning signatures with the format that they belong to.
+
+Signatures are opaque to clients. One that passes through another wire format carries its origin as a prefix, so that it
+is returned only to the provider format that issued it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from emberline.gateway.dialects.inner import Spoken
 _FAMILIES: tuple[Spoken, ...] = get_args(Spoken)
 
 
-def shown(seal: str, family: Spoken, dialect: Spoken) -> str:
-    """A seal as `dialect` carries it."""
-    return seal if not seal or family == dialect else f"{family}:{seal}"
+def shown(signature: str, origin: Spoken, dialect: Spoken) -> str:
+    """Return the signature as sent in wire format `dialect`: with its origin as prefix if that differs."""
+    return signature if not signature or origin == dialect else f"{origin}:{signature}"
 
 
-def found(seal: str, dialect: Spoken) -> tuple[str, Spoken]:
-    """What came back in `dialect`: the seal, and whose it is."""
-    for family in _FAMILIES:
-        if seal.startswith(f"{family}:"):
-            return seal[len(family) + 1 :], family
-    return seal, dialect
+def found(signature: str, dialect: Spoken) -> tuple[str, Spoken]:
+    """Return a signature that was received in wire format `dialect` without its prefix, and its origin."""
+    for origin in _FAMILIES:
+        if signature.startswith(f"{origin}:"):
+            return signature[len(origin) + 1 :], origin
+    return signature, dialect

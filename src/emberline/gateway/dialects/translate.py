@@ -1,18 +1,17 @@
-"""From one dialect into another: requests, whole replies, streams.
+"""Translates requests, unstreamed replies and streams from one wire format into another.
 
-    body, changed = translate_request(body, client, provider, Recipient(model))
-    asked = asked_of(body, client)                                   what the reply must know of the request
-    reply, changed = translate_reply(reply, provider, client, asked)
-    stream = StreamTranslator(provider, client, asked); stream.push(data) ... stream.end()
+    body, changes = translate_request(body, client, provider, TargetModel(model))
+    context = read_reply_context(body, client)        # what rendering the reply needs from the request
+    reply, changes = translate_reply(reply, provider, client, context)
+    stream = StreamTranslator(provider, client, context); stream.push(data) ... stream.end()
 
-Everything is pure. Where both dialects are the same, bytes need no translation and should pass as they are.
+Nothing here does I/O. Where both wire formats are the same, bytes should be passed on without translation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -59,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A dialect: how everything in it is read and written."""
+    """The functions that parse and render one wire format."""
 
     parse: Callable[[Json], Conversation]
     render: Callable[[Conversation, Recipient, Changes], Json]
@@ -69,78 +68,108 @@ class Grammar:
     writer: Callable[[Asked], deltas.Writer]
 
 
-def _of(request: Any, reply: Any, reader: Any, writer: Any) -> Grammar:
-    return Grammar(request.parse, request.render, reply.parse, reply.render, reader.Reader, writer.Writer)
-
-
 GRAMMARS: Mapping[Spoken, Grammar] = {
-    "openai-chat": _of(chat_request, chat_reply, chat_reader, chat_writer),
-    "openai-responses": _of(responses_request, responses_reply, responses_reader, responses_writer),
-    "anthropic": _of(anthropic_request, anthropic_reply, anthropic_reader, anthropic_writer),
-    "gemini": _of(gemini_request, gemini_reply, gemini_reader, gemini_writer),
+    "openai-chat": Grammar(
+        chat_request.parse,
+        chat_request.render,
+        chat_reply.parse,
+        chat_reply.render,
+        chat_reader.Reader,
+        chat_writer.Writer,
+    ),
+    "openai-responses": Grammar(
+        responses_request.parse,
+        responses_request.render,
+        responses_reply.parse,
+        responses_reply.render,
+        responses_reader.Reader,
+        responses_writer.Writer,
+    ),
+    "anthropic": Grammar(
+        anthropic_request.parse,
+        anthropic_request.render,
+        anthropic_reply.parse,
+        anthropic_reply.render,
+        anthropic_reader.Reader,
+        anthropic_writer.Writer,
+    ),
+    "gemini": Grammar(
+        gemini_request.parse,
+        gemini_request.render,
+        gemini_reply.parse,
+        gemini_reply.render,
+        gemini_reader.Reader,
+        gemini_writer.Writer,
+    ),
 }
 
 
 def translate_request(
-    body: bytes, source: Spoken, target: Spoken, to: Recipient, *, stream: bool | None = None
+    body: bytes, source: Spoken, target: Spoken, target_model: Recipient, *, stream: bool | None = None
 ) -> tuple[bytes, list[Changed]]:
-    """`stream` is for clients of Gemini's dialect, who say it in the URL. Into the same dialect nothing is lost."""
-    asked = GRAMMARS[source].parse(decode(body, Json))
+    """Return the request in wire format `target`, and what was changed.
+
+    `stream` is whether the reply is streamed, for Gemini clients, whose URL says so. Raises InvalidRequest.
+    """
+    request = GRAMMARS[source].parse(decode(body, Json))
     if stream is not None:
-        asked.stream = stream
+        request.stream = stream
     changes = Changes(source)
     if source != target:
-        adapt(asked, target, to, changes)
-    return msgspec.json.encode(GRAMMARS[target].render(asked, to, changes)), changes.all
+        adapt(request, target, target_model, changes)
+    return msgspec.json.encode(GRAMMARS[target].render(request, target_model, changes)), changes.all
 
 
 def translate_reply(
-    body: bytes, source: Spoken, target: Spoken, asked: Asked | None = None
+    body: bytes, source: Spoken, target: Spoken, request: Asked | None = None
 ) -> tuple[bytes, list[Changed]]:
-    """`source` is the provider's dialect. What is no reply of it is Broken."""
+    """Return the reply in wire format `target`, and what was changed.
+
+    Raises Broken if it is not a reply in the provider's wire format `source`.
+    """
     changes = Changes(source)
     try:
         answer = GRAMMARS[source].parse_reply(decode(body, Json), changes)
     except InvalidRequest as error:
-        raise Broken(f"the reply is not one of {source}: {error.message}") from None
+        raise Broken(f"the provider's reply does not follow the format {source}: {error.message}") from None
     for choice in answer.choices:
         choice.parts = changes.bare(choice.parts, target)
-    return msgspec.json.encode(GRAMMARS[target].render_reply(answer, asked or Asked())), changes.all
+    return msgspec.json.encode(GRAMMARS[target].render_reply(answer, request or Asked())), changes.all
 
 
 class StreamTranslator:
-    """Bytes of a provider's stream in, bytes of the client's out; cut anywhere, they give the same.
+    """Translates the bytes of a provider's stream into the client's, wherever the bytes are split.
 
-    A fault raises (Broken, or UpstreamFailed if the provider told an error); `fail` then gives what was made before it
-    and the client's event for the error. Whoever calls decides whether the client gets that or another provider's try.
+    A failure raises Broken, or UpstreamFailed for an error event of the provider. `write_error` then returns the output
+    so far and the client's error event; the caller decides whether to send that or to try another provider.
     """
 
-    def __init__(self, source: Spoken, target: Spoken, asked: Asked | None = None) -> None:
+    def __init__(self, source: Spoken, target: Spoken, request: Asked | None = None) -> None:
         self._source = source
         self._splitter = EventSplitter()
         self._reader = GRAMMARS[source].reader()
-        self._writer = GRAMMARS[target].writer(asked or Asked())
+        self._writer = GRAMMARS[target].writer(request or Asked())
         self._order = Order(single=target in ("anthropic", "openai-responses"))
-        self._made: list[bytes] = []  # since the last return
-        self.ended = False  # the source said that its stream is whole
+        self._made: list[bytes] = []  # output since the last return
+        self.ended = False  # the provider marked its stream as complete
 
     def push(self, data: bytes) -> bytes:
         for event in self._splitter.push(data):
             if self.ended:
-                break  # what comes after the end is not read
+                break  # events after the end are ignored
             for delta in self._reader.read(event):
                 self._write(delta)
         return self._taken()
 
     def end(self) -> bytes:
-        """No more bytes come."""
+        """Return the last output when the connection has ended; raise Broken if the stream was incomplete."""
         if not self.ended:
             if self._splitter.unfinished():
-                self.push(b"\n\n")  # an event whose last line end is missing
+                self.push(b"\n\n")  # a last event without the blank line after it
             for delta in self._reader.end():
                 self._write(delta)
         if not self.ended:
-            raise Broken(f"the stream of {self._source} was cut: it has no ending")
+            raise Broken(f"the {self._source} stream was cut off: the connection ended before its end event")
         return self._taken()
 
     def fail(self, error: Exception) -> bytes:
@@ -152,5 +181,5 @@ class StreamTranslator:
         self.ended = self.ended or isinstance(delta, deltas.Ended)
 
     def _taken(self) -> bytes:
-        made, self._made = b"".join(self._made), []
-        return made
+        output, self._made = b"".join(self._made), []
+        return output

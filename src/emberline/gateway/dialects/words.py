@@ -1,4 +1,4 @@
-"""Words: what a dialect calls the fields of the inner form."""
+"""The names of the canonical request fields in a wire format."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ _KINDS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    plain: Mapping[str, str]  # ours -> theirs, of what is said in the same way
-    others: Mapping[str, str]  # of what is not; those that are missing are called as we do
-    message: str  # where one is
-    part: str  # where one is in its message
-    vital: Mapping[str, str]  # fields and parts without which a request would mean something else -> what to do instead
-    system: str = "system[]"
-    place: str = ""  # of the plain ones
+    plain: Mapping[str, str]  # canonical name -> wire name, for fields that are copied unchanged
+    others: Mapping[str, str]  # canonical name -> wire path, for converted fields whose name differs
+    message: str  # path of a message
+    part: str  # path of a part within its message
+    vital: Mapping[str, str]  # field or part that must not be dropped, because that changes the request -> hint
+    system: str = "system[]"  # path of the system prompt
+    place: str = ""  # path before the names in `direct`
 
     def name(self, field: str) -> str:
-        """As a client would call it."""
+        """Return the path of a canonical field in this wire format."""
         if field in self.plain:
             return self.place + self.plain[field]
         return self.message if field in ("messages", "system") else self.others.get(field, field)
 
-    def take(self, said: Fields, asked: Conversation) -> None:
-        for ours, theirs in self.plain.items():
-            setattr(asked, ours, said.texts(theirs) if ours == "stop" else said.take(theirs, _KINDS[ours]))
+    def take(self, fields: Fields, request: Conversation) -> None:
+        for name, wire_name in self.plain.items():
+            setattr(request, name, fields.texts(wire_name) if name == "stop" else fields.take(wire_name, _KINDS[name]))
 
-    def said(self, asked: Conversation) -> Json:
-        return {theirs: value for ours, theirs in self.plain.items() if (value := getattr(asked, ours)) is not None}
+    def said(self, request: Conversation) -> Json:
+        return {
+            wire_name: value for name, wire_name in self.plain.items() if (value := getattr(request, name)) is not None
+        }

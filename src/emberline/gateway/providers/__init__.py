@@ -1,1 +1,1 @@
-"""Providers: where a call goes and how it is asked there; one small file each."""
+"""The providers, one file each: URL, credentials, and deviations from the wire format."""

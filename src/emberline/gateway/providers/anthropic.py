@@ -1,4 +1,4 @@
-"""Anthropic: its key has a header of its own, and every request names a version of the protocol."""
+"""Anthropic: the key is sent in x-api-key, and every request names a version of the API."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Anthropic(Provider):
         headers["x-api-key"] = key
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
-        out.headers.setdefault("anthropic-version", VERSION)
-        return out
+        request = super().request(call, key)
+        request.headers.setdefault("anthropic-version", VERSION)
+        return request

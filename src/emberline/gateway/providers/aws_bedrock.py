@@ -1,5 +1,7 @@
-"""Amazon Bedrock. Claude is invoked in its own dialect, everybody else by Converse; requests are signed, or carry one
-of Bedrock's own keys. A path is SERVICE/REGION/..., as in AWS's names of hosts."""
+"""Amazon Bedrock. Claude is called in Anthropic's wire format, all other models by Converse.
+
+Requests are signed with an AWS key, or carry a Bedrock API key. A path is SERVICE/REGION/..., as in AWS's host names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ SIGNED_AS = {RUNTIME: "bedrock", MANTLE: MANTLE}
 REGION = "us-east-1"
 VERSION = "bedrock-2023-05-31"
 _PLACE = re.compile(r"(?P<service>bedrock[a-z-]*)/(?P<region>[a-z0-9-]+)/(?P<rest>.*)", re.DOTALL)
-_SIGNED = ("content-type", "accept")  # headers of ours that nobody changes on the way
+_SIGNED = ("content-type", "accept")  # headers that no proxy changes on the way
 _MINE = ("anthropic-beta", "anthropic-version")
 
 
@@ -71,8 +73,8 @@ class Bedrock(Provider):
         if is_claude(call.model):
             body, decoder = hosted(call, VERSION, "stream"), Unwrapped
         else:
-            said = msgspec.json.decode(call.body)
-            body, decoder = msgspec.json.encode(converse(said, partial(report, call))), partial(Conversed, call.model)
+            fields = msgspec.json.decode(call.body)
+            body, decoder = msgspec.json.encode(converse(fields, partial(report, call))), partial(Conversed, call.model)
         given = _key(key or "")
         region = given.region if given else REGION
         headers = {name: value for name, value in call.headers.items() if name not in _MINE}
@@ -80,50 +82,52 @@ class Bedrock(Provider):
         return msgspec.structs.replace(super().request(moved, key), decoder=decoder)
 
     def url(self, endpoint: str, query: str) -> str:
-        """Where a URL is given, it stands for the host."""
+        """Return the URL for SERVICE/REGION/REST; a configured base_url replaces AWS's host."""
         place = _PLACE.fullmatch(endpoint)
         if place is None or place["service"] not in HOSTS:
             raise InvalidRequest(
-                f"{endpoint[:100]!r} is no path of Bedrock's", hint=f"{RUNTIME}/REGION/model/MODEL/invoke"
+                f"{endpoint[:100]!r} is not a path of aws-bedrock", hint=f"use {RUNTIME}/REGION/model/MODEL/invoke"
             )
         base = self._base_url or HOSTS[place["service"]].format(region=place["region"])
         return f"{base}/{place['rest']}" + (f"?{query}" if query else "")
 
-    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
-        text = out.headers.get("authorization", "").removeprefix("Bearer ")
+    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        text = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not text.startswith(ALGORITHM) and (key := _key(text)) is not None:
-            # A thread, because hashing 30 MB takes 80 ms, without the interpreter's lock.
-            sign = partial(_signed, out, key, now)
-            headers = sign() if len(out.body) < LARGE else await asyncio.to_thread(sign)
-            out = msgspec.structs.replace(out, headers=headers)
-        elif MANTLE in out.url and not text.startswith(ALGORITHM):
-            others = {name: value for name, value in out.headers.items() if name != "authorization"}
-            out = msgspec.structs.replace(out, headers={"x-api-key": text, **others})
-        return decoded(out, await upstream.send(out, seconds))
+            # Hashing 30 MB takes 80 ms and releases the GIL, so a thread keeps the event loop free.
+            sign = partial(_signed, request, key, now)
+            headers = sign() if len(request.body) < LARGE else await asyncio.to_thread(sign)
+            request = msgspec.structs.replace(request, headers=headers)
+        elif MANTLE in request.url and not text.startswith(ALGORITHM):
+            others = {name: value for name, value in request.headers.items() if name != "authorization"}
+            request = msgspec.structs.replace(request, headers={"x-api-key": text, **others})
+        return decoded(request, await upstream.send(request, seconds))
 
 
 def is_claude(model: str) -> bool:
     return "anthropic.claude" in model
 
 
-def _signed(out: Outgoing, key: _Key, now: float) -> dict[str, str]:
-    found = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", out.url)
-    service, region = (found[1], found[2]) if found else (RUNTIME, key.region)
-    some = {name: value for name, value in out.headers.items() if name in _SIGNED}
+def _signed(request: Outgoing, key: _Key, now: float) -> dict[str, str]:
+    match = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", request.url)
+    service, region = (match[1], match[2]) if match else (RUNTIME, key.region)
+    some = {name: value for name, value in request.headers.items() if name in _SIGNED}
     credentials = Credentials(key.access_key_id, key.secret_access_key, key.session_token)
-    made = signed(out.method, out.url, some, out.body, credentials, region=region, service=SIGNED_AS[service], now=now)
-    made.pop("host")  # whoever connects says it
-    return {name: value for name, value in out.headers.items() if name != "authorization"} | made
+    result = signed(
+        request.method, request.url, some, request.body, credentials, region=region, service=SIGNED_AS[service], now=now
+    )
+    result.pop("host")  # the HTTP client adds it
+    return {name: value for name, value in request.headers.items() if name != "authorization"} | result
 
 
 def _key(text: str) -> _Key | None:
-    """Of AWS, as JSON or as ID:SECRET[:TOKEN]; None: it is one of Bedrock's own."""
+    """Parse an AWS key, given as JSON or as ID:SECRET[:TOKEN]; None for a Bedrock API key."""
     if text.startswith("{"):
         try:
             return msgspec.json.decode(text, type=_Key)
         except NOT_JSON as e:
             raise InvalidRequest(
-                f"the key of aws-bedrock cannot be read: {e}", hint="it has accessKeyId, secretAccessKey and region"
+                f"the aws-bedrock key is not valid JSON: {e}", hint="set accessKeyId, secretAccessKey and region"
             ) from None
     id, _, rest = text.partition(":")
     secret, _, token = rest.partition(":")

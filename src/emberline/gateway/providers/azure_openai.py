@@ -1,4 +1,4 @@
-"""Azure OpenAI: every deployment has a path of its own at its owner's resource, and every request names a version."""
+"""Azure OpenAI: every deployment has its own path, and every request names an API version."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from emberline.gateway.call import Call, Dialect
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.upstream.outgoing import Outgoing
 
-VERSION = "2024-10-21"  # the last of these that is generally available
+VERSION = "2024-10-21"  # latest version that is generally available
 
 
 class AzureOpenAI(Provider):
-    """A path is RESOURCE/DEPLOYMENT/..., and so is a model's name; where the URL is given, it is that of the resource,
-    and a name without a slash is a deployment there."""
+    """Paths and model names start with RESOURCE/DEPLOYMENT.
+
+    If base_url is the URL of a resource, a model name without a slash is a deployment there.
+    """
 
     slug = "azure-openai"
     base_url = "https://{resource}.openai.azure.com"
@@ -38,16 +40,18 @@ class AzureOpenAI(Provider):
         resource, slash, deployment = model.rpartition("/")
         if not slash and "{resource}" in self._base_url:
             raise InvalidRequest(
-                f"model is {model[:100]!r}: at {self.slug} it must be RESOURCE/DEPLOYMENT",
+                f"model is {model[:100]!r}, but {self.slug} requires RESOURCE/DEPLOYMENT",
                 param="model",
-                hint="or set the provider's base_url to https://RESOURCE.openai.azure.com",
+                hint="write RESOURCE/DEPLOYMENT, or set the provider's base_url to https://RESOURCE.openai.azure.com",
             )
         return f"{quote(resource, safe='') or '-'}/{self.native[dialect].format(model=quote(deployment, safe=''))}"
 
     def url(self, endpoint: str, query: str) -> str:
         resource, _, rest = endpoint.partition("/")
         if not resource.replace("-", "").isalnum() and "{resource}" in self._base_url:
-            raise InvalidRequest(f"{resource[:80]!r} is no name of an Azure resource")
+            raise InvalidRequest(
+                f"{resource[:80]!r} is not a valid name of an Azure resource", hint="use letters, digits and hyphens"
+            )
         deployment, _, action = rest.partition("/")
         if "api-version=" not in query:
             query = f"{query}&api-version={VERSION}".lstrip("&")
@@ -55,14 +59,14 @@ class AzureOpenAI(Provider):
         return f"{base}/openai/deployments/{deployment}/{action}?{query}"
 
     def authorize(self, headers: dict[str, str], key: str) -> None:
-        """Tokens of Microsoft Entra are no keys."""
+        """Send the key in api-key, and a Microsoft Entra token (a JWT) as a bearer token."""
         if key.startswith("eyJ"):
             headers["authorization"] = f"Bearer {key}"
         else:
             headers["api-key"] = key
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
-        if key is None and "api-key" in out.headers:
-            out.headers.pop("authorization", None)  # OpenAI's clients send the key in both
-        return out
+        request = super().request(call, key)
+        if key is None and "api-key" in request.headers:
+            request.headers.pop("authorization", None)  # OpenAI's clients send the key in both headers
+        return request

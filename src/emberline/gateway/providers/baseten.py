@@ -1,4 +1,4 @@
-"""Baseten: chat with the models it serves for all, and the deployments of an account, which have hosts of their own."""
+"""Baseten: chat with its shared models, and an account's deployments, each of which has its own host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.providers.chatty import Chatty
 
-MODEL = "model/"  # begins the path of a deployment: model/{id}, model/{id}/{path}
+MODEL = "model/"  # a deployment's path is model/{id} or model/{id}/{path}
 PREDICT = "environments/production/predict"
 _ID = re.compile(r"[a-z0-9]{1,32}")
 
@@ -23,8 +23,10 @@ class Baseten(Chatty):
         if not endpoint.startswith(MODEL) or self._base_url != self.base_url:
             return super().url(endpoint, query)
         id, _, path = endpoint.removeprefix(MODEL).partition("/")
-        if not _ID.fullmatch(id):  # it becomes a part of the host
+        if not _ID.fullmatch(id):  # the id becomes part of the host name
             raise InvalidRequest(
-                f"{id[:80]!r} is not the id of a deployment", param="endpoint", hint="1 to 32 letters and digits"
+                f"{id[:80]!r} is not the id of a Baseten deployment",
+                param="endpoint",
+                hint="an id has 1 to 32 lower-case letters and digits",
             )
         return f"https://model-{id}.api.baseten.co/{path or PREDICT}" + (f"?{query}" if query else "")

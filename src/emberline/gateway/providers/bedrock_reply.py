@@ -1,4 +1,4 @@
-"""What Bedrock replies, as Anthropic would: Claude's own events out of their wrapping, and what Converse says."""
+"""Decodes Bedrock's replies, of InvokeModel and Converse, into Anthropic's wire format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.gateway.streams.eventstream import KIND, EventStream, Message
 from emberline.gateway.upstream.decoder import Decoder, decoded_object
 
 Json = dict[str, Any]
-_REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # the others are Anthropic's own
+_REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # all others are the same in both
 _KINDS = {
     "throttlingException": "rate_limit_error",
     "validationException": "invalid_request_error",
@@ -23,7 +23,7 @@ _KINDS = {
 
 
 class Unwrapped(Decoder):
-    """Messages, each of which is made events."""
+    """Decodes InvokeModel replies: unwraps Claude's events from the AWS event stream."""
 
     streams = KIND
 
@@ -38,26 +38,26 @@ class Unwrapped(Decoder):
         return b""
 
     def _said(self, message: Message) -> bytes:
-        found = decoded_object(message.payload or b"{}")
+        data = decoded_object(message.payload or b"{}")
         if kind := message.exception:
-            text = found.get("message") or found.get("Message") or message.headers.get(":error-message") or kind
+            text = data.get("message") or data.get("Message") or message.headers.get(":error-message") or kind
             error = {"type": _KINDS.get(kind, "api_error"), "message": str(text)}
             return sse.event("error", {"type": "error", "error": error})
-        return self.event(message.event, found)
+        return self.event(message.event, data)
 
-    def event(self, kind: str, found: Json) -> bytes:
-        if "bytes" not in found:
+    def event(self, kind: str, data: Json) -> bytes:
+        if "bytes" not in data:
             return b""
         try:
-            said = base64.b64decode(found["bytes"], validate=True)
+            event_json = base64.b64decode(data["bytes"], validate=True)
         except (binascii.Error, TypeError, ValueError) as e:
-            raise Broken("an event of the stream is not base64") from e
-        name = str(decoded_object(said).get("type") or "")
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), said)
+            raise Broken("an event of Bedrock's stream has bytes that are not valid base64") from e
+        name = str(decoded_object(event_json).get("type") or "")
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), event_json)
 
 
 class Conversed(Unwrapped):
-    """The usage comes after the ending, and a block of text may open by its first piece."""
+    """Decodes Converse replies; the usage follows the end, and text blocks may lack a start event."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -68,33 +68,33 @@ class Conversed(Unwrapped):
         self._over = False
 
     def whole(self, body: bytes) -> bytes:
-        found = decoded_object(body)
-        message = (found.get("output") or {}).get("message")
+        data = decoded_object(body)
+        message = (data.get("output") or {}).get("message")
         if not isinstance(message, dict):
-            raise Broken("the reply has no message")
+            raise Broken("Bedrock's Converse reply has no message")
         content = [block for part in message.get("content") or () if (block := _block(part)) is not None]
-        return sse.dumps(self._message(content, _reason(found.get("stopReason")), _usage(found.get("usage"))))
+        return sse.dumps(self._message(content, _reason(data.get("stopReason")), _usage(data.get("usage"))))
 
     def _message(self, content: list[Json], reason: str | None, usage: Json) -> Json:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
         return {**head, "stop_reason": reason, "stop_sequence": None, "usage": usage}
 
-    def event(self, kind: str, found: Json) -> bytes:
-        index = found.get("contentBlockIndex", 0)
+    def event(self, kind: str, data: Json) -> bytes:
+        index = data.get("contentBlockIndex", 0)
         match kind:
             case "messageStart":
                 return _event("message_start", message=self._message([], None, _usage({})))
             case "contentBlockStart":
-                return self._opened(index, _block(found.get("start") or {}) or {"type": "text", "text": ""})
+                return self._opened(index, _block(data.get("start") or {}) or {"type": "text", "text": ""})
             case "contentBlockDelta":
-                return self._delta(index, found.get("delta") or {})
+                return self._delta(index, data.get("delta") or {})
             case "contentBlockStop" if index in self._open:
                 self._open.discard(index)
                 return _event("content_block_stop", index=index)
             case "messageStop":
-                self._reason = _reason(found.get("stopReason"))
+                self._reason = _reason(data.get("stopReason"))
             case "metadata" if self._reason is not None:
-                return self._ended(_usage(found.get("usage")))
+                return self._ended(_usage(data.get("usage")))
         return b""
 
     def end(self) -> bytes:
@@ -111,25 +111,25 @@ class Conversed(Unwrapped):
         return _event("content_block_start", index=index, content_block=block)
 
     def _delta(self, index: int, delta: Json) -> bytes:
-        made, empty = b"", {"type": "text", "text": ""}
+        start, empty = b"", {"type": "text", "text": ""}
         match delta:
             case {"text": text}:
-                said = {"type": "text_delta", "text": text}
+                rendered = {"type": "text_delta", "text": text}
             case {"toolUse": {"input": text}}:
-                said = {"type": "input_json_delta", "partial_json": text}
+                rendered = {"type": "input_json_delta", "partial_json": text}
             case {"reasoningContent": {"text": text}}:
-                said = {"type": "thinking_delta", "thinking": text}
+                rendered = {"type": "thinking_delta", "thinking": text}
                 empty = {"type": "thinking", "thinking": "", "signature": ""}
-            case {"reasoningContent": {"signature": seal}}:
-                said = {"type": "signature_delta", "signature": seal}
+            case {"reasoningContent": {"signature": signature}}:
+                rendered = {"type": "signature_delta", "signature": signature}
                 empty = {"type": "thinking", "thinking": "", "signature": ""}
             case {"reasoningContent": {"redactedContent": data}}:
                 return self._opened(index, {"type": "redacted_thinking", "data": data})
             case _:
                 return b""
         if index not in self._open:
-            made = self._opened(index, empty)
-        return made + _event("content_block_delta", index=index, delta=said)
+            start = self._opened(index, empty)
+        return start + _event("content_block_delta", index=index, delta=rendered)
 
 
 def _block(part: Json) -> Json | None:
@@ -145,17 +145,17 @@ def _block(part: Json) -> Json | None:
     return None
 
 
-def _reason(said: Any) -> str:
-    return _REASONS.get(str(said), str(said or "end_turn"))
+def _reason(reason: Any) -> str:
+    return _REASONS.get(str(reason), str(reason or "end_turn"))
 
 
-def _usage(said: Any) -> Json:
-    said = said if isinstance(said, dict) else {}
+def _usage(reported: Any) -> Json:
+    reported = reported if isinstance(reported, dict) else {}
     return {
-        "input_tokens": said.get("inputTokens", 0),
-        "cache_read_input_tokens": said.get("cacheReadInputTokens", 0),
-        "cache_creation_input_tokens": said.get("cacheWriteInputTokens", 0),
-        "output_tokens": said.get("outputTokens", 0),
+        "input_tokens": reported.get("inputTokens", 0),
+        "cache_read_input_tokens": reported.get("cacheReadInputTokens", 0),
+        "cache_creation_input_tokens": reported.get("cacheWriteInputTokens", 0),
+        "output_tokens": reported.get("outputTokens", 0),
     }
 
 

@@ -1,5 +1,8 @@
-"""Breakers: what failed too often in a row is not asked for a while. Failures are counted per gateway, provider, model
-and credential, so that no caller, key or model can stop the calls of others."""
+"""Circuit breakers: a target that failed too often in a row is skipped for a while.
+
+Failures are counted per gateway, provider, model and credential, so that no caller, key or model can block the requests
+of others.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ from emberline.gateway.providers.base import Provider
 
 T = TypeVar("T")
 
-MAX_BREAKERS = 10_000  # a breaker exists from a failure to the next success; models are named by callers
+MAX_BREAKERS = 10_000  # callers choose model names, so the number is bounded
 
 Key = tuple[str, str, str, str, int, int]  # account, gateway, provider's address, key alias, model, credential
 
 
 def is_cut_short(call: Call, code: str) -> bool:
-    """Whether `code` is a timeout that the caller chose shorter than the gateway's own: it proves no fault."""
+    """Return whether `code` is a timeout that the caller set shorter than the gateway's own.
+
+    Such a timeout proves no fault of the provider.
+    """
     if code not in (TimedOut.code, Unreached.code) or call.options.request_timeout is None:
         return False
     timeouts = call.settings.timeouts
@@ -36,7 +42,7 @@ class Breakers:
         self._failing: dict[Key, Breaker] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Each provider's address (and key alias) that failed lately, with how many of its breakers are open."""
+        """Yield each provider address (and key alias) that failed lately, with its number of open breakers."""
         counts: Counter[str] = Counter()
         for (_, _, origin, alias, *_), breaker in self._failing.items():
             counts[f"{origin} {alias}" if alias else origin] += breaker.state != "closed"
@@ -45,14 +51,17 @@ class Breakers:
     async def guard(
         self, call: Call, provider: Provider, key: str | None, attempt: Callable[[Callable[[], None]], Awaitable[T]]
     ) -> T:
-        """Run `attempt` and count its outcome; raise Resting instead while the breaker is open. `key`: of the provider,
-        None where the caller's own is in its headers. `attempt` is given what reports a failure after its return."""
+        """Run `attempt` and count its outcome; raise Resting instead while the breaker is open.
+
+        `key` is the provider's key, None if the caller's own is in the headers. `attempt` is called with a function
+        that records a failure after its return.
+        """
         breaker = self._failing.get(_name(call, provider, key)) if self._failing else None
         if breaker is not None:
             now = self._clock.now()
             if not breaker.allows(now):
                 what = f"{provider.slug} failed {breaker.failures} times in a row for this model and key"
-                raise Resting(f"{what} and is not asked for {max(0.0, breaker.until - now):.2g} s")
+                raise Resting(f"{what}, so it is skipped for {max(0.0, breaker.until - now):.2g} s")
             breaker.began(now)
         try:
             done = await attempt(lambda: self._failed(_name(call, provider, key), call))
@@ -63,7 +72,7 @@ class Breakers:
             if breaker is not None:
                 breaker.neither()
             raise
-        if self._failing:  # seldom: only then a name is worth its making
+        if self._failing:  # rare, so that most requests need not compute a key
             self._succeeded(_name(call, provider, key))
         return done
 
@@ -92,7 +101,7 @@ class Breakers:
 
 
 def _name(call: Call, provider: Provider, key: str | None) -> Key:
-    """Names and keys are hashed: callers choose how long a model's name is, and a key is a secret."""
+    """Return the breaker's key; hashes bound the length of model names and keep credentials secret."""
     what = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
     credential = key if key is not None else own_key(call)
     return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(what), hash(credential)

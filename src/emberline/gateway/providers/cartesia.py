@@ -1,4 +1,4 @@
-"""Cartesia: speech. Requests name a version of its protocol, in the header `cartesia-version`."""
+"""Cartesia: speech. Clients name the API version in the header `cartesia-version`."""
 
 from __future__ import annotations
 

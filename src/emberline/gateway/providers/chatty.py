@@ -1,6 +1,8 @@
-"""Chatty: a provider that speaks OpenAI's chat, with a few words missing. What a client asks for that the provider
-would refuse the whole request for is left out or said otherwise, and the reply tells; on a provider's own path nothing
-is."""
+"""The base class of providers with an OpenAI-compatible chat API that lacks some fields.
+
+Fields for which the provider would reject the whole request are dropped or rewritten, and reported in a reply header. A
+request to the provider's own path is not changed.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Chatty(Provider):
-    """Its URL ends with the version, which a path may have too."""
+    """A provider whose base_url ends with the version, which paths may repeat."""
 
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions"}
     max_tokens_name = "max_tokens"
-    renames: ClassVar[Mapping[str, str]] = {}  # OpenAI's name -> its own
-    refuses: ClassVar[frozenset[str]] = frozenset()  # fields
+    renames: ClassVar[Mapping[str, str]] = {}  # OpenAI's name -> the provider's
+    refuses: ClassVar[frozenset[str]] = frozenset()  # fields that the provider rejects
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
         return super().dialect_of(endpoint.removeprefix("v1/"))
@@ -39,28 +41,28 @@ class Chatty(Provider):
         return super().request(call, key)
 
     def _reworded(self, call: Call) -> bytes:
-        said: dict[str, Any] = dict(_FIELDS.decode(call.body))
-        before = dict(said)
+        fields: dict[str, Any] = dict(_FIELDS.decode(call.body))
+        before = dict(fields)
         for field in LIMITS:
-            if field in said and field != self.max_tokens_name:
-                said.setdefault(self.max_tokens_name, said.pop(field))
+            if field in fields and field != self.max_tokens_name:
+                fields.setdefault(self.max_tokens_name, fields.pop(field))
         if not self.counts_streams:
-            said.pop("stream_options", None)  # the usage is told anyway
+            fields.pop("stream_options", None)  # these providers always send the usage
         for field, own in self.renames.items():
-            if field in said:
-                said[own] = said.pop(field)
-        for field in sorted(self.refused(call.model) & said.keys()):
-            if bytes(said.pop(field)) != b"null":
-                report(call, field, f"{self.slug} does not take it")
-        self.reword(said, call)
-        return call.body if said == before else msgspec.json.encode(said)
+            if field in fields:
+                fields[own] = fields.pop(field)
+        for field in sorted(self.refused(call.model) & fields.keys()):
+            if bytes(fields.pop(field)) != b"null":
+                report(call, field, f"{self.slug} does not accept it")
+        self.reword(fields, call)
+        return call.body if fields == before else msgspec.json.encode(fields)
 
     def refused(self, model: str) -> frozenset[str]:
         return self.refuses
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
-        """What else is said otherwise here; values are raw JSON until someone decodes them."""
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
+        """Adapt `fields` in place for this provider; values are raw JSON until `decode_field` decodes them."""
 
 
-def decoded_field(said: dict[str, Any], name: str) -> Any:
-    return msgspec.json.decode(said[name]) if name in said else None
+def decoded_field(fields: dict[str, Any], name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None

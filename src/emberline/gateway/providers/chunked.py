@@ -1,4 +1,4 @@
-"""Chunked: a provider's own stream of events, made chunks of OpenAI's chat."""
+"""The base class of decoders that turn a provider's own events into chunks of OpenAI's chat."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Chunked(Decoder):
 
     def end(self) -> bytes:
         if self._splitter.rest.strip():
-            raise Broken("the stream ended within an event")
+            raise Broken("the provider's stream ended within an event")
         return b""
 
     def event(self, name: bytes, payload: bytes) -> bytes:
-        """What a whole event of the provider's becomes."""
+        """Return the chunks for one complete event of the provider."""
         raise NotImplementedError
 
     def reply(self, choice: Json, more: Json) -> bytes:
@@ -41,4 +41,4 @@ class Chunked(Decoder):
 
 
 def failed(text: str) -> bytes:
-    return sse.data({"error": {"message": text or "no reason given", "type": "server_error"}})
+    return sse.data({"error": {"message": text or "the provider sent no error message", "type": "server_error"}})

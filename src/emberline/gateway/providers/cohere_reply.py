@@ -1,4 +1,4 @@
-"""What Cohere replies, as OpenAI would."""
+"""Decodes Cohere's replies into OpenAI's wire formats."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Chatted(Chunked):
         self._calls = -1
 
     def whole(self, body: bytes) -> bytes:
-        found = decoded_object(body)
-        message = found.get("message")
+        data = decoded_object(body)
+        message = data.get("message")
         if not isinstance(message, dict):
-            raise Broken("the reply has no message")
-        made: Json = {"role": "assistant", "content": _text(message, "text") or message.get("tool_plan")}
+            raise Broken("Cohere's reply has no message")
+        result: Json = {"role": "assistant", "content": _text(message, "text") or message.get("tool_plan")}
         if thoughts := _text(message, "thinking"):
-            made["reasoning_content"] = thoughts
+            result["reasoning_content"] = thoughts
         if message.get("tool_calls"):
-            made["tool_calls"] = message["tool_calls"]
-        choice = {"message": made, "finish_reason": _reason(found.get("finish_reason")), "logprobs": None}
-        return self.reply(choice, {"usage": _usage(found.get("usage"))})
+            result["tool_calls"] = message["tool_calls"]
+        choice = {"message": result, "finish_reason": _reason(data.get("finish_reason")), "logprobs": None}
+        return self.reply(choice, {"usage": _usage(data.get("usage"))})
 
     def event(self, name: bytes, payload: bytes) -> bytes:
         return b"" if payload in (b"", b"[DONE]") else self._told(decoded_object(payload))
 
-    def _told(self, found: Json) -> bytes:
-        message = (found.get("delta") or {}).get("message") or {}
-        match found.get("type"):
+    def _told(self, data: Json) -> bytes:
+        message = (data.get("delta") or {}).get("message") or {}
+        match data.get("type"):
             case "message-start":
                 return self.chunk({"role": "assistant", "content": ""})
             case "content-start" | "content-delta":
@@ -56,7 +56,7 @@ class Chatted(Chunked):
                 function = (message.get("tool_calls") or {}).get("function") or {}
                 return self.chunk({"tool_calls": [{"index": max(0, self._calls), "function": function}]})
             case "message-end":
-                return self._ended(found.get("delta") or {})
+                return self._ended(data.get("delta") or {})
         return b""
 
     def _content(self, content: Json) -> bytes:
@@ -76,13 +76,13 @@ class Embedded(Decoder):
         self._model = model
 
     def whole(self, body: bytes) -> bytes:
-        found = decoded_object(body)
-        said = found.get("embeddings") or {}
-        vectors = said.get("float") or said.get("base64") if isinstance(said, dict) else said
+        data = decoded_object(body)
+        embeddings = data.get("embeddings") or {}
+        vectors = embeddings.get("float") or embeddings.get("base64") if isinstance(embeddings, dict) else embeddings
         if not vectors:
-            raise Broken("the reply has no embeddings")
+            raise Broken("Cohere's reply has no embeddings")
         rows = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
-        used = ((found.get("meta") or {}).get("billed_units") or {}).get("input_tokens", 0)
+        used = ((data.get("meta") or {}).get("billed_units") or {}).get("input_tokens", 0)
         usage = {"prompt_tokens": used, "total_tokens": used}
         return sse.dumps({"object": "list", "data": rows, "model": self._model, "usage": usage})
 
@@ -94,18 +94,18 @@ def _text(message: Json, kind: str) -> str:
     return "".join(str(part.get(kind) or "") for part in content if part.get("type") == kind)
 
 
-def _reason(said: Any) -> str:
-    if said not in _REASONS:
-        raise Broken(f"the reply ended by {str(said)[:80]!r}")
-    return _REASONS[said]
+def _reason(reason: Any) -> str:
+    if reason not in _REASONS:
+        raise Broken(f"Cohere's reply has an unexpected finish_reason: {str(reason)[:80]!r}")
+    return _REASONS[reason]
 
 
-def _usage(said: Any) -> Json | None:
-    if not isinstance(said, dict):
+def _usage(reported: Any) -> Json | None:
+    if not isinstance(reported, dict):
         return None
-    counted = said.get("billed_units") or said.get("tokens") or {}
-    into, out = int(counted.get("input_tokens") or 0), int(counted.get("output_tokens") or 0)
-    usage: Json = {"prompt_tokens": into, "completion_tokens": out, "total_tokens": into + out}
-    if said.get("cached_tokens"):
-        usage["prompt_tokens_details"] = {"cached_tokens": int(said["cached_tokens"])}
+    counts = reported.get("billed_units") or reported.get("tokens") or {}
+    input_tokens, request = int(counts.get("input_tokens") or 0), int(counts.get("output_tokens") or 0)
+    usage: Json = {"prompt_tokens": input_tokens, "completion_tokens": request, "total_tokens": input_tokens + request}
+    if reported.get("cached_tokens"):
+        usage["prompt_tokens_details"] = {"cached_tokens": int(reported["cached_tokens"])}
     return usage

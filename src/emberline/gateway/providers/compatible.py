@@ -1,4 +1,4 @@
-"""Compatible: any server that speaks OpenAI's protocol, or another of ours, at a URL: ollama, vLLM, custom ones."""
+"""Any server at a configured URL with an OpenAI- or Anthropic-compatible API, such as vLLM."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ class Compatible(Provider):
         public: bool = False,
     ) -> None:
         if not base_url:
-            raise InvalidRequest(f"provider {slug!r} has no base_url", param=f"providers.{slug}.base_url")
+            raise InvalidRequest(
+                f"custom provider {slug!r} has no base_url",
+                param=f"providers.{slug}.base_url",
+                hint=f"set providers.{slug}.base_url",
+            )
         if unknown := set(speaks) - set(PATHS):
             raise InvalidRequest(
-                f"provider {slug!r} cannot speak {min(unknown)[:40]!r}",
+                f"provider {slug!r} has an unknown wire format in speaks: {min(unknown)[:40]!r}",
                 param=f"providers.{slug}.speaks",
-                hint=f"known are {', '.join(PATHS)}",
+                hint=f"use {', '.join(PATHS)}",
             )
         super().__init__(base_url, headers, public=public)
         self.slug = slug

@@ -1,4 +1,4 @@
-"""Converse: how every model at Bedrock is asked, out of Anthropic's dialect, which it resembles."""
+"""Renders requests for Bedrock's Converse API from Anthropic's wire format, which resembles it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from emberline.core.errors import InvalidRequest
 
-Tell = Callable[[str, str], None]  # a field, and why it is not said as it was
+Tell = Callable[[str, str], None]  # takes a field and why it was changed
 Json = dict[str, Any]
 
 _LIMITS = {"max_tokens": "maxTokens", "temperature": "temperature", "top_p": "topP", "stop_sequences": "stopSequences"}
@@ -17,16 +17,16 @@ _READ = {*_LIMITS, "model", "stream", "system", "messages", "tools", "tool_choic
 _CACHED: Json = {"cachePoint": {"type": "default"}}
 
 
-def converse(said: Json, tell: Tell) -> Json:
-    body: Json = {"messages": [_message(message, tell) for message in said.get("messages") or ()]}
-    if system := _blocks(said.get("system") or [], tell):
+def converse(fields: Json, tell: Tell) -> Json:
+    body: Json = {"messages": [_message(message, tell) for message in fields.get("messages") or ()]}
+    if system := _blocks(fields.get("system") or [], tell):
         body["system"] = system
-    if limits := {own: said[name] for name, own in _LIMITS.items() if said.get(name) is not None}:
+    if limits := {own: fields[name] for name, own in _LIMITS.items() if fields.get(name) is not None}:
         body["inferenceConfig"] = limits
-    if tools := _tools(said, tell):
+    if tools := _tools(fields, tell):
         body["toolConfig"] = tools
-    for name in said.keys() - _READ:
-        if said[name]:
+    for name in fields.keys() - _READ:
+        if fields[name]:
             tell(name, "Converse has no such field")
     return body
 
@@ -38,12 +38,12 @@ def _message(message: Json, tell: Tell) -> Json:
 def _blocks(content: str | list[Json], tell: Tell) -> list[Json]:
     if isinstance(content, str):
         return [{"text": content}] if content else []
-    made = []
+    result = []
     for block in content:
         if (fit := _block(block, tell)) is not None:
-            made.append(fit)
-            made += [_CACHED] * bool(block.get("cache_control"))
-    return made
+            result.append(fit)
+            result += [_CACHED] * bool(block.get("cache_control"))
+    return result
 
 
 def _block(block: Json, tell: Tell) -> Json | None:
@@ -60,8 +60,8 @@ def _block(block: Json, tell: Tell) -> Json | None:
             content = _blocks(block.get("content") or "", tell)
             status = "error" if block.get("is_error") else "success"
             return {"toolResult": {"toolUseId": id, "content": content, "status": status}}
-        case {"type": "thinking", "thinking": text, "signature": str(seal)} if seal:
-            return {"reasoningContent": {"reasoningText": {"text": text, "signature": seal}}}
+        case {"type": "thinking", "thinking": text, "signature": str(signature)} if signature:
+            return {"reasoningContent": {"reasoningText": {"text": text, "signature": signature}}}
         case {"type": "redacted_thinking", "data": data}:
             return {"reasoningContent": {"redactedContent": data}}
     tell(f"messages[].content[].{block.get('type')}", "Converse has no such part")
@@ -72,9 +72,9 @@ def _image(source: Json) -> Json:
     kind = str(source.get("media_type")).removeprefix("image/")
     if source.get("type") != "base64" or kind not in _IMAGES:
         raise InvalidRequest(
-            "Bedrock's Converse takes pictures only as data, and only jpeg, png, gif and webp",
+            f"Bedrock's Converse API does not accept this image ({source.get('type')}, {source.get('media_type')})",
             param="messages",
-            hint="send the picture itself, not its URL",
+            hint="send the image as base64 data in jpeg, png, gif or webp",
         )
     return {"format": kind, "source": {"bytes": source.get("data")}}
 
@@ -85,12 +85,16 @@ def _document(source: Json) -> Json:
             return {"format": "pdf", "source": {"bytes": data}}
         case {"type": "text", "data": str(text)}:
             return {"format": "txt", "source": {"bytes": base64.b64encode(text.encode()).decode()}}
-    raise InvalidRequest("Bedrock's Converse takes documents only as data: PDF or text", param="messages")
+    raise InvalidRequest(
+        f"Bedrock's Converse API does not accept this document ({source.get('type')}, {source.get('media_type')})",
+        param="messages",
+        hint="send the document as a base64-encoded PDF or as text",
+    )
 
 
-def _tools(said: Json, tell: Tell) -> Json | None:
+def _tools(fields: Json, tell: Tell) -> Json | None:
     tools = []
-    for tool in said.get("tools") or ():
+    for tool in fields.get("tools") or ():
         if "input_schema" not in tool:
             tell(f"tools[].{tool.get('type')}", "Converse has no such tool")
             continue
@@ -98,22 +102,22 @@ def _tools(said: Json, tell: Tell) -> Json | None:
         if tool.get("description"):
             spec["description"] = tool["description"]
         tools.append({"toolSpec": spec})
-    choice = said.get("tool_choice") or {}
-    if not tools or (choice.get("type") == "none" and not _has_calls(said)):
+    choice = fields.get("tool_choice") or {}
+    if not tools or (choice.get("type") == "none" and not _has_calls(fields)):
         return None
-    made: Json = {"tools": tools}
+    result: Json = {"tools": tools}
     match choice:
         case {"type": "any" | "auto" as kind}:
-            made["toolChoice"] = {kind: {}}
+            result["toolChoice"] = {kind: {}}
         case {"type": "tool", "name": name}:
-            made["toolChoice"] = {"tool": {"name": name}}
+            result["toolChoice"] = {"tool": {"name": name}}
         case {"type": "none"}:
-            tell("tool_choice", "Converse cannot forbid tools that were called before")
-    return made
+            tell("tool_choice", "Converse cannot disable tools that were called before")
+    return result
 
 
-def _has_calls(said: Json) -> bool:
-    contents = (message.get("content") for message in said.get("messages") or ())
+def _has_calls(fields: Json) -> bool:
+    contents = (message.get("content") for message in fields.get("messages") or ())
     return any(
         block.get("type") == "tool_use" for content in contents if isinstance(content, list) for block in content
     )

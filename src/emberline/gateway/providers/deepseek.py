@@ -1,4 +1,4 @@
-"""DeepSeek. Thoughts go back into the conversation; JSON has no schema here."""
+"""DeepSeek: reasoning is sent back in the history, and JSON output has no schema."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class DeepSeek(Chatty):
         self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public: bool = False
     ) -> None:
         super().__init__(base_url, headers, public=public)
-        self.prefill = "prefix" if self._base_url.endswith("/beta") else ""  # it is known nowhere else
+        self.prefill = "prefix" if self._base_url.endswith("/beta") else ""  # only the beta API supports it
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
-        form = decoded_field(said, "response_format")
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
+        form = decoded_field(fields, "response_format")
         if isinstance(form, dict) and form.get("type") == "json_schema":
-            said["response_format"] = {"type": "json_object"}
-            report(call, "response_format", f"{self.slug} knows JSON, but no schema")
-        if "messages" in said and _DEVELOPER in bytes(said["messages"]):
-            messages = decoded_field(said, "messages")
+            fields["response_format"] = {"type": "json_object"}
+            report(call, "response_format", f"{self.slug} supports JSON output, but no schema")
+        if "messages" in fields and _DEVELOPER in bytes(fields["messages"]):
+            messages = decoded_field(fields, "messages")
             for message in messages:
                 if isinstance(message, dict) and message.get("role") == "developer":
                     message["role"] = "system"
-            said["messages"] = messages
+            fields["messages"] = messages

@@ -1,4 +1,4 @@
-"""ElevenLabs: speech. Its key has a header of its own."""
+"""ElevenLabs: speech. The key is sent in xi-api-key."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Emberline: our own engine or router. It speaks three protocols itself, so nothing is translated. Only its model API
-is forwarded: cluster control, statistics and metrics of the same server are for its operator."""
+"""Emberline's own engine or router. It supports three wire formats itself.
+
+Only its model API is forwarded: cluster control, statistics and metrics of the same server are for its operator.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ class Emberline(Provider):
     prefill = "flag"
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        """NotFound for a path that is not one of the engine's model API."""
+        """Return the request; raise NotFound for a path outside the engine's model API."""
         path = call.endpoint.partition("?")[0]
-        if self._base_url.endswith("/v1"):  # the version is then no part of the endpoint
+        if self._base_url.endswith("/v1"):  # the endpoint may then lack the version
             path = f"v1/{path.removeprefix('v1/')}"
         if not is_model_api(call.method, f"/{path}"):
             raise NotFound(
                 f"the gateway does not forward {call.method[:20]} {path[:200]!r} to the engine",
-                hint="it forwards the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",
+                hint="use a path of the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",
             )
         return super().request(call, key)

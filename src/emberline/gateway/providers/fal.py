@@ -1,4 +1,4 @@
-"""fal: models for images, video and sound. A path is the name of a model."""
+"""fal: models for images, video and audio. The path is the model's name."""
 
 from __future__ import annotations
 

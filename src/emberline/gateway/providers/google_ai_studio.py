@@ -1,4 +1,4 @@
-"""Google AI Studio: Gemini, whose models and whose wish to stream are in the path."""
+"""Google AI Studio: Gemini. The model, and whether the reply is streamed, are in the path."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WHOLE, STREAM = "generateContent", "streamGenerateContent"
 
 
 class Gemini(Provider):
-    """What Google's two ways to Gemini have in common."""
+    """What Google AI Studio and Vertex AI have in common."""
 
     paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "models/{model}"}
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
-        """A stream that is not asked for as events is one long list of JSON."""
+        """Return "gemini" for generateContent and for streams with alt=sse; others are a JSON list."""
         return "gemini" if endpoint.endswith(f":{WHOLE}") or Gemini.streams_at(self, endpoint, query) else "raw"
 
     def model_in(self, endpoint: str) -> str:
@@ -28,7 +28,7 @@ class Gemini(Provider):
         return unquote(model) if action else ""
 
     def streams_at(self, endpoint: str, query: str = "") -> bool:
-        """A list is passed on when it is whole: what it cost is at its end."""
+        """Return whether the path asks for events; a JSON list is not streamed, because its usage comes last."""
         return endpoint.endswith(f":{STREAM}") and "alt=sse" in query.split("&")
 
     def action(self, model: str, stream: bool) -> str:
@@ -39,7 +39,9 @@ class Gemini(Provider):
             call = call.moved(query="alt=sse")
         elif call.settings.guardrails and call.dialect == "raw" and call.endpoint.endswith(f":{STREAM}"):
             raise InvalidRequest(
-                "this gateway has guardrails, which look into a stream only as events", param="alt", hint="?alt=sse"
+                "this gateway has guardrails, which can check a Gemini stream only with alt=sse",
+                param="alt",
+                hint="add ?alt=sse to the URL",
             )
         return super().request(call, key)
 
@@ -68,9 +70,9 @@ class GoogleAIStudio(Gemini):
         headers["x-goog-api-key"] = key
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        if call.endpoint == self.realtime:  # where the first message names the model
+        if call.endpoint == self.realtime:  # the session's first message names the model
             call = call.moved(query="&".join(e for e in call.query.split("&") if not e.startswith("model=")))
-        out = super().request(call, key)
-        if "/openai/" in call.endpoint and (given := out.headers.pop("x-goog-api-key", None)):
-            out.headers["authorization"] = f"Bearer {given}"
-        return out
+        request = super().request(call, key)
+        if "/openai/" in call.endpoint and (given := request.headers.pop("x-goog-api-key", None)):
+            request.headers["authorization"] = f"Bearer {given}"
+        return request

@@ -1,5 +1,8 @@
-"""GoogleTokens: short tokens for long credentials. A service account signs a wish for one; a user has a token to get
-others with. They are kept until shortly before they end."""
+"""Gets and caches short-lived Google access tokens.
+
+A service account signs an assertion to get one, a user's credentials have a refresh token. Tokens are cached until
+shortly before they expire.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,16 @@ from emberline.net.notjson import NOT_JSON
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 TOKEN_URL = "https://oauth2.googleapis.com/token"
-LASTS = 3600  # seconds that a signed wish is good for
-EARLY = 120.0  # seconds before its end a token is replaced
-MOST = 1024  # kept
+LASTS = 3600
+EARLY = 120.0  # before its expiry a token is replaced
+MOST = 1024
 LARGEST = 1 << 16
-LARGEST_KEY = 8192  # characters
+LARGEST_KEY = 8192
 _JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 
 
 class Account(msgspec.Struct):
-    """A service account's key, or what gcloud keeps of a user; `region` is Cloudflare's addition."""
+    """A service account's key, or gcloud's user credentials; `region` is Cloudflare's addition."""
 
     type: str = "service_account"
     project_id: str = ""
@@ -50,7 +53,7 @@ class Account(msgspec.Struct):
 
     @staticmethod
     def read(text: str) -> Account | None:
-        """From JSON, or JSON in base64; None: it is a token already."""
+        """Parse credentials given as JSON or base64-encoded JSON; None if `text` is an access token."""
         if not text.startswith("{"):
             try:
                 text = base64.b64decode(text, validate=True).decode()
@@ -61,7 +64,9 @@ class Account(msgspec.Struct):
         try:
             return msgspec.json.decode(text, type=Account)
         except NOT_JSON as e:
-            raise InvalidRequest(f"the credentials for Google cannot be read: {e}") from None
+            raise InvalidRequest(
+                f"the Google credentials are not valid JSON: {e}", hint="use a service account's key file"
+            ) from None
 
     @property
     def project(self) -> str:
@@ -75,10 +80,10 @@ class _Token(msgspec.Struct):
 
 class GoogleTokens:
     def __init__(self, base_url: str, *, public: bool = False) -> None:
-        """`base_url`: of a server that is believed, besides Google's, if it is at a public address where it must be."""
+        """`base_url`: a server whose token endpoint is trusted besides Google's."""
         self._base_url = base_url
         self._public = public
-        self._kept: dict[bytes, tuple[str, float]] = {}  # by a hash of the credentials: a token, and its end
+        self._kept: dict[bytes, tuple[str, float]] = {}  # hash of the credentials -> token and its expiry
         self._locks: dict[bytes, asyncio.Lock] = {}
 
     async def token(self, account: Account, upstream: Upstream, seconds: float, now: float) -> str:
@@ -90,38 +95,41 @@ class GoogleTokens:
             async with (
                 asyncio.timeout(seconds),
                 self._locks.setdefault(id, asyncio.Lock()),
-            ):  # one wish for all who wait
+            ):  # concurrent callers wait for one token request
                 token, until = self._kept.get(id, ("", 0.0))
                 if now + EARLY >= until:
-                    made = await self._fetched(account, upstream, seconds, now)
-                    token = made.access_token
-                    self._kept[id] = (token, now + made.expires_in)
+                    result = await self._fetched(account, upstream, seconds, now)
+                    token = result.access_token
+                    self._kept[id] = (token, now + result.expires_in)
         except TimeoutError:
-            raise TimedOut(f"Google gave no token within {seconds:.3g} s") from None
+            raise TimedOut(f"Google issued no access token within {seconds:.3g} s") from None
         return token
 
     def forget(self, account: Account) -> None:
-        """It was refused."""
+        """Remove the cached token, because Google rejected it."""
         self._kept.pop(_id(account), None)
 
     async def _fetched(self, account: Account, upstream: Upstream, seconds: float, now: float) -> _Token:
         if not near(account.token_uri, self._base_url, "googleapis.com"):
-            raise InvalidRequest("token_uri is not one of Google's", hint=TOKEN_URL)
+            raise InvalidRequest(
+                f"token_uri of the Google credentials is not a Google server: {account.token_uri[:100]!r}",
+                hint=f"use {TOKEN_URL}",
+            )
         headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
-        out = Outgoing("POST", account.token_uri, headers, urlencode(_wish(account, now)).encode(), self._public)
-        incoming = await upstream.send(out, seconds)
+        request = Outgoing("POST", account.token_uri, headers, urlencode(_wish(account, now)).encode(), self._public)
+        incoming = await upstream.send(request, seconds)
         try:
             body = await incoming.whole(seconds, LARGEST)
         finally:
             incoming.close()
         if incoming.status >= 400:
             kind, status = ("server", 502) if incoming.status >= 500 else ("access", 401)
-            said = f"Google gave no token ({incoming.status}): {read_error(body).message}"
-            raise Refused(said, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
+            message = f"Google issued no access token (status {incoming.status}): {read_error(body).message}"
+            raise Refused(message, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
         try:
             return msgspec.json.decode(body, type=_Token)
         except NOT_JSON as e:
-            raise Broken(f"what Google gave is no token: {e}") from e
+            raise Broken(f"Google's token reply cannot be decoded: {e}") from e
 
 
 def _id(account: Account) -> bytes:
@@ -143,17 +151,25 @@ def assertion(account: Account, now: int) -> str:
 
 
 def _sealed(private_key: str, text: bytes) -> bytes:
-    """To have a key checked takes 200 ms, in which nobody else is served. Instead its seal is: a key that is wrong in
-    itself makes one that does not hold, and that could betray it."""
+    """Sign `text` with an RSA key, and verify the signature.
+
+    Validating the key itself would block the event loop for 200 ms. A signature of an inconsistent key could leak the
+    key, so the signature is verified instead.
+    """
     try:
         key = load_pem_private_key(private_key[:LARGEST_KEY].encode(), None, unsafe_skip_rsa_key_validation=True)
         if not isinstance(key, rsa.RSAPrivateKey) or key.key_size > 4096:
-            raise InvalidRequest("private_key is not one of RSA, or too large")
-        seal = key.sign(text, padding.PKCS1v15(), SHA256())
-        key.public_key().verify(seal, text, padding.PKCS1v15(), SHA256())
+            raise InvalidRequest(
+                "private_key of the Google credentials must be an RSA key of at most 4096 bits",
+                hint="use the key file as Google created it",
+            )
+        signature = key.sign(text, padding.PKCS1v15(), SHA256())
+        key.public_key().verify(signature, text, padding.PKCS1v15(), SHA256())
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as e:
-        raise InvalidRequest(f"private_key is no key: {e}") from None
-    return seal
+        raise InvalidRequest(
+            f"private_key of the Google credentials is invalid: {e}", hint="use the key file as Google created it"
+        ) from None
+    return signature
 
 
 def _base64(data: bytes) -> bytes:

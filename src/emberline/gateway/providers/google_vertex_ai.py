@@ -1,5 +1,7 @@
-"""Google Vertex AI: Gemini, and Claude in its own dialect, in a project and a region. A key is a service account's, a
-user's, or a token that somebody else got."""
+"""Google Vertex AI: Gemini, and Claude in Anthropic's wire format, in a project and a region.
+
+A key is a service account's key, a user's credentials, or an access token.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _REGION = re.compile(r"(?:^|/)locations/([a-z0-9-]+)/")
 
 
 class VertexAI(Gemini):
-    """A model is PUBLISHER/MODEL, or one of Google's. A URL that is given may have the project and the region in it."""
+    """A model is PUBLISHER/MODEL, or MODEL for Google's; base_url may contain project and region."""
 
     slug = "google-vertex-ai"
     base_url = "https://{region}aiplatform.googleapis.com"
@@ -43,7 +45,7 @@ class VertexAI(Gemini):
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
         if endpoint.endswith("/endpoints/openapi/chat/completions"):
-            return "raw"  # OpenAI's, with a model's name of Google's
+            return "raw"  # OpenAI's chat, but with Google's model names
         if "/publishers/anthropic/" in endpoint and endpoint.endswith((f":{_WHOLE}", f":{_STREAM}")):
             return "anthropic"
         return super().dialect_of(endpoint, query)
@@ -69,32 +71,32 @@ class VertexAI(Gemini):
         if "/projects/" in self._base_url:
             return endpoint
         account = Account.read(key or "") or Account()
-        region = account.region or (found[1] if (found := _HOST.match(self._base_url)) else "")
+        region = account.region or (match[1] if (match := _HOST.match(self._base_url)) else "")
         if not account.project or not region:
             raise InvalidRequest(
-                f"{self.slug} does not know which project and region are meant",
-                hint="add region to the service account's JSON, or both to the provider's base_url",
+                f"the project or the region of {self.slug} is not set",
+                hint="add region to the service account's JSON, or put both into the provider's base_url",
             )
         return f"v1/projects/{quote(account.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
 
     def url(self, endpoint: str, query: str) -> str:
         base = self._base_url
         if "{region}" in base:
-            region = found[1] if (found := _REGION.search(endpoint)) else "global"
+            region = match[1] if (match := _REGION.search(endpoint)) else "global"
             base = base.replace("{region}", "" if region == "global" else f"{region}-")
-        elif endpoint.startswith("v1"):  # a path that is whole
+        elif endpoint.startswith("v1"):  # the endpoint already has project and region
             base = re.sub(r"/v1[^/]*/projects/.*", "", base)
         return f"{base}/{endpoint}" + (f"?{query}" if query else "")
 
-    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
-        account = Account.read(out.headers.get("authorization", "").removeprefix("Bearer "))
+    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        account = Account.read(request.headers.get("authorization", "").removeprefix("Bearer "))
         if account is None:
-            return await upstream.send(out, seconds)
+            return await upstream.send(request, seconds)
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         token = await self._tokens.token(account, upstream, seconds, now)
-        headers = {**out.headers, "authorization": f"Bearer {token}"}
-        incoming = await upstream.send(msgspec.structs.replace(out, headers=headers), until - loop.time())
+        headers = {**request.headers, "authorization": f"Bearer {token}"}
+        incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), until - loop.time())
         if incoming.status == 401:
             self._tokens.forget(account)
         return incoming

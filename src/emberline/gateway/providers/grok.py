@@ -1,4 +1,4 @@
-"""xAI's Grok. Its reasoning models refuse penalties and stops."""
+"""xAI's Grok. Its reasoning models reject penalties and stop sequences."""
 
 from __future__ import annotations
 

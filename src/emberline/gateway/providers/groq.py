@@ -1,4 +1,4 @@
-"""Groq. One answer a request, and no probabilities."""
+"""Groq: no logprobs, and no names in messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Groq(Chatty):
     max_tokens_name = "max_completion_tokens"
     refuses = frozenset({"logprobs", "top_logprobs", "logit_bias"})
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
-        if b'"name"' not in bytes(said.get("messages", b"")):
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
+        if b'"name"' not in bytes(fields.get("messages", b"")):
             return
-        messages = decoded_field(said, "messages")
+        messages = decoded_field(fields, "messages")
         named = [each for each in messages or () if isinstance(each, dict) and each.pop("name", None) is not None]
         if named:
-            said["messages"] = msgspec.Raw(msgspec.json.encode(messages))
-            report(call, "messages[].name", f"{self.slug} does not take it")
+            fields["messages"] = msgspec.Raw(msgspec.json.encode(messages))
+            report(call, "messages[].name", f"{self.slug} does not accept it")

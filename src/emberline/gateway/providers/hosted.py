@@ -1,5 +1,4 @@
-"""Claude at somebody else's: Anthropic's dialect, but for the model, which is in the path, and the version, which is in
-the body."""
+"""Claude hosted by AWS or Google: the model is in the path, the API version in the body."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def hosted(call: Call, version: str, *without: str) -> bytes:
-    said: dict[str, Any] = dict(_FIELDS.decode(call.body))
+    """Return the request body with the API version in it, and without the model and the fields `without`."""
+    fields: dict[str, Any] = dict(_FIELDS.decode(call.body))
     for name in ("model", *without):
-        said.pop(name, None)
-    said.setdefault("anthropic_version", version)
+        fields.pop(name, None)
+    fields.setdefault("anthropic_version", version)
     if beta := call.headers.get("anthropic-beta"):
-        said.setdefault("anthropic_beta", [each.strip() for each in beta.split(",")])
-    return msgspec.json.encode(said)
+        fields.setdefault("anthropic_beta", [each.strip() for each in beta.split(",")])
+    return msgspec.json.encode(fields)

@@ -1,4 +1,4 @@
-"""Mistral. Unknown fields are refused; ids of tool calls have nine letters and digits; usage is told unasked."""
+"""Mistral: rejects unknown fields, and requires tool call ids of nine letters and digits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from emberline.net.notjson import NOT_JSON
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 _FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")
-_SIGNS = (b'"developer"', b'"tool_call', *(f'"{name}"'.encode() for name in _FOREIGN))  # of messages to be looked at
+_SIGNS = (
+    b'"developer"',
+    b'"tool_call',
+    *(f'"{name}"'.encode() for name in _FOREIGN),
+)  # messages without any of these need no change
 
 
 class Mistral(Chatty):
@@ -33,27 +37,27 @@ class Mistral(Chatty):
                          "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
+        request = super().request(call, key)
         if call.plain and call.dialect == "openai-chat":
-            return msgspec.structs.replace(out, decoder=Flattened)
-        return out
+            return msgspec.structs.replace(request, decoder=Flattened)
+        return request
 
-    def reword(self, said: dict[str, Any], call: Call) -> None:
-        text = bytes(said.get("messages", b""))
+    def reword(self, fields: dict[str, Any], call: Call) -> None:
+        text = bytes(fields.get("messages", b""))
         if not any(sign in text for sign in _SIGNS):
             return
-        messages = decoded_field(said, "messages")
+        messages = decoded_field(fields, "messages")
         if not isinstance(messages, list):
             return
         for message in messages:
             if isinstance(message, dict):
                 self._fit(message, call)
-        said["messages"] = messages
+        fields["messages"] = messages
 
     def _fit(self, message: dict[str, Any], call: Call) -> None:
         for name in _FOREIGN:
             if name in message and (name != "name" or message.get("role") != "tool") and message.pop(name):
-                report(call, f"messages[].{name}", f"{self.slug} does not take it")
+                report(call, f"messages[].{name}", f"{self.slug} does not accept it")
         if message.get("role") == "developer":
             message["role"] = "system"
         for called in message.get("tool_calls") or ():
@@ -64,7 +68,7 @@ class Mistral(Chatty):
 
 
 class Flattened(Decoder):
-    """Content that is a list of parts, thoughts among them, as others say it: text, and thoughts beside it."""
+    """Turns a list of text and thinking parts into `content` and `reasoning_content`."""
 
     def __init__(self) -> None:
         self._splitter = Splitter()
@@ -76,34 +80,34 @@ class Flattened(Decoder):
         return b"".join(self._event(event) for event in self._splitter.push(data))
 
     def _event(self, event: bytes) -> bytes:
-        made = _flat(payload_of(event)[1], "delta")
-        return event if made is None else b"data: %b\n\n" % made
+        result = _flat(payload_of(event)[1], "delta")
+        return event if result is None else b"data: %b\n\n" % result
 
     def end(self) -> bytes:
         return self._splitter.rest
 
 
 def _flat(payload: bytes, name: str) -> bytes | None:
-    """None: there is nothing to flatten."""
+    """Return the payload with flattened content, None if nothing is to be flattened."""
     if b'"thinking"' not in payload:
         return None
     try:
-        found = msgspec.json.decode(payload)
-        for choice in found["choices"]:
-            said = choice[name]
-            if isinstance(said.get("content"), list):
-                parts, said["content"] = said["content"], ""
+        data = msgspec.json.decode(payload)
+        for choice in data["choices"]:
+            message = choice[name]
+            if isinstance(message.get("content"), list):
+                parts, message["content"] = message["content"], ""
                 for part in parts:
                     if part["type"] == "thinking":
                         thoughts = "".join(each["text"] for each in part["thinking"] if each["type"] == "text")
-                        said["reasoning_content"] = said.get("reasoning_content", "") + thoughts
+                        message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
                     elif part["type"] == "text":
-                        said["content"] += part["text"]
+                        message["content"] += part["text"]
     except (*NOT_JSON, KeyError, TypeError, AttributeError):
-        return None  # whoever reads it next will say so
-    return msgspec.json.encode(found)
+        return None  # the event reader reports malformed events
+    return msgspec.json.encode(data)
 
 
 def short_id(id: str) -> str:
-    """The same for the same: a call and its result must still know each other."""
+    """Return an id that Mistral accepts; equal ids stay equal, so that results still match their calls."""
     return id if _ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]

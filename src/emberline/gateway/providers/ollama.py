@@ -1,4 +1,4 @@
-"""Ollama, on this machine unless told otherwise. Its own API is at api/, OpenAI's at v1/."""
+"""Ollama, by default on this machine. Its own API is at api/, the OpenAI-compatible one at v1/."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class OpenAI(Provider):
         return super().dialect_of(endpoint.removeprefix("v1/"), query)
 
     def url(self, endpoint: str, query: str) -> str:
-        """Many write the version, which the URL ends with, into the path too."""
+        """Return the URL; a version in the path is dropped, because base_url already ends with it."""
         if self._base_url.endswith("/v1"):
             endpoint = endpoint.removeprefix("v1/")
         return super().url(endpoint, query)

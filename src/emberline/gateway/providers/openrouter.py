@@ -1,4 +1,4 @@
-"""OpenRouter: many providers behind one. Its keep-alives are comments, its errors may come inside a stream."""
+"""OpenRouter: many providers behind one API. Errors may come within a stream."""
 
 from __future__ import annotations
 

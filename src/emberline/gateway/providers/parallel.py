@@ -1,4 +1,4 @@
-"""Parallel: research on the web, as chat and as tasks."""
+"""Parallel: web research, as chat and as tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Parallel(Chatty):
     base_url = "https://api.parallel.ai"
 
     def authorize(self, headers: dict[str, str], key: str) -> None:
-        """Chat takes the one, everything else the other."""
+        """Send the key in both headers: chat reads authorization, the other APIs x-api-key."""
         headers["authorization"] = f"Bearer {key}"
         headers["x-api-key"] = key
 

@@ -1,4 +1,4 @@
-"""Perplexity. Every event tells the usage, and most streams end without saying so."""
+"""Perplexity: every event has the usage, and most streams end without [DONE]."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Perplexity(Chatty):
     counts_streams = False
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
+        request = super().request(call, key)
         if call.dialect == "openai-chat" and call.stream:
-            return Outgoing(out.method, out.url, out.headers, out.body, out.public, Ending)
-        return out
+            return Outgoing(request.method, request.url, request.headers, request.body, request.public, Ending)
+        return request
 
 
 class Ending(Decoder):
-    """Adds the marker that is missing, if the stream had a reason to end."""
+    """Adds [DONE] at the end of a stream that has a finish reason and lacks it."""
 
     def __init__(self) -> None:
         self._splitter = Splitter()
@@ -58,4 +58,4 @@ def _reason(payload: bytes) -> bool:
     try:
         return any(choice.finish_reason for choice in _EVENT.decode(payload).choices)
     except NOT_JSON:
-        return False  # whoever reads it next will say so
+        return False  # the event reader reports malformed events

@@ -1,4 +1,4 @@
-"""Registry: slugs to providers, as a gateway's settings have them. Instances are kept as long as their settings."""
+"""Finds the provider for a slug and a gateway's settings; instances are cached."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from emberline.gateway.providers.replicate import Replicate
 from emberline.gateway.providers.workers_ai import WorkersAI
 from emberline.gateway.settings import ProviderSettings, Settings
 
-# vLLM and others that speak OpenAI's protocol are named in the settings, with their URL.
+# Servers with an OpenAI-compatible API, such as vLLM, are configured in the settings with their URL.
 ALL: tuple[type[Provider], ...] = (
     Emberline, OpenAI, Anthropic, AzureOpenAI, GoogleAIStudio, VertexAI, Bedrock, WorkersAI, Groq, Mistral, Cohere,
     DeepSeek, Perplexity, Grok, OpenRouter, Cerebras, HuggingFace, Replicate, Ollama,
     ElevenLabs, Deepgram, Cartesia, Fal, Ideogram, Baseten, Parallel,
 )  # fmt: skip
 KNOWN: dict[str, type[Provider]] = {known.slug: known for known in ALL}
-MOST = 4096  # instances kept
+MOST = 4096
 
 NOTHING = ProviderSettings()
 
 
 class Registry:
     def __init__(self, private: bool = False) -> None:
-        """`private`: the operator lets everybody's providers be on private addresses."""
+        """`allow_private`: the operator allows all providers to be at private addresses."""
         self._private = private
         self._made: dict[tuple[object, ...], Provider] = {}
 
@@ -58,23 +58,23 @@ class Registry:
         known = KNOWN.get(slug)
         if not given.enabled or (known is None and given is NOTHING):
             raise ProviderNotFound(
-                f"there is no provider {slug[:80]!r}",
-                hint=f"known are {', '.join(sorted({*KNOWN, *settings.providers}))}",
+                f"provider {slug[:80]!r} is unknown or disabled on this gateway",
+                hint=f"available are {', '.join(sorted({*KNOWN, *settings.providers}))}",
             )
         key = (slug, given.base_url, given.speaks, given.public, *given.headers.items())
-        if (made := self._made.get(key)) is None:
+        if (result := self._made.get(key)) is None:
             if len(self._made) >= MOST:
                 self._made.clear()
-            made = self._made[key] = self._make(slug, given, known)
-        return made
+            result = self._made[key] = self._make(slug, given, known)
+        return result
 
     def _make(self, slug: str, given: ProviderSettings, known: type[Provider] | None) -> Provider:
         public = given.public and given.base_url is not None and not self._private
         if known is not None:
-            made = known(given.base_url, given.headers, public=public)
+            result = known(given.base_url, given.headers, public=public)
             if given.speaks is not None:
-                made.native = _some(made, given.speaks)
-            return made
+                result.native = _some(result, given.speaks)
+            return result
         speaks = USUAL if given.speaks is None else given.speaks
         return Compatible(slug, given.base_url or "", speaks=speaks, headers=given.headers, public=public)
 
@@ -82,6 +82,7 @@ class Registry:
 def _some(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
     if unknown := set(speaks) - set(provider.native):
         raise InvalidRequest(
-            f"{provider.slug} does not speak {min(unknown)}", hint=f"it speaks {', '.join(provider.native)}"
+            f"provider {provider.slug!r} does not support the wire format {min(unknown)}, which speaks lists",
+            hint=f"use {', '.join(provider.native)}",
         )
     return {dialect: path for dialect, path in provider.native.items() if dialect in speaks}

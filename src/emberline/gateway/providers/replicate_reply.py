@@ -1,4 +1,4 @@
-"""What Replicate replies, as OpenAI would."""
+"""Decodes Replicate's predictions into OpenAI's chat."""
 
 from __future__ import annotations
 
@@ -28,14 +28,19 @@ class _Done(msgspec.Struct):
 class Predicted(Chunked):
     def whole(self, body: bytes) -> bytes:
         try:
-            found = msgspec.json.decode(body, type=_Prediction)
+            prediction = msgspec.json.decode(body, type=_Prediction)
         except NOT_JSON as e:
-            raise Broken(f"the reply is no prediction: {e}") from e
-        if found.status != "succeeded":
-            raise Broken(f"the prediction is {found.status}: {str(found.error or 'no reason given')[:300]}")
-        text = "".join(map(str, found.output)) if isinstance(found.output, list) else str(found.output or "")
+            raise Broken(f"Replicate's reply is not a prediction: {e}") from e
+        if prediction.status != "succeeded":
+            reason = str(prediction.error or "the provider sent no error message")[:300]
+            raise Broken(f"the Replicate prediction has status {prediction.status!r}: {reason}")
+        text = (
+            "".join(map(str, prediction.output))
+            if isinstance(prediction.output, list)
+            else str(prediction.output or "")
+        )
         message = {"role": "assistant", "content": text}
-        return self.reply({"message": message, "finish_reason": "stop"}, _usage(found.metrics))
+        return self.reply({"message": message, "finish_reason": "stop"}, _usage(prediction.metrics))
 
     def event(self, name: bytes, payload: bytes) -> bytes:
         match name:
@@ -52,11 +57,15 @@ class Predicted(Chunked):
             reason = msgspec.json.decode(payload or b"{}", type=_Done).reason
         except NOT_JSON:
             reason = ""
-        return failed(f"the prediction was ended: {reason}") if reason else self.chunk({}, "stop") + sse.DONE
+        return (
+            failed(f"the Replicate prediction ended early: {reason}") if reason else self.chunk({}, "stop") + sse.DONE
+        )
 
 
 def _usage(metrics: Json) -> Json:
-    into, out = metrics.get("input_token_count"), metrics.get("output_token_count")
-    if not isinstance(into, int) or not isinstance(out, int):
+    input_tokens, request = metrics.get("input_token_count"), metrics.get("output_token_count")
+    if not isinstance(input_tokens, int) or not isinstance(request, int):
         return {}
-    return {"usage": {"prompt_tokens": into, "completion_tokens": out, "total_tokens": into + out}}
+    return {
+        "usage": {"prompt_tokens": input_tokens, "completion_tokens": request, "total_tokens": input_tokens + request}
+    }

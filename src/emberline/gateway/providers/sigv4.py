@@ -1,5 +1,7 @@
-"""Signature Version 4 of AWS: a request is signed with a key that is derived from the secret, for one day, one region
-and one service. https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html"""
+"""AWS Signature Version 4: signs with a key derived for one day, region and service.
+
+https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ ALGORITHM = "AWS4-HMAC-SHA256"
 class Credentials:
     id: str
     secret: str
-    token: str = ""  # of a session
+    token: str = ""  # session token
 
 
 def signed(
@@ -32,21 +34,21 @@ def signed(
     service: str,
     now: float,
 ) -> dict[str, str]:
-    """`headers`, of which all are signed, with those that a signature adds. `now`: in seconds since 1970."""
+    """Return `headers`, all of them signed, plus those of the signature; `now` is Unix time."""
     parts = urlsplit(url)
     stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
-    made = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}
+    result = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}
     if credentials.token:
-        made["x-amz-security-token"] = credentials.token
-    names = ";".join(sorted(made))
-    lines = [f"{name}:{' '.join(made[name].split())}" for name in sorted(made)]
+        result["x-amz-security-token"] = credentials.token
+    names = ";".join(sorted(result))
+    lines = [f"{name}:{' '.join(result[name].split())}" for name in sorted(result)]
     digest = hashlib.sha256(body).hexdigest()
     request = "\n".join((method, _path(parts.path), _query(parts.query), *lines, "", names, digest))
     scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
     text = "\n".join((ALGORITHM, stamp, scope, hashlib.sha256(request.encode()).hexdigest()))
     signature = hmac.new(signing_key(credentials.secret, stamp[:8], region, service), text.encode(), "sha256")
     given = f"Credential={credentials.id}/{scope}, SignedHeaders={names}, Signature={signature.hexdigest()}"
-    return made | {"authorization": f"{ALGORITHM} {given}"}
+    return result | {"authorization": f"{ALGORITHM} {given}"}
 
 
 def signing_key(secret: str, day: str, region: str, service: str) -> bytes:
@@ -57,7 +59,7 @@ def signing_key(secret: str, day: str, region: str, service: str) -> bytes:
 
 
 def _path(path: str) -> str:
-    """Encoded once more than it is sent."""
+    """Return the normalised path, URL-encoded once more than it is sent."""
     tail = "/" if path.endswith(("/", "/.", "/..")) else ""
     plain = posixpath.normpath(path or "/").lstrip("/")
     return quote("/" + plain + (tail if plain else ""), safe="/-_.~")

@@ -1,5 +1,8 @@
-"""Wire: a call as it is put to a provider, and how its reply is to be read. Where the provider speaks the client's
-dialect bytes stay as they are, but for the model's name and the wish to be told a stream's usage."""
+"""Builds the provider's HTTP request for a gateway request, and translates the reply back.
+
+Where the provider supports the client's wire format, the body stays unchanged except for the model's name and the field
+that requests a stream's usage.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from emberline.gateway.providers.base import CHANGED, Provider
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.net.notjson import NOT_JSON
 
-TALK: tuple[Spoken, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")  # can become each other
-SHARED = ("content-type", "accept", "user-agent")  # headers that are no provider's own
+TALK: tuple[Spoken, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")  # translatable into each other
+SHARED = ("content-type", "accept", "user-agent")  # client headers that are kept when the request is translated
 JSON = "application/json"
-LONGEST = 2000  # characters of that header
+LONGEST = 2000  # of a header value that safe_header() returns
 
 
 class Wire(msgspec.Struct, frozen=True):
     out: Outgoing
-    dialect: Dialect  # spoken with the provider
-    hide_usage: bool = False  # the provider was asked for a stream's usage, the client did not ask
-    client: Spoken | None = None  # what the reply becomes; None: it stays as it is
+    dialect: Dialect  # wire format of the provider
+    hide_usage: bool = False  # drop a stream's usage event, which only the gateway requested
+    client: Spoken | None = None  # wire format to translate the reply into; None: no translation
     asked: Asked | None = None
 
     def translator(self) -> StreamTranslator | None:
@@ -40,14 +43,14 @@ class Wire(msgspec.Struct, frozen=True):
         return StreamTranslator(self.dialect, self.client, self.asked)
 
     def whole(self, body: bytes) -> tuple[bytes, str]:
-        """A reply as the client is to read it, and what was lost of it."""
+        """Return an unstreamed reply in the client's wire format, and a description of what was lost."""
         if self.client is None:
             return body, ""
         assert self.dialect in TALK
         return _translated(body, self.dialect, self.client, self.asked)
 
     async def whole_apart(self, body: bytes) -> tuple[bytes, str]:
-        """As `whole`, in another process."""
+        """Do what `convert_reply` does in a child process, for a large body."""
         if self.client is None:
             return body, ""
         assert self.dialect in TALK
@@ -55,13 +58,13 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 def _translated(body: bytes, source: Spoken, target: Spoken, asked: Asked | None) -> tuple[bytes, str]:
-    made, changed = translate_reply(body, source, target, asked)
-    return made, ", ".join(map(str, changed))
+    result, changed = translate_reply(body, source, target, asked)
+    return result, ", ".join(map(str, changed))
 
 
 async def wired_apart(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:
-    """As `wired`, in another process: for large bodies."""
-    bare = call.moved(steps=(), redacted=[], trail=[], surveyed=None)  # with no other body
+    """Do what `build_provider_call` does in a child process, for a large body."""
+    bare = call.moved(steps=(), redacted=[], trail=[], surveyed=None)  # without the bodies that are not needed there
     wire, notes = await offload.run(len(call.body), _wired_and_notes, bare, provider, key, max_output, created)
     call.notes |= notes
     return wire
@@ -72,7 +75,10 @@ def _wired_and_notes(call: Call, *args: Any) -> tuple[Wire, dict[str, str]]:
 
 
 def wired(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:
-    """`max_output`: what the catalogue says of the model; `created`: now, in seconds since 1970."""
+    """Return the provider call for `call`, translated if the provider does not support its wire format.
+
+    `max_output` is the model's limit in tokens from the catalogue, `created` the Unix time in seconds.
+    """
     if provider.speaks(call.dialect, call.model):
         return _as_it_is(call, provider, key)
     source, target = _pair(call, provider)
@@ -85,20 +91,23 @@ def wired(call: Call, provider: Provider, key: str | None, max_output: int | Non
     headers = {name: value for name, value in call.headers.items() if name in SHARED} | {"content-type": JSON}
     moved = call.moved(dialect=target, body=body, headers=headers, query="", plain=True)
     wire = _as_it_is(moved, provider, key)
-    return msgspec.structs.replace(wire, hide_usage=False, client=source, asked=asked)
+    return Wire(wire.out, wire.dialect, hide_usage=False, client=source, asked=asked)
 
 
 def _pair(call: Call, provider: Provider) -> tuple[Spoken, Spoken]:
     source = next((each for each in TALK if each == call.dialect), None)
     target = spoken_with(call, provider)
     if source is None or target is None:
-        kinds = ", ".join(provider.native) or "nothing that is known here"
-        raise InvalidRequest(f"{provider.slug} cannot be asked in {call.dialect}", hint=f"it speaks {kinds}")
+        kinds = ", ".join(provider.native) or "no known wire format"
+        raise InvalidRequest(
+            f"provider {provider.slug!r} does not support {call.dialect} requests, and they cannot be translated",
+            hint=f"the provider supports {kinds}",
+        )
     return source, target
 
 
 def spoken_with(call: Call, provider: Provider) -> Spoken | None:
-    """The client's dialect, if the provider speaks it, and otherwise the first that it does."""
+    """Return the client's wire format if the provider supports it, else the first one that it supports."""
     choices = sorted(TALK, key=lambda each: each != call.dialect)
     return next((each for each in choices if provider.speaks(each, call.model)), None)
 
@@ -124,14 +133,17 @@ def _as_it_is(call: Call, provider: Provider, key: str | None) -> Wire:
 
 
 def _put(call: Call, provider: Provider, key: str | None) -> Outgoing:
-    """Who has a way of its own reads what the client wrote, and may not find what it looks for: then the dialect says
-    what is wrong with it. If nothing is, the mistake is ours."""
+    """Return the provider's HTTP request.
+
+    Some providers read the client's body and fail on an invalid one. Parsing it then raises the InvalidRequest that
+    names the field; if the body is valid, the error is a bug and is raised as it is.
+    """
     try:
         return provider.request(call, key)
     except (LookupError, TypeError, AttributeError, *NOT_JSON):
-        said = decode(call.body, Json)
+        fields = decode(call.body, Json)
         if (spoken := next((each for each in TALK if each == call.dialect), None)) is not None:
-            GRAMMARS[spoken].parse(said)
+            GRAMMARS[spoken].parse(fields)
         raise
 
 
@@ -142,7 +154,7 @@ def _endpoint(call: Call, provider: Provider) -> str:
 
 
 def safe_header(text: str) -> str:
-    """A header takes no line breaks, only what latin-1 has, and not too much."""
+    """Return `text` as a valid header value: Latin-1, no line breaks, limited length."""
     if text.isascii() and text.isprintable() and len(text) <= LONGEST:
         return text
     return "".join(c for c in text[:LONGEST] if c.isprintable()).encode("latin-1", "replace").decode("latin-1")

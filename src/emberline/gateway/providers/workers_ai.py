@@ -1,4 +1,4 @@
-"""Workers AI of Cloudflare: a path that is a model's name runs that model; OpenAI's protocol is at v1/."""
+"""Cloudflare Workers AI: a path that is a model's name runs it; OpenAI's API is at v1/."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.gateway.upstream.outgoing import Outgoing
 
 
 class WorkersAI(Provider):
-    """The account is the one that the gateway's path names, unless the URL has another."""
+    """Uses the account in the gateway's path, unless base_url names another one."""
 
     slug = "workers-ai"
     base_url = "https://api.cloudflare.com/client/v4/accounts/{account}/ai"
@@ -35,12 +35,18 @@ class WorkersAI(Provider):
         return super().url(endpoint, query)
 
     def request(self, call: Call, key: str | None) -> Outgoing:
-        out = super().request(call, key)
-        if "{account}" not in out.url:
-            return out
+        request = super().request(call, key)
+        if "{account}" not in request.url:
+            return request
         if call.account == DEFAULT:
             raise InvalidRequest(
-                "workers-ai does not know which account of Cloudflare's is meant",
+                "the Cloudflare account of workers-ai is not set",
                 hint="name it in the path, or in the provider's base_url: .../client/v4/accounts/ACCOUNT/ai",
             )
-        return Outgoing(out.method, out.url.replace("{account}", call.account, 1), out.headers, out.body, out.public)
+        return Outgoing(
+            request.method,
+            request.url.replace("{account}", call.account, 1),
+            request.headers,
+            request.body,
+            request.public,
+        )

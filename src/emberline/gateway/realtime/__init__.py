@@ -1,1 +1,1 @@
-"""Providers' own sockets: a session of messages both ways, and what it used."""
+"""Realtime sessions: WebSockets to providers, and the usage of each session."""

@@ -1,5 +1,4 @@
-"""Channel: a WebSocket to a provider. What has come and was not taken is bounded, and so is what waits to be sent: who
-reads slowly is sent slowly."""
+"""A WebSocket to a provider, with bounded buffers: a slow reader slows down its sender."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from emberline.gateway.refusal import refused
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
 
-GOODBYE = 1.0  # seconds for the provider to close, too
+GOODBYE = 1.0  # for the provider to close its side
 PORTS = {"ws": 80, "wss": 443}
 
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
-        return exc  # a key goes nowhere else
+        return exc  # a redirect would send the provider's key to another host
 
 
 class Channel:
@@ -32,14 +31,14 @@ class Channel:
         self.subprotocol: str | None = connection.subprotocol
 
     async def send(self, message: str | bytes) -> None:
-        """Waits while the provider does not read. What comes after the end is lost, and `receive` tells of it."""
+        """Send a message, waiting while the provider does not read; after the end it is dropped silently."""
         try:
             await self._connection.send(message)
         except ConnectionClosed:
             return
 
     async def receive(self) -> str | bytes | None:
-        """None: it is closed."""
+        """Return the next message, None when the WebSocket is closed."""
         try:
             return await self._connection.recv()
         except ConnectionClosed:
@@ -47,29 +46,29 @@ class Channel:
 
     @property
     def closed(self) -> tuple[int, str]:
-        """The code and the reason, of who said so first; 1006: it broke."""
-        said = self._connection.protocol.close_rcvd or self._connection.protocol.close_sent
-        return (1006, "") if said is None else (said.code, said.reason)
+        """The close code and reason of the side that closed first; 1006 if the connection broke."""
+        close_frame = self._connection.protocol.close_rcvd or self._connection.protocol.close_sent
+        return (1006, "") if close_frame is None else (close_frame.code, close_frame.reason)
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         await self._connection.close(code, reason)
 
 
 async def dial(
-    provider: str, out: Outgoing, protocols: Sequence[str], upstream: Upstream, *, seconds: float, largest: int
+    provider: str, request: Outgoing, protocols: Sequence[str], upstream: Upstream, *, seconds: float, largest: int
 ) -> Channel:
-    """`largest`: bytes of a message. A key is not carried to where a provider redirects."""
-    url = "ws" + out.url.removeprefix("http")
+    """Open a WebSocket to the provider; redirects are not followed. Raises UpstreamFailed."""
+    url = "ws" + request.url.removeprefix("http")
     parts = urlsplit(url)
-    headers = {name: value for name, value in out.headers.items() if name not in ("origin", "user-agent")}
+    headers = {name: value for name, value in request.headers.items() if name not in ("origin", "user-agent")}
     try:
         async with asyncio.timeout(seconds):
             port = parts.port or PORTS[parts.scheme]
-            checked = await upstream.dial(parts.hostname or "", port) if out.public else None
+            checked = await upstream.dial(parts.hostname or "", port) if request.public else None
             connection = await _Connect(
                 url,
                 additional_headers=headers,
-                user_agent_header=out.headers.get("user-agent"),
+                user_agent_header=request.headers.get("user-agent"),
                 subprotocols=cast("Sequence[Subprotocol]", protocols) or None,
                 compression=None,
                 proxy=None,
@@ -79,14 +78,16 @@ async def dial(
                 sock=checked,
             )
     except TimeoutError:
-        raise TimedOut(f"no socket opened within {seconds:.3g} s", provider=provider) from None
+        raise TimedOut(f"the WebSocket handshake took longer than {seconds:.3g} s", provider=provider) from None
     except InvalidStatus as e:
         reply = e.response
         if reply.status_code < 400:
-            raise Broken(f"it answered {reply.status_code}, and opened no socket", provider=provider) from None
+            raise Broken(
+                f"the provider answered {reply.status_code} instead of opening a WebSocket", provider=provider
+            ) from None
         raise refused(provider, reply.status_code, reply.headers, bytes(reply.body or b""), "raw") from None
     except InvalidHandshake as e:
-        raise Broken(f"it did not open a socket: {e}", provider=provider) from None
+        raise Broken(f"the WebSocket handshake failed: {e}", provider=provider) from None
     except (OSError, InvalidURI) as e:
-        raise Unreached(f"it cannot be reached: {e}", provider=provider) from None
+        raise Unreached(f"the provider cannot be reached: {e}", provider=provider) from None
     return Channel(connection)

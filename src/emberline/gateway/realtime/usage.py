@@ -1,4 +1,4 @@
-"""What a message of a realtime session says it used. Each says it of one answer, so a session's are added up."""
+"""Reads the usage from the messages of a realtime session; each message covers one response."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import msgspec
 from emberline.gateway.costs.usage import Usage
 from emberline.net.notjson import NOT_JSON
 
-_SIGN = re.compile("response.done|usageMetadata")  # OpenAI's and those alike; Gemini's
+_SIGN = re.compile("response.done|usageMetadata")  # OpenAI and compatible providers; Gemini
 _BINARY_SIGN = re.compile(_SIGN.pattern.encode())
 
 
 def realtime_usage(message: str | bytes) -> Usage | None:
-    """None: nothing."""
-    if not (_SIGN.search(message) if isinstance(message, str) else _BINARY_SIGN.search(message)):  # as of nearly all
+    """Return the usage that a message reports, None if it reports none."""
+    if not (
+        _SIGN.search(message) if isinstance(message, str) else _BINARY_SIGN.search(message)
+    ):  # fast path: nearly all messages
         return None
     try:
-        found = msgspec.json.decode(message)
+        data = msgspec.json.decode(message)
     except NOT_JSON:
         return None
-    match found:
-        case {"type": "response.done", "response": {"usage": dict(said)}}:
-            parts = {"input_tokens_details": said.get("input_token_details")}  # which Responses spell so
-            return Usage.read("openai-responses", {**said, **parts})
-        case {"usageMetadata": dict(said)}:
-            return Usage.read("gemini", _as_whole(said))
+    match data:
+        case {"type": "response.done", "response": {"usage": dict(usage)}}:
+            details = {"input_tokens_details": usage.get("input_token_details")}  # Responses' name for it
+            return Usage.read("openai-responses", {**usage, **details})
+        case {"usageMetadata": dict(usage)}:
+            return Usage.read("gemini", _as_whole(usage))
     return None
 
 
-def _as_whole(said: dict[str, Any]) -> dict[str, Any]:
-    """As a reply in one piece says it."""
-    return {**said, "candidatesTokenCount": said.get("responseTokenCount", said.get("candidatesTokenCount"))}
+def _as_whole(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return Gemini's realtime usage with the field names of an ordinary reply."""
+    return {**usage, "candidatesTokenCount": usage.get("responseTokenCount", usage.get("candidatesTokenCount"))}

@@ -1,1 +1,1 @@
-"""A reply on its way, in pieces: cut into events, metered, passed on, continued elsewhere if it breaks."""
+"""Streamed replies: split into events, metered, passed on, and continued elsewhere if they break."""

@@ -1,5 +1,8 @@
-"""Continuation: a request that asks to go on where the answer to another broke off. What was said becomes the
-assistant's last turn; who cannot begin its answer with that is told in a further turn what to do."""
+"""Builds the request that continues a reply whose stream broke.
+
+The text sent so far becomes the assistant's last message. A provider that cannot continue such a message gets a further
+user message with the instruction to continue.
+"""
 
 from __future__ import annotations
 
@@ -24,53 +27,58 @@ _TURNS: dict[Spoken, str] = {
     "gemini": "contents",
 }
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "maxOutputTokens")
-_CONFIGS = ("generationConfig", "generation_config")  # where Gemini has them
-# What only one provider knows the rest of, or what is more than text.
+_CONFIGS = ("generationConfig", "generation_config")  # objects that hold Gemini's limits
+# Fields that refer to state at one provider, or that ask for more than text.
 _BOUND = frozenset({"previous_response_id", "conversation", "background", "prompt", "modalities", "audio",
                     "web_search_options"})  # fmt: skip
 
 
 def continuable(body: bytes, dialect: Spoken) -> Conversation | None:
-    """The conversation, if its answer is one text that anybody could go on with. A form of JSON is kept by grammars,
-    and those begin anew with every request."""
+    """Return the parsed request if another provider could continue its reply, else None.
+
+    The reply must be a single text. Enforced JSON is excluded: a provider's grammar restarts with every request.
+    """
     try:
-        asked = GRAMMARS[dialect].parse(decode(body, Json))
+        request = GRAMMARS[dialect].parse(decode(body, Json))
     except InvalidRequest:
-        return None  # which is its provider's to say
-    shaped = asked.response_format is not None and asked.response_format.kind != "text"
-    several = (asked.n or 1) > 1 or asked.logprobs is not None
-    foreign = any(isinstance(tool, Opaque) for tool in asked.tools) or bool(_BOUND & asked.extra.keys())
-    begun = not asked.messages or asked.messages[-1].role == "assistant"
-    return None if shaped or several or foreign or begun else asked
+        return None  # the provider reports the error
+    has_json_format = request.response_format is not None and request.response_format.kind != "text"
+    has_many_outputs = (request.n or 1) > 1 or request.logprobs is not None
+    is_provider_bound = any(isinstance(tool, Opaque) for tool in request.tools) or bool(_BOUND & request.extra.keys())
+    ends_with_assistant = not request.messages or request.messages[-1].role == "assistant"
+    return None if has_json_format or has_many_outputs or is_provider_bound or ends_with_assistant else request
 
 
 def continuable_outline(body: bytes, dialect: Spoken) -> Conversation | None:
-    """As `continuable`, without what may be large: who continues takes the messages from the body again."""
-    if (asked := continuable(body, dialect)) is None:
+    """Return the result of `parse_continuable` without messages and tools, which may be large."""
+    if (request := continuable(body, dialect)) is None:
         return None
-    return Conversation(asked.dialect, asked.model, reasoning=asked.reasoning)
+    return Conversation(request.dialect, request.model, reasoning=request.reasoning)
 
 
-def claude_goes_on(model: str, asked: Conversation) -> bool:
-    """Those from 4.6 on refuse it, and all do while they think."""
+def claude_goes_on(model: str, request: Conversation) -> bool:
+    """Return whether the model continues a final assistant message: Claude before 4.6, without thinking."""
     claude = Recipient(model).claude
-    return claude is not None and claude < (4, 6) and asked.reasoning is None
+    return claude is not None and claude < (4, 6) and request.reasoning is None
 
 
-def continued(body: bytes, asked: Conversation, said: str, prefill: Prefill) -> bytes:
-    """The request, once more, after `said`. Space at its end is left out: some refuse it, and none needs it."""
-    if not said.strip():
+def continued(body: bytes, request: Conversation, sent_text: str, prefill: Prefill) -> bytes:
+    """Return the request body that continues the reply after `sent_text`.
+
+    Trailing whitespace of the text is dropped, because some providers reject it.
+    """
+    if not sent_text.strip():
         return body
-    whole = decode(body, Json)
-    name, text = _TURNS[asked.dialect], said.rstrip()
-    turns = whole[name] if isinstance(whole[name], list) else [{"role": "user", "content": whole[name]}]
-    ours = [("assistant", text)] if prefill else [("assistant", text), ("user", GO_ON)]
-    whole[name] = [*turns, *(_turn(asked.dialect, *each) for each in ours)]
-    least = 1 + (asked.reasoning.budget or 0 if asked.reasoning else 0)
-    for place in (whole, *(whole.get(config) for config in _CONFIGS)):
-        if isinstance(place, dict):
-            _lower(place, -(-len(said) // CHARACTERS), least)
-    return msgspec.json.encode(whole)
+    data = decode(body, Json)
+    name, text = _TURNS[request.dialect], sent_text.rstrip()
+    messages = data[name] if isinstance(data[name], list) else [{"role": "user", "content": data[name]}]
+    new_messages = [("assistant", text)] if prefill else [("assistant", text), ("user", GO_ON)]
+    data[name] = [*messages, *(_turn(request.dialect, *each) for each in new_messages)]
+    minimum = 1 + (request.reasoning.budget or 0 if request.reasoning else 0)
+    for config in (data, *(data.get(name) for name in _CONFIGS)):
+        if isinstance(config, dict):
+            _lower(config, -(-len(sent_text) // CHARACTERS), minimum)
+    return msgspec.json.encode(data)
 
 
 def _turn(dialect: Spoken, role: str, text: str) -> Json:
@@ -79,8 +87,8 @@ def _turn(dialect: Spoken, role: str, text: str) -> Json:
     return {"role": role, "content": text}
 
 
-def _lower(place: Json, tokens: int, least: int) -> None:
-    """What may still be said, where there is a limit."""
+def _lower(config: Json, tokens: int, minimum: int) -> None:
+    """Reduce the token limits of `config` by `tokens`, to no less than `minimum`."""
     for name in _LIMITS:
-        if isinstance(limit := place.get(name), int):
-            place[name] = min(limit, max(limit - tokens, least))
+        if isinstance(limit := config.get(name), int):
+            config[name] = min(limit, max(limit - tokens, minimum))

@@ -1,5 +1,4 @@
-"""EventStreamMeter: of a stream of AWS's messages that passes as it is: its usage, an error within, and whether its
-messages are whole."""
+"""Meters an AWS event stream that is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -45,11 +44,11 @@ class EventStreamMeter(RawMeter):
 
 
 def _unwrapped(payload: bytes) -> Any:
-    """What a model said, where it is wrapped, or what Bedrock itself says; of no interest if it cannot be read."""
+    """Return the payload's JSON, or the model's JSON wrapped in it; None if it cannot be decoded."""
     try:
-        found = msgspec.json.decode(payload)
-        if isinstance(found, dict) and isinstance(found.get("bytes"), str):
-            return msgspec.json.decode(base64.b64decode(found["bytes"]))
-        return found
+        data = msgspec.json.decode(payload)
+        if isinstance(data, dict) and isinstance(data.get("bytes"), str):
+            return msgspec.json.decode(base64.b64decode(data["bytes"]))
+        return data
     except (*NOT_JSON, binascii.Error):
         return None

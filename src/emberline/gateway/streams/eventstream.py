@@ -1,5 +1,8 @@
-"""EventStream: messages of application/vnd.amazon.eventstream, cut out of a stream of bytes. Each has its length, the
-length of its headers and a checksum of both; its headers and its payload; a checksum of all."""
+"""Parses application/vnd.amazon.eventstream.
+
+A message consists of its length, the length of its headers, a checksum of both, the headers, the payload, and a
+checksum of everything before.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,22 @@ from typing import NamedTuple
 from emberline.gateway.errors import Broken
 
 KIND = "application/vnd.amazon.eventstream"
-LARGEST = 24 << 20  # bytes of a message
+LARGEST = 24 << 20
 _PRELUDE = struct.Struct(">III")
 _CHECK = struct.Struct(">I")
-_SIZES = {2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}  # of values, by the number of their type; 0 and 1 are true and false
+_SIZES = {
+    2: 1,
+    3: 2,
+    4: 4,
+    5: 8,
+    8: 8,
+    9: 16,
+}  # header value type -> bytes; types 0 and 1 (true and false) have no value
 _BYTES, _TEXT = 6, 7
 
 
 class Message(NamedTuple):
-    headers: dict[str, str]  # those that are text
+    headers: dict[str, str]  # string headers only
     payload: bytes
 
     @property
@@ -27,7 +37,7 @@ class Message(NamedTuple):
 
     @property
     def exception(self) -> str:
-        """ "": it is none."""
+        """The exception or error code of the message, "" for an event."""
         if self.headers.get(":message-type") == "event":
             return ""
         return self.headers.get(":exception-type") or self.headers.get(":error-code") or "error"
@@ -38,15 +48,17 @@ class EventStream:
         self._kept = b""
 
     def push(self, data: bytes) -> list[Message]:
-        """The messages that are whole now."""
+        """Return the messages that are complete with these bytes; raise Broken for damaged ones."""
         data = self._kept + data if self._kept else data
         messages, start = [], 0
         while len(data) - start >= _PRELUDE.size:
             size, headers, check = _PRELUDE.unpack_from(data, start)
             if zlib.crc32(data[start : start + 8]) != check:
-                raise Broken("a message of the stream is damaged: the checksum of its lengths is wrong")
+                raise Broken("a message of the AWS event stream is damaged: wrong checksum of its prelude")
             if size > LARGEST or headers + 16 > size:
-                raise Broken(f"a message of the stream says that it has {size} bytes, {headers} of them headers")
+                raise Broken(
+                    f"a message of the AWS event stream has invalid lengths: {size} bytes, {headers} of headers"
+                )
             if len(data) - start < size:
                 break
             messages.append(_message(data[start : start + size], headers))
@@ -56,43 +68,43 @@ class EventStream:
 
     def end(self) -> None:
         if self._kept:
-            raise Broken("the stream ended within a message")
+            raise Broken("the AWS event stream ended within a message")
 
 
 def _message(data: bytes, headers: int) -> Message:
     if zlib.crc32(data[:-4]) != _CHECK.unpack_from(data, len(data) - 4)[0]:
-        raise Broken("a message of the stream is damaged: its checksum is wrong")
+        raise Broken("a message of the AWS event stream is damaged: wrong checksum")
     try:
         return Message(_headers(data[12 : 12 + headers]), data[12 + headers : -4])
     except (IndexError, KeyError, UnicodeDecodeError) as e:
-        raise Broken("a message of the stream has headers that cannot be read") from e
+        raise Broken("a message of the AWS event stream has malformed headers") from e
 
 
 def _headers(data: bytes) -> dict[str, str]:
-    found, at = {}, 0
-    while at < len(data):
-        name = data[at + 1 : at + 1 + data[at]].decode()
-        at += 1 + data[at]
-        kind, at = data[at], at + 1
+    headers, position = {}, 0
+    while position < len(data):
+        name = data[position + 1 : position + 1 + data[position]].decode()
+        position += 1 + data[position]
+        kind, position = data[position], position + 1
         if kind in (_BYTES, _TEXT):
-            size = data[at] << 8 | data[at + 1]
-            at += 2
+            size = data[position] << 8 | data[position + 1]
+            position += 2
             if kind == _TEXT:
-                found[name] = data[at : at + size].decode()
-            at += size
+                headers[name] = data[position : position + size].decode()
+            position += size
         elif kind > 1:
-            at += _SIZES[kind]
-    if at != len(data):
+            position += _SIZES[kind]
+    if position != len(data):
         raise IndexError
-    return found
+    return headers
 
 
 def message(headers: dict[str, str], payload: bytes) -> bytes:
-    """As it is sent: for those who play AWS."""
-    head = b"".join(
+    """Return the bytes of a message, for fake providers and tests."""
+    header_bytes = b"".join(
         struct.pack(">B", len(name)) + name.encode() + struct.pack(">BH", _TEXT, len(value.encode())) + value.encode()
         for name, value in headers.items()
     )
-    lengths = struct.pack(">II", 16 + len(head) + len(payload), len(head))
-    data = lengths + _CHECK.pack(zlib.crc32(lengths)) + head + payload
+    lengths = struct.pack(">II", 16 + len(header_bytes) + len(payload), len(header_bytes))
+    data = lengths + _CHECK.pack(zlib.crc32(lengths)) + header_bytes + payload
     return data + _CHECK.pack(zlib.crc32(data))

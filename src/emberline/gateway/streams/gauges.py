@@ -1,5 +1,7 @@
-"""Gauges: what one event of a stream says, dialect by dialect; and the same of a whole reply. Types name only what is
-read: all else is skipped, and checked to be JSON while it is."""
+"""Reads from the events of a stream, in each wire format, what the gateway must know about a reply.
+
+The Struct types name only the fields that are read; decoding skips all others, but checks that they are valid JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,29 @@ from emberline.net.notjson import NOT_JSON
 
 @dataclass(slots=True)
 class Signs:
-    begun: bool = False  # content has come: text, reasoning, a tool's call
-    ended: bool = False  # the dialect's own ending has come
-    finished: bool = False  # a reason to stop has come
-    failed: str = ""  # what an error event said
+    begun: bool = False  # text, reasoning or a tool call has been received
+    ended: bool = False  # the wire format's end event has been received
+    finished: bool = False  # a finish reason has been received
+    failed: str = ""  # message of an error event
     model: str = ""
-    characters: int = 0  # of content
-    only_usage: bool = False  # the last event
-    told: list[Any] = field(default_factory=list)  # the first and the last usage, as they were told
+    characters: int = 0  # characters of content
+    only_usage: bool = False  # whether the last event had usage and no content
+    told: list[Any] = field(default_factory=list)  # the first and the last usage object
 
     def usage(self, dialect: Dialect) -> Usage | None:
         usage: Usage | None = None
-        for said in self.told:
-            if (read := Usage.read(dialect, said)) is not None:
+        for data in self.told:
+            if (read := Usage.read(dialect, data)) is not None:
                 usage = read if usage is None else usage.joined(read)
         return usage
 
     def become(self, other: Signs) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(other, each.name))
+        for field_info in fields(self):
+            setattr(self, field_info.name, getattr(other, field_info.name))
 
-    def counted(self, said: Any) -> None:
-        if said:
-            self.told = [*self.told[:1], said]
+    def counted(self, data: Any) -> None:
+        if data:
+            self.told = [*self.told[:1], data]
 
     def came(self, piece: Any) -> None:
         if piece:
@@ -54,7 +56,7 @@ def _said(error: Any) -> str:
     return str(error)[:500]
 
 
-# -- OpenAI chat -------------------------------------------------------------------------------------------------------
+# -- OpenAI Chat Completions -------------------------------------------------------------------------------------------
 
 
 class _Delta(msgspec.Struct):
@@ -70,7 +72,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     finish_reason: Any = None
-    message: Any = None  # of a whole reply
+    message: Any = None  # in an unstreamed reply
 
 
 class _Chat(msgspec.Struct):
@@ -84,39 +86,39 @@ class _Chat(msgspec.Struct):
         return bool(self.choices)
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
 _CHAT = msgspec.json.Decoder(_Chat)
 
 
-def chat(name: bytes, payload: bytes, signs: Signs) -> None:
+def chat(name: bytes, payload: bytes, state: Signs) -> None:
     if payload == b"[DONE]":
-        if not signs.begun and not signs.finished:
-            raise Broken("the stream ended before any content")
-        signs.ended = True
+        if not state.begun and not state.finished:
+            raise Broken("the stream ended without any content")
+        state.ended = True
         return
     event = _CHAT.decode(payload)
     if event.error is not None or name == b"error":
-        signs.failed = _said(event.error)
+        state.failed = _said(event.error)
         return
-    if event.model and not signs.model:
-        signs.model = str(event.model)
+    if event.model and not state.model:
+        state.model = str(event.model)
     for choice in event.choices or ():
         if (d := choice.delta) is not None:
             if d.content:
-                signs.came(d.content)
+                state.came(d.content)
             else:
                 for piece in (d.reasoning_content or d.reasoning, d.tool_calls, d.function_call, d.refusal, d.audio):
-                    signs.came(piece)
-        signs.finished |= choice.finish_reason is not None
+                    state.came(piece)
+        state.finished |= choice.finish_reason is not None
     if event.usage:
-        signs.counted(event.usage)
-        signs.only_usage = not event.choices
+        state.counted(event.usage)
+        state.only_usage = not event.choices
 
 
-# -- OpenAI responses --------------------------------------------------------------------------------------------------
+# -- OpenAI Responses --------------------------------------------------------------------------------------------------
 
 
 class _Response(msgspec.Struct):
@@ -131,7 +133,7 @@ class _Response(msgspec.Struct):
         return isinstance(self.output, list)
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
@@ -149,27 +151,27 @@ class _ResponseEvent(msgspec.Struct):
 
 
 _RESPONSES = msgspec.json.Decoder(_ResponseEvent)
-_QUIET = ("message", "reasoning")  # items that open before anything is in them
+_QUIET = ("message", "reasoning")  # item types that start without content
 
 
-def responses(name: bytes, payload: bytes, signs: Signs) -> None:
+def responses(name: bytes, payload: bytes, state: Signs) -> None:
     event = _RESPONSES.decode(payload)
     match event.type:
         case str(kind) if kind.endswith(".delta"):
-            signs.came(event.delta)
+            state.came(event.delta)
         case "response.output_item.added" if event.item is not None and event.item.type not in _QUIET:
-            signs.begun = True
+            state.begun = True
         case "response.completed" | "response.incomplete":
-            signs.ended = True
+            state.ended = True
         case "response.failed":
-            signs.failed = _said(event.response.error if event.response else None)
+            state.failed = _said(event.response.error if event.response else None)
         case "error":
-            signs.failed = _said(event.error or {"message": event.message})
+            state.failed = _said(event.error or {"message": event.message})
         case None:
             raise Broken("an event of the stream has no type")
     if (response := event.response) is not None:
-        signs.model = signs.model or str(response.model or "")
-        signs.counted(response.usage)
+        state.model = state.model or str(response.model or "")
+        state.counted(response.usage)
 
 
 # -- Anthropic ---------------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class _Message(msgspec.Struct):
     error: Any = None
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
@@ -190,7 +192,7 @@ class _WholeMessage(_Message):
     type: Any = None
 
     def __post_init__(self) -> None:
-        self.content = isinstance(self.content, list)  # which may be empty: the model had nothing to say
+        self.content = isinstance(self.content, list)  # an empty list is valid: the model produced nothing
 
 
 class _BlockDelta(msgspec.Struct):
@@ -216,27 +218,27 @@ class _MessageEvent(msgspec.Struct):
 _MESSAGES = msgspec.json.Decoder(_MessageEvent)
 
 
-def messages(name: bytes, payload: bytes, signs: Signs) -> None:
+def messages(name: bytes, payload: bytes, state: Signs) -> None:
     event = _MESSAGES.decode(payload)
     match event.type:
         case "content_block_delta":
             if event.delta is not None:
                 for piece in (event.delta.text, event.delta.thinking, event.delta.partial_json):
-                    signs.came(piece)
+                    state.came(piece)
         case "content_block_start":
-            signs.begun |= event.content_block is not None and event.content_block.type not in ("text", "thinking")
+            state.begun |= event.content_block is not None and event.content_block.type not in ("text", "thinking")
         case "message_start" if event.message is not None:
-            signs.model = str(event.message.model or "")
-            signs.counted(event.message.usage)
+            state.model = str(event.message.model or "")
+            state.counted(event.message.usage)
         case "message_delta":
-            signs.counted(event.usage)
-            signs.finished = True
+            state.counted(event.usage)
+            state.finished = True
         case "message_stop":
-            if not signs.begun and not signs.finished:
-                raise Broken("the stream ended before any content")
-            signs.ended = True
+            if not state.begun and not state.finished:
+                raise Broken("the stream ended without any content")
+            state.ended = True
         case "error":
-            signs.failed = _said(event.error)
+            state.failed = _said(event.error)
         case None:
             raise Broken("an event of the stream has no type")
 
@@ -265,7 +267,7 @@ class _Gemini(msgspec.Struct):
         return bool(self.candidates or self.promptFeedback)
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usageMetadata
 
     @property
@@ -276,22 +278,22 @@ class _Gemini(msgspec.Struct):
 _GEMINI = msgspec.json.Decoder(_Gemini)
 
 
-def gemini(name: bytes, payload: bytes, signs: Signs) -> None:
+def gemini(name: bytes, payload: bytes, state: Signs) -> None:
     event = _GEMINI.decode(payload)
     if event.error is not None:
-        signs.failed = _said(event.error)
+        state.failed = _said(event.error)
         return
-    signs.model = signs.model or str(event.modelVersion or "")
+    state.model = state.model or str(event.modelVersion or "")
     for candidate in event.candidates or ():
         for part in (candidate.content.parts if candidate.content else None) or ():
-            signs.came(part.get("text") if "text" in part else part)
-        signs.ended |= candidate.finishReason is not None
+            state.came(part.get("text") if "text" in part else part)
+        state.ended |= candidate.finishReason is not None
     if isinstance(event.promptFeedback, dict) and event.promptFeedback.get("blockReason"):
-        signs.ended = True
-    signs.counted(event.usageMetadata)
+        state.ended = True
+    state.counted(event.usageMetadata)
 
 
-# -- the rest ----------------------------------------------------------------------------------------------------------
+# -- other formats -----------------------------------------------------------------------------------------------------
 
 
 class _Embeddings(msgspec.Struct):
@@ -305,30 +307,30 @@ class _Embeddings(msgspec.Struct):
         return len(bytes(self.data)) > 2
 
     @property
-    def counted(self) -> Any:
+    def usage_object(self) -> Any:
         return self.usage
 
 
-def raw(name: bytes, payload: bytes, signs: Signs) -> None:
-    """Its end is the end of the connection, and anything may be content."""
-    signs.begun = True
+def raw(name: bytes, payload: bytes, state: Signs) -> None:
+    """Observe an event of an unknown format, in which any data counts as content."""
+    state.begun = True
     if b'"usage' in payload:
         with contextlib.suppress(*NOT_JSON):
-            signs.counted(usage_within(msgspec.json.decode(payload)))
+            state.counted(usage_within(msgspec.json.decode(payload)))
 
 
-def usage_within(found: Any) -> Any:
-    """The usage object of a reply or an event of which nothing is known; of a list of them, the last one's."""
-    if isinstance(found, list):
-        return next(filter(None, map(usage_within, reversed(found))), None)
-    places = (
-        [found, *(found.get(name) for name in ("message", "response", "result", "delta"))]
-        if isinstance(found, dict)
+def usage_within(data: Any) -> Any:
+    """Return the usage object of a reply or event in an unknown format; for a list, the last one."""
+    if isinstance(data, list):
+        return next(filter(None, map(usage_within, reversed(data))), None)
+    objects = (
+        [data, *(data.get(name) for name in ("message", "response", "result", "delta"))]
+        if isinstance(data, dict)
         else []
     )
     names = ("usage", "usageMetadata", "meta")
-    said = (place.get(name) for place in places if isinstance(place, dict) for name in names)
-    return next((each for each in said if each), None)
+    data = (place.get(name) for place in objects if isinstance(place, dict) for name in names)
+    return next((usage for usage in data if usage), None)
 
 
 GAUGES: dict[Dialect, Callable[[bytes, bytes, Signs], None]] = {

@@ -1,5 +1,7 @@
-"""Meter: what a reply says about itself, read from the bytes that pass: its first content, its usage, an error within,
-its ending. Each dialect has a gauge, which decodes of an event only what it needs."""
+"""Meters a reply from the bytes that pass through: first content, usage, errors and its end.
+
+Each wire format has an event observer (`event_observers.py`), which decodes only the fields that it needs.
+"""
 
 from __future__ import annotations
 
@@ -21,63 +23,63 @@ from emberline.net.notjson import NOT_JSON
 if TYPE_CHECKING:
     Gauge = Callable[[bytes, bytes, Signs], None]
 
-CHARACTERS = 4  # of a token, about
+CHARACTERS = 4  # estimate for replies without usage
 DONE = b"data: [DONE]\n\n"
 
 
 class Meter:
-    """Of one stream."""
+    """The meter of one stream of server-sent events."""
 
     def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
-        """`hide_usage`: the client did not ask for the event that tells it, we did."""
+        """`hide_usage`: drop the usage event, which the gateway requested and the client did not."""
         self.signs = Signs()
-        self.broken: Broken | None = None  # an event was not one: nothing after it counts
-        self.progress = 0  # events with data; comments only keep a connection alive
-        self.missing = b""  # at the end: the closing event that the provider left out
+        self.broken: Broken | None = None  # set by a malformed event; later events are ignored
+        self.progress = 0  # number of events with data; comments only keep the connection alive
+        self.missing = b""  # set by end(): the end event that the provider did not send
         self._splitter = Splitter()
         self._dialect = dialect
         self._gauge: Gauge = GAUGES[dialect]
         self._hide_usage = hide_usage
 
     def push(self, data: bytes) -> bytes:
-        """The events that are whole now, up to one that is an error (with it) or malformed (without)."""
-        passed: list[bytes] = []
+        """Return the complete events, up to and including an error event, or up to before a malformed one."""
+        events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
-                passed.append(self._pushed(event))
+                events.append(self._pushed(event))
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except Broken as e:
             self.broken = e
-        return passed[0] if len(passed) == 1 else b"".join(passed)
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def is_heavy(self, data: bytes) -> bool:
-        """Whether to push these bytes by `push_heavy`: with them an event may be whole that takes long to decode."""
+        """Return whether to use `push_offloaded`: an event may be complete that takes long to decode."""
         return len(data) + self._splitter.size >= HUGE
 
     async def push_heavy(self, data: bytes) -> bytes:
-        """As `push`; a large event is read in another process."""
-        passed: list[bytes] = []
+        """Do what `push` does, but decode large events in a child process."""
+        events: list[bytes] = []
         try:
             for event in self._splitter.push(data):
                 if len(event) < HUGE:
-                    passed.append(self._pushed(event))
+                    events.append(self._pushed(event))
                 else:
                     self.signs.become(await offload.run(len(event), gauged, self._dialect, event, self.signs))
                     self.progress += 1
-                    passed.append(event)
+                    events.append(event)
                 if self.signs.failed:
                     break
         except NOT_JSON as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except (Broken, WorkTooLarge) as e:
             self.broken = e if isinstance(e, Broken) else Broken(f"an event of the stream is too large: {e.message}")
-        return b"".join(passed)
+        return b"".join(events)
 
     def _pushed(self, event: bytes) -> bytes:
-        """The event; b"": it is kept from the client."""
+        """Observe the event and return it, b"" if the client must not see it."""
         name, payload = payload_of(event)
         if payload:
             self.progress += 1
@@ -88,34 +90,37 @@ class Meter:
         return event
 
     def end(self) -> None:
-        """The reply is over."""
+        """Note that the connection ended; sets `broken` if the stream was incomplete."""
         if self.broken is not None:
             return
         if self._dialect == "raw":
             self.signs.ended = self.signs.begun
         if self._dialect == "openai-chat" and not self.signs.ended and self.signs.finished and self.signs.told:
-            # A reason to stop and the usage, and then a clean end of the reply: some servers send no [DONE].
+            # Some servers send no [DONE]: a finish reason, usage and a clean end of the connection are enough.
             self.signs.ended, self.missing = True, DONE
         if self._splitter.rest.strip():
             self.broken = Broken("the stream ended within an event")
         elif not self.signs.ended:
-            said = "its ending" if self.signs.begun else "a beginning and an ending"
-            self.broken = Broken(f"the stream ended without {said}")
+            missing_parts = "its end event" if self.signs.begun else "any content and without its end event"
+            self.broken = Broken(f"the stream ended without {missing_parts}")
 
     def usage(self, body: bytes, tokens: int | None = None) -> tuple[Usage | None, bool]:
-        """What was told; of a stream that was not told to its end, also what can be counted: the input from `body`, the
-        output from what passed. True: counted. `tokens`: of the input, where it has been estimated."""
-        told = self.signs.usage(self._dialect)
-        if self._dialect == "raw" or (told is not None and self.signs.ended):
-            return told, False
+        """Return the reply's usage, and whether it is an estimate.
+
+        The usage of an incomplete stream is estimated: the input from `tokens` or the request's `body`, the output from
+        the characters that passed.
+        """
+        reported = self.signs.usage(self._dialect)
+        if self._dialect == "raw" or (reported is not None and self.signs.ended):
+            return reported, False
         output = -(-self.signs.characters // CHARACTERS)
-        if told is None or not told.input:
+        if reported is None or not reported.input:
             return Usage(input=tokens or estimated_input(body), output=output), True
-        return told.joined(Usage(input=told.input, output=output)), True
+        return reported.joined(Usage(input=reported.input, output=output)), True
 
 
 class RawMeter(Meter):
-    """Of a reply that is no stream of events: its bytes pass as they come, and its end is the end."""
+    """The meter of a reply in an unknown format, which ends with the connection."""
 
     def __init__(self) -> None:
         super().__init__("raw")
@@ -129,30 +134,30 @@ class RawMeter(Meter):
         return data
 
 
-def gauged(dialect: Dialect, event: bytes, signs: Signs) -> Signs:
-    """What the stream has said about itself with this event."""
+def gauged(dialect: Dialect, event: bytes, state: Signs) -> Signs:
+    """Update `state` with one event and return it; runs in a child process."""
     name, payload = payload_of(event)
-    signs.only_usage = False
+    state.only_usage = False
     if payload:
-        GAUGES[dialect](name, payload, signs)
-    return signs
+        GAUGES[dialect](name, payload, state)
+    return state
 
 
 def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
-    """The usage and the model of a reply that came in one piece; Broken, if it is none."""
+    """Return the usage and the model of an unstreamed reply; raise Broken if it is not a valid one."""
     if not body:
-        raise Broken("the reply is empty")
+        raise Broken("the provider's reply is empty")
     if dialect == "raw":
         return _raw_usage(body), ""
     try:
-        found: Any = WHOLE[dialect].decode(body)
+        reply: Any = WHOLE[dialect].decode(body)
     except NOT_JSON as e:
-        raise Broken(f"the reply is not what it should be: {e}") from e
-    if found.error is not None:
-        raise Broken(f"the reply is an error with a status of success: {str(found.error)[:300]}")
-    if not found.content:
-        raise Broken("the reply has no content")
-    return Usage.read(dialect, found.counted), str(found.model or "")
+        raise Broken(f"the provider's reply does not follow the format {dialect}: {e}") from e
+    if reply.error is not None:
+        raise Broken(f"the provider sent an error with a success status: {str(reply.error)[:300]}")
+    if not reply.content:
+        raise Broken("the provider's reply has no content")
+    return Usage.read(dialect, reply.usage_object), str(reply.model or "")
 
 
 def _raw_usage(body: bytes) -> Usage | None:

@@ -1,6 +1,8 @@
-"""Passage: a stream on its way from a provider to a client. It begins with the first content: until then nothing has
-been promised, and another provider can be asked. What goes wrong later is told in the client's dialect. It ends
-once."""
+"""Passes a provider's stream on to a client, translated if their wire formats differ.
+
+Nothing is sent to the client before the first content, so that another provider can still be tried. A later failure is
+sent as an error event in the client's wire format.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from emberline.gateway.refusal import last_words
 from emberline.gateway.streams.meter import Meter
 from emberline.gateway.upstream.upstream import Incoming
 
-GRACE = 1.0  # seconds from a stream's own ending to the connection's
-MOST = 4 << 20  # bytes that come before the first content
+GRACE = 1.0  # from the stream's end event to the end of the connection
+MOST = 4 << 20
 
-Settle = Callable[["Passage", str, str], None]  # how it ended, and the code of what went wrong
+Settle = Callable[["Passage", str, str], None]  # the stream, its outcome, and the error code
 
 
 class Passage:
@@ -31,43 +33,48 @@ class Passage:
         self._incoming = incoming
         self._translator = translator
         self._clock = clock
-        self._kept: list[bytes] = []  # came before the first content
+        self._kept: list[bytes] = []  # output before the first content
         self._over = False
-        self._silence = 0.0  # seconds waited since the last event with data
+        self._silence = 0.0  # seconds since the last event with data
         self._settle: Settle | None = None
 
-    async def begin(self, until: float, settle: Settle) -> None:
-        """To the first content, or an end that is one."""
-        signs, came = self.meter.signs, 0
-        while not signs.begun and not signs.ended:
-            passed = await self._more(min(until, self._call.deadline), first=True)
-            if signs.failed:
-                raise Broken(f"the stream is an error: {signs.failed}")
+    async def begin(self, deadline: float, on_end: Settle) -> None:
+        """Read until the first content or a valid end; raise UpstreamFailed if neither comes.
+
+        `on_end` is called once when the stream ends, if this succeeds.
+        """
+        state, received = self.meter.signs, 0
+        while not state.begun and not state.ended:
+            passed = await self._more(min(deadline, self._call.deadline), first=True)
+            if state.failed:
+                raise Broken(f"the provider sent an error event before any content: {state.failed}")
             if passed is None:
                 self.meter.end()
             if self.meter.broken is not None:
                 raise self.meter.broken
             if passed:
-                came += len(passed)
-                if came > MOST and not (signs.begun or signs.ended):
-                    raise Broken(f"no content among the first {came} bytes")
+                received += len(passed)
+                if received > MOST and not (state.begun or state.ended):
+                    raise Broken(f"the stream has no content in its first {received} bytes")
                 self._kept.append(self._said(passed) if len(passed) < HUGE else await self._said_apart(passed))
-        self._settle = settle
+        self._settle = on_end
 
-    async def _more(self, until: float, first: bool = False) -> bytes | None:
-        """Whole events, or what is broken; None at the end. Less than an event is silence, and so are comments."""
+    async def _more(self, deadline: float, first: bool = False) -> bytes | None:
+        """Return complete events, None at the end; raise TimedOut if no event with data arrives in time."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
-        quiet = now - self._silence + (GRACE if meter.signs.ended else timeouts.between_events)
+        idle_deadline = now - self._silence + (GRACE if meter.signs.ended else timeouts.between_events)
         while True:
             try:
-                data = await self._incoming.read((quiet if quiet < until else until) - now)
+                data = await self._incoming.read((idle_deadline if idle_deadline < deadline else deadline) - now)
             except TimedOut:
-                if until <= quiet:
+                if deadline <= idle_deadline:
                     raise TimedOut(
-                        "no content came in time" if first else f"no end within {timeouts.total:.3g} s"
+                        "the stream had no content before the deadline"
+                        if first
+                        else f"the stream did not end within {timeouts.total:.3g} s"
                     ) from None
-                raise TimedOut(f"the stream was silent for {timeouts.between_events:.3g} s") from None
+                raise TimedOut(f"the stream sent no event for {timeouts.between_events:.3g} s") from None
             if not data:
                 return None
             before, progress = now, meter.progress
@@ -78,18 +85,18 @@ class Passage:
                 return passed
 
     def _said(self, passed: bytes) -> bytes:
-        """In the client's dialect."""
+        """Return the events in the client's wire format."""
         return passed if self._translator is None else self._translator.push(passed)
 
     async def _said_apart(self, passed: bytes) -> bytes:
-        """As `_said`, for a large event: the translator works on it in another process."""
+        """Do what `_translate` does in a child process, for a large event."""
         if self._translator is None:
             return passed
         try:
-            self._translator, said = await offload.run(len(passed), translated, self._translator, passed)
+            self._translator, output = await offload.run(len(passed), translated, self._translator, passed)
         except WorkTooLarge as e:
-            raise Broken(f"an event of the stream is too large: {e.message}") from e
-        return said
+            raise Broken(f"an event of the stream is too large to translate: {e.message}") from e
+        return output
 
     def __aiter__(self) -> Passage:
         return self
@@ -102,57 +109,57 @@ class Passage:
         while not self._over:
             try:
                 passed = await self._more(self._call.deadline) if self.meter.broken is None else None
-                heavy = passed is not None and len(passed) >= HUGE
-                if said := self._next(passed, await self._said_apart(passed) if passed and heavy else None):
-                    return said
+                is_large = passed is not None and len(passed) >= HUGE
+                if output := self._next(passed, await self._said_apart(passed) if passed and is_large else None):
+                    return output
             except UpstreamFailed as e:
                 if not self.meter.signs.ended:
                     return self._fail(e)
-                self._end("complete", "")  # all was said: it only hung up badly, or not at all
+                self._end("complete", "")  # the end event was received: only the connection did not close cleanly
         raise StopAsyncIteration
 
-    def _next(self, passed: bytes | None, said: bytes | None = None) -> bytes:
-        """`said`: what passed, in the client's dialect, where it is known."""
+    def _next(self, passed: bytes | None, output: bytes | None = None) -> bytes:
+        """Return the next output; `output` is `passed` in the client's wire format, if already translated."""
         meter = self.meter
         if passed is None and meter.broken is None:
             meter.end()
         if meter.broken is not None and not passed:
-            raise meter.broken  # after what was good
+            raise meter.broken  # only after the valid events were passed on
         if passed is None:
-            said = self._said(meter.missing) if meter.missing else b""
+            output = self._said(meter.missing) if meter.missing else b""
             if self._translator is not None:
-                said += self._translator.end()
+                output += self._translator.end()
             self._end("complete", "")
-            return said
-        said = self._said(passed) if said is None else said
-        if meter.signs.failed:  # its own words, which pass as the last
+            return output
+        output = self._said(passed) if output is None else output
+        if meter.signs.failed:  # the provider's own error event is passed on as the last event
             self._end("cut", Broken.code)
-        return said
+        return output
 
     def _fail(self, error: UpstreamFailed) -> bytes:
         self._end("cut", error.code)
         if self._translator is not None:
-            words: bytes | None = self._translator.fail(error)
+            final_event: bytes | None = self._translator.fail(error)
         else:
-            words = last_words(self._call.dialect, error)
-        if not words:
+            final_event = last_words(self._call.dialect, error)
+        if not final_event:
             raise error
-        return words
+        return final_event
 
-    def _end(self, how: str, code: str) -> None:
+    def _end(self, outcome: str, code: str) -> None:
         if self._over:
             return
         self._over = True
         self._incoming.close()
         if self._settle is not None:
-            self._settle(self, how, code)
+            self._settle(self, outcome, code)
 
     async def aclose(self) -> None:
-        """Before the end: the client has left."""
+        """Close the stream before its end, because the client disconnected."""
         self._end("complete" if self.meter.signs.ended else "left", "")
 
 
 def translated(translator: StreamTranslator, data: bytes) -> tuple[StreamTranslator, bytes]:
-    """For another process, which has the translator as it is then."""
-    made = translator.push(data)
-    return translator, made
+    """Push `data` in a child process and return the translator's new state with the output."""
+    output = translator.push(data)
+    return translator, output

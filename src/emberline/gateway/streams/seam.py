@@ -1,6 +1,8 @@
-"""Seam: where another stream goes on with what was said. What it says again of the last words is taken out: who was
-given them as the beginning of its answer repeats at most the space at their end, or (`prefix`) all of them; who was
-only told to go on may begin again anywhere."""
+"""Removes text that a continuation repeats from the reply that it continues.
+
+A provider that supports assistant prefill repeats at most trailing whitespace, or ("prefix") the whole text. One that
+was only instructed to continue may restart at any earlier word.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +10,42 @@ from collections.abc import Iterable
 
 from emberline.gateway.dialects.prefill import Prefill
 
-LOOK = 400  # characters back from the end; besides, it may begin again at the very beginning
-LEAST = 3  # letters: less is no repetition
+LOOK = 400  # before the end; a restart at the very beginning is recognised too
+LEAST = 3  # shorter matches are taken for new text
 
 
 class Seam:
-    def __init__(self, said: str, prefill: Prefill) -> None:
-        self._echoes = tuple(sorted(set(_echoes(said, prefill)), key=len, reverse=True))
-        self._held = ""  # is an echo so far
+    def __init__(self, sent_text: str, prefill: Prefill) -> None:
+        self._echoes = tuple(sorted(set(_echoes(sent_text, prefill)), key=len, reverse=True))
+        self._held = ""  # received text that may still turn out to be a repetition
 
     def push(self, text: str) -> str:
-        """What of it is new; "" while it may all be an echo."""
+        """Return the new part of `text`; "" while all of it may be a repetition."""
         if not self._echoes:
             return text
         self._held += text
-        if any(len(echo) > len(self._held) and echo.startswith(self._held) for echo in self._echoes):
+        if any(len(candidate) > len(self._held) and candidate.startswith(self._held) for candidate in self._echoes):
             return ""
         return self.end()
 
     def end(self) -> str:
-        """No more text comes, for now: what was held back and is new."""
-        held, echoes = self._held, self._echoes
+        """Return the new part of the text that was held back, when no more text follows."""
+        held, repetitions = self._held, self._echoes
         self._held, self._echoes = "", ()
-        heard = next((echo for echo in echoes if held.startswith(echo)), None)
-        if heard is None and any(echo.startswith(held) for echo in echoes):
-            return ""  # it ended while it repeated
-        return held[len(heard or "") :]
+        repetition = next((candidate for candidate in repetitions if held.startswith(candidate)), None)
+        if repetition is None and any(candidate.startswith(held) for candidate in repetitions):
+            return ""  # the continuation ended within the repetition
+        return held[len(repetition or "") :]
 
 
-def _echoes(said: str, prefill: Prefill) -> Iterable[str]:
-    text = said.rstrip()
-    space = said[len(text) :]
+def _echoes(sent_text: str, prefill: Prefill) -> Iterable[str]:
+    text = sent_text.rstrip()
+    space = sent_text[len(text) :]
     yield from (space[:end] for end in range(1, len(space) + 1))
     if prefill == "prefix" and text:
         yield from (text + space[:end] for end in range(len(space) + 1))
     if prefill == "":
         for start in (0, *range(max(1, len(text) - LOOK), len(text))):
-            is_word = start == 0 or (said[start - 1].isspace() and not said[start].isspace())
+            is_word = start == 0 or (sent_text[start - 1].isspace() and not sent_text[start].isspace())
             if is_word and len(text) - start >= LEAST:
-                yield from (text[start:], said[start:])
+                yield from (text[start:], sent_text[start:])

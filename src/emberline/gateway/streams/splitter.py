@@ -1,5 +1,4 @@
-"""Splitter: cuts a stream of server-sent events between them. Bytes are never changed, only kept back until their event
-is whole."""
+"""Splits a stream of server-sent events into complete events without changing their bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from collections.abc import Iterator
 
 from emberline.gateway.errors import Broken
 
-LARGE = 1 << 18  # bytes in which gaps are looked for one kind at a time
-LONGEST = 32 << 20  # bytes of one event: one may carry an image
+LARGE = 1 << 18  # from this size each separator is searched for on its own
+LONGEST = 32 << 20  # one event can carry a whole image
 
 _GAPS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n")
 _GAP = re.compile(b"|".join(_GAPS))
@@ -20,9 +19,9 @@ class Splitter:
         self._kept = bytearray()
 
     def push(self, data: bytes) -> list[bytes]:
-        """The events that are whole now, each with the gap at its end."""
+        """Return the events that are complete with these bytes, each including its separator."""
         if not self._kept and data.find(b"\n\n") == len(data) - 2 >= 0 and b"\r" not in data:
-            return [data]  # one, as most come
+            return [data]  # fast path: most chunks are exactly one event
         searched = 0
         if self._kept:
             searched = max(0, len(self._kept) - 3)
@@ -41,42 +40,42 @@ class Splitter:
 
     def _bounded(self) -> None:
         if len(self._kept) > LONGEST:
-            raise Broken(f"an event of the stream has more than {LONGEST} bytes")
+            raise Broken(f"an event of the stream is larger than the limit of {LONGEST} bytes")
 
     @property
     def size(self) -> int:
-        """Bytes of the event that is not whole yet."""
+        """Size of the incomplete event."""
         return len(self._kept)
 
     @property
     def rest(self) -> bytes:
-        """At the end of a reply: what was begun and not ended."""
+        """Bytes of the incomplete event."""
         return bytes(self._kept)
 
 
 def _ends(data: bytes, searched: int) -> Iterator[int]:
-    """Where each event ends, after its gap."""
-    return (gap.end() for gap in _GAP.finditer(data, searched))
+    """Yield the position after each event's separator."""
+    return (separator.end() for separator in _GAP.finditer(data, searched))
 
 
 def _ends_in_large(data: bytes, searched: int) -> Iterator[int]:
-    """As `_ends`, for few events in much data: 30 MB took the pattern 0.3 s, and take this a tenth of it."""
-    nearest = {gap: data.find(gap, searched) for gap in _GAPS}
+    """Yield what `_event_ends` does, faster for few events in much data (30 MB: 0.03 s, not 0.3 s)."""
+    nearest = {separator: data.find(separator, searched) for separator in _GAPS}
     at = searched
     while True:
-        for gap, found in nearest.items():
+        for separator, found in nearest.items():
             if -1 < found < at:
-                nearest[gap] = data.find(gap, at)
-        ahead = [(found, gap) for gap, found in nearest.items() if found >= 0]
-        if not ahead:
+                nearest[separator] = data.find(separator, at)
+        found_ahead = [(found, separator) for separator, found in nearest.items() if found >= 0]
+        if not found_ahead:
             return
-        found, gap = min(ahead)
-        at = found + len(gap)
+        found, separator = min(found_ahead)
+        at = found + len(separator)
         yield at
 
 
 def payload_of(event: bytes) -> tuple[bytes, bytes]:
-    """The name and the data of an event; both b"" for a comment."""
+    """Return the name and the data of an event; both are b"" for a comment."""
     if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
         return b"", event[6:-2]
     name, data = b"", []

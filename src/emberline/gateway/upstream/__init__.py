@@ -1,1 +1,1 @@
-"""Requests to providers over connections that are kept, and replies as they come; only to where one may ask."""
+"""HTTP requests to providers over pooled connections; custom ones only at public addresses."""

@@ -1,4 +1,4 @@
-"""Decoder: a provider's own way to reply, made one of our dialects. Decoded: a reply that is read through one."""
+"""Converts a provider's own reply format into a supported wire format while it is read."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EVENTS = "text/event-stream"
 
 
 class Decoder:
-    """Of one reply. What is no reply of the provider's is Broken."""
+    """Decodes one reply; raises Broken for anything that is not a reply of the provider."""
 
-    streams: ClassVar[str] = EVENTS  # the content type of its streams
+    streams: ClassVar[str] = EVENTS  # content type of the provider's streams
 
     def whole(self, body: bytes) -> bytes:
         return body
 
     def push(self, data: bytes) -> bytes:
-        """The events of the dialect that are whole with these bytes of the provider's stream."""
+        """Return the events of the wire format that are complete with these bytes of the provider's stream."""
         return data
 
     def end(self) -> bytes:
-        """No more bytes come: what is left to say."""
+        """Return the remaining events when the provider's stream has ended."""
         return b""
 
 
@@ -41,22 +41,22 @@ class Decoded(Incoming):
         self._incoming = incoming
         self._decoder = decoder
         self._ended = False
-        self.status, self.headers, self.kind = 200, incoming.headers, incoming.kind  # 201 is of a prediction
+        self.status, self.headers, self.kind = 200, incoming.headers, incoming.kind  # Replicate answers 201
         if incoming.kind == decoder.streams:
             self.kind = EVENTS
             self.headers = {**incoming.headers, "content-type": EVENTS}
 
     async def read(self, seconds: float = FOREVER) -> bytes:
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
+        deadline = loop.time() + seconds
         while not self._ended:
-            left = until - loop.time()
-            if left <= 0:
-                raise TimedOut(f"nothing that is whole came for {seconds:.3g} s in the middle of a reply")
-            data = await self._incoming.read(left)
+            remaining = deadline - loop.time()
+            if remaining <= 0:
+                raise TimedOut(f"the provider sent no complete event for {seconds:.3g} s within a reply")
+            data = await self._incoming.read(remaining)
             self._ended = not data
-            if made := self._decoder.push(data) if data else self._decoder.end():
-                return made
+            if output := self._decoder.push(data) if data else self._decoder.end():
+                return output
         return b""
 
     async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
@@ -68,7 +68,7 @@ class Decoded(Incoming):
 
 
 class Given(Incoming):
-    """A reply that has been read already."""
+    """A reply whose body has already been read."""
 
     __slots__ = ("body",)
 
@@ -88,9 +88,9 @@ class Given(Incoming):
 
 def decoded_object(data: bytes) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(data)
+        value = msgspec.json.decode(data)
     except NOT_JSON as e:
-        raise Broken(f"what came is not JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise Broken("what came is no object of JSON")
-    return found
+        raise Broken(f"the provider sent invalid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise Broken("the provider sent JSON that is not an object")
+    return value

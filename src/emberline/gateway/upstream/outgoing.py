@@ -1,4 +1,4 @@
-"""Outgoing: a request as a provider is to get it, and how its reply is to be read."""
+"""The HTTP request that is sent to a provider, and how its reply is decoded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ class Outgoing(msgspec.Struct, frozen=True):
     url: str
     headers: dict[str, str]
     body: bytes
-    public: bool = False  # the address must be a public one: of custom providers
-    decoder: Callable[[], Decoder] | None = None  # makes the reply one of the dialect that was spoken
+    public: bool = False  # connect to public addresses only (custom providers)
+    decoder: Callable[[], Decoder] | None = (
+        None  # makes the decoder that converts the reply into the wire format of the request
+    )
 
 
-def decoded(out: Outgoing, incoming: Incoming) -> Incoming:
-    if out.decoder is None or incoming.status >= 300:
+def decoded(request: Outgoing, incoming: Incoming) -> Incoming:
+    if request.decoder is None or incoming.status >= 300:
         return incoming
-    return Decoded(incoming, out.decoder())
+    return Decoded(incoming, request.decoder())

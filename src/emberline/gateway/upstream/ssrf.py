@@ -1,8 +1,8 @@
-"""Where a custom provider may be: a public address, and the one that was checked is the one connected to.
+"""Protection against server-side request forgery: custom providers must be at public addresses.
 
-A name is looked up by `PublicResolver`, which gives out nothing unless every answer is public; `public_socket` looks at
-the address again when the connection is made, whoever found it, so that an address written as a number (which is not
-looked up) and a name that answers differently the second time are no way around.
+`PublicResolver` resolves a name only if all its addresses are public. `open_public_socket` checks the address again
+when the connection is made, so that neither an address written as a number (which is not resolved) nor a name that
+resolves differently the second time circumvents the check.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from aiohttp.resolver import ThreadedResolver
 
 from emberline.core.errors import InvalidRequest
 
-# Not global, or not to be trusted, beyond what the standard library knows of every supported version.
+# Networks to reject that `ipaddress` treats as global in some supported Python version.
 _REFUSED = tuple(
     ip_network(each)
     for each in (
-        "168.63.129.16/32",  # the host of a virtual machine at Azure: metadata, on a public address
-        "192.0.0.0/24",  # protocol assignments; Oracle's metadata
+        "168.63.129.16/32",  # Azure's metadata and host services, on a public address
+        "192.0.0.0/24",  # protocol assignments; Oracle Cloud's metadata
         "192.88.99.0/24",  # 6to4 relays
-        "::/96",  # IPv4 written as IPv6, as it was long ago
+        "::/96",  # deprecated IPv4-compatible IPv6 addresses
         "64:ff9b:1::/48",  # NAT64 into a private network
         "2001::/23",  # Teredo and others
-        "2002::/16",  # 6to4: any IPv4 address inside
+        "2002::/16",  # 6to4: embeds any IPv4 address
         "3fff::/20",
         "5f00::/16",
         "fec0::/10",
@@ -58,50 +58,56 @@ def is_public(address: str) -> bool:
 
 
 def checked_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
-    """The URL, without a slash at its end. `allow_private`: the operator lets providers be in this network."""
+    """Return the URL without a trailing slash; raise InvalidRequest if a provider must not be there.
 
-    def wrong(why: str, hint: str | None = None) -> InvalidRequest:
-        return InvalidRequest(f"{param} {why}", param=param, hint=hint)
+    `allow_private`: the operator allows providers at private addresses and over plain HTTP.
+    """
+
+    def invalid(problem: str, hint: str | None = None) -> InvalidRequest:
+        return InvalidRequest(f"{param} {problem}", param=param, hint=hint)
 
     if len(url) > _LONGEST or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
-        raise wrong("is too long, or has characters that a URL cannot have", "write other letters as xn--... or %..")
+        raise invalid(
+            f"is longer than {_LONGEST} characters, or has characters that a URL cannot contain",
+            "write other letters as xn--... or %..",
+        )
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as e:
-        raise wrong(f"is not a URL: {e}") from e
+        raise invalid(f"is not a valid URL: {e}") from e
     if parts.scheme != "https" and not (allow_private and parts.scheme == "http"):
-        raise wrong("must begin with https://")
+        raise invalid(f"must start with https://, not {parts.scheme[:20]!r}")
     if "@" in parts.netloc:
-        raise wrong("must not have a user or a password", "store the key as a provider key")
+        raise invalid("must not contain a user name or password", "store the key as a provider key")
     if parts.query or parts.fragment or url.endswith(("?", "#")):
-        raise wrong("must not have a query or a fragment")
+        raise invalid("must not contain a query or a fragment")
     if port == 0:
-        raise wrong("has port 0")
+        raise invalid("has port 0")
     if ".." in parts.path.split("/"):
-        raise wrong("must not have .. in its path")
-    _check_host(host, allow_private, wrong)
+        raise invalid("must not contain .. in its path")
+    _check_host(host, allow_private, invalid)
     return url.rstrip("/")
 
 
-def _check_host(host: str, allow_private: bool, wrong: Any) -> None:
+def _check_host(host: str, allow_private: bool, invalid: Any) -> None:
     if ":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
-        # An address. One of the old spellings (127.1, 0x7f000001) would be read differently by different readers.
+        # Libraries disagree about the old notations (127.1, 0x7f000001), so they are rejected.
         try:
             ip = ip_address(host)
         except ValueError:
-            raise wrong("has an address in a spelling that is not taken", "write four numbers") from None
+            raise invalid(f"has an IP address in an unsupported notation: {host!r}", "write four numbers") from None
         if not allow_private and not is_public(str(ip)):
-            raise wrong("has an address that is not public", "the operator can allow private targets")
+            raise invalid(f"has an address that is not public: {host}", "the operator can allow private targets")
     elif not _NAME.fullmatch(host):
-        raise wrong("has no valid host name")
+        raise invalid(f"has an invalid host name: {host[:100]!r}")
     elif not allow_private and host.rstrip(".").rpartition(".")[2].lower() in (
         "localhost",
         "local",
         "internal",
         "arpa",
     ):
-        raise wrong("has a name that is not public", "the operator can allow private targets")
+        raise invalid(f"has a host name that is not public: {host}", "the operator can allow private targets")
 
 
 class PublicResolver(AbstractResolver):
@@ -111,20 +117,20 @@ class PublicResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await self._inner.resolve(host, port, family)
-        if not all(is_public(each["host"]) for each in found):
-            raise OSError(None, f"{host} has an address that is not public")
-        return found
+        addresses = await self._inner.resolve(host, port, family)
+        if not all(is_public(each["host"]) for each in addresses):
+            raise OSError(None, f"{host} resolves to an address that is not public")
+        return addresses
 
     async def close(self) -> None:
         await self._inner.close()
 
 
 def public_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket to connect to this address, as getaddrinfo describes it."""
-    family, kind, protocol, _, where = address
-    if not is_public(where[0]):
-        raise OSError(None, f"{where[0]} is not public")
-    made = socket.socket(family, kind, protocol)
-    made.setblocking(False)
-    return made
+    """Return a socket for an address as getaddrinfo returns it; raise OSError if it is not public."""
+    family, kind, protocol, _, sockaddr = address
+    if not is_public(sockaddr[0]):
+        raise OSError(None, f"{sockaddr[0]} is not a public address")
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+    return connection

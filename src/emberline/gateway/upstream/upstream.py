@@ -1,5 +1,4 @@
-"""Upstream: requests to providers, their replies as they come. Where only a public address may be asked, the one that
-was looked at is the one connected to, not the same name."""
+"""The HTTP client for providers; it connects to the very address that was checked as public."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from emberline.net.reply import Reply as Incoming
 
 __all__ = ["Incoming", "Upstream"]
 
-IDLE = 15.0  # seconds a connection is kept
-VIA = "1.1 emberline-gateway"  # by which a router knows that a call was forwarded, and refuses to be controlled by it
+IDLE = 15.0  # after which an unused connection is closed
+VIA = "1.1 emberline-gateway"  # tells a router that a request was forwarded, so that it rejects control requests
 
 
 class Upstream:
@@ -32,36 +31,38 @@ class Upstream:
         self._pool.close()
         await self._resolver.close()
 
-    async def send(self, out: Outgoing, seconds: float) -> Incoming:
-        """The reply's head, within this time. Whoever gets it closes it."""
-        origin, path = _split(out.url)
-        via = f"{out.headers['via']}, {VIA}" if "via" in out.headers else VIA
-        headers = {"accept-encoding": "identity", **out.headers, "via": via}
-        return await self._pool.ask(origin, out.method, path, headers, out.body, seconds, checked=out.public)
+    async def send(self, request: Outgoing, seconds: float) -> Incoming:
+        """Send the request and return the reply once its head has arrived; the caller must close it."""
+        origin, path = _split(request.url)
+        via = f"{request.headers['via']}, {VIA}" if "via" in request.headers else VIA
+        headers = {"accept-encoding": "identity", **request.headers, "via": via}
+        return await self._pool.ask(
+            origin, request.method, path, headers, request.body, seconds, checked=request.public
+        )
 
     async def dial(self, host: str, port: int) -> socket.socket:
-        """To a public address, or to none."""
+        """Return a socket connected to a public address of `host`; raise OSError if none can be reached."""
         loop = asyncio.get_running_loop()
-        failed: OSError | None = None
-        for found in await self._resolver.resolve(host, port):
-            where = (found["host"], port)
+        last_error: OSError | None = None
+        for address in await self._resolver.resolve(host, port):
+            sockaddr = (address["host"], port)
             try:
-                made = public_socket((found["family"], socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where))
+                connection = public_socket((address["family"], socket.SOCK_STREAM, socket.IPPROTO_TCP, "", sockaddr))
                 try:
-                    await loop.sock_connect(made, where)
+                    await loop.sock_connect(connection, sockaddr)
                 except BaseException:
-                    made.close()
+                    connection.close()
                     raise
-                return made
+                return connection
             except OSError as e:
-                failed = e
-        raise failed or OSError(None, f"{host} has no address")
+                last_error = e
+        raise last_error or OSError(None, f"{host} has no address")
 
 
 def _split(url: str) -> tuple[str, str]:
-    """The origin, and the path as it is to be asked for."""
-    at = url.find("/", url.find("://") + 3)
+    """Return the URL's origin, and its path with the query."""
+    path_start = url.find("/", url.find("://") + 3)
     query = url.find("?")
-    if at < 0 or 0 <= query < at:
+    if path_start < 0 or 0 <= query < path_start:
         return (url, "/") if query < 0 else (url[:query], f"/{url[query:]}")
-    return url[:at], url[at:]
+    return url[:path_start], url[path_start:]

@@ -1,4 +1,4 @@
-"""The citations of Anthropic's messages: each is of a whole block of text."""
+"""Citations in Anthropic's Messages: each refers to a whole text block."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 def parse(raw: object, start: int, end: int) -> Citation | None:
-    """Of the block from `start` to `end`. Results of a client's own search may be no pages."""
+    """Parse a citation of the text from `start` to `end`; None if it does not refer to a URL."""
     match raw:
-        case {"type": "web_search_result_location", "url": str(url), **said}:
+        case {"type": "web_search_result_location", "url": str(url), **data}:
             pass
-        case {"type": "search_result_location", "source": str(url), **said} if "://" in url:
+        case {"type": "search_result_location", "source": str(url), **data} if "://" in url:
             pass
         case _:
             return None
-    title, quote, seal = [text_of(said, name) for name in ("title", "cited_text", "encrypted_index")]
-    return Citation(url, title, quote, start, end, seal)
+    title, quote, encrypted_index = [text_of(data, name) for name in ("title", "cited_text", "encrypted_index")]
+    return Citation(url, title, quote, start, end, encrypted_index)
 
 
 def lift(parts: Iterable[Part]) -> None:
     for part in parts:
         if isinstance(part, Text):
-            whole = partial(parse, start=0, end=len(part.text))
-            part.citations += lifted(part.extra, "citations", whole)
+            whole_text = partial(parse, start=0, end=len(part.text))
+            part.citations += lifted(part.extra, "citations", whole_text)
 
 
 def render(citation: Citation) -> Json:
-    """What others do not tell of a page is empty."""
-    told = {"url": citation.url, "title": citation.title or None, "cited_text": citation.quote}
-    return {"type": "web_search_result_location", **told, "encrypted_index": citation.seal}
+    """Render a citation; fields that other providers do not send are empty."""
+    fields = {"url": citation.url, "title": citation.title or None, "cited_text": citation.quote}
+    return {"type": "web_search_result_location", **fields, "encrypted_index": citation.seal}

@@ -1,4 +1,4 @@
-"""The messages of Anthropic's protocol, and the inner form's."""
+"""Converts Anthropic messages to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 def parse_message(raw: object, path: str) -> Message:
-    said = Fields(raw, path)
-    role = said.need("role", str)
+    fields = Fields(raw, path)
+    role = fields.need("role", str)
     if role not in ("user", "assistant", "system"):
         raise unknown(role, f"{path}.role", "user, assistant, system")
-    parts, shape = parse_blocks(said.raw("content"), f"{path}.content")
-    return Message(role, parts, shape, said.left)  # type: ignore[arg-type]  # checked above
+    parts, shape = parse_blocks(fields.raw("content"), f"{path}.content")
+    return Message(role, parts, shape, fields.left)  # type: ignore[arg-type]  # checked above
 
 
 def parse_blocks(content: object, path: str) -> tuple[list[Part], str]:
@@ -40,32 +40,32 @@ def parse_blocks(content: object, path: str) -> tuple[list[Part], str]:
 
 
 def _parse_block(raw: object, path: str) -> Part:
-    said = Fields(raw, path)
-    kind = said.need("type", str)
+    fields = Fields(raw, path)
+    kind = fields.need("type", str)
     match kind:
         case "text":
-            return Text(said.need("text", str), said.left)
+            return Text(fields.need("text", str), fields.left)
         case "thinking":
-            seal, family = seals.found(said.take("signature", str, ""), "anthropic")
-            return Thinking(said.take("thinking", str, ""), family, seal, extra=said.left)
+            signature, origin = seals.found(fields.take("signature", str, ""), "anthropic")
+            return Thinking(fields.take("thinking", str, ""), origin, signature, extra=fields.left)
         case "redacted_thinking":
-            return Thinking("", "anthropic", said.need("data", str), redacted=True, extra=said.left)
+            return Thinking("", "anthropic", fields.need("data", str), redacted=True, extra=fields.left)
         case "tool_use":
-            arguments = msgspec.json.encode(said.take("input", dict, {})).decode()
-            return ToolCall(said.need("id", str), said.need("name", str), arguments, said.left)
+            arguments = msgspec.json.encode(fields.take("input", dict, {})).decode()
+            return ToolCall(fields.need("id", str), fields.need("name", str), arguments, fields.left)
         case "tool_result":
-            parts, shape = parse_blocks(said.raw("content"), f"{path}.content")
-            id, failed = said.need("tool_use_id", str), said.take("is_error", bool)
-            return ToolResult(id, parts, is_error=failed, shape=shape, extra=said.left)
-        case "image" | "document" if isinstance(said.left.get("source"), dict):
-            return _parse_source(kind, said)
+            parts, shape = parse_blocks(fields.raw("content"), f"{path}.content")
+            id, failed = fields.need("tool_use_id", str), fields.take("is_error", bool)
+            return ToolResult(id, parts, is_error=failed, shape=shape, extra=fields.left)
+        case "image" | "document" if isinstance(fields.left.get("source"), dict):
+            return _parse_source(kind, fields)
         case _:
-            return Opaque(kind, said.whole)
+            return Opaque(kind, fields.whole)
 
 
-def _parse_source(kind: str, said: Fields) -> Part:
-    whole = dict(said.left, type=kind)
-    match said.left.pop("source"):
+def _parse_source(kind: str, fields: Fields) -> Part:
+    whole = dict(fields.left, type=kind)
+    match fields.left.pop("source"):
         case {"type": "base64", "data": str(data), "media_type": str(mime), **rest} if not rest:
             given: Json = {"data": data, "mime": mime}
         case {"type": "url", "url": str(url), **rest} if not rest:
@@ -77,8 +77,8 @@ def _parse_source(kind: str, said: Fields) -> Part:
         case _:
             return Opaque(kind, whole)
     if kind == "image":
-        return Image(**given, extra=said.left)
-    return File(**given, name=said.take("title", str, ""), extra=said.left)
+        return Image(**given, extra=fields.left)
+    return File(**given, name=fields.take("title", str, ""), extra=fields.left)
 
 
 def render_content(parts: list[Part], shape: str) -> str | list[Json]:
@@ -95,8 +95,8 @@ def render_part(part: Part) -> Json:
         case Thinking(redacted=True):
             return {"type": "redacted_thinking", "data": part.seal, **part.extra}
         case Thinking():
-            seal = seals.shown(part.seal, part.family, "anthropic")
-            return {"type": "thinking", "thinking": part.text, "signature": seal, **part.extra}
+            signature = seals.shown(part.seal, part.family, "anthropic")
+            return {"type": "thinking", "thinking": part.text, "signature": signature, **part.extra}
         case ToolCall():
             call = {"id": tool_id(part.id), "name": part.name, "input": arguments_of(part)}
             return {"type": "tool_use", **call, **part.extra}
@@ -106,16 +106,16 @@ def render_part(part: Part) -> Json:
             return _render_source(part)
         case Opaque():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not made fit for anthropic")
+    raise AssertionError(f"{type(part).__name__} was not adapted for Anthropic")
 
 
 def _render_result(result: ToolResult) -> Json:
-    made: Json = {"type": "tool_result", "tool_use_id": tool_id(result.id)}
+    block: Json = {"type": "tool_result", "tool_use_id": tool_id(result.id)}
     if result.parts or result.shape in ("text", "list"):
-        made["content"] = render_content(result.parts, result.shape)
+        block["content"] = render_content(result.parts, result.shape)
     if result.is_error is not None:
-        made["is_error"] = result.is_error
-    return {**made, **result.extra}
+        block["is_error"] = result.is_error
+    return {**block, **result.extra}
 
 
 def _render_source(part: Image | File) -> Json:
@@ -125,19 +125,19 @@ def _render_source(part: Image | File) -> Json:
         source = {"type": "base64", "media_type": part.mime, "data": part.data}
     else:
         source = {"type": "url", "url": part.url} if part.url else {"type": "file", "file_id": part.file_id}
-    made: Json = {"type": "document" if isinstance(part, File) else "image", "source": source}
+    result: Json = {"type": "document" if isinstance(part, File) else "image", "source": source}
     if isinstance(part, File) and part.name:
-        made["title"] = part.name
-    return {**made, **part.extra}
+        result["title"] = part.name
+    return {**result, **part.extra}
 
 
 def tool_id(id: str) -> str:
-    """Ids of other providers may have signs that Anthropic refuses; calls and results are changed alike."""
+    """Return the id with the characters replaced that Anthropic rejects; equal ids stay equal."""
     return _NOT_IN_IDS.sub("_", id)
 
 
 def arguments_of(call: ToolCall) -> Json:
-    """The arguments as an object; {} where they are none, as when a reply was cut in the middle of them."""
+    """Return the call's arguments; {} if they are not a JSON object, as after a reply that was cut off."""
     return object_of(call.arguments) or {}
 
 

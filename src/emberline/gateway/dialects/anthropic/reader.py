@@ -1,4 +1,4 @@
-"""The events of a streamed message of Anthropic's, as deltas."""
+"""Parses the events of a streamed Anthropic message into deltas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from emberline.gateway.errors import Broken
 
 
 class _Piece(msgspec.Struct):
-    """Of a block, or of the message itself."""
+    """The `delta` object of a block or of the message."""
 
     type: str = ""
     text: str | None = None
@@ -65,44 +65,44 @@ _EVENTS = EventDecoder(_Event, "Anthropic's")
 
 class Reader:
     def __init__(self) -> None:
-        self._kinds: dict[int, str] = {}  # open blocks
+        self._kinds: dict[int, str] = {}  # index -> type
         self._calls = Calls()
-        self._told = 0  # characters
-        self._begins = 0  # after how many of them the block does
-        self._cited: list[Any] = []  # in the block
+        self._told = 0  # characters of text so far
+        self._begins = 0  # characters of text before the block
+        self._cited: list[Any] = []  # of the block
         self._usage = Usage()
         self._finished = False
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
-        said = _EVENTS.decode(event)
-        if said.type == "content_block_delta" and said.delta is not None:  # nearly all are
-            yield from self._piece(said.index, said.delta)
+        decoded = _EVENTS.decode(event)
+        if decoded.type == "content_block_delta" and decoded.delta is not None:  # fast path: nearly all events are
+            yield from self._piece(decoded.index, decoded.delta)
             return
-        match said:
+        match decoded:
             case _Event(type="content_block_start", content_block=_Block() as block):
-                yield from self._start(said.index, block)
+                yield from self._start(decoded.index, block)
             case _Event(type="content_block_stop"):
-                yield from self._stop(said.index)
+                yield from self._stop(decoded.index)
             case _Event(type="message_start", message=_Message() as message):
                 yield deltas.Opened(message.id, message.model)
                 yield from self._count(message.usage)
             case _Event(type="message_delta", delta=_Piece() as piece):
                 yield from self._finish(piece)
-                yield from self._count(said.usage)
+                yield from self._count(decoded.usage)
             case _Event(type="message_stop"):
                 yield deltas.Ended()
             case _Event(type="error"):
-                raise raised({"error": said.error})
+                raise raised({"error": decoded.error})
             case _Event(type="content_block_delta" | "content_block_start" | "message_start" | "message_delta"):
-                raise Broken(f"an event of the stream has nothing in it: {said.type}")
-        # all others, as ping, tell nothing of the reply
+                raise Broken(f"an event of the stream lacks its content: {decoded.type}")
+        # All other events, such as ping, are not part of the reply.
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
     def _start(self, index: int, block: _Block) -> Iterator[deltas.Delta]:
         if index in self._kinds or index in self._calls:
-            raise Broken("a block of the stream opens twice")
+            raise Broken(f"block {index} of the stream is started twice")
         self._kinds[index] = block.type
         self._begins, self._cited = self._told, []
         match block:
@@ -118,12 +118,12 @@ class Reader:
                 if block.input:
                     yield self._calls.piece(index, msgspec.json.encode(block.input).decode())
             case _Block(type="tool_use"):
-                raise Broken("a call of the stream has no name")
+                raise Broken(f"tool_use block {index} of the stream has no id or name")
 
     def _piece(self, index: int, piece: _Piece) -> Iterator[deltas.Delta]:
         kind = self._kinds.get(index)
         if kind is None:
-            raise Broken("a piece of the stream belongs to no open block")
+            raise Broken(f"the stream has a delta for block {index}, which is not open")
         match piece:
             case _Piece(type="text_delta", text=str(text)):
                 self._told += len(text)
@@ -133,17 +133,19 @@ class Reader:
                     yield self._calls.piece(index, text)
             case _Piece(type="thinking_delta", thinking=str(text)):
                 yield deltas.ThinkingPiece(text)
-            case _Piece(type="signature_delta", signature=str(seal)):
-                yield deltas.Sealed(seal, "anthropic")
+            case _Piece(type="signature_delta", signature=str(signature)):
+                yield deltas.Sealed(signature, "anthropic")
             case _Piece(type="citations_delta"):
-                self._cited.append(piece.citation)  # which is of the whole block
+                self._cited.append(
+                    piece.citation
+                )  # a citation refers to the whole block, so it waits for the block's end
             case _Piece(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
-                raise Broken(f"a piece of the stream has nothing in it: {piece.type}")
+                raise Broken(f"a delta of the stream lacks its content: {piece.type}")
 
     def _stop(self, index: int) -> Iterable[deltas.Delta]:
         kind = self._kinds.pop(index, None)
         if kind is None:
-            raise Broken("a block of the stream is closed that is not open")
+            raise Broken(f"the stream stops block {index}, which is not open")
         if kind == "tool_use":
             return self._calls.rest(index)
         return map(deltas.Cited, known(self._cited, partial(parse, start=self._begins, end=self._told)))
@@ -152,11 +154,11 @@ class Reader:
         if piece.stop_reason is None or self._finished:
             return
         self._finished = True
-        if piece.stop_details and isinstance(why := piece.stop_details.get("explanation"), str):
-            yield deltas.RefusalPiece(why)
+        if piece.stop_details and isinstance(explanation := piece.stop_details.get("explanation"), str):
+            yield deltas.RefusalPiece(explanation)
         yield deltas.Finished(ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
 
-    def _count(self, said: Json | None) -> Iterator[deltas.Delta]:
-        if (usage := Usage.read("anthropic", said)) is not None:
+    def _count(self, decoded: Json | None) -> Iterator[deltas.Delta]:
+        if (usage := Usage.read("anthropic", decoded)) is not None:
             self._usage = self._usage.joined(usage)
             yield deltas.Counted(self._usage)

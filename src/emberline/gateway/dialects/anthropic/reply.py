@@ -1,4 +1,4 @@
-"""A message of Anthropic's as a whole reply, and the inner form's Answer."""
+"""Converts an unstreamed Anthropic message to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _IDLE = ("type", "role", "usage")
 
 
 def parse(body: Json, changes: Changes) -> Answer:
-    said = Fields(body, "")
-    id, model = said.take("id", str, ""), said.take("model", str, "")
-    parts, _ = parse_blocks(said.need("content", list), "content")
+    fields = Fields(body, "")
+    id, model = fields.take("id", str, ""), fields.take("model", str, "")
+    parts, _ = parse_blocks(fields.need("content", list), "content")
     citations.lift(parts)
-    reason = ANTHROPIC.get(said.take("stop_reason", str, "end_turn"), "stop")
-    details = said.take("stop_details", dict)
+    reason = ANTHROPIC.get(fields.take("stop_reason", str, "end_turn"), "stop")
+    details = fields.take("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):
         parts.append(Refusal(details["explanation"]))
-    choice = Choice(parts, reason, said.take("stop_sequence", str))
-    changes.reply_left(said.left, _IDLE)
+    choice = Choice(parts, reason, fields.take("stop_sequence", str))
+    changes.reply_left(fields.left, _IDLE)
     return Answer("anthropic", id, model, [choice], usage=Usage.found("anthropic", body))
 
 
-def render(answer: Answer, asked: Asked) -> Json:
+def render(answer: Answer, context: Asked) -> Json:
     if not answer.choices:
-        raise Broken("the reply has no answer in it")
-    asked.name(answer)
+        raise Broken("the provider's reply has no choices")
+    context.name(answer)
     choice = answer.choices[0]
     stop_reason, stop_sequence = rendered_stop(choice.reason or "stop", choice.stop_sequence, _refuses(choice.parts))
     return {
@@ -50,7 +50,7 @@ def render(answer: Answer, asked: Asked) -> Json:
 
 
 def rendered_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tuple[str, str | None]:
-    """A stop sequence that is not known is not told as one."""
+    """Return stop_reason and stop_sequence; a stop at an unknown sequence is reported as end_turn."""
     if refuses:
         return "refusal", None
     if reason == "stop_sequence" and stop_sequence is None:

@@ -1,4 +1,4 @@
-"""What Anthropic calls things."""
+"""Field names of Anthropic's Messages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WORDS = Words(
     message="messages[]",
     part="content[]",
     vital={
-        "container": "leave it out",
-        "mcp_servers": "leave them out",
-        "compaction": "send the conversation as it was",
+        "container": "remove it",
+        "mcp_servers": "remove them",
+        "compaction": "send the uncompacted conversation",
     },
 )

@@ -1,4 +1,4 @@
-"""Deltas as the events of a streamed message of Anthropic's.
+"""Renders deltas as the events of a streamed Anthropic message.
 
 message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
 """
@@ -23,15 +23,15 @@ _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","inde
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
         self._opened: deltas.Opened | None = None
         self._begun = False
-        self._index = -1  # of the last block
-        self._kind = ""  # of the open one; "": none is
-        self._slot = -1  # of the open call
-        self._signed = False  # the open thinking
-        self._cited: set[bytes] = set()  # by the open text
+        self._index = -1  # index of the last block
+        self._kind = ""  # type of the open block, "" if none is open
+        self._slot = -1  # slot of the open tool call
+        self._signed = False  # whether the open thinking block has its signature
+        self._cited: set[bytes] = set()  # citations of the open text block
         self._refused = False
         self._finished: deltas.Finished | None = None
         self._usage = Usage()
@@ -42,7 +42,7 @@ class Writer:
                 return self._grow("text", _TEXT, delta.text)
             case deltas.ToolPiece():
                 if self._kind != "tool_use" or delta.slot != self._slot:
-                    raise Broken("the pieces of several calls are mixed")
+                    raise Broken("the stream interleaves the arguments of several tool calls")
                 return _DELTA % (self._index, _JSON, sse.dumps(delta.text))
             case deltas.ThinkingPiece():
                 return self._grow("thinking", _THOUGHT, delta.text)
@@ -58,7 +58,7 @@ class Writer:
             case deltas.Cited():
                 return self._cite(delta.citation)
             case deltas.Opened():
-                assert self._opened is None, "a stream begins once"
+                assert self._opened is None, "a stream has one start"
                 self._asked.name(delta)
                 self._opened = delta
             case deltas.Counted():
@@ -80,7 +80,7 @@ class Writer:
         return before + _DELTA % (self._index, piece, sse.dumps(text))
 
     def _seal(self, sealed: deltas.Sealed) -> bytes:
-        """The open thinking is signed; where there is none, an empty one carries the signature."""
+        """Add the signature to the open thinking block, or open an empty one for it."""
         if sealed.redacted:
             block = {"type": "redacted_thinking", "data": sealed.seal}
             return self._open("redacted_thinking", block) + self._close()
@@ -92,17 +92,20 @@ class Writer:
         return before + _DELTA % (self._index, b'"signature_delta","signature":', sse.dumps(signature))
 
     def _cite(self, citation: Citation) -> bytes:
-        """The open text rests on it, and what comes then does not. There is no way to tell it of a closed one."""
-        said = sse.dumps(render(citation))
-        if self._kind != "text" or said in self._cited:
+        """Add the citation to the open text block; drop it if none is open.
+
+        Later text goes into a new block, because a citation refers to the whole block.
+        """
+        rendered = sse.dumps(render(citation))
+        if self._kind != "text" or rendered in self._cited:
             return b""
-        self._cited.add(said)
-        return _DELTA % (self._index, b'"citations_delta","citation":', said)
+        self._cited.add(rendered)
+        return _DELTA % (self._index, b'"citations_delta","citation":', rendered)
 
     def _start(self) -> bytes:
         if self._begun:
             return b""
-        assert self._opened is not None, "a stream is opened before its first piece"
+        assert self._opened is not None, "a stream starts before its first content"
         self._begun = True
         message: Json = {
             "id": self._opened.id,
@@ -130,7 +133,7 @@ class Writer:
         return sse.event("content_block_stop", {"type": "content_block_stop", "index": self._index})
 
     def _end(self) -> bytes:
-        assert self._finished is not None and not self._kind, "a stream finishes before it ends"
+        assert self._finished is not None and not self._kind, "a finish reason precedes the end of the stream"
         reason, sequence = rendered_stop(self._finished.reason, self._finished.stop_sequence, self._refused)
         stop = {"stop_reason": reason, "stop_sequence": sequence}
         event = {"type": "message_delta", "delta": stop, "usage": counts.anthropic(self._usage)}

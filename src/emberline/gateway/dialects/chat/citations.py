@@ -1,4 +1,4 @@
-"""The citations of OpenAI's chat: annotations of a message, whose places are characters of its one text."""
+"""Citations in Chat Completions: annotations of a message, with character offsets in its text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from emberline.gateway.dialects.inner import Citation, Json, Message, Part, Text
 
 def parse(raw: object) -> Citation | None:
     match raw:
-        case {"type": "url_citation", "url_citation": dict(said)}:
-            return page(said)
+        case {"type": "url_citation", "url_citation": dict(data)}:
+            return page(data)
     return None
 
 
-def page(said: Mapping[Any, Any]) -> Citation | None:
-    """What both of OpenAI's dialects say of one; `content` is OpenRouter's."""
-    url, start, end = said.get("url"), said.get("start_index"), said.get("end_index")
+def page(data: Mapping[Any, Any]) -> Citation | None:
+    """Parse the fields that Chat Completions and Responses share; `content` is OpenRouter's addition."""
+    url, start, end = data.get("url"), data.get("start_index"), data.get("end_index")
     if not isinstance(url, str):
         return None
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
         start = end = 0
-    return Citation(url, text_of(said, "title"), text_of(said, "content"), start, end)
+    return Citation(url, text_of(data, "title"), text_of(data, "content"), start, end)
 
 
 def lift(message: Message) -> None:
@@ -31,8 +31,8 @@ def lift(message: Message) -> None:
 
 
 def told(citation: Citation) -> Json:
-    place = {"start_index": citation.start, "end_index": citation.end}
-    return {**place, "url": citation.url, "title": citation.title}
+    segment = {"start_index": citation.start, "end_index": citation.end}
+    return {**segment, "url": citation.url, "title": citation.title}
 
 
 def render(citation: Citation) -> Json:
@@ -40,11 +40,11 @@ def render(citation: Citation) -> Json:
 
 
 def render_all(parts: Iterable[Part]) -> list[Json]:
-    """Those of all texts, as of one."""
-    made: list[Json] = []
+    """Return the annotations of all text parts, with offsets in the joined text."""
+    result: list[Json] = []
     begin = 0
     for part in parts:
         if isinstance(part, Text):
-            made += [render(citation.moved(begin)) for citation in part.citations]
+            result += [render(citation.moved(begin)) for citation in part.citations]
             begin += len(part.text)
-    return made
+    return result

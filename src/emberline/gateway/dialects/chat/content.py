@@ -1,4 +1,4 @@
-"""The messages of a chat request, and the inner form's."""
+"""Converts chat messages to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -23,86 +23,88 @@ _FORMATS = {"audio/wav": "wav", "audio/x-wav": "wav", "audio/mp3": "mp3", "audio
 
 
 def parse_message(raw: object, path: str) -> Message:
-    said = Fields(raw, path)
-    match said.need("role", str):
+    fields = Fields(raw, path)
+    match fields.need("role", str):
         case "system" | "developer" | "user" as role:
-            parts, shape = _content(said)
-            return Message(role, parts, shape, said.left)
+            parts, shape = _content(fields)
+            return Message(role, parts, shape, fields.left)
         case "assistant":
-            return parse_assistant(said)
+            return parse_assistant(fields)
         case "tool":
-            id = said.need("tool_call_id", str)
-            parts, shape = _content(said)
-            return Message("tool", [ToolResult(id, parts, shape=shape)], shape, said.left)
+            id = fields.need("tool_call_id", str)
+            parts, shape = _content(fields)
+            return Message("tool", [ToolResult(id, parts, shape=shape)], shape, fields.left)
         case "function":
-            return Message("tool", [Opaque("function", dict(said.left))])
+            return Message("tool", [Opaque("function", dict(fields.left))])
         case role:
             raise unknown(role, f"{path}.role", "system, developer, user, assistant, tool")
 
 
-def parse_assistant(said: Fields) -> Message:
-    """An assistant's message, of a request or of a reply."""
+def parse_assistant(fields: Fields) -> Message:
+    """Parse an assistant's message of a request or of a reply."""
     parts: list[Part] = []
     for name in ("reasoning_content", "reasoning"):
-        if isinstance(said.left.get(name), str) and not parts:
+        if isinstance(fields.left.get(name), str) and not parts:
             extra = {"type": name} if name == "reasoning" else {}
-            parts.append(Thinking(said.left.pop(name), "openai-chat", extra=extra))
-    content, shape = _content(said)
+            parts.append(Thinking(fields.left.pop(name), "openai-chat", extra=extra))
+    content, shape = _content(fields)
     parts += content
-    if (refusal := said.take("refusal", str)) is not None:
+    if (refusal := fields.take("refusal", str)) is not None:
         parts.append(Refusal(refusal))
-    parts += said.each("tool_calls", _parse_call)
-    return Message("assistant", parts, shape, said.left)
+    parts += fields.each("tool_calls", _parse_call)
+    return Message("assistant", parts, shape, fields.left)
 
 
 def _parse_call(raw: object, path: str) -> Part:
-    said = Fields(raw, path)
-    if said.left.get("type", "function") != "function":
-        return Opaque("custom", said.left)
-    said.left.pop("type", None)
-    id = said.take("id", str, "")
-    function = Fields(said.need("function", dict), f"{path}.function")
+    fields = Fields(raw, path)
+    if fields.left.get("type", "function") != "function":
+        return Opaque("custom", fields.left)
+    fields.left.pop("type", None)
+    id = fields.take("id", str, "")
+    function = Fields(fields.need("function", dict), f"{path}.function")
     name, arguments = function.need("name", str), function.take("arguments", str, "")
-    return ToolCall(id, name, arguments, {**said.left, **({"function": function.left} if function.left else {})})
+    return ToolCall(id, name, arguments, {**fields.left, **({"function": function.left} if function.left else {})})
 
 
-def _content(said: Fields) -> tuple[list[Part], str]:
-    if "content" not in said.left:
+def _content(fields: Fields) -> tuple[list[Part], str]:
+    if "content" not in fields.left:
         return [], "absent"
-    match said.left.pop("content"):
+    match fields.left.pop("content"):
         case None:
             return [], "null"
         case "":
             return [], "text"
         case content:
-            return parse_content(content, said.at("content"), _parse_part)
+            return parse_content(content, fields.at("content"), _parse_part)
 
 
 def _parse_part(raw: object, path: str) -> Part:
-    said = Fields(raw, path)
-    kind = said.need("type", str)
+    fields = Fields(raw, path)
+    kind = fields.need("type", str)
     match kind:
         case "text":
-            return Text(said.need("text", str), said.left)
+            return Text(fields.need("text", str), fields.left)
         case "refusal":
-            return Refusal(said.need("refusal", str), {"type": kind, **said.left})  # beside the text, not in its place
+            return Refusal(
+                fields.need("refusal", str), {"type": kind, **fields.left}
+            )  # `extra` marks a refusal within the content list
         case "image_url":
-            image = Fields(said.need("image_url", dict), f"{path}.image_url")
+            image = Fields(fields.need("image_url", dict), f"{path}.image_url")
             url, detail = image.need("url", str), image.take("detail", str)
             mime, data = split_data_url(url) or ("", "")
-            return Image("" if data else url, data, mime, detail=detail, extra=_with_inner(said, image, kind))
+            return Image("" if data else url, data, mime, detail=detail, extra=_with_inner(fields, image, kind))
         case "input_audio":
-            audio = Fields(said.need("input_audio", dict), f"{path}.input_audio")
+            audio = Fields(fields.need("input_audio", dict), f"{path}.input_audio")
             data, mime = audio.need("data", str), f"audio/{audio.need('format', str)}"
-            return Audio(data, mime, _with_inner(said, audio, kind))
+            return Audio(data, mime, _with_inner(fields, audio, kind))
         case "file":
-            return _parse_file(said, Fields(said.need("file", dict), f"{path}.file"))
+            return _parse_file(fields, Fields(fields.need("file", dict), f"{path}.file"))
         case _:
-            return Opaque(kind, said.whole)
+            return Opaque(kind, fields.whole)
 
 
 def thought_of(row: Json) -> str:
-    """The text of a part of Mistral's thinking; "" if it is none."""
+    """Return the text of a Mistral thinking part, "" for any other part."""
     rows = row.get("thinking")
     if row.get("type") != "thinking" or not isinstance(rows, list):
         return ""
@@ -110,19 +112,19 @@ def thought_of(row: Json) -> str:
 
 
 def _with_inner(outer: Fields, inner: Fields, kind: str) -> Json:
-    """What is left of a part and of the object in it."""
+    """Return the unread fields of a part and of the object nested in it."""
     return {**outer.left, kind: inner.left} if inner.left else outer.left
 
 
-def _parse_file(said: Fields, file: Fields) -> File:
+def _parse_file(fields: Fields, file: Fields) -> File:
     given = file.take("file_data", str, "")
     mime, data = split_data_url(given) or ("", given)
     file_id, name = file.take("file_id", str, ""), file.take("filename", str, "")
-    return File(data=data, mime=mime, file_id=file_id, name=name, extra=_with_inner(said, file, "file"))
+    return File(data=data, mime=mime, file_id=file_id, name=name, extra=_with_inner(fields, file, "file"))
 
 
 def render_message(message: Message) -> list[Json]:
-    """Results of tools are messages of their own, before what else the user says."""
+    """Return the chat messages for a canonical one: first its tool results, then the rest."""
     if message.role == "assistant":
         return [render_assistant(message)]
     rows = [row for part in message.parts if (row := _render_result(part, message))]
@@ -143,25 +145,25 @@ def _render_result(part: Part, message: Message) -> Json | None:
 
 
 def render_assistant(message: Message) -> Json:
-    made: Json = {"role": "assistant"}
-    made |= _with_content([part for part in message.parts if _is_content(part)], message.shape)
+    result: Json = {"role": "assistant"}
+    result |= _with_content([part for part in message.parts if _is_content(part)], message.shape)
     calls = []
     for part in message.parts:
         match part:
             case Thinking():
                 name = part.extra.get("type", "reasoning_content")
-                made[name] = made.get(name, "") + part.text
+                result[name] = result.get(name, "") + part.text
             case Refusal() if not part.extra:
-                made["refusal"] = part.text
+                result["refusal"] = part.text
             case ToolCall():
                 calls.append(render_call(part))
             case Opaque(kind="custom"):
                 calls.append(part.raw)
     if calls:
-        made["tool_calls"] = calls
-        if not made.get("content") and message.shape == "auto":
-            made["content"] = None
-    return {**made, **message.extra}
+        result["tool_calls"] = calls
+        if not result.get("content") and message.shape == "auto":
+            result["content"] = None
+    return {**result, **message.extra}
 
 
 def _is_content(part: Part) -> bool:
@@ -175,15 +177,15 @@ def render_call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", **call.extra, "function": function}
 
 
-def google_extra(seal: str) -> Json:
-    """Where Google's own chat endpoint puts the signature of a call's thinking."""
-    return {"extra_content": {"google": {"thought_signature": seal}}} if seal else {}
+def google_extra(signature: str) -> Json:
+    """Return the field for a tool call's signature in Google's OpenAI-compatible API."""
+    return {"extra_content": {"google": {"thought_signature": signature}}} if signature else {}
 
 
 def google_seal(call: ToolCall) -> str:
     match call.extra.get("extra_content"):
-        case {"google": {"thought_signature": str(seal)}}:
-            return seal
+        case {"google": {"thought_signature": str(signature)}}:
+            return signature
     return ""
 
 
@@ -195,7 +197,7 @@ def _with_content(parts: list[Part], shape: str) -> Json:
     texts = [part.text for part in parts if isinstance(part, Text)]
     if shape != "list" and len(texts) == len(parts) <= 1:
         return {"content": "".join(texts)}
-    return {"content": [made for part in parts if (made := _render_part(part)) is not None]}
+    return {"content": [result for part in parts if (result := _render_part(part)) is not None]}
 
 
 def _render_part(part: Part) -> Json | None:
@@ -224,11 +226,11 @@ def _nested(kind: str, inner: Json, extra: Json) -> Json:
 
 
 def _render_file(file: File) -> Json:
-    made: Json = {}
+    result: Json = {}
     if file.data:
-        made["file_data"] = data_url(file.mime, file.data) if file.mime else file.data
+        result["file_data"] = data_url(file.mime, file.data) if file.mime else file.data
     if file.file_id:
-        made["file_id"] = file.file_id
+        result["file_id"] = file.file_id
     if file.name:
-        made["filename"] = file.name
-    return made
+        result["filename"] = file.name
+    return result

@@ -1,4 +1,4 @@
-"""The chunks of a streamed chat completion, as deltas."""
+"""Parses the chunks of a streamed chat completion into deltas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Call(msgspec.Struct):
 
 
 class _Piece(msgspec.Struct):
-    content: str | list[Json] | None = None  # Mistral's thinking is a list
+    content: str | list[Json] | None = None  # a list for Mistral's thinking
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -76,46 +76,48 @@ class Reader:
         chunk = _EVENTS.decode(event)
         if chunk.error is not None:
             raise raised({"error": chunk.error})
-        if not self._opened and (chunk.id or chunk.choices):  # Azure begins with its filters' results
+        if not self._opened and (chunk.id or chunk.choices):  # Azure first sends a chunk with filter results
             self._opened = True
             yield deltas.Opened(chunk.id or "", chunk.model or "", int(chunk.created or 0))
         for choice in chunk.choices or ():
             if choice.delta is not None:
                 yield from self._piece(choice, choice.delta)
             if choice.finish_reason == "error":
-                raise Broken("the provider ended its answer with an error")
+                raise Broken(f"the provider finished choice {choice.index} with finish_reason 'error'")
             if choice.finish_reason is not None and choice.index not in self._finished:
                 self._finished.add(choice.index)
                 reason = CHAT.get(choice.finish_reason, "stop")
                 if reason == "stop" and self._calls.get(choice.index):
-                    reason = "tool_calls"  # some say stop
+                    reason = "tool_calls"  # some providers send "stop"
                 yield deltas.Finished(reason, choice=choice.index)
-        said = chunk.usage or (chunk.x_groq or {}).get("usage")
-        if said and (usage := Usage.read("openai-chat", said)):
+        decoded = chunk.usage or (chunk.x_groq or {}).get("usage")
+        if decoded and (usage := Usage.read("openai-chat", decoded)):
             yield deltas.Counted(usage)
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
     def _piece(self, choice: _Choice, piece: _Piece) -> Iterator[deltas.Delta]:
-        at = choice.index
+        choice_index = choice.index
         if isinstance(piece.content, str):
             if piece.content:
-                yield deltas.TextPiece(piece.content, at, choice.logprobs.content if choice.logprobs else None)
+                yield deltas.TextPiece(
+                    piece.content, choice_index, choice.logprobs.content if choice.logprobs else None
+                )
         elif piece.content:
             for row in piece.content:
                 if text := thought_of(row):
-                    yield deltas.ThinkingPiece(text, at)
-                elif isinstance(said := row.get("text"), str):
-                    yield deltas.TextPiece(said, at)
+                    yield deltas.ThinkingPiece(text, choice_index)
+                elif isinstance(decoded := row.get("text"), str):
+                    yield deltas.TextPiece(decoded, choice_index)
         if thought := piece.reasoning_content or piece.reasoning:
-            yield deltas.ThinkingPiece(thought, at)
+            yield deltas.ThinkingPiece(thought, choice_index)
         if piece.refusal:
-            yield deltas.RefusalPiece(piece.refusal, at)
+            yield deltas.RefusalPiece(piece.refusal, choice_index)
         for call in piece.tool_calls or ():
-            yield from self._call(at, call)
-        if piece.annotations and at not in self._finished:
-            yield from (deltas.Cited(citation, at) for citation in known(piece.annotations, citations.parse))
+            yield from self._call(choice_index, call)
+        if piece.annotations and choice_index not in self._finished:
+            yield from (deltas.Cited(citation, choice_index) for citation in known(piece.annotations, citations.parse))
 
     def _call(self, choice: int, call: _Call) -> Iterator[deltas.Delta]:
         slots = self._calls.setdefault(choice, [])
@@ -123,7 +125,7 @@ class Reader:
         slot = self._slot(slots, call)
         if slot is None:
             if not function.name:
-                raise Broken("a call of the stream has no name")
+                raise Broken("a tool call of the stream has no function name")
             slot = len(slots)
             slots.append((slot if call.index is None else call.index, call.id or ""))
             yield deltas.ToolOpened(slot, call.id or f"call_{choice}_{slot}", function.name, choice)
@@ -132,7 +134,10 @@ class Reader:
 
     @staticmethod
     def _slot(slots: list[tuple[int, str]], call: _Call) -> int | None:
-        """Which call goes on; None: a new one. Some providers give every call the index 0, or none, and another id."""
+        """Return the slot of the tool call that continues, None for a new call.
+
+        Some providers send index 0 or no index for every call, and only the id differs.
+        """
         for slot in reversed(range(len(slots))):
             index, id = slots[slot]
             if call.index is not None and call.index != index:

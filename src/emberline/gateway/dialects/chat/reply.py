@@ -1,4 +1,4 @@
-"""A chat completion, and the inner form's Answer."""
+"""Converts an unstreamed chat completion to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _IDLE = ("object", "system_fingerprint", "service_tier", "usage", "metadata", "i
 
 
 def parse(body: Json, changes: Changes) -> Answer:
-    said = Fields(body, "")
-    id, model, created = said.take("id", str, ""), said.take("model", str, ""), said.take("created", float, 0)
-    choices = each(said.need("choices", list), "choices", partial(_parse_choice, changes=changes))
-    changes.reply_left(said.left, _IDLE)
+    fields = Fields(body, "")
+    id, model, created = fields.take("id", str, ""), fields.take("model", str, ""), fields.take("created", float, 0)
+    choices = each(fields.need("choices", list), "choices", partial(_parse_choice, changes=changes))
+    changes.reply_left(fields.left, _IDLE)
     return Answer("openai-chat", id, model, choices, int(created), Usage.found("openai-chat", body))
 
 
 def _parse_choice(raw: object, path: str, changes: Changes) -> Choice:
-    said = Fields(raw, path)
-    message = parse_assistant(Fields(said.need("message", dict), f"{path}.message"))
+    fields = Fields(raw, path)
+    message = parse_assistant(Fields(fields.need("message", dict), f"{path}.message"))
     citations.lift(message)
-    for at, part in enumerate(message.parts):
+    for index, part in enumerate(message.parts):
         if isinstance(part, Opaque) and (thought := thought_of(part.raw)):
-            message.parts[at] = Thinking(thought, "openai-chat")
-    reason = CHAT.get(said.take("finish_reason", str, "stop"), "stop")
-    logprobs = said.take("logprobs", dict)
+            message.parts[index] = Thinking(thought, "openai-chat")
+    reason = CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
+    logprobs = fields.take("logprobs", dict)
     tokens = logprobs.get("content") if logprobs else None
     changes.reply_left(message.extra, _IDLE)
-    changes.reply_left(said.left, _IDLE)
+    changes.reply_left(fields.left, _IDLE)
     return Choice(message.parts, settled(reason, message.parts), logprobs=tokens)
 
 
-def render(answer: Answer, asked: Asked) -> Json:
-    asked.name(answer)
+def render(answer: Answer, context: Asked) -> Json:
+    context.name(answer)
     body: Json = {
         "id": answer.id,
         "object": "chat.completion",
         "created": answer.created,
         "model": answer.model,
-        "choices": [_render_choice(at, choice) for at, choice in enumerate(answer.choices)],
+        "choices": [_render_choice(index, choice) for index, choice in enumerate(answer.choices)],
     }
     if answer.usage is not None:
         body["usage"] = counts.chat(answer.usage)
@@ -61,22 +61,22 @@ def _render_choice(index: int, choice: Choice) -> Json:
 
 
 def _message(parts: list[Part]) -> Json:
-    """A reply's content is one text; thinking, refusals and calls have their own places."""
+    """Render a choice: text joined in `content`; reasoning, refusal and calls in separate fields."""
     texts, thoughts, refusals = ["".join(p.text for p in parts if isinstance(p, k)) for k in (Text, Thinking, Refusal)]
     calls: list[Json] = []
-    seal = ""
+    signature = ""
     for part in parts:
         if isinstance(part, Thinking) and part.family == "gemini":
-            seal = part.seal
+            signature = part.seal
         elif isinstance(part, ToolCall):
-            calls.append(render_call(part) | google_extra(seal))
-            seal = ""
-    made: Json = {"role": "assistant", "content": texts or (None if calls or refusals else "")}
-    made["refusal"] = refusals or None
+            calls.append(render_call(part) | google_extra(signature))
+            signature = ""
+    result: Json = {"role": "assistant", "content": texts or (None if calls or refusals else "")}
+    result["refusal"] = refusals or None
     if thoughts:
-        made["reasoning_content"] = thoughts
+        result["reasoning_content"] = thoughts
     if calls:
-        made["tool_calls"] = calls
+        result["tool_calls"] = calls
     if annotations := citations.render_all(parts):
-        made["annotations"] = annotations
-    return made
+        result["annotations"] = annotations
+    return result

@@ -1,4 +1,4 @@
-"""A chat completion's request, and the inner form's Conversation."""
+"""Converts a chat completion request to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ _LIMITS = ("max_completion_tokens", "max_tokens")
 
 
 def parse(body: Json) -> Conversation:
-    said = Fields(body, "")
-    asked = Conversation("openai-chat", said.take("model", str, ""))
-    asked.messages = each(said.need("messages", list), "messages", parse_message)
-    WORDS.take(said, asked)
+    fields = Fields(body, "")
+    request = Conversation("openai-chat", fields.take("model", str, ""))
+    request.messages = each(fields.need("messages", list), "messages", parse_message)
+    WORDS.take(fields, request)
     for name in reversed(_LIMITS):
-        if (limit := said.take(name, int)) is not None:
-            asked.max_output = asked.kept[name] = limit
-    if (stop := said.left.get("stop")) is not None:
-        asked.stop = [said.take("stop", str, "")] if isinstance(stop, str) else said.texts("stop")
-        asked.kept["stop"] = stop
-    if (shown := said.take("logprobs", bool)) is not None:
-        asked.kept["logprobs"] = shown
+        if (limit := fields.take(name, int)) is not None:
+            request.max_output = request.kept[name] = limit
+    if (stop := fields.left.get("stop")) is not None:
+        request.stop = [fields.take("stop", str, "")] if isinstance(stop, str) else fields.texts("stop")
+        request.kept["stop"] = stop
+    if (shown := fields.take("logprobs", bool)) is not None:
+        request.kept["logprobs"] = shown
         if shown:
-            asked.logprobs = said.take("top_logprobs", int)
-            asked.kept |= {} if asked.logprobs is None else {"top_logprobs": asked.logprobs}
-            asked.logprobs = asked.logprobs or 0
-    if (options := said.take("stream_options", dict)) is not None:
-        asked.include_usage = bool(options.get("include_usage"))
-        asked.keep("stream_options", options, read=("include_usage",))
-    if (effort := said.take("reasoning_effort", str)) is not None:
-        asked.reasoning = Reasoning(parse_effort(effort, "reasoning_effort"))
-    parse_tools(said, asked, _parse_tool)
-    if (form := said.take("response_format", dict)) is not None:
-        asked.response_format = _parse_format(form)
-        asked.kept["response_format"] = form
-    asked.extra = said.left
-    return asked
+            request.logprobs = fields.take("top_logprobs", int)
+            request.kept |= {} if request.logprobs is None else {"top_logprobs": request.logprobs}
+            request.logprobs = request.logprobs or 0
+    if (options := fields.take("stream_options", dict)) is not None:
+        request.include_usage = bool(options.get("include_usage"))
+        request.keep("stream_options", options, read=("include_usage",))
+    if (effort := fields.take("reasoning_effort", str)) is not None:
+        request.reasoning = Reasoning(parse_effort(effort, "reasoning_effort"))
+    parse_tools(fields, request, _parse_tool)
+    if (response_format := fields.take("response_format", dict)) is not None:
+        request.response_format = _parse_format(response_format)
+        request.kept["response_format"] = response_format
+    request.extra = fields.left
+    return request
 
 
 def parse_effort(effort: str, path: str) -> Effort:
@@ -66,21 +66,21 @@ def parse_effort(effort: str, path: str) -> Effort:
     raise unknown(effort, path, ", ".join(EFFORTS))
 
 
-def parse_tools(said: Fields, asked: Conversation, parse_tool: Parse[Tool | Opaque]) -> None:
-    asked.tools = said.each("tools", parse_tool)
-    if (choice := said.raw("tool_choice")) is not None:
-        asked.tool_choice = parse_choice(choice)
-        asked.kept["tool_choice"] = choice
+def parse_tools(fields: Fields, request: Conversation, parse_tool: Parse[Tool | Opaque]) -> None:
+    request.tools = fields.each("tools", parse_tool)
+    if (choice := fields.raw("tool_choice")) is not None:
+        request.tool_choice = parse_choice(choice)
+        request.kept["tool_choice"] = choice
 
 
 def _parse_tool(raw: object, path: str) -> Tool | Opaque:
-    said = Fields(raw, path)
-    kind = said.take("type", str, "function")
+    fields = Fields(raw, path)
+    kind = fields.take("type", str, "function")
     if kind != "function":
-        return Opaque(kind, said.whole)
-    function = Fields(said.need("function", dict), f"{path}.function")
-    name, about = function.need("name", str), function.take("description", str)
-    tool = Tool(name, about, function.take("parameters", dict), function.take("strict", bool), said.left)
+        return Opaque(kind, fields.whole)
+    function = Fields(fields.need("function", dict), f"{path}.function")
+    name, description = function.need("name", str), function.take("description", str)
+    tool = Tool(name, description, function.take("parameters", dict), function.take("strict", bool), fields.left)
     if function.left:
         tool.extra["function"] = function.left
     return tool
@@ -110,81 +110,81 @@ def _parse_format(raw: Json) -> ResponseFormat:
             return ResponseFormat("text")
         case {"type": "json_object"}:
             return ResponseFormat("json")
-        case {"type": "json_schema", "json_schema": dict(form)}:
-            said = Fields(form, "response_format.json_schema")
-            schema, name = said.take("schema", dict), said.take("name", str, "")
-            return ResponseFormat("schema", schema, name, said.take("strict", bool), said.take("description", str))
+        case {"type": "json_schema", "json_schema": dict(response_format)}:
+            fields = Fields(response_format, "response_format.json_schema")
+            schema, name = fields.take("schema", dict), fields.take("name", str, "")
+            return ResponseFormat("schema", schema, name, fields.take("strict", bool), fields.take("description", str))
     raise unknown(raw.get("type"), "response_format.type", "text, json_object, json_schema")
 
 
-def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
-    own = asked.dialect == "openai-chat"
-    messages = asked.messages if own else _fit_results(merged(asked.messages, roles=("assistant",)), changes)
+def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+    own = request.dialect == "openai-chat"
+    messages = request.messages if own else _fit_results(merged(request.messages, roles=("assistant",)), changes)
     rows = [row for message in messages for row in render_message(message)]
-    if asked.system:
-        rows = [*render_message(Message("system", asked.system, "auto")), *rows]
-    body: Json = {"model": to.model or asked.model, "messages": rows}
+    if request.system:
+        rows = [*render_message(Message("system", request.system, "auto")), *rows]
+    body: Json = {"model": target_model.model or request.model, "messages": rows}
     if not own:
-        changes.dropped(asked.top_k, "top_k", "openai-chat")
-        asked.top_k = None
-        if not asked.tools:
-            asked.parallel_tools = None  # which is refused where there are none to call
-    body |= WORDS.said(asked)
-    if asked.tools:
-        body["tools"] = [_render_tool(tool) for tool in asked.tools]
+        changes.dropped(request.top_k, "top_k", "openai-chat")
+        request.top_k = None
+        if not request.tools:
+            request.parallel_tools = None  # OpenAI rejects the field if there are no tools
+    body |= WORDS.said(request)
+    if request.tools:
+        body["tools"] = [_render_tool(tool) for tool in request.tools]
     if own:
-        body |= {} if asked.reasoning is None else {"reasoning_effort": asked.reasoning.effort}
-        return {**body, **asked.kept, **asked.extra}
-    if asked.max_output is not None:
-        body[to.max_tokens_name] = asked.max_output
-    if asked.stop:
-        body["stop"] = asked.stop
-    if asked.logprobs is not None:
-        body |= {"logprobs": True, "top_logprobs": asked.logprobs}
-    if asked.stream:
-        body["stream_options"] = {"include_usage": True}  # what is not asked for is not passed on
-    if asked.tool_choice and asked.tools:
-        body["tool_choice"] = _render_choice(asked.tool_choice)
-    if asked.response_format:
-        body["response_format"] = _render_format(asked.response_format)
-    if asked.reasoning:
-        body |= _render_effort(asked.reasoning, to, changes)
-    if asked.dialect in OPENAI:
-        body |= {name: value for name, value in asked.extra.items() if name in OPENAI_SHARED}
+        body |= {} if request.reasoning is None else {"reasoning_effort": request.reasoning.effort}
+        return {**body, **request.kept, **request.extra}
+    if request.max_output is not None:
+        body[target_model.max_tokens_name] = request.max_output
+    if request.stop:
+        body["stop"] = request.stop
+    if request.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": request.logprobs}
+    if request.stream:
+        body["stream_options"] = {"include_usage": True}  # not passed on to a client that did not request it
+    if request.tool_choice and request.tools:
+        body["tool_choice"] = _render_choice(request.tool_choice)
+    if request.response_format:
+        body["response_format"] = _render_format(request.response_format)
+    if request.reasoning:
+        body |= _render_effort(request.reasoning, target_model, changes)
+    if request.dialect in OPENAI:
+        body |= {name: value for name, value in request.extra.items() if name in OPENAI_SHARED}
     return body
 
 
 def _fit_results(messages: list[Message], changes: Changes) -> list[Message]:
-    """Results of tools are text in chat: what else is in them, the user says after them."""
+    """Move images and files out of tool results into the user's message: chat allows only text there."""
     for message in messages:
         shown: list[Part] = []
         for part in message.parts:
             if isinstance(part, ToolResult) and not all(isinstance(inner, Text) for inner in part.parts):
                 shown += [inner for inner in part.parts if not isinstance(inner, Text)]
                 part.parts = [inner for inner in part.parts if isinstance(inner, Text)]
-                changes.say("messages", "pictures in results of tools are said by the user", within=".tool_result")
+                changes.say("messages", "media in tool results was moved to a user message", within=".tool_result")
         message.parts += shown
     return messages
 
 
-def _render_effort(reasoning: Reasoning, to: Recipient, changes: Changes) -> Json:
-    effort = rendered_effort(reasoning, to, changes)
+def _render_effort(reasoning: Reasoning, target_model: Recipient, changes: Changes) -> Json:
+    effort = rendered_effort(reasoning, target_model, changes)
     if reasoning.effort is None and reasoning.budget is None:
-        changes.say("reasoning", "chat knows only an effort")
+        changes.say("reasoning", "chat has only an effort level")
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def rendered_effort(reasoning: Reasoning, to: Recipient, changes: Changes) -> Effort | None:
-    effort, known = reasoning.effort, to.gpt_efforts
+def rendered_effort(reasoning: Reasoning, target_model: Recipient, changes: Changes) -> Effort | None:
+    effort, known = reasoning.effort, target_model.gpt_efforts
     if known == ():
-        changes.say("reasoning", "this model does not think")
+        changes.say("reasoning", "this model has no reasoning")
         return None
     if effort is None and reasoning.budget is not None:
         effort = effort_of(reasoning.budget)
-        changes.say("reasoning", f"a budget of {reasoning.budget} tokens was asked for as effort {effort}")
+        changes.say("reasoning", f"a budget of {reasoning.budget} tokens was replaced by effort {effort}")
     if effort is None or known is None or effort in known:
         return effort
-    changes.say("reasoning", f"effort {effort} was asked for as {nearest(effort, known)}")
+    changes.say("reasoning", f"effort {effort} was replaced by {nearest(effort, known)}")
     return nearest(effort, known)
 
 
@@ -206,10 +206,10 @@ def _render_choice(choice: ToolChoice) -> str | Json:
     return choice.mode
 
 
-def _render_format(form: ResponseFormat) -> Json:
-    if form.kind != "schema":
-        return {"type": "text" if form.kind == "text" else "json_object"}
-    schema: Json = {"name": form.name or "reply", "schema": form.schema}
-    schema |= {} if form.strict is None else {"strict": form.strict}
-    schema |= {} if form.description is None else {"description": form.description}
+def _render_format(response_format: ResponseFormat) -> Json:
+    if response_format.kind != "schema":
+        return {"type": "text" if response_format.kind == "text" else "json_object"}
+    schema: Json = {"name": response_format.name or "reply", "schema": response_format.schema}
+    schema |= {} if response_format.strict is None else {"strict": response_format.strict}
+    schema |= {} if response_format.description is None else {"description": response_format.description}
     return {"type": "json_schema", "json_schema": schema}

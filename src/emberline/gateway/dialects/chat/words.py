@@ -1,4 +1,4 @@
-"""What chat completions call things."""
+"""Field names of Chat Completions."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ WORDS = Words(
     },
     message="messages[]",
     part="content[]",
-    vital={"functions": "use tools", "function_call": "use tool_choice", "audio": "ask for text"},
+    vital={"functions": "use tools", "function_call": "use tool_choice", "audio": "request text output"},
 )

@@ -1,6 +1,6 @@
-"""Deltas as the chunks of a streamed chat completion.
+"""Renders deltas as the chunks of a streamed chat completion.
 
-Each choice's first chunk has the role, its last the finish_reason; usage, if asked for, comes in a chunk of its own.
+Each choice's first chunk has the role, its last the finish_reason; usage, if requested, comes in a separate chunk.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _PIECE = b',"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]},"l
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._head = b""  # of every chunk, up to the index of its choice
-        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
+        self._head = b""  # start of every chunk, up to the index of its choice
+        self._tail = b',"usage":null}\n\n' if context.include_usage else b"}\n\n"
         self._begun: set[int] = set()
-        self._seals: dict[int, str] = {}  # choice -> what Gemini signed the next call with
-        self._cited: dict[int, list[Json]] = {}  # choice -> what is told at its end, at once: clients join no lists
+        self._seals: dict[int, str] = {}  # choice -> Gemini's signature of the next tool call
+        self._cited: dict[
+            int, list[Json]
+        ] = {}  # choice -> annotations, sent once before its end: clients do not join lists of several chunks
         self._usage: Usage | None = None
 
     def push(self, delta: deltas.Delta) -> bytes:
@@ -65,16 +67,16 @@ class Writer:
         return sse.data(error_body(error, "openai-chat")) + sse.DONE
 
     def _open(self, opened: deltas.Opened) -> None:
-        assert not self._head, "a stream begins once"
+        assert not self._head, "a stream has one start"
         self._asked.name(opened)
-        names: Json = {"id": opened.id, "object": "chat.completion.chunk"}
-        names |= {"created": opened.created, "model": opened.model}
-        self._head = b"data: " + sse.dumps(names)[:-1] + b',"choices":'
+        identity: Json = {"id": opened.id, "object": "chat.completion.chunk"}
+        identity |= {"created": opened.created, "model": opened.model}
+        self._head = b"data: " + sse.dumps(identity)[:-1] + b',"choices":'
 
     def _chunk(self, choice: int, rest: bytes) -> bytes:
         if choice in self._begun:
             return b'%b[{"index":%d%b%b' % (self._head, choice, rest, self._tail)
-        assert self._head, "a stream is opened before its first piece"
+        assert self._head, "a stream starts before its first content"
         self._begun.add(choice)
         first = self._said({"role": "assistant", "content": ""})
         return self._chunk(choice, first) + self._chunk(choice, rest)

@@ -1,4 +1,4 @@
-"""The citations of Gemini's candidates: places in the text, in bytes of UTF-8, and the sources they rest on."""
+"""Citations in Gemini's candidates: segments of the text, in UTF-8 bytes, and their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 
 class Grounding:
-    """What one candidate tells of its sources, in one event or several: indices of chunks are of all of them."""
+    """Collects the grounding metadata of one candidate; chunk indices count over all events."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
@@ -18,35 +18,35 @@ class Grounding:
         self._recited: list[Any] = []
         self._left: Json = {}
 
-    def add(self, grounding: object, recited: object) -> None:
-        """`groundingMetadata` and `citationMetadata`."""
+    def add(self, grounding: object, citation_metadata: object) -> None:
+        """Add the values of `groundingMetadata` and `citationMetadata`."""
         if isinstance(grounding, dict):
-            told = {f"groundingMetadata.{name}": value for name, value in grounding.items()}
-            chunks = _rows(told.pop("groundingMetadata.groundingChunks", None))
-            anew = chunks[: len(self._chunks)] == self._chunks  # with all that was told before
+            fields = {f"groundingMetadata.{name}": value for name, value in grounding.items()}
+            chunks = _rows(fields.pop("groundingMetadata.groundingChunks", None))
+            anew = chunks[: len(self._chunks)] == self._chunks  # the event repeats all earlier chunks
             self._chunks = chunks if anew else self._chunks + chunks
-            self._supports += _rows(told.pop("groundingMetadata.groundingSupports", None))
-            self._left |= told
-        if isinstance(recited, dict):  # whose rows are called otherwise by Vertex
-            self._recited += _rows(recited.get("citationSources") or recited.get("citations"))
+            self._supports += _rows(fields.pop("groundingMetadata.groundingSupports", None))
+            self._left |= fields
+        if isinstance(citation_metadata, dict):  # Vertex AI calls the rows `citations`
+            self._recited += _rows(citation_metadata.get("citationSources") or citation_metadata.get("citations"))
 
     def citations(self, parts: Sequence[Part]) -> list[Citation]:
-        """Of the whole text of these parts."""
+        """Return the citations, with character offsets in the joined text of `parts`."""
         texts = [part.text.encode() if isinstance(part, Text) else b"" for part in parts]
-        whole = b"".join(texts)
-        made = []
-        for place, source in self._places():
-            part = _index(place, "partIndex")
-            begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream is one part here
-            start, end = [_characters(whole, begin + _index(place, name)) for name in ("startIndex", "endIndex")]
+        whole_text = b"".join(texts)
+        result = []
+        for segment, source in self._places():
+            part = _index(segment, "partIndex")
+            begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream's text is passed as one part
+            start, end = [_characters(whole_text, begin + _index(segment, name)) for name in ("startIndex", "endIndex")]
             quote = text_of(source, "text")
-            made.append(Citation(source["uri"], text_of(source, "title"), quote, start, max(start, end)))
-        return list(dict.fromkeys(made))
+            result.append(Citation(source["uri"], text_of(source, "title"), quote, start, max(start, end)))
+        return list(dict.fromkeys(result))
 
     def left(self) -> Json:
-        """What is in no citation."""
+        """Return the metadata that no citation uses."""
         used = [source for _, source in self._places()]
-        idle = [chunk for at, chunk in enumerate(self._chunks) if self._source(at) not in used]
+        idle = [chunk for index, chunk in enumerate(self._chunks) if self._source(index) not in used]
         nameless = [row for row in self._recited if row not in used]
         return self._left | {"groundingMetadata.groundingChunks": idle, "citationMetadata": nameless}
 
@@ -54,11 +54,11 @@ class Grounding:
         for support in self._supports:
             match support:
                 case {"segment": dict(segment), "groundingChunkIndices": list(indices)}:
-                    yield from ((segment, source) for at in indices if (source := self._source(at)) is not None)
+                    yield from ((segment, source) for index in indices if (source := self._source(index)) is not None)
         yield from ((row, row) for row in self._recited if isinstance(row, dict) and text_of(row, "uri"))
 
-    def _source(self, at: object) -> Json | None:
-        match self._chunks[at] if isinstance(at, int) and 0 <= at < len(self._chunks) else None:
+    def _source(self, index: object) -> Json | None:
+        match self._chunks[index] if isinstance(index, int) and 0 <= index < len(self._chunks) else None:
             case {"web": dict(source)} | {"retrievedContext": dict(source)} | {"maps": dict(source)}:
                 return source if text_of(source, "uri") else None
         return None
@@ -68,8 +68,8 @@ def _rows(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _index(said: Json, name: str) -> int:
-    value = said.get(name)
+def _index(data: Json, name: str) -> int:
+    value = data.get(name)
     return value if isinstance(value, int) and value > 0 else 0
 
 
@@ -78,16 +78,16 @@ def _characters(text: bytes, count: int) -> int:
 
 
 def render(texts: Iterable[tuple[int, Text]]) -> Json:
-    """Of texts and which parts they are: the field of the candidate, if any of them cites."""
+    """Return the candidate's groundingMetadata for (part index, text) pairs; {} without citations."""
     chunks: dict[tuple[str, str], int] = {}
     supports: dict[tuple[int, int, int], Json] = {}
     for part, text in texts:
-        for cited in text.citations:
-            start, end = [len(text.text[:at].encode()) for at in (cited.start, cited.end)]
-            words = text.text[cited.start : cited.end]
+        for citation in text.citations:
+            start, end = [len(text.text[:index].encode()) for index in (citation.start, citation.end)]
+            words = text.text[citation.start : citation.end]
             segment = {"partIndex": part, "startIndex": start, "endIndex": end, "text": words}
             support = supports.setdefault((part, start, end), {"segment": segment, "groundingChunkIndices": []})
-            chunk = chunks.setdefault((cited.url, cited.title), len(chunks))
+            chunk = chunks.setdefault((citation.url, citation.title), len(chunks))
             if chunk not in support["groundingChunkIndices"]:
                 support["groundingChunkIndices"].append(chunk)
     if not chunks:

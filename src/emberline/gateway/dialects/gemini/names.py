@@ -1,4 +1,4 @@
-"""Field names of Gemini's: its JSON may be written in camelCase, as we do, or in snake_case."""
+"""Normalises Gemini's field names: its API accepts camelCase and snake_case."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _UNDERSCORE = re.compile(r"_([a-z])")
 
 
 def camel(value: Any) -> Any:
-    """The same with names in camelCase; what is a caller's own data stays as it is."""
+    """Return the JSON value with field names in camelCase; the caller's own data stays unchanged."""
     if isinstance(value, list):
         return [camel(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    made = {}
+    result = {}
     for name, inner in value.items():
         name = _UNDERSCORE.sub(lambda match: match[1].upper(), name)
-        made[name] = inner if name in _DATA else camel(inner)
-    return made
+        result[name] = inner if name in _DATA else camel(inner)
+    return result

@@ -1,5 +1,7 @@
-"""The events of a streamed reply of Gemini's, as deltas. There is no last event: the finishReason tells, and the end of
-the bytes."""
+"""Parses the events of a streamed Gemini reply into deltas.
+
+Gemini has no end event: a stream is complete if it has a finishReason when the connection ends.
+"""
 
 from __future__ import annotations
 
@@ -60,27 +62,27 @@ class Reader:
     def __init__(self) -> None:
         self._id = ""
         self._opened = False
-        self._calls: dict[int, int] = {}  # choice -> how many
+        self._calls: dict[int, int] = {}  # choice -> number of tool calls
         self._finished: set[int] = set()
-        self._texts: dict[int, list[str]] = {}  # choice -> what it said
+        self._texts: dict[int, list[str]] = {}  # choice -> its text deltas
         self._groundings: dict[int, Grounding] = {}
         self._usage: Usage | None = None
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
-        said = _EVENTS.decode(event)
-        if said.error is not None:
-            raise raised({"error": said.error})
+        decoded = _EVENTS.decode(event)
+        if decoded.error is not None:
+            raise raised({"error": decoded.error})
         if not self._opened:
             self._opened = True
-            self._id = said.response_id or ""
-            yield deltas.Opened(self._id, said.model_version or "")
-        for row in said.candidates or ():
+            self._id = decoded.response_id or ""
+            yield deltas.Opened(self._id, decoded.model_version or "")
+        for row in decoded.candidates or ():
             yield from self._candidate(row, row.index or 0)
-        if not said.candidates and (said.prompt_feedback or {}).get("blockReason"):
-            yield deltas.RefusalPiece(blocked(said.prompt_feedback or {}))
+        if not decoded.candidates and (decoded.prompt_feedback or {}).get("blockReason"):
+            yield deltas.RefusalPiece(blocked(decoded.prompt_feedback or {}))
             self._finished.add(0)
             yield deltas.Finished("filter")
-        if (usage := Usage.read("gemini", said.usage_metadata)) is not None:
+        if (usage := Usage.read("gemini", decoded.usage_metadata)) is not None:
             self._usage = usage if self._usage is None else self._usage.joined(usage)
 
     def end(self) -> Iterator[deltas.Delta]:
@@ -109,21 +111,21 @@ class Reader:
             self._finished.add(choice)
             reason = reason_of(row.finish_reason)
             if reason == "stop" and self._calls.get(choice):
-                reason = "tool_calls"  # it has no other word
+                reason = "tool_calls"  # Gemini has no reason for tool calls
             yield from self._cited(choice)
             yield deltas.Finished(reason, choice=choice)
 
     def _cited(self, choice: int) -> Iterator[deltas.Delta]:
-        """All of them at the end, when the text is whole that their places are counted in."""
+        """Yield all citations at the end, when the text is complete in which their offsets count."""
         if choice in self._groundings:
             text = Text("".join(self._texts.get(choice, ())))
             yield from (deltas.Cited(each, choice) for each in self._groundings[choice].citations([text]))
 
-    def _call(self, call: _Call, seal: str | None, choice: int) -> Iterator[deltas.Delta]:
+    def _call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.Delta]:
         slot = self._calls.get(choice, 0)
         self._calls[choice] = slot + 1
-        if seal:
-            yield deltas.Sealed(seal, "gemini", choice=choice)
+        if signature:
+            yield deltas.Sealed(signature, "gemini", choice=choice)
         id = call.id or f"{MADE}{self._id + '-' if self._id else ''}{slot}"
         yield deltas.ToolOpened(slot, id, call.name, choice)
         yield deltas.ToolPiece(slot, msgspec.json.encode(call.args or {}).decode(), choice)

@@ -1,5 +1,7 @@
-"""A generateContent request of Gemini's, and the inner form's Conversation. The model, and whether it streams, are in
-the URL."""
+"""Converts a generateContent request to and from the canonical form.
+
+The model, and whether the reply is streamed, are in the URL and not in the body.
+"""
 
 from __future__ import annotations
 
@@ -24,158 +26,160 @@ from emberline.gateway.dialects.inner import (
 from emberline.gateway.dialects.recipient import Recipient
 from emberline.gateway.dialects.schemas import GEMINI, from_gemini, restricted
 
-_COUNTS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # which may be written 40.0
+_COUNTS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # clients may write them as 40.0
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
 def parse(body: Json) -> Conversation:
-    said = Fields(camel(body), "")
-    asked = Conversation("gemini", said.take("model", str, "").removeprefix("models/"))
-    if asked.model:
-        asked.kept["model"] = camel(body)["model"]
+    fields = Fields(camel(body), "")
+    request = Conversation("gemini", fields.take("model", str, "").removeprefix("models/"))
+    if request.model:
+        request.kept["model"] = camel(body)["model"]
     parser = ContentsParser()
-    asked.messages = each(said.need("contents", list), "contents", parser.message)
-    if (system := said.take("systemInstruction", dict)) is not None:
-        asked.system = parser.message(system, "systemInstruction").parts
-        asked.kept["systemInstruction"] = system
-    _parse_tools(said, asked)
-    if (config := said.take("generationConfig", dict)) is not None:
-        left = _parse_config(Fields(config, "generationConfig"), asked)
-        asked.keep("generationConfig", config, read=config.keys() - left)
-    asked.extra = said.left
-    return asked
+    request.messages = each(fields.need("contents", list), "contents", parser.message)
+    if (system := fields.take("systemInstruction", dict)) is not None:
+        request.system = parser.message(system, "systemInstruction").parts
+        request.kept["systemInstruction"] = system
+    _parse_tools(fields, request)
+    if (config := fields.take("generationConfig", dict)) is not None:
+        left = _parse_config(Fields(config, "generationConfig"), request)
+        request.keep("generationConfig", config, read=config.keys() - left)
+    request.extra = fields.left
+    return request
 
 
-def _parse_config(config: Fields, asked: Conversation) -> Json:
-    """What of it was not understood."""
+def _parse_config(config: Fields, request: Conversation) -> Json:
+    """Read generationConfig into `request` and return the fields that were not understood."""
     for name in _COUNTS:
         if isinstance(value := config.left.get(name), float) and value.is_integer():
             config.left[name] = int(value)
-    WORDS.take(config, asked)
+    WORDS.take(config, request)
     mime, schema = config.take("responseMimeType", str), config.raw("responseJsonSchema")
     if schema is None and (own := config.raw("responseSchema")) is not None:
         schema = from_gemini(own)
     if schema is not None:
-        asked.response_format = ResponseFormat("schema", schema)
+        request.response_format = ResponseFormat("schema", schema)
     elif mime == "application/json":
-        asked.response_format = ResponseFormat("json")
+        request.response_format = ResponseFormat("json")
     elif mime not in (None, "text/plain"):
         config.left["responseMimeType"] = mime
     if config.take("responseLogprobs", bool):
-        asked.logprobs = config.take("logprobs", int, 0)
-    asked.reasoning = parse_reasoning(config.take("thinkingConfig", dict))
+        request.logprobs = config.take("logprobs", int, 0)
+    request.reasoning = parse_reasoning(config.take("thinkingConfig", dict))
     return config.left
 
 
-def _parse_tools(said: Fields, asked: Conversation) -> None:
-    if (tools := said.take("tools", list)) is not None:
-        asked.kept["tools"] = tools
-        for at, raw in enumerate(tools):
-            kinds = Fields(raw, f"tools[{at}]")
+def _parse_tools(fields: Fields, request: Conversation) -> None:
+    if (tools := fields.take("tools", list)) is not None:
+        request.kept["tools"] = tools
+        for index, raw in enumerate(tools):
+            kinds = Fields(raw, f"tools[{index}]")
             rows = kinds.take("functionDeclarations", list, [])
-            asked.tools += each(rows, kinds.at("functionDeclarations"), _parse_tool)
-            asked.tools += [Opaque(kind, {kind: value}) for kind, value in kinds.left.items()]
-    if (config := said.take("toolConfig", dict)) is None:
+            request.tools += each(rows, kinds.at("functionDeclarations"), _parse_tool)
+            request.tools += [Opaque(kind, {kind: value}) for kind, value in kinds.left.items()]
+    if (config := fields.take("toolConfig", dict)) is None:
         return
-    asked.keep("toolConfig", config, read=("functionCallingConfig",))
+    request.keep("toolConfig", config, read=("functionCallingConfig",))
     calling = Fields(config.get("functionCallingConfig") or {}, "toolConfig.functionCallingConfig")
     mode = calling.take("mode", str, "AUTO")
     if mode not in _MODES:
         raise unknown(mode, calling.at("mode"), ", ".join(_MODES))
     names = calling.texts("allowedFunctionNames") or []
     if mode == "VALIDATED":
-        calling.left["mode"] = mode  # others only know auto
-    asked.unread |= {calling.at(name): value for name, value in calling.left.items()}
+        calling.left["mode"] = mode  # other formats have only auto
+    request.unread |= {calling.at(name): value for name, value in calling.left.items()}
     known = "named" if mode == "ANY" and len(names) == 1 else _MODES[mode]
-    asked.tool_choice = ToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
+    request.tool_choice = ToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
 
 
 def _parse_tool(raw: object, path: str) -> Tool:
-    said = Fields(raw, path)
-    name, about = said.need("name", str), said.take("description", str)
-    schema = said.raw("parametersJsonSchema")
+    fields = Fields(raw, path)
+    name, description = fields.need("name", str), fields.take("description", str)
+    schema = fields.raw("parametersJsonSchema")
     if schema is None:
-        schema = from_gemini(said.raw("parameters"))
-    return Tool(name, about, schema, extra=said.left)
+        schema = from_gemini(fields.raw("parameters"))
+    return Tool(name, description, schema, extra=fields.left)
 
 
-def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
-    if asked.dialect == "gemini":
-        contents = [_render_content(message, {}) for message in asked.messages]
-        return {"contents": contents, **asked.kept, **asked.extra}
-    _hoist_system(asked, changes)
-    messages = merged(asked.messages, roles=("user", "assistant"))
+def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+    if request.dialect == "gemini":
+        contents = [_render_content(message, {}) for message in request.messages]
+        return {"contents": contents, **request.kept, **request.extra}
+    _hoist_system(request, changes)
+    messages = merged(request.messages, roles=("user", "assistant"))
     names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, ToolCall)}
     contents = [_render_content(message, names) for message in messages]
     body: Json = {"contents": [content for content in contents if content["parts"]]}
-    if to.gemini >= 3:
+    if target_model.gemini >= 3:
         _sign_calls(body["contents"], changes)
-    if asked.system:
-        body["systemInstruction"] = {"parts": render_parts(asked.system, {})}
-    if asked.tools:
-        body["tools"] = [{"functionDeclarations": [_render_tool(tool, changes) for tool in asked.tools]}]
-        _render_choice(asked, body)
-    config = WORDS.said(asked)
-    if asked.response_format and asked.response_format.kind != "text":
-        config |= _render_format(asked.response_format, changes)
-    if asked.logprobs is not None:
-        config |= {"responseLogprobs": True} | ({"logprobs": asked.logprobs} if asked.logprobs else {})
-    if asked.reasoning:
-        config["thinkingConfig"] = render_reasoning(asked.reasoning, to, changes)
+    if request.system:
+        body["systemInstruction"] = {"parts": render_parts(request.system, {})}
+    if request.tools:
+        body["tools"] = [{"functionDeclarations": [_render_tool(tool, changes) for tool in request.tools]}]
+        _render_choice(request, body)
+    config = WORDS.said(request)
+    if request.response_format and request.response_format.kind != "text":
+        config |= _render_format(request.response_format, changes)
+    if request.logprobs is not None:
+        config |= {"responseLogprobs": True} | ({"logprobs": request.logprobs} if request.logprobs else {})
+    if request.reasoning:
+        config["thinkingConfig"] = render_reasoning(request.reasoning, target_model, changes)
     if config:
         body["generationConfig"] = config
-    if asked.parallel_tools is False:
-        changes.say("parallel_tools", "gemini may call several tools at once")
+    if request.parallel_tools is False:
+        changes.say("parallel_tools", "gemini cannot disable parallel tool calls")
     for name in ("user", "metadata", "verbosity"):
-        changes.dropped(getattr(asked, name) or None, name, "gemini")
+        changes.dropped(getattr(request, name) or None, name, "gemini")
     return body
 
 
 def _render_content(message: Message, names: dict[str, str]) -> Json:
     role = {"role": "model" if message.role == "assistant" else "user"}
     extra = message.extra
-    if message.shape == "list":  # its own: the role as it was written, or none
+    if message.shape == "list":  # parsed from Gemini: `extra` has the role as it was written, if any
         role = {}
     return {**role, "parts": render_parts(message.parts, names), **extra}
 
 
-def _hoist_system(asked: Conversation, changes: Changes) -> None:
+def _hoist_system(request: Conversation, changes: Changes) -> None:
     rest: list[Message] = []
-    for message in asked.messages:
+    for message in request.messages:
         if message.role not in ("system", "developer"):
             rest.append(message)
             continue
-        asked.system += message.parts
+        request.system += message.parts
         if rest:
-            changes.say("system", "what the system says later was moved to the beginning", within=".role")
-    asked.system = [part for part in asked.system if isinstance(part, Text)]
-    asked.messages = rest
+            changes.say("system", "later system messages were moved to the beginning", within=".role")
+    request.system = [part for part in request.system if isinstance(part, Text)]
+    request.messages = rest
 
 
 def _sign_calls(contents: list[Json], changes: Changes) -> None:
-    """The first call of every turn needs a signature; Google names one for those that Gemini did not make."""
+    """Add Google's placeholder signature: Gemini 3 requires one on the first call of a message."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:
             first["thoughtSignature"] = FOREIGN_SEAL
-            changes.say("messages", "a call without Gemini's signature is sent with Google's word for that",
+            changes.say("messages", "Google's placeholder was added to a tool call without a signature",
                         within=".thoughtSignature")  # fmt: skip
 
 
 def _render_tool(tool: Tool | Opaque, changes: Changes) -> Json:
-    assert isinstance(tool, Tool), "others were taken out"
-    made: Json = {"name": tool.name}
-    made |= {} if tool.description is None else {"description": tool.description}
+    assert isinstance(tool, Tool), "adapt() removed all others"
+    result: Json = {"name": tool.name}
+    result |= {} if tool.description is None else {"description": tool.description}
     if tool.schema is not None:
-        made["parametersJsonSchema"] = restricted(
-            tool.schema, GEMINI, lambda word: changes.at(f"tools[].{word}", "gemini does not know this word of schemas")
+        result["parametersJsonSchema"] = restricted(
+            tool.schema,
+            GEMINI,
+            lambda word: changes.at(f"tools[].{word}", "gemini does not support this schema keyword"),
         )
-    return made
+    return result
 
 
-def _render_choice(asked: Conversation, body: Json) -> None:
-    choice = asked.tool_choice or ToolChoice("auto")
-    strict = any(isinstance(tool, Tool) and tool.strict for tool in asked.tools)
+def _render_choice(request: Conversation, body: Json) -> None:
+    choice = request.tool_choice or ToolChoice("auto")
+    strict = any(isinstance(tool, Tool) and tool.strict for tool in request.tools)
     modes = {
         "auto": "VALIDATED" if strict or choice.names else "AUTO",
         "none": "NONE",
@@ -185,16 +189,18 @@ def _render_choice(asked: Conversation, body: Json) -> None:
     calling: Json = {"mode": modes[choice.mode]}
     if choice.names:
         calling["allowedFunctionNames"] = choice.names
-    if asked.tool_choice or strict:
+    if request.tool_choice or strict:
         body["toolConfig"] = {"functionCallingConfig": calling}
 
 
-def _render_format(form: ResponseFormat, changes: Changes) -> Json:
-    made: Json = {"responseMimeType": "application/json"}
-    if form.kind == "schema":
-        made["responseJsonSchema"] = restricted(
-            form.schema,
+def _render_format(response_format: ResponseFormat, changes: Changes) -> Json:
+    result: Json = {"responseMimeType": "application/json"}
+    if response_format.kind == "schema":
+        result["responseJsonSchema"] = restricted(
+            response_format.schema,
             GEMINI,
-            lambda word: changes.say("response_format", "gemini does not know this word of schemas", within=f".{word}"),
+            lambda word: changes.say(
+                "response_format", "gemini does not support this schema keyword", within=f".{word}"
+            ),
         )
-    return made
+    return result

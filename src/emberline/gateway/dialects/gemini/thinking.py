@@ -1,4 +1,4 @@
-"""How hard Gemini shall think: a level since its third generation, a budget of tokens before."""
+"""Gemini's reasoning options: a thinking level since its third generation, a token budget before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from emberline.gateway.dialects.inner import Effort, Json, Reasoning
 from emberline.gateway.dialects.recipient import Recipient
 
 _LEVELS: tuple[Effort, ...] = ("minimal", "low", "medium", "high")
-MOST_BUDGET = 24576  # of all models that take one
-LEAST_OF_PRO = 128  # which always thinks
+MOST_BUDGET = 24576  # accepted by all models that take a budget
+LEAST_OF_PRO = 128  # Pro models always think
 
 
 def parse_reasoning(config: Json | None) -> Reasoning | None:
@@ -21,29 +21,29 @@ def parse_reasoning(config: Json | None) -> Reasoning | None:
     return Reasoning(effort, budget if isinstance(budget, int) else None, show if isinstance(show, bool) else None)
 
 
-def render_reasoning(wish: Reasoning, to: Recipient, changes: Changes) -> Json:
-    effort, budget = wish.effort, wish.budget
-    off = effort == "none" or budget == 0
-    made: Json = {} if off else {"includeThoughts": wish.show is not False}
+def render_reasoning(options: Reasoning, target_model: Recipient, changes: Changes) -> Json:
+    effort, budget = options.effort, options.budget
+    is_disabled = effort == "none" or budget == 0
+    result: Json = {} if is_disabled else {"includeThoughts": options.show is not False}
     if effort is None and budget is None:
-        return made
-    if to.gemini >= 3 or not to.gemini:
+        return result
+    if target_model.gemini >= 3 or not target_model.gemini:
         if effort is None:
             assert budget is not None
-            level = nearest(effort_of(budget), to.gemini_efforts)
-            changes.say("reasoning", f"a budget of {budget} tokens was asked for as level {level}")
-        elif (level := nearest(effort, to.gemini_efforts)) != effort:
-            changes.say("reasoning", f"effort {effort} was asked for as level {level}")
-        return made | {"thinkingLevel": level}
+            level = nearest(effort_of(budget), target_model.gemini_efforts)
+            changes.say("reasoning", f"a budget of {budget} tokens was replaced by level {level}")
+        elif (level := nearest(effort, target_model.gemini_efforts)) != effort:
+            changes.say("reasoning", f"effort {effort} was replaced by level {level}")
+        return result | {"thinkingLevel": level}
     if budget is None:
         assert effort is not None
         budget = min(budget_of(effort), MOST_BUDGET)
         if effort != "none":
-            changes.say("reasoning", f"effort {effort} was asked for as a budget of {budget} tokens")
+            changes.say("reasoning", f"effort {effort} was replaced by a budget of {budget} tokens")
     elif budget > MOST_BUDGET:
         budget = MOST_BUDGET
-        changes.say("reasoning", f"the budget became {budget} tokens")
-    if 0 <= budget < LEAST_OF_PRO and "-pro" in to.model:
+        changes.say("reasoning", f"the budget was reduced to {budget} tokens")
+    if 0 <= budget < LEAST_OF_PRO and "-pro" in target_model.model:
         budget = LEAST_OF_PRO
-        changes.say("reasoning", f"the least budget of this model is {budget} tokens")
-    return made | {"thinkingBudget": budget}
+        changes.say("reasoning", f"the budget was raised to this model's minimum of {budget} tokens")
+    return result | {"thinkingBudget": budget}

@@ -1,4 +1,4 @@
-"""What Gemini calls things."""
+"""Field names of Gemini's generateContent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Deltas as the events of a streamed reply of Gemini's. Arguments of a call are an object there: they wait for their
-end."""
+"""Renders deltas as the events of a streamed Gemini reply.
+
+Gemini sends a tool call's arguments as one object, so their fragments are collected until the call is complete.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,21 @@ _Rare: TypeAlias = (
 
 @dataclass(slots=True)
 class _Candidate:
-    calls: dict[int, tuple[deltas.ToolOpened, list[str]]] = field(default_factory=dict)  # that wait, with their pieces
-    seals: dict[int, str] = field(default_factory=dict)  # of calls
-    seal: str = ""  # of the next one
+    calls: dict[int, tuple[deltas.ToolOpened, list[str]]] = field(
+        default_factory=dict
+    )  # slot -> an incomplete call and its argument fragments
+    seals: dict[int, str] = field(default_factory=dict)  # slot -> signature of the call
+    seal: str = ""  # signature of the next call
     text: list[str] = field(default_factory=list)
-    cited: list[Citation] = field(default_factory=list)  # told at the end
+    cited: list[Citation] = field(default_factory=list)  # sent with the last event
     refused: bool = False
     finished: deltas.Finished | None = None
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._tail = b""  # of every event: model and id
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
+        self._tail = b""  # end of every event: model and id
         self._candidates: dict[int, _Candidate] = {}
         self._usage: Usage | None = None
 
@@ -53,13 +57,13 @@ class Writer:
                 return self._flush(delta.choice) + _TEXT % (text, b',"thought":true', delta.choice, self._tail)
             case deltas.ToolPiece():
                 if delta.slot not in self._of(delta.choice).calls:
-                    raise Broken("a piece of a call comes after other content")
+                    raise Broken("the stream has tool call arguments after other content")
                 self._of(delta.choice).calls[delta.slot][1].append(delta.text)
             case deltas.Opened():
-                assert not self._tail, "a stream begins once"
+                assert not self._tail, "a stream has one start"
                 self._asked.name(delta)
-                names = {"modelVersion": delta.model, "responseId": delta.id}
-                self._tail = b"," + sse.dumps(names)[1:] + b"\n\n"
+                identity = {"modelVersion": delta.model, "responseId": delta.id}
+                self._tail = b"," + sse.dumps(identity)[1:] + b"\n\n"
             case deltas.Counted():
                 self._usage = delta.usage
             case deltas.Ended():
@@ -82,9 +86,9 @@ class Writer:
                 return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
             case deltas.Cited():
                 candidate.cited.append(delta.citation)
-            case deltas.Sealed(family="gemini"):
+            case deltas.Sealed() if delta.family == "gemini":
                 candidate.seal = delta.seal
-            case deltas.Sealed(redacted=False):
+            case deltas.Sealed() if not delta.redacted:
                 thought = {"text": "", "thought": True, "thoughtSignature": shown_seal(delta.seal, delta.family)}
                 return self._flush(delta.choice) + self._event(delta.choice, [thought])
             case deltas.ToolOpened():
@@ -101,7 +105,7 @@ class Writer:
         return candidate
 
     def _flush(self, choice: int) -> bytes:
-        """The calls that waited are whole when anything else comes."""
+        """Write the collected tool calls: they are complete as soon as other content follows."""
         candidate = self._of(choice)
         if not candidate.calls:
             return b""
@@ -118,10 +122,12 @@ class Writer:
         return b'data: {"candidates":[%b]%b' % (sse.dumps(row), self._tail)
 
     def _end(self) -> bytes:
-        """The last event has the reasons and what was used."""
+        """Write the last event, with the finish reasons, citations and usage."""
         rows: list[Json] = []
         for choice, candidate in sorted(self._candidates.items()):
-            assert candidate.finished is not None and not candidate.calls, "a stream finishes before it ends"
+            assert candidate.finished is not None and not candidate.calls, (
+                "a finish reason precedes the end of the stream"
+            )
             reason = "SAFETY" if candidate.refused else TO_GEMINI[candidate.finished.reason]
             content = {"parts": [{"text": ""}], "role": "model"}
             cited = render_citations([(0, Text("".join(candidate.text), citations=candidate.cited))])

@@ -1,4 +1,4 @@
-"""The citations of Responses: annotations of a text, whose places are its characters."""
+"""Citations in Responses: annotations of a text part, with character offsets in it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from emberline.gateway.dialects.inner import Citation, Json, Part, Text
 
 def parse(raw: object) -> Citation | None:
     match raw:
-        case {"type": "url_citation", **said}:
-            return page(said)
+        case {"type": "url_citation", **data}:
+            return page(data)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The items of a streamed response as they grow: each tells its events, and can be shown at any time."""
+"""Output items of a streamed response: each collects its text and returns the events for its changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _HEAD = b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":
 
 
 class Growing:
-    kind: ClassVar[str]  # of what grows, as its events are named
-    part_place: ClassVar[Json]  # how events say which part it is
+    kind: ClassVar[str]  # name of the delta events, without "response." and ".delta"
+    part_place: ClassVar[Json]  # index field of the part in its events
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
@@ -43,8 +43,12 @@ class Growing:
         self.status = status
         return [self._item_event("done")]
 
-    def _item_event(self, what: str) -> Json:
-        return {"type": f"response.output_item.{what}", "output_index": self.place["output_index"], "item": self.show()}
+    def _item_event(self, change: str) -> Json:
+        return {
+            "type": f"response.output_item.{change}",
+            "output_index": self.place["output_index"],
+            "item": self.show(),
+        }
 
     def _done(self, **whole: object) -> Json:
         return {"type": f"response.{self.kind}.done", **self.place, **self.part_place, **whole}
@@ -68,7 +72,7 @@ class Call(Growing):
 
 
 class Said(Growing):
-    """A message: its one part begins right after it and ends right before it."""
+    """A message with one part, which opens directly after the item and closes directly before it."""
 
     kind = "output_text"
     part_place: ClassVar[Json] = {"content_index": 0}
@@ -85,8 +89,8 @@ class Said(Growing):
 
     def cite(self, citation: Citation) -> Json:
         self._annotations.append(render(citation))
-        at = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
-        return {"type": "response.output_text.annotation.added", **self.place, **self.part_place, **at}
+        index = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
+        return {"type": "response.output_text.annotation.added", **self.place, **self.part_place, **index}
 
     def part(self) -> Json:
         return text_part(self.text, list(self._logprobs), list(self._annotations))
@@ -122,14 +126,14 @@ class Refused(Said):
 
 
 class Thought(Growing):
-    """Thinking, told as a summary of one part; or only sealed, and not told."""
+    """Reasoning: a summary with one part, or only encrypted content if `has_summary` is False."""
 
     kind = "reasoning_summary_text"
     part_place: ClassVar[Json] = {"summary_index": 0}
 
-    def __init__(self, id: str, index: int, *, told: bool = True) -> None:
+    def __init__(self, id: str, index: int, *, has_summary: bool = True) -> None:
         super().__init__(id, index)
-        self._told = told
+        self._told = has_summary
         self._begun = False
 
     def show(self) -> Json:
@@ -148,8 +152,8 @@ class Thought(Growing):
     def _part(self) -> Json:
         return {"type": "summary_text", "text": self.text}
 
-    def _part_events(self, what: str) -> list[Json]:
+    def _part_events(self, change: str) -> list[Json]:
         if not self._told:
             return []
-        kind = f"response.reasoning_summary_part.{what}"
+        kind = f"response.reasoning_summary_part.{change}"
         return [{"type": kind, **self.place, **self.part_place, "part": self._part()}]

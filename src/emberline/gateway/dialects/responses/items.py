@@ -1,4 +1,4 @@
-"""The items of a Responses request or reply, and the inner form's messages."""
+"""Converts the items of a Responses request or reply to and from canonical messages."""
 
 from __future__ import annotations
 
@@ -24,67 +24,67 @@ from emberline.gateway.dialects.responses.citations import render
 
 
 def parse_item(raw: object, path: str) -> Message:
-    """Every item is a message of its own here; neighbours are joined where a dialect wants it."""
-    said = Fields(raw, path)
-    kind = said.left.get("type", "message")
+    """Parse one item into a separate message; `merge_adjacent` joins messages where required."""
+    fields = Fields(raw, path)
+    kind = fields.left.get("type", "message")
     match kind:
         case "message":
-            role = said.need("role", str)
+            role = fields.need("role", str)
             if role not in ("user", "assistant", "system", "developer"):
                 raise unknown(role, f"{path}.role", "user, assistant, system, developer")
-            parts, shape = _content(said, "content", "output_text" if role == "assistant" else "input_text")
-            return Message(role, parts, shape, said.left)  # type: ignore[arg-type]  # checked above
+            parts, shape = _content(fields, "content", "output_text" if role == "assistant" else "input_text")
+            return Message(role, parts, shape, fields.left)  # type: ignore[arg-type]  # checked above
         case "reasoning":
-            return Message("assistant", [_parse_reasoning(said)])
+            return Message("assistant", [_parse_reasoning(fields)])
         case "function_call":
-            id, name = said.need("call_id", str), said.need("name", str)
-            arguments = said.take("arguments", str, "")
-            del said.left["type"]
-            return Message("assistant", [ToolCall(id, name, arguments, said.left)])
+            id, name = fields.need("call_id", str), fields.need("name", str)
+            arguments = fields.take("arguments", str, "")
+            del fields.left["type"]
+            return Message("assistant", [ToolCall(id, name, arguments, fields.left)])
         case "function_call_output":
-            id = said.take("call_id", str, "")
-            parts, shape = _content(said, "output", "input_text")
-            return Message("tool", [ToolResult(id, parts, shape=shape)], "auto", said.left)
+            id = fields.take("call_id", str, "")
+            parts, shape = _content(fields, "output", "input_text")
+            return Message("tool", [ToolResult(id, parts, shape=shape)], "auto", fields.left)
         case _:
-            return Message("assistant", [Opaque(str(kind), said.left)])
+            return Message("assistant", [Opaque(str(kind), fields.left)])
 
 
-def _parse_reasoning(said: Fields) -> Thinking:
-    seal, family = seals.found(said.take("encrypted_content", str, ""), "openai-responses")
-    name = "content" if said.left.get("content") else "summary"
-    rows = expect(said.left.get(name) or [], list, said.at(name))
+def _parse_reasoning(fields: Fields) -> Thinking:
+    signature, origin = seals.found(fields.take("encrypted_content", str, ""), "openai-responses")
+    name = "content" if fields.left.get("content") else "summary"
+    rows = expect(fields.left.get(name) or [], list, fields.at(name))
     text = "\n\n".join(str(row.get("text", "")) for row in rows if isinstance(row, dict))
-    return Thinking(text, family, seal, extra=said.left)
+    return Thinking(text, origin, signature, extra=fields.left)
 
 
-def _content(said: Fields, name: str, usual: str) -> tuple[list[Part], str]:
-    return parse_content(said.raw(name), said.at(name), partial(_parse_part, usual=usual))
+def _content(fields: Fields, name: str, default_type: str) -> tuple[list[Part], str]:
+    return parse_content(fields.raw(name), fields.at(name), partial(_parse_part, default_type=default_type))
 
 
-def _parse_part(raw: object, path: str, usual: str) -> Part:
-    said = Fields(raw, path)
-    kind = said.need("type", str)
+def _parse_part(raw: object, path: str, default_type: str) -> Part:
+    fields = Fields(raw, path)
+    kind = fields.need("type", str)
     match kind:
         case "input_text" | "output_text":
-            odd = {} if kind == usual else {"type": kind}
-            return Text(said.need("text", str), odd | said.left)
+            odd = {} if kind == default_type else {"type": kind}
+            return Text(fields.need("text", str), odd | fields.left)
         case "refusal":
-            return Refusal(said.need("refusal", str), said.left)
+            return Refusal(fields.need("refusal", str), fields.left)
         case "input_image":
-            url, detail = said.take("image_url", str, ""), said.take("detail", str)
+            url, detail = fields.take("image_url", str, ""), fields.take("detail", str)
             mime, data = split_data_url(url) or ("", "")
-            return Image("" if data else url, data, mime, said.take("file_id", str, ""), detail, said.left)
+            return Image("" if data else url, data, mime, fields.take("file_id", str, ""), detail, fields.left)
         case "input_file":
-            given = said.take("file_data", str, "")
+            given = fields.take("file_data", str, "")
             mime, data = split_data_url(given) or ("", given)
-            url, file_id, name = [said.take(field, str, "") for field in ("file_url", "file_id", "filename")]
-            return File(url, data, mime, file_id, name, extra=said.left)
+            url, file_id, name = [fields.take(field, str, "") for field in ("file_url", "file_id", "filename")]
+            return File(url, data, mime, file_id, name, extra=fields.left)
         case _:
-            return Opaque(kind, said.whole)
+            return Opaque(kind, fields.whole)
 
 
 def render_items(message: Message) -> list[Json]:
-    """In their order; texts and pictures that stand together are one message."""
+    """Return the message's items in order; adjacent texts and images become one message item."""
     items: list[Json] = []
     together: list[Part] = []
     for part in message.parts:
@@ -100,18 +100,18 @@ def render_items(message: Message) -> list[Json]:
 
 
 def _inside(part: Part) -> bool:
-    """A part of a message's content that we do not know, not an item."""
+    """Return whether an unknown part belongs to a message's content; other unknown parts are items."""
     return isinstance(part, Opaque) and part.kind.startswith("input_")
 
 
 def _render_message(message: Message, parts: list[Part] | None) -> list[Json]:
     if parts is not None and not parts:
         return []
-    made: Json = {"role": message.role}
-    usual = "output_text" if message.role == "assistant" else "input_text"
+    result: Json = {"role": message.role}
+    default_type = "output_text" if message.role == "assistant" else "input_text"
     if parts or message.shape != "absent":
-        made["content"] = _render_content(parts or [], message.shape, usual)
-    return [{**made, **message.extra}]
+        result["content"] = _render_content(parts or [], message.shape, default_type)
+    return [{**result, **message.extra}]
 
 
 def _render_single(part: Thinking | ToolCall | ToolResult | Opaque, extra: Json) -> Json:
@@ -122,36 +122,36 @@ def _render_single(part: Thinking | ToolCall | ToolResult | Opaque, extra: Json)
             call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
             return {"type": "function_call", **call, **part.extra}
         case ToolResult():
-            made: Json = {"type": "function_call_output"} | ({"call_id": part.id} if part.id else {})
-            made["output"] = _render_content(part.parts, part.shape, "input_text")
-            return {**made, **extra}
+            result: Json = {"type": "function_call_output"} | ({"call_id": part.id} if part.id else {})
+            result["output"] = _render_content(part.parts, part.shape, "input_text")
+            return {**result, **extra}
         case Opaque():
             return part.raw
 
 
 def _render_reasoning(part: Thinking) -> Json:
-    made: Json = {"type": "reasoning"}
+    result: Json = {"type": "reasoning"}
     if not part.extra:
-        made["summary"] = [{"type": "summary_text", "text": part.text}] if part.text else []
+        result["summary"] = [{"type": "summary_text", "text": part.text}] if part.text else []
     if part.seal:
-        made["encrypted_content"] = seals.shown(part.seal, part.family, "openai-responses")
-    return {**made, **part.extra}
+        result["encrypted_content"] = seals.shown(part.seal, part.family, "openai-responses")
+    return {**result, **part.extra}
 
 
-def _render_content(parts: list[Part], shape: str, usual: str) -> str | list[Json]:
+def _render_content(parts: list[Part], shape: str, default_type: str) -> str | list[Json]:
     match parts:
         case [Text(text=text, extra=extra, citations=[])] if shape != "list" and not extra:
             return text
         case [] if shape == "auto":
             return ""
-    return [made for part in parts if (made := _render_part(part, usual))]
+    return [result for part in parts if (result := _render_part(part, default_type))]
 
 
-def _render_part(part: Part, usual: str) -> Json:
+def _render_part(part: Part, default_type: str) -> Json:
     match part:
         case Text():
             cited = {"annotations": [render(citation) for citation in part.citations]} if part.citations else {}
-            return {"type": usual, "text": part.text, **cited, **part.extra}
+            return {"type": default_type, "text": part.text, **cited, **part.extra}
         case Refusal():
             return {"type": "refusal", "refusal": part.text, **part.extra}
         case Image():
@@ -165,4 +165,4 @@ def _render_part(part: Part, usual: str) -> Json:
             return {"type": "input_file", **{name: value for name, value in given.items() if value}, **part.extra}
         case Opaque():
             return part.raw
-    raise AssertionError(f"{type(part).__name__} was not made fit for responses")
+    raise AssertionError(f"{type(part).__name__} was not adapted for Responses")

@@ -1,4 +1,4 @@
-"""The events of a streamed response, as deltas."""
+"""Parses the events of a streamed response into deltas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Event(msgspec.Struct):
     annotation: Any = None
     item: _Item | None = None
     response: _Response | None = None
-    # of an error
+    # fields of an error event
     code: Any = None
     message: Any = None
     error: Any = None
@@ -58,41 +58,43 @@ _EVENTS = EventDecoder(_Event, "Responses")
 class Reader:
     def __init__(self) -> None:
         self._calls = Calls()
-        self._thought: tuple[int, int, int] | None = None  # which part of which item thinks
-        self._begins: dict[tuple[int, int], int] = {}  # each part of a text: after how many characters
+        self._thought: tuple[int, int, int] | None = None  # (item, summary, content) index of the last reasoning delta
+        self._begins: dict[tuple[int, int], int] = {}  # (item, content) index of a text part -> characters before it
         self._told = 0
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
-            return  # some send it here too
-        said = _EVENTS.decode(event)
-        if said.type == "response.output_text.delta" and isinstance(said.delta, str):  # nearly all are
-            self._begins.setdefault((said.output_index, said.content_index), self._told)
-            self._told += len(said.delta)
-            yield deltas.TextPiece(said.delta, logprobs=said.logprobs or None)
+            return  # some providers send it, although Responses has no such event
+        decoded = _EVENTS.decode(event)
+        if decoded.type == "response.output_text.delta" and isinstance(
+            decoded.delta, str
+        ):  # fast path: nearly all events are
+            self._begins.setdefault((decoded.output_index, decoded.content_index), self._told)
+            self._told += len(decoded.delta)
+            yield deltas.TextPiece(decoded.delta, logprobs=decoded.logprobs or None)
             return
-        match said:
+        match decoded:
             case _Event(type="response.function_call_arguments.delta", delta=str(text)):
-                yield self._calls.piece(said.output_index, text)
+                yield self._calls.piece(decoded.output_index, text)
             case _Event(type="response.reasoning_summary_text.delta" | "response.reasoning_text.delta", delta=str()):
-                yield from self._think(said)
+                yield from self._think(decoded)
             case _Event(type="response.refusal.delta", delta=str(text)):
                 yield deltas.RefusalPiece(text)
             case _Event(type="response.output_text.annotation.added"):
-                if (citation := parse(said.annotation)) is not None:
-                    place = (said.output_index, said.content_index)
+                if (citation := parse(decoded.annotation)) is not None:
+                    place = (decoded.output_index, decoded.content_index)
                     yield deltas.Cited(citation.moved(self._begins.get(place, self._told)))
             case _Event(type="response.output_item.added", item=_Item() as item):
-                yield from self._added(said.output_index, item)
+                yield from self._added(decoded.output_index, item)
             case _Event(type="response.output_item.done", item=_Item() as item):
-                yield from self._done(said.output_index, item)
+                yield from self._done(decoded.output_index, item)
             case _Event(response=_Response() as response):
-                yield from self._whole(said.type, response)
+                yield from self._whole(decoded.type, response)
             case _Event(type="error" | "response.failed"):
-                raise raised({"error": said.error or {"message": said.message, "code": said.code}})
+                raise raised({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
             case _Event(type=kind) if kind in _NEEDED:
-                raise Broken(f"an event of the stream has nothing in it: {kind}")
-        # all others repeat what was said, or tell of the server's own tools
+                raise Broken(f"an event of the stream lacks its content: {kind}")
+        # All other events repeat content, or belong to server-side tools.
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
@@ -110,18 +112,18 @@ class Reader:
                     yield deltas.Counted(usage)
                 yield deltas.Ended()
 
-    def _think(self, said: _Event) -> Iterator[deltas.Delta]:
-        part = (said.output_index, said.summary_index, said.content_index)
+    def _think(self, decoded: _Event) -> Iterator[deltas.Delta]:
+        part = (decoded.output_index, decoded.summary_index, decoded.content_index)
         if self._thought is not None and self._thought[0] == part[0] and self._thought != part:
             yield deltas.ThinkingPiece("\n\n")  # between the parts of one item
         self._thought = part
-        yield deltas.ThinkingPiece(said.delta)
+        yield deltas.ThinkingPiece(decoded.delta)
 
     def _added(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
         if item.type != "function_call":
             return
         if item.call_id is None or item.name is None or index in self._calls:
-            raise Broken("a call of the stream has no name, or the place of another")
+            raise Broken(f"tool call {index} of the stream has no call_id or name, or its index is already used")
         yield self._calls.open(index, item.call_id, item.name)
 
     def _done(self, index: int, item: _Item) -> Iterator[deltas.Delta]:

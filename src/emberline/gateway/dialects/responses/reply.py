@@ -1,4 +1,4 @@
-"""A whole response, and the inner form's Answer."""
+"""Converts an unstreamed response to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
 from emberline.gateway.errors import Broken
 
-# What Responses wants in every reply, if the request did not say it.
+# Required fields of every reply that repeat the request, for requests without them.
 _ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
 def parse(body: Json, changes: Changes) -> Answer:
-    said = Fields(body, "")
-    if said.left.get("status") in ("failed", "cancelled"):
-        raise raised({"error": said.left.get("error") or {"message": f"the response is {said.left['status']}"}})
-    id, model = said.take("id", str, ""), said.take("model", str, "")
+    fields = Fields(body, "")
+    if fields.left.get("status") in ("failed", "cancelled"):
+        raise raised(
+            {"error": fields.left.get("error") or {"message": f"the response has status {fields.left['status']!r}"}}
+        )
+    id, model = fields.take("id", str, ""), fields.take("model", str, "")
     parts: list[Part] = []
     logprobs: list[Json] = []
-    for at, raw in enumerate(said.need("output", list)):
-        for part in parse_item(raw, f"output[{at}]").parts:
+    for index, raw in enumerate(fields.need("output", list)):
+        for part in parse_item(raw, f"output[{index}]").parts:
             if isinstance(part, Text):
                 logprobs += part.extra.get("logprobs") or []
             parts.append(part)
     citations.lift(parts)
-    reason = reason_of(said.left.get("status"), said.take("incomplete_details", dict))
+    reason = reason_of(fields.left.get("status"), fields.take("incomplete_details", dict))
     choice = Choice(parts, settled(reason, parts), logprobs=logprobs or None)
-    created = int(said.take("created_at", float, 0))
+    created = int(fields.take("created_at", float, 0))
     return Answer("openai-responses", id, model, [choice], created, Usage.found("openai-responses", body))
 
 
@@ -52,44 +54,46 @@ def reason_of(status: object, details: Json | None) -> Reason:
     return "stop" if status != "incomplete" else RESPONSES.get(str((details or {}).get("reason")), "length")
 
 
-def render(answer: Answer, asked: Asked) -> Json:
+def render(answer: Answer, context: Asked) -> Json:
     if not answer.choices:
-        raise Broken("the reply has no answer in it")
-    asked.name(answer)
+        raise Broken("the provider's reply has no choices")
+    context.name(answer)
     choice = answer.choices[0]
-    why = TO_RESPONSES[choice.reason or "stop"]
-    items = [_item(part, item_id(answer.id, at), choice) for at, part in enumerate(choice.parts) if _has_place(part)]
-    return response(answer, asked, items, why=why, usage=answer.usage)
+    incomplete_reason = TO_RESPONSES[choice.reason or "stop"]
+    items = [
+        _item(part, item_id(answer.id, index), choice) for index, part in enumerate(choice.parts) if _has_place(part)
+    ]
+    return response(answer, context, items, incomplete_reason=incomplete_reason, usage=answer.usage)
 
 
 def response(
     reply: Answer | Opened,
-    asked: Asked,
+    context: Asked,
     items: list[Json],
     *,
     status: str | None = None,
-    why: str | None = None,
+    incomplete_reason: str | None = None,
     usage: Usage | None = None,
     error: Json | None = None,
 ) -> Json:
-    """The object itself, at any time of its life."""
+    """Return the response object, complete or in progress."""
     return {
         "id": reply.id,
         "object": "response",
         "created_at": reply.created,
         "model": reply.model,
         **_ECHO,
-        **asked.echo,
-        "status": status or ("incomplete" if why else "completed"),
+        **context.echo,
+        "status": status or ("incomplete" if incomplete_reason else "completed"),
         "error": error,
-        "incomplete_details": {"reason": why} if why else None,
+        "incomplete_details": {"reason": incomplete_reason} if incomplete_reason else None,
         "output": items,
         "usage": None if usage is None else counts.responses(usage),
     }
 
 
-def item_id(response_id: str, at: int) -> str:
-    return f"item_{response_id.removeprefix('resp_')}_{at}"
+def item_id(response_id: str, index: int) -> str:
+    return f"item_{response_id.removeprefix('resp_')}_{index}"
 
 
 def _has_place(part: Part) -> bool:
@@ -111,7 +115,7 @@ def _item(part: Part, id: str, choice: Choice) -> Json:
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []
             sealed = seals.shown(part.seal, part.family, "openai-responses") or None
             return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": sealed}
-    raise AssertionError(f"{type(part).__name__} has no place in a response")
+    raise AssertionError(f"{type(part).__name__} is not part of a response")
 
 
 def text_part(text: str, logprobs: list[Json] | None, annotations: list[Json]) -> Json:

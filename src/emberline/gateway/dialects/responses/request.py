@@ -1,4 +1,4 @@
-"""A Responses request, and the inner form's Conversation."""
+"""Converts a Responses request to and from the canonical form."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ SEALED = "reasoning.encrypted_content"
 
 
 def parse(body: Json) -> Conversation:
-    said = Fields(body, "")
-    asked = Conversation("openai-responses", said.take("model", str, ""))
-    if isinstance(given := said.left.get("input"), str):
-        asked.messages, asked.kept["input"] = [Message("user", [Text(given)], "text")], said.left.pop("input")
+    fields = Fields(body, "")
+    request = Conversation("openai-responses", fields.take("model", str, ""))
+    if isinstance(given := fields.left.get("input"), str):
+        request.messages, request.kept["input"] = [Message("user", [Text(given)], "text")], fields.left.pop("input")
     else:
-        asked.messages = said.each("input", parse_item)
-    if (instructions := said.take("instructions", str)) is not None:
-        asked.system, asked.kept["instructions"] = [Text(instructions)], instructions
-    WORDS.take(said, asked)
-    parse_tools(said, asked, _parse_tool)
-    if (text := said.take("text", dict)) is not None:
-        asked.keep("text", text, read=("format", "verbosity"))
-        asked.verbosity, asked.response_format = text.get("verbosity"), _parse_format(text.get("format"))
-    if (reasoning := said.take("reasoning", dict)) is not None:
-        asked.keep("reasoning", reasoning, read=("effort", "summary"))
+        request.messages = fields.each("input", parse_item)
+    if (instructions := fields.take("instructions", str)) is not None:
+        request.system, request.kept["instructions"] = [Text(instructions)], instructions
+    WORDS.take(fields, request)
+    parse_tools(fields, request, _parse_tool)
+    if (text := fields.take("text", dict)) is not None:
+        request.keep("text", text, read=("format", "verbosity"))
+        request.verbosity, request.response_format = text.get("verbosity"), _parse_format(text.get("format"))
+    if (reasoning := fields.take("reasoning", dict)) is not None:
+        request.keep("reasoning", reasoning, read=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
         known = None if effort is None else parse_effort(effort, "reasoning.effort")
-        asked.reasoning = Reasoning(known, None, None if summary is None else True)
-    if (include := said.take("include", list)) is not None:
-        asked.kept["include"] = include
-        asked.unread |= {f"include.{name}": True for name in include if name not in (LOGPROBS, SEALED)}
+        request.reasoning = Reasoning(known, None, None if summary is None else True)
+    if (include := fields.take("include", list)) is not None:
+        request.kept["include"] = include
+        request.unread |= {f"include.{name}": True for name in include if name not in (LOGPROBS, SEALED)}
         if LOGPROBS in include:
-            asked.logprobs = said.left.get("top_logprobs") or 0
-    if (top := said.take("top_logprobs", int)) is not None:
-        asked.kept["top_logprobs"] = top
-        asked.logprobs = top
-    asked.extra = said.left
-    return asked
+            request.logprobs = fields.left.get("top_logprobs") or 0
+    if (top := fields.take("top_logprobs", int)) is not None:
+        request.kept["top_logprobs"] = top
+        request.logprobs = top
+    request.extra = fields.left
+    return request
 
 
 def _parse_tool(raw: object, path: str) -> Tool | Opaque:
-    said = Fields(raw, path)
-    kind = said.need("type", str)
+    fields = Fields(raw, path)
+    kind = fields.need("type", str)
     if kind != "function":
-        return Opaque(kind, said.whole)
-    name, about = said.need("name", str), said.take("description", str)
-    return Tool(name, about, said.take("parameters", dict), said.take("strict", bool), said.left)
+        return Opaque(kind, fields.whole)
+    name, description = fields.need("name", str), fields.take("description", str)
+    return Tool(name, description, fields.take("parameters", dict), fields.take("strict", bool), fields.left)
 
 
 def _parse_format(raw: object) -> ResponseFormat | None:
@@ -73,58 +73,58 @@ def _parse_format(raw: object) -> ResponseFormat | None:
         case {"type": "json_object"}:
             return ResponseFormat("json")
         case {"type": "json_schema", "schema": dict(schema)}:
-            form = Fields(raw, "text.format")
-            name, strict = form.take("name", str, ""), form.take("strict", bool)
-            return ResponseFormat("schema", schema, name, strict, form.take("description", str))
+            response_format = Fields(raw, "text.format")
+            name, strict = response_format.take("name", str, ""), response_format.take("strict", bool)
+            return ResponseFormat("schema", schema, name, strict, response_format.take("description", str))
     raise unknown(raw, "text.format", "text, json_object, json_schema")
 
 
-def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
-    body: Json = {"model": to.model or asked.model}
-    body |= WORDS.said(asked)
-    if asked.tools:
-        body["tools"] = [_render_tool(tool) for tool in asked.tools]
-    items = [item for message in asked.messages for item in render_items(message)]
-    if asked.dialect == "openai-responses":
-        if items or "input" not in asked.extra:
+def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+    body: Json = {"model": target_model.model or request.model}
+    body |= WORDS.said(request)
+    if request.tools:
+        body["tools"] = [_render_tool(tool) for tool in request.tools]
+    items = [item for message in request.messages for item in render_items(message)]
+    if request.dialect == "openai-responses":
+        if items or "input" not in request.extra:
             body["input"] = items
-        return {**body, **asked.kept, **asked.extra}
-    body |= _instructions(asked)
+        return {**body, **request.kept, **request.extra}
+    body |= _instructions(request)
     body |= {"input": items, "store": False}
-    if asked.tool_choice and asked.tools:
-        body["tool_choice"] = _render_choice(asked.tool_choice)
-    text: Json = {} if asked.verbosity is None else {"verbosity": asked.verbosity}
-    text |= {"format": _render_format(asked.response_format)} if asked.response_format else {}
+    if request.tool_choice and request.tools:
+        body["tool_choice"] = _render_choice(request.tool_choice)
+    text: Json = {} if request.verbosity is None else {"verbosity": request.verbosity}
+    text |= {"format": _render_format(request.response_format)} if request.response_format else {}
     body |= {"text": text} if text else {}
     include = []
-    if asked.reasoning and (reasoning := _render_reasoning(asked.reasoning, to, changes)):
+    if request.reasoning and (reasoning := _render_reasoning(request.reasoning, target_model, changes)):
         body["reasoning"] = reasoning
         include.append(SEALED)
-    if asked.logprobs is not None:
+    if request.logprobs is not None:
         include.append(LOGPROBS)
-        body["top_logprobs"] = asked.logprobs
+        body["top_logprobs"] = request.logprobs
     body |= {"include": include} if include else {}
-    if asked.dialect in OPENAI:
-        body |= {name: value for name, value in asked.extra.items() if name in OPENAI_SHARED}
+    if request.dialect in OPENAI:
+        body |= {name: value for name, value in request.extra.items() if name in OPENAI_SHARED}
     for name in ("top_k", "stop", "seed", "presence_penalty", "frequency_penalty"):
-        changes.dropped(getattr(asked, name), name, "openai-responses")
+        changes.dropped(getattr(request, name), name, "openai-responses")
     return body
 
 
-def _instructions(asked: Conversation) -> Json:
-    texts = [part.text for part in asked.system if isinstance(part, Text)]
+def _instructions(request: Conversation) -> Json:
+    texts = [part.text for part in request.system if isinstance(part, Text)]
     return {"instructions": "\n\n".join(texts)} if texts else {}
 
 
 def _render_tool(tool: Tool | Opaque) -> Json:
     if isinstance(tool, Opaque):
         return tool.raw
-    made: Json = {"type": "function", "name": tool.name}
-    made |= {} if tool.description is None else {"description": tool.description}
-    made |= {} if tool.schema is None and "parameters" in tool.extra else {"parameters": tool.schema}
-    # Left out, responses would make it strict: whoever did not ask for that did not write such a schema.
-    made |= {} if tool.strict is None and "strict" in tool.extra else {"strict": bool(tool.strict)}
-    return {**made, **tool.extra}
+    result: Json = {"type": "function", "name": tool.name}
+    result |= {} if tool.description is None else {"description": tool.description}
+    result |= {} if tool.schema is None and "parameters" in tool.extra else {"parameters": tool.schema}
+    # Responses defaults to strict, which schemas that were not written for it do not satisfy.
+    result |= {} if tool.strict is None and "strict" in tool.extra else {"strict": bool(tool.strict)}
+    return {**result, **tool.extra}
 
 
 def _render_choice(choice: ToolChoice) -> str | Json:
@@ -136,15 +136,15 @@ def _render_choice(choice: ToolChoice) -> str | Json:
     return choice.mode
 
 
-def _render_format(form: ResponseFormat) -> Json:
-    if form.kind != "schema":
-        return {"type": "text" if form.kind == "text" else "json_object"}
-    made: Json = {"type": "json_schema", "name": form.name or "reply", "schema": form.schema}
-    made |= {"strict": bool(form.strict)}
-    return made | ({} if form.description is None else {"description": form.description})
+def _render_format(response_format: ResponseFormat) -> Json:
+    if response_format.kind != "schema":
+        return {"type": "text" if response_format.kind == "text" else "json_object"}
+    result: Json = {"type": "json_schema", "name": response_format.name or "reply", "schema": response_format.schema}
+    result |= {"strict": bool(response_format.strict)}
+    return result | ({} if response_format.description is None else {"description": response_format.description})
 
 
-def _render_reasoning(wish: Reasoning, to: Recipient, changes: Changes) -> Json:
-    effort = rendered_effort(wish, to, changes)
-    made: Json = {} if effort is None else {"effort": effort}
-    return made | ({"summary": "auto"} if wish.show and to.gpt_efforts != () else {})
+def _render_reasoning(options: Reasoning, target_model: Recipient, changes: Changes) -> Json:
+    effort = rendered_effort(options, target_model, changes)
+    result: Json = {} if effort is None else {"effort": effort}
+    return result | ({"summary": "auto"} if options.show and target_model.gpt_efforts != () else {})

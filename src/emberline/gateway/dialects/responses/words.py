@@ -1,4 +1,4 @@
-"""What Responses call things."""
+"""Field names of Responses."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ WORDS = Words(
         "prompt": "send instructions and input",
         "background": "wait for the reply, or stream it",
         "item_reference": "send the item itself",
-        "compaction": "send the conversation as it was",
+        "compaction": "send the uncompacted conversation",
     },
 )

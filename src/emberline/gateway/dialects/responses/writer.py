@@ -1,4 +1,4 @@
-"""Deltas as the events of a streamed response. Items come one after the other; each has one part that grows."""
+"""Renders deltas as the events of a streamed response: items one after the other, each with one part."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from emberline.gateway.dialects.responses.growing import Call, Growing, Refused,
 from emberline.gateway.dialects.responses.reply import item_id, response
 from emberline.gateway.errors import Broken
 
-_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # all others: server_error
+_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # HTTP status -> code; all others: server_error
 
 
 class Writer:
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, context: Asked) -> None:
+        self._asked = context
         self._opened: deltas.Opened | None = None
         self._items: list[Growing] = []
-        self._open: Growing | None = None  # the last of them, or none
+        self._open: Growing | None = None  # the last item, None after it was closed
         self._finished: deltas.Finished | None = None
         self._usage: Usage | None = None
         self._sent = 0
@@ -34,7 +34,7 @@ class Writer:
                 return self._grow(Said, delta.text, delta.logprobs)
             case deltas.ToolPiece():
                 if not isinstance(self._open, Call) or self._open.slot != delta.slot:
-                    raise Broken("the pieces of several calls are mixed")
+                    raise Broken("the stream interleaves the arguments of several tool calls")
                 return self._piece(self._open, delta.text)
             case deltas.ThinkingPiece():
                 return self._grow(Thought, delta.text)
@@ -48,8 +48,8 @@ class Writer:
                 return b"" if delta.redacted else self._seal(delta)
             case deltas.Opened():
                 self._open_as(delta)
-                names = ("response.created", "response.in_progress")
-                return self._events({"type": name, "response": self._response("in_progress")} for name in names)
+                identity = ("response.created", "response.in_progress")
+                return self._events({"type": name, "response": self._response("in_progress")} for name in identity)
             case deltas.Counted():
                 self._usage = delta.usage
             case deltas.Finished():
@@ -65,11 +65,11 @@ class Writer:
         if self._open is not None:
             self._open.status = "incomplete"
         code = _ERROR_CODES.get(getattr(error, "status", 500), "server_error")
-        said = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
-        return self._events([{"type": "response.failed", "response": self._response("failed", error=said)}])
+        rendered = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
+        return self._events([{"type": "response.failed", "response": self._response("failed", error=rendered)}])
 
     def _open_as(self, opened: deltas.Opened) -> None:
-        assert self._opened is None, "a stream begins once"
+        assert self._opened is None, "a stream has one start"
         self._asked.name(opened)
         self._opened = opened
 
@@ -87,16 +87,16 @@ class Writer:
         return event
 
     def _seal(self, sealed: deltas.Sealed) -> bytes:
-        """The open thinking is sealed; where there is none, an item without text carries the seal."""
+        """Add the signature to the open reasoning item, or open one without text for it."""
         before = b""
         if not isinstance(self._open, Thought) or self._open.sealed:
-            before = self._begin(Thought(*self._place(), told=False))
+            before = self._begin(Thought(*self._place(), has_summary=False))
         assert isinstance(self._open, Thought)
         self._open.sealed = seals.shown(sealed.seal, sealed.family, "openai-responses")
         return before
 
     def _cite(self, citation: Citation) -> bytes:
-        """Of the text that it begins in, which may be closed: then the whole response tells it."""
+        """Annotate the text item in which the citation starts, even if that item is already closed."""
         texts = [item for item in self._items if type(item) is Said]
         for item in texts:
             if citation.start < len(item.text) or item is texts[-1]:
@@ -105,7 +105,7 @@ class Writer:
         return b""
 
     def _place(self) -> tuple[str, int]:
-        assert self._opened is not None, "a stream is opened before its first piece"
+        assert self._opened is not None, "a stream starts before its first content"
         return item_id(self._opened.id, len(self._items)), len(self._items)
 
     def _begin(self, item: Growing) -> bytes:
@@ -124,7 +124,7 @@ class Writer:
         return TO_RESPONSES[self._finished.reason] if self._finished else None
 
     def _end(self) -> bytes:
-        assert self._finished is not None and self._open is None, "a stream finishes before it ends"
+        assert self._finished is not None and self._open is None, "a finish reason precedes the end of the stream"
         kind = "response.incomplete" if self._why() else "response.completed"
         return self._events([{"type": kind, "response": self._response(None)}])
 
@@ -132,12 +132,18 @@ class Writer:
         assert self._opened is not None
         items = [item.show() for item in self._items]
         return response(
-            self._opened, self._asked, items, status=status, why=self._why(), usage=self._usage, error=error
+            self._opened,
+            self._asked,
+            items,
+            status=status,
+            incomplete_reason=self._why(),
+            usage=self._usage,
+            error=error,
         )
 
     def _events(self, events: Iterable[Json]) -> bytes:
-        made = []
+        encoded = []
         for event in events:
-            made.append(sse.event(event["type"], {**event, "sequence_number": self._sent}))
+            encoded.append(sse.event(event["type"], {**event, "sequence_number": self._sent}))
             self._sent += 1
-        return b"".join(made)
+        return b"".join(encoded)

@@ -1,5 +1,7 @@
-"""Tool calls at the token limit: a complete call is there once, one that was cut is there with what came of it, and
-nothing of either is text. In every style, protocol and translation, streamed or not."""
+"""Tool calls at the token limit, in every tool style, wire format and translation, streamed and unstreamed.
+
+A complete call appears once, a truncated one with the arguments so far, and neither appears in the text.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ FIRST, SECOND = ("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Rome"}')
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 QUESTION = [{"role": "user", "content": "why"}]
 DIALECTS: list[Spoken] = ["openai-chat", "anthropic", "openai-responses"]
-ASKS: dict[Spoken, tuple[str, str, dict[str, Any]]] = {  # path, name of the limit, body
+REQUESTS: dict[Spoken, tuple[str, str, dict[str, Any]]] = {  # path, field of the token limit, body
     "openai-chat": (
         "/v1/chat/completions",
         "max_tokens",
@@ -40,8 +42,8 @@ ASKS: dict[Spoken, tuple[str, str, dict[str, Any]]] = {  # path, name of the lim
 STYLES = [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS]
 
 
-def written(style: ToolStyle) -> str:
-    """The reply: prose, where the style allows it, and two calls to the same tool."""
+def reply_text(style: ToolStyle) -> str:
+    """Return the model's output: prose and two calls of the same tool."""
     calls = [style.head % name + arguments + style.tail for name, arguments in (FIRST, SECOND)]
     if style.listed is None:
         return PROSE + style.joint.join(style.begin + call for call in calls)
@@ -49,42 +51,42 @@ def written(style: ToolStyle) -> str:
 
 
 @dataclass
-class Heard:
-    """What a client makes of a reply."""
+class ParsedReply:
+    """A reply as a client reads it."""
 
     text: str = ""
     calls: list[list[str]] = field(default_factory=list)  # id, name, arguments
     reason: str | None = None
 
 
-def whole(dialect: Spoken, reply: dict[str, Any]) -> Heard:
-    heard = Heard()
+def parse_reply(dialect: Spoken, reply: dict[str, Any]) -> ParsedReply:
+    parsed = ParsedReply()
     match dialect:
         case "openai-chat":
             (choice,) = reply["choices"]
-            heard.text, heard.reason = choice["message"]["content"] or "", choice["finish_reason"]
+            parsed.text, parsed.reason = choice["message"]["content"] or "", choice["finish_reason"]
             for call in choice["message"].get("tool_calls") or ():
-                heard.calls.append([call["id"], call["function"]["name"], call["function"]["arguments"]])
+                parsed.calls.append([call["id"], call["function"]["name"], call["function"]["arguments"]])
         case "anthropic":
-            heard.reason = reply["stop_reason"]
+            parsed.reason = reply["stop_reason"]
             for block in reply["content"]:
                 if block["type"] == "tool_use":
-                    heard.calls.append([block["id"], block["name"], json.dumps(block["input"])])
+                    parsed.calls.append([block["id"], block["name"], json.dumps(block["input"])])
                 else:
-                    heard.text += block["text"]
+                    parsed.text += block["text"]
         case _:
-            heard.reason = (reply["incomplete_details"] or {}).get("reason")
+            parsed.reason = (reply["incomplete_details"] or {}).get("reason")
             for item in reply["output"]:
                 if item["type"] == "function_call":
-                    heard.calls.append([item["call_id"], item["name"], item["arguments"]])
+                    parsed.calls.append([item["call_id"], item["name"], item["arguments"]])
                 elif item["type"] == "message":
-                    heard.text += "".join(part["text"] for part in item["content"])
-    return heard
+                    parsed.text += "".join(part["text"] for part in item["content"])
+    return parsed
 
 
-def streamed(dialect: Spoken, stream: bytes) -> list[Heard]:
-    """By choice."""
-    heard: dict[int, Heard] = {}
+def parse_stream(dialect: Spoken, stream: bytes) -> list[ParsedReply]:
+    """Return the parsed choices, ordered by index."""
+    parsed: dict[int, ParsedReply] = {}
     blocks: dict[int, list[str]] = {}
     for line in stream.split(b"\n"):
         if not line.startswith(b"data: {"):
@@ -92,7 +94,7 @@ def streamed(dialect: Spoken, stream: bytes) -> list[Heard]:
         event = json.loads(line[6:])
         if dialect == "openai-chat":
             for choice in event["choices"]:
-                one = heard.setdefault(choice["index"], Heard())
+                one = parsed.setdefault(choice["index"], ParsedReply())
                 one.text += choice["delta"].get("content") or ""
                 one.reason = choice.get("finish_reason") or one.reason
                 for piece in choice["delta"].get("tool_calls") or ():
@@ -100,7 +102,7 @@ def streamed(dialect: Spoken, stream: bytes) -> list[Heard]:
                         one.calls.append([piece["id"], piece["function"]["name"], ""])
                     one.calls[piece["index"]][2] += piece["function"].get("arguments") or ""
             continue
-        one = heard.setdefault(0, Heard())
+        one = parsed.setdefault(0, ParsedReply())
         match event["type"]:
             case "content_block_start" if event["content_block"]["type"] == "tool_use":
                 blocks[event["index"]] = [event["content_block"]["id"], event["content_block"]["name"], ""]
@@ -120,33 +122,33 @@ def streamed(dialect: Spoken, stream: bytes) -> list[Heard]:
             case "response.function_call_arguments.delta":
                 blocks[event["output_index"]][2] += event["delta"]
             case "response.completed" | "response.incomplete":
-                last = whole("openai-responses", event["response"])
+                last = parse_reply("openai-responses", event["response"])
                 assert last.calls == one.calls and last.text == one.text, "the closing event repeats what was streamed"
                 one.reason = last.reason
-    return [heard[index] for index in sorted(heard)]
+    return [parsed[index] for index in sorted(parsed)]
 
 
-def is_right(heard: Heard, end: int, style: ToolStyle) -> None:
-    """Of the first `end` bytes of the reply."""
-    reply = written(style)
+def check_reply(parsed: ParsedReply, end: int, style: ToolStyle) -> None:
+    """Check a reply that was truncated after `end` bytes."""
+    reply = reply_text(style)
     begun = reply.index(FIRST[1]), reply.index(SECOND[1])
-    assert PROSE.startswith(heard.text.rstrip()) or end < begun[0], "text is prose alone"
+    assert PROSE.startswith(parsed.text.rstrip()) or end < begun[0], "the text is only prose"
     if end >= begun[0]:
-        assert heard.text.rstrip() == PROSE.rstrip() and heard.reason in ("length", "max_tokens", "max_output_tokens")
-    ids = [id_ for id_, _, _ in heard.calls]
+        assert parsed.text.rstrip() == PROSE.rstrip() and parsed.reason in ("length", "max_tokens", "max_output_tokens")
+    ids = [id_ for id_, _, _ in parsed.calls]
     assert len(set(ids)) == len(ids) <= sum(at < end for at in begun), "no call is repeated"
-    for (_, name, arguments), (expected, complete), at in zip(heard.calls, (FIRST, SECOND), begun, strict=False):
+    for (_, name, arguments), (expected, complete), at in zip(parsed.calls, (FIRST, SECOND), begun, strict=False):
         assert name == expected
         if end >= at + len(complete):
             assert json.loads(arguments) == json.loads(complete)
         else:
             assert complete.startswith(arguments) or arguments == "{}"
-    assert end <= begun[0] + len(FIRST[1]) or heard.calls, "a complete call is there"
+    assert end <= begun[0] + len(FIRST[1]) or parsed.calls, "a complete call is present"
 
 
-def cuts(style: ToolStyle) -> list[int]:
-    """Around every place where arguments or a call begin or end, and some others; the last is the whole reply."""
-    reply = written(style)
+def cut_positions(style: ToolStyle) -> list[int]:
+    """Return positions around the starts and ends of calls and arguments; the last is the full length."""
+    reply = reply_text(style)
     places = {len(PROSE) + 5, len(reply)}
     for _, arguments in (FIRST, SECOND):
         at = reply.index(arguments)
@@ -157,41 +159,41 @@ def cuts(style: ToolStyle) -> list[int]:
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_calls_at_the_limit(dialect: Spoken, style: ToolStyle) -> None:
-    house = House(lambda before, index: before + written(style), style)
-    path, limit, body = ASKS[dialect]
-    for end in cuts(style):
-        asked = {"model": "m", limit: end, **body}
-        stream = house.post(path, asked | {"stream": True}).body
-        (one,) = streamed(dialect, stream)
-        is_right(one, end, style)
-        is_right(whole(dialect, house.post(path, asked).json), end, style)
+def test_tool_calls_at_token_limit(dialect: Spoken, style: ToolStyle) -> None:
+    server = House(lambda before, index: before + reply_text(style), style)
+    path, limit, body = REQUESTS[dialect]
+    for end in cut_positions(style):
+        request = {"model": "m", limit: end, **body}
+        stream = server.post(path, request | {"stream": True}).body
+        (one,) = parse_stream(dialect, stream)
+        check_reply(one, end, style)
+        check_reply(parse_reply(dialect, server.post(path, request).json), end, style)
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
-def test_calls_of_several_choices(style: ToolStyle) -> None:
-    house = House(lambda before, index: before + written(style), style)
-    path, limit, body = ASKS["openai-chat"]
-    for end in cuts(style)[::4]:
-        asked = {"model": "m", limit: end, "n": 2, **body}
-        several = streamed("openai-chat", house.post(path, asked | {"stream": True}).body)
+def test_tool_calls_of_several_choices_at_token_limit(style: ToolStyle) -> None:
+    server = House(lambda before, index: before + reply_text(style), style)
+    path, limit, body = REQUESTS["openai-chat"]
+    for end in cut_positions(style)[::4]:
+        request = {"model": "m", limit: end, "n": 2, **body}
+        several = parse_stream("openai-chat", server.post(path, request | {"stream": True}).body)
         assert len(several) == 2 and len({id_ for one in several for id_, _, _ in one.calls}) == sum(
             len(one.calls) for one in several
         )
         for one in several:
-            is_right(one, end, style)
+            check_reply(one, end, style)
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DIALECTS, 2)))
-def test_calls_at_the_limit_are_translated_as_they_are(source: Spoken, target: Spoken) -> None:
-    house = House(lambda before, index: before + written(HERMES), HERMES)
-    path, limit, body = ASKS[source]
+def test_tool_calls_at_token_limit_are_translated(source: Spoken, target: Spoken) -> None:
+    server = House(lambda before, index: before + reply_text(HERMES), HERMES)
+    path, limit, body = REQUESTS[source]
     to = Asked(model="m", created=1700000000, id="made-1")
-    for end in cuts(HERMES)[::2]:
-        asked = {"model": "m", limit: end, **body}
+    for end in cut_positions(HERMES)[::2]:
+        request = {"model": "m", limit: end, **body}
         translator = StreamTranslator(source, target, to)
-        made = translator.push(house.post(path, asked | {"stream": True}).body) + translator.end()
-        (one,) = streamed(target, made)
-        is_right(one, end, HERMES)
-        reply, _ = translate_reply(house.post(path, asked).body, source, target, to)
-        is_right(whole(target, json.loads(reply)), end, HERMES)
+        translated = translator.push(server.post(path, request | {"stream": True}).body) + translator.end()
+        (one,) = parse_stream(target, translated)
+        check_reply(one, end, HERMES)
+        reply, _ = translate_reply(server.post(path, request).body, source, target, to)
+        check_reply(parse_reply(target, json.loads(reply)), end, HERMES)

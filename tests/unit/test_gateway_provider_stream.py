@@ -1,4 +1,4 @@
-"""A stream that breaks: what was good is passed on first, whatever came with it, and the end is never a clean one."""
+"""Provider streams that break: valid events are passed on first, and the stream never ends as complete."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from emberline.gateway.streams.passage import MOST, Passage
 PIECE = b'data: {"candidates":[{"content":{"parts":[{"text":"%b"}],"role":"model"}}]}\n\n'
 
 
-class Said:
-    """An Incoming that has said all there is."""
+class FakeIncoming:
+    """An upstream reply that returns the given chunks."""
 
     def __init__(self, *reads: bytes) -> None:
         self.left = list(reads)
@@ -31,25 +31,25 @@ class Said:
         self.closed = True
 
 
-def passage_of(dialect: str, said: Said) -> Passage:
+def make_stream(dialect: str, incoming: FakeIncoming) -> Passage:
     call = SimpleNamespace(
         dialect=dialect, deadline=100.0, settings=SimpleNamespace(timeouts=SimpleNamespace(between_events=5.0))
     )
-    return Passage(cast("Any", call), cast("Any", said), Meter(cast("Any", dialect)), None, ManualClock())
+    return Passage(cast("Any", call), cast("Any", incoming), Meter(cast("Any", dialect)), None, ManualClock())
 
 
-async def begun(said: Said) -> None:
-    await passage_of("openai-chat", said).begin(50.0, lambda *_: None)
+async def start_stream(incoming: FakeIncoming) -> None:
+    await make_stream("openai-chat", incoming).begin(50.0, lambda *_: None)
 
 
-async def passed(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
-    """What came through, how it ended, and what was raised."""
-    passage = passage_of(dialect, Said(*reads))
+async def read_stream(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
+    """Return the bytes passed on, the outcome, and the code of the error raised."""
+    stream = make_stream(dialect, FakeIncoming(*reads))
     ended: list[str] = []
-    await passage.begin(50.0, lambda _, how, code: ended.append(how))
+    await stream.begin(50.0, lambda _, how, code: ended.append(how))
     got = b""
     try:
-        async for chunk in passage:
+        async for chunk in stream:
             got += chunk
     except Broken as e:
         return got, ended[0], e.code
@@ -57,32 +57,32 @@ async def passed(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_good_events_before_a_malformed_one_are_passed_on(together: bool) -> None:
+def test_events_before_malformed_one_are_passed_on(together: bool) -> None:
     one, two, bad = PIECE % b"one", PIECE % b"two", b"data: {nonsense\n\n"
     reads = [one, two + bad] if together else [one, two, bad]
-    assert asyncio.run(passed("gemini", *reads)) == (one + two, "cut", "upstream_broken")
+    assert asyncio.run(read_stream("gemini", *reads)) == (one + two, "cut", "upstream_broken")
 
 
-def test_a_malformed_one_after_the_ending_harms_nobody() -> None:
+def test_malformed_event_after_end_is_ignored() -> None:
     chat = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
     last = b'data: {"id":"a","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
-    got, how, code = asyncio.run(passed("openai-chat", chat, last + b"data: {nonsense\n\n"))
+    got, how, code = asyncio.run(read_stream("openai-chat", chat, last + b"data: {nonsense\n\n"))
     assert (got, how, code) == (chat + last, "complete", "")
 
 
 @pytest.mark.parametrize("event", [b": a comment\n\n", b'data: {"id":"a","choices":[]}\n\n'])
-def test_what_has_no_content_is_not_kept_for_ever(event: bytes) -> None:
+def test_events_without_content_are_bounded(event: bytes) -> None:
     many = event * (65536 // len(event))
     reads = [many] * (2 * MOST // len(many))
-    said = Said(*reads)
-    with pytest.raises(Broken, match="no content among the first"):
-        asyncio.run(begun(said))
-    assert (len(reads) - len(said.left)) * len(many) <= MOST + len(many)
+    incoming = FakeIncoming(*reads)
+    with pytest.raises(Broken, match="no content in its first"):
+        asyncio.run(start_stream(incoming))
+    assert (len(reads) - len(incoming.left)) * len(many) <= MOST + len(many)
 
 
-def test_a_first_content_that_is_large_is_one() -> None:
+def test_large_first_content_is_accepted() -> None:
     large = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * MOST)
-    asyncio.run(begun(Said(b": a comment\n\n", large)))
+    asyncio.run(start_stream(FakeIncoming(b": a comment\n\n", large)))
 
 
 CONTENT = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
@@ -90,31 +90,31 @@ STOP = b'data: {"id":"a","choices":[{"index":0,"delta":{},"finish_reason":"stop"
 USAGE = b'data: {"id":"a","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
 
 
-def test_a_stream_that_said_all_but_done_is_complete() -> None:
-    got, how, _ = asyncio.run(passed("openai-chat", CONTENT, STOP, USAGE))
+def test_stream_without_done_is_complete() -> None:
+    got, how, _ = asyncio.run(read_stream("openai-chat", CONTENT, STOP, USAGE))
     assert (got, how) == (CONTENT + STOP + USAGE + b"data: [DONE]\n\n", "complete")
 
 
 @pytest.mark.parametrize("reads", [(CONTENT,), (CONTENT, USAGE), (CONTENT, STOP), (CONTENT, STOP, USAGE[:-2])])
-def test_a_stream_that_ends_before_that_is_cut(reads: tuple[bytes, ...]) -> None:
-    got, how, _ = asyncio.run(passed("openai-chat", *reads))
+def test_incomplete_stream_is_cut(reads: tuple[bytes, ...]) -> None:
+    got, how, _ = asyncio.run(read_stream("openai-chat", *reads))
     assert how == "cut" and b"error" in got and b"[DONE]" not in got
 
 
-def test_a_translated_stream_without_done_is_complete() -> None:
+def test_translated_stream_without_done_is_complete() -> None:
     async def run() -> tuple[bytes, list[str]]:
-        passage = passage_of("openai-chat", Said(CONTENT, STOP, USAGE))
-        passage._translator = StreamTranslator("openai-chat", "anthropic")
+        stream = make_stream("openai-chat", FakeIncoming(CONTENT, STOP, USAGE))
+        stream._translator = StreamTranslator("openai-chat", "anthropic")
         ended: list[str] = []
-        await passage.begin(50.0, lambda _, how, code: ended.append(how))
-        return b"".join([chunk async for chunk in passage]), ended
+        await stream.begin(50.0, lambda _, how, code: ended.append(how))
+        return b"".join([chunk async for chunk in stream]), ended
 
     got, ended = asyncio.run(run())
     assert ended == ["complete"] and b"message_stop" in got and b"error" not in got
 
 
-class Commenting(Said):
-    """After its reads come comments, one a second, for ever; or one event with data after so many of them."""
+class CommentingIncoming(FakeIncoming):
+    """Sends one comment a second after its chunks; every `every`-th time it sends an event with data instead."""
 
     def __init__(self, clock: ManualClock, every: int, *reads: bytes) -> None:
         super().__init__(*reads)
@@ -132,31 +132,33 @@ class Commenting(Said):
 
 
 @pytest.mark.parametrize(("every", "comments"), [(10**6, 4), (3, 100)])
-def test_comments_are_no_progress(every: int, comments: int) -> None:
+def test_comments_do_not_count_as_events(every: int, comments: int) -> None:
     clock = ManualClock()
-    said = Commenting(clock, every, CONTENT)
-    passage = passage_of("openai-chat", said)
-    passage._clock = clock
+    incoming = CommentingIncoming(clock, every, CONTENT)
+    stream = make_stream("openai-chat", incoming)
+    stream._clock = clock
     ended: list[str] = []
 
     async def run() -> bytes:
-        await passage.begin(50.0, lambda _, how, code: ended.append(f"{how} {code}"))
-        return b"".join([chunk async for chunk in passage])
+        await stream.begin(50.0, lambda _, how, code: ended.append(f"{how} {code}"))
+        return b"".join([chunk async for chunk in stream])
 
-    passage._call.settings.timeouts.total = 100.0  # type: ignore[misc]
+    stream._call.settings.timeouts.total = 100.0  # type: ignore[misc]
     got = asyncio.run(run())
-    assert ended == ["cut upstream_timeout"] and abs(said.comments - comments) <= 1
-    assert (b"silent for 5 s" in got) == (comments == 4)
+    assert ended == ["cut upstream_timeout"] and abs(incoming.comments - comments) <= 1
+    assert (b"sent no event for 5 s" in got) == (comments == 4)
 
 
-def test_time_that_the_client_takes_is_not_the_providers_silence() -> None:
+def test_slow_client_does_not_count_as_provider_silence() -> None:
     async def run() -> str:
         clock = ManualClock()
-        passage = passage_of("openai-chat", Said(CONTENT, b": keep-alive\n\n", CONTENT, STOP + b"data: [DONE]\n\n"))
-        passage._clock = clock
+        stream = make_stream(
+            "openai-chat", FakeIncoming(CONTENT, b": keep-alive\n\n", CONTENT, STOP + b"data: [DONE]\n\n")
+        )
+        stream._clock = clock
         ended: list[str] = []
-        await passage.begin(50.0, lambda _, how, code: ended.append(how))
-        async for _ in passage:
+        await stream.begin(50.0, lambda _, how, code: ended.append(how))
+        async for _ in stream:
             clock.advance(10.0)
         return ended[0]
 

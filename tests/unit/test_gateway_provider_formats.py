@@ -1,4 +1,4 @@
-"""What providers say in their own ways: errors, streams cut anywhere, credentials; and where they are asked."""
+"""Providers' own formats: errors, streams, credentials and URLs."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ ID = "0190a0b0c0d0" + "0" * 20
         (422, {"detail": [{"msg": "Extra inputs are not permitted"}]}, "request"),
     ],
 )  # fmt: skip
-def test_errors_are_understood(status: int, body: Any, kind: str) -> None:
+def test_provider_errors_are_classified(status: int, body: Any, kind: str) -> None:
     error = refused("p", status, {}, json.dumps(body).encode(), "openai-chat")
     assert error.kind == kind and "no reason" not in str(error)
     codes = {"context": "context_length_exceeded", "filtered": "content_filter"}
     assert error.code == codes.get(kind, "upstream_refused")
 
 
-def test_google_says_how_long_to_wait() -> None:
+def test_google_retry_delay() -> None:
     info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "34.5s"}
     body = json.dumps({"error": {"code": 429, "message": "quota", "details": [info]}}).encode()
     assert refused("p", 429, {}, body, "gemini").retry_after == 34.5
@@ -78,7 +78,7 @@ FAKES: list[tuple[Any, Any, str]] = [
 ]
 
 
-def measured(decoder: Decoder, dialect: Any, data: bytes, size: int) -> Meter:
+def meter_stream(decoder: Decoder, dialect: Any, data: bytes, size: int) -> Meter:
     meter = Meter(dialect)
     for at in range(0, len(data), size):
         meter.push(decoder.push(data[at : at + size]))
@@ -88,53 +88,57 @@ def measured(decoder: Decoder, dialect: Any, data: bytes, size: int) -> Meter:
 
 
 @pytest.mark.parametrize(("fake", "decoder", "dialect"), FAKES)
-def test_streams_may_be_cut_anywhere(fake: Any, decoder: Any, dialect: str) -> None:
+def test_decoders_are_independent_of_chunk_boundaries(fake: Any, decoder: Any, dialect: str) -> None:
     data = b"".join(event for event, _ in fake().events())
     for size in (1, 7, 50, len(data)):
-        meter = measured(decoder(), dialect, data, size)
+        meter = meter_stream(decoder(), dialect, data, size)
         assert meter.broken is None and meter.signs.ended and meter.signs.characters == 4 * 6
-        told, estimated = meter.usage(b"")
-        assert estimated is isinstance(decoder(), Predicted), "who streams predictions counts nothing"
-        assert estimated or told == Usage(11, output=4)
+        usage, estimated = meter.usage(b"")
+        assert estimated is isinstance(decoder(), Predicted), "Replicate's streams have no usage"
+        assert estimated or usage == Usage(11, output=4)
 
 
 @pytest.mark.parametrize(("fake", "decoder", "dialect"), FAKES)
-def test_what_ends_early_is_broken(fake: Any, decoder: Any, dialect: str) -> None:
+def test_incomplete_provider_stream_is_broken(fake: Any, decoder: Any, dialect: str) -> None:
     events = [event for event, _ in fake().events()]
     whole = b"".join(events)
     for at in (len(b"".join(events[:-1])), len(whole) - 3, len(events[0]) + 2):
         assert is_broken(decoder(), dialect, whole[:at])
-    if not isinstance(decoder(), Predicted):  # whose words are plain text
+    if not isinstance(decoder(), Predicted):  # Replicate's events are plain text
         assert is_broken(decoder(), dialect, events[0] + b'data: {"a": \n\n' + whole)
 
 
 def is_broken(decoder: Decoder, dialect: str, data: bytes) -> bool:
     try:
-        return measured(decoder, dialect, data, 64).broken is not None
+        return meter_stream(decoder, dialect, data, 64).broken is not None
     except Broken:
         return True
 
 
-def test_every_event_of_perplexity_may_be_its_last() -> None:
+def test_perplexity_stream_gets_done() -> None:
     events = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null}]}\n\n'
     last = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
-    for data, said in ((events, b""), (events + last, b"data: [DONE]\n\n"), (events + last + b"data: [DONE]\n\n", b"")):
-        ending = Ending()
-        assert b"".join(ending.push(data[at : at + 9]) for at in range(0, len(data), 9)) == data
-        assert ending.end() == said
+    for data, added in (
+        (events, b""),
+        (events + last, b"data: [DONE]\n\n"),
+        (events + last + b"data: [DONE]\n\n", b""),
+    ):
+        decoder = Ending()
+        assert b"".join(decoder.push(data[at : at + 9]) for at in range(0, len(data), 9)) == data
+        assert decoder.end() == added
 
 
-def test_azure_begins_with_its_filters() -> None:
+def test_azure_filter_results_before_content() -> None:
     data = (
         b'data: {"choices":[],"prompt_filter_results":[{"prompt_index":0}],"model":"","id":"","object":""}\n\n'
         b'data: {"id":"c","model":"gpt","choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":null}]}\n\n'
         b'data: {"id":"c","model":"gpt","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
     )
-    made = StreamTranslator("openai-chat", "anthropic")
-    assert b'"hi"' in made.push(data) + made.end()
+    translator = StreamTranslator("openai-chat", "anthropic")
+    assert b'"hi"' in translator.push(data) + translator.end()
 
 
-def test_aws_streams_pass_and_are_measured() -> None:
+def test_aws_streams_are_metered() -> None:
     for fake in (FakeConversed("/converse-stream", {}, 4), FakeInvoked("/invoke-with-response-stream", {}, 4)):
         data = b"".join(event for event, _ in fake.events())
         meter = EventStreamMeter()
@@ -150,7 +154,7 @@ def test_aws_streams_pass_and_are_measured() -> None:
         assert "modelStreamErrorException" in failed.signs.failed
 
 
-def test_usage_of_replies_that_nobody_knows() -> None:
+def test_usage_of_unknown_formats() -> None:
     for body in (
         {"result": {"response": "x", "usage": {"prompt_tokens": 3, "completion_tokens": 5}}, "success": True},
         {"usage": {"inputTokens": 3, "outputTokens": 5}},
@@ -163,8 +167,8 @@ def test_usage_of_replies_that_nobody_knows() -> None:
 # -- credentials -------------------------------------------------------------------------------------------------------
 
 
-class Sender:
-    """Upstream, as far as tokens need it."""
+class FakeUpstream:
+    """An upstream client that returns the given replies in turn."""
 
     def __init__(self, *replies: tuple[int, Any]) -> None:
         self.replies = list(replies)
@@ -178,33 +182,35 @@ class Sender:
 
 
 @pytest.fixture(scope="module")
-def account() -> Account:
+def credentials() -> Account:
     key = rsa.generate_private_key(65537, 2048)
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return Account(private_key=pem.decode(), client_email="me", project_id="p", region="r")
 
 
-def test_one_wish_for_many(account: Account) -> None:
+def test_concurrent_requests_share_one_token(credentials: Account) -> None:
     tokens = GoogleTokens("https://x")
-    sender: Any = Sender((200, {"access_token": "one", "expires_in": 3600}), (200, {"access_token": "two"}))
+    sender: Any = FakeUpstream((200, {"access_token": "one", "expires_in": 3600}), (200, {"access_token": "two"}))
 
     async def work() -> None:
-        got = await asyncio.gather(*(tokens.token(account, sender, 5, 1000.0) for _ in range(9)))
+        got = await asyncio.gather(*(tokens.token(credentials, sender, 5, 1000.0) for _ in range(9)))
         assert set(got) == {"one"} and len(sender.asked) == 1
-        assert await tokens.token(account, sender, 5, 1000.0 + 3400) == "one"
-        assert await tokens.token(account, sender, 5, 1000.0 + 3500) == "two", "it is replaced before its end"
+        assert await tokens.token(credentials, sender, 5, 1000.0 + 3400) == "one"
+        assert await tokens.token(credentials, sender, 5, 1000.0 + 3500) == "two", (
+            "a token is replaced before it expires"
+        )
 
     asyncio.run(work())
 
 
-def test_users_have_tokens_to_get_tokens_with() -> None:
+def test_user_credentials_use_refresh_token() -> None:
     user = Account.read('{"type":"authorized_user","client_id":"c","client_secret":"s","refresh_token":"r"}')
-    sender: Any = Sender((200, {"access_token": "one"}))
+    sender: Any = FakeUpstream((200, {"access_token": "one"}))
     assert user is not None and asyncio.run(GoogleTokens("").token(user, sender, 5, 0.0)) == "one"
     assert sender.asked[0].body == b"grant_type=refresh_token&refresh_token=r&client_id=c&client_secret=s"
 
 
-def test_keys_that_are_none() -> None:
+def test_invalid_private_keys_are_rejected() -> None:
     numbers = rsa.generate_private_key(65537, 2048).private_numbers()
     crooked = rsa.RSAPrivateNumbers(
         numbers.p, numbers.q, numbers.d ^ 2, numbers.dmp1 ^ 2, numbers.dmq1, numbers.iqmp, numbers.public_numbers
@@ -212,31 +218,31 @@ def test_keys_that_are_none() -> None:
     pem = crooked.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
-    sender: Any = Sender((200, {"access_token": "one"}))
+    sender: Any = FakeUpstream((200, {"access_token": "one"}))
     for key in (pem.decode(), "", "no", pem.decode()[:300]):
         with pytest.raises(InvalidRequest, match="private_key"):
             asyncio.run(GoogleTokens("").token(Account(private_key=key), sender, 5, 0.0))
     assert not sender.asked
 
 
-def test_a_tenants_server_must_be_public(account: Account) -> None:
-    sender: Any = Sender((200, {"access_token": "one"}))
-    inside = msgspec.structs.replace(account, token_uri="http://10.0.0.1/token")
+def test_token_server_of_tenant_must_be_public(credentials: Account) -> None:
+    sender: Any = FakeUpstream((200, {"access_token": "one"}))
+    inside = msgspec.structs.replace(credentials, token_uri="http://10.0.0.1/token")
     asyncio.run(GoogleTokens("http://10.0.0.1", public=True).token(inside, sender, 5, 0.0))
-    assert sender.asked[0].public, "so that the address is looked at"
+    assert sender.asked[0].public, "the address is checked"
 
 
-def test_no_token(account: Account) -> None:
-    refuses: Any = Sender((400, {"error": "invalid_grant"}))
+def test_failed_token_requests(credentials: Account) -> None:
+    refuses: Any = FakeUpstream((400, {"error": "invalid_grant"}))
     with pytest.raises(Refused, match="invalid_grant") as caught:
-        asyncio.run(GoogleTokens("").token(account, refuses, 5, 0.0))
+        asyncio.run(GoogleTokens("").token(credentials, refuses, 5, 0.0))
     assert caught.value.kind == "access"
-    mumbles: Any = Sender((200, {}))
+    mumbles: Any = FakeUpstream((200, {}))
     with pytest.raises(Broken):
-        asyncio.run(GoogleTokens("").token(account, mumbles, 5, 0.0))
+        asyncio.run(GoogleTokens("").token(credentials, mumbles, 5, 0.0))
 
 
-def test_whom_to_believe() -> None:
+def test_trusted_urls() -> None:
     assert near("https://oauth2.googleapis.com/token", "", "googleapis.com")
     assert near("http://127.0.0.1:9/x", "http://127.0.0.1:9/y", "googleapis.com")
     for bad in ("http://oauth2.googleapis.com/", "https://googleapis.com.evil.example/", "https://a@googleapis.com/",
@@ -244,7 +250,7 @@ def test_whom_to_believe() -> None:
         assert not near(bad, "https://base", "googleapis.com")
 
 
-def test_a_key_may_be_a_file(tmp_path: Path) -> None:
+def test_key_from_file(tmp_path: Path) -> None:
     file = tmp_path / "adc.json"
     file.write_text('{"type": "authorized_user"}\n')
     table = {"providers": {"google-vertex-ai": {"key_file": str(file)}}}
@@ -256,7 +262,7 @@ def test_a_key_may_be_a_file(tmp_path: Path) -> None:
         )
 
 
-# -- the addresses that they really have -------------------------------------------------------------------------------
+# -- real URLs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +298,7 @@ def test_a_key_may_be_a_file(tmp_path: Path) -> None:
         ("ollama", "v1/chat/completions", "http://127.0.0.1:11434/v1/chat/completions"),
     ],
 )  # fmt: skip
-def test_addresses(slug: str, endpoint: str, url: str) -> None:
+def test_provider_urls(slug: str, endpoint: str, url: str) -> None:
     assert Registry().find(slug, Settings()).url(endpoint, "") == url
 
 
@@ -305,29 +311,33 @@ def test_addresses(slug: str, endpoint: str, url: str) -> None:
         ("aws-bedrock", "model/m/invoke"),
     ],
 )
-def test_no_addresses(slug: str, endpoint: str) -> None:
+def test_invalid_paths_are_rejected(slug: str, endpoint: str) -> None:
     with pytest.raises(InvalidRequest):
         Registry().find(slug, Settings()).url(endpoint, "")
 
 
-def test_who_is_told_what_to_speak_speaks_no_more() -> None:
-    def made(slug: str, *speaks: str, **more: Any) -> Any:
+def test_speaks_setting_restricts_wire_formats() -> None:
+    def find_provider(slug: str, *speaks: str, **more: Any) -> Any:
         return Registry().find(slug, Settings(providers={slug: ProviderSettings(speaks=speaks or None, **more)}))
 
-    assert not made("openai", "openai-chat").speaks("openai-responses") and made("openai").speaks("openai-responses")
+    assert not find_provider("openai", "openai-chat").speaks("openai-responses") and find_provider("openai").speaks(
+        "openai-responses"
+    )
     with pytest.raises(InvalidRequest, match="gemini"):
-        made("openai", "gemini")
-    assert made("ollama", base_url="http://h/v1").url("v1/chat/completions", "") == "http://h/v1/chat/completions"
+        find_provider("openai", "gemini")
+    assert (
+        find_provider("ollama", base_url="http://h/v1").url("v1/chat/completions", "") == "http://h/v1/chat/completions"
+    )
 
 
 @pytest.mark.parametrize(("slug", "base_url"), [("openai", None), ("mine", "http://h/v1"), ("ollama", "http://h/v1")])
 @pytest.mark.parametrize("endpoint", ["chat/completions", "v1/chat/completions"])
-def test_the_version_may_be_in_the_path_or_not(slug: str, base_url: str | None, endpoint: str) -> None:
-    """Where it is asked at one place all the same, it is the same that is said there."""
+def test_version_in_path_is_optional(slug: str, base_url: str | None, endpoint: str) -> None:
+    """Both spellings lead to the same URL and wire format."""
     provider = Registry().find(slug, Settings(providers={slug: ProviderSettings(base_url=base_url)}))
     assert provider.url(endpoint, "").count("/v1/chat/completions") == 1 and "/v1/v1" not in provider.url(endpoint, "")
     assert provider.dialect_of(endpoint) == "openai-chat"
 
 
-def test_slugs() -> None:
+def test_provider_slugs() -> None:
     assert all(slug == provider.slug for slug, provider in KNOWN.items()) and len(KNOWN) == 26

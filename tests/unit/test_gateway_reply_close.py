@@ -1,4 +1,4 @@
-"""The end of a reply: everybody who waits for it is told, whatever happens to the others or to who closes it."""
+"""Closing a reply calls every close callback, even if another one fails or the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from emberline.gateway.realtime import realtime
 from emberline.gateway.realtime.realtime import Realtime
 
 
-class Told:
-    """An ending that remembers that it was told."""
+class RecordingCallback:
+    """A close callback that records the reply's outcome."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -27,27 +27,27 @@ class Told:
         self.ended.append(reply.ended)
 
 
-async def _fails(reply: Reply) -> None:
+async def _raise_error(reply: Reply) -> None:
     raise OSError("no room")
 
 
-async def _waits(reply: Reply) -> None:
+async def _wait(reply: Reply) -> None:
     await asyncio.sleep(3600)
 
 
-def test_one_that_fails_keeps_nobody_from_being_told() -> None:
-    first, last = Told(), Told()
-    reply = Reply(200, {}, b"{}", endings=[first, _fails, last])
+def test_failing_callback_does_not_skip_others() -> None:
+    first, last = RecordingCallback(), RecordingCallback()
+    reply = Reply(200, {}, b"{}", endings=[first, _raise_error, last])
     with pytest.raises(OSError, match="no room"):
         asyncio.run(reply.close())
     assert first.ended == last.ended == ["complete"] and not reply.endings
 
 
-def test_who_is_stopped_while_it_closes_a_reply_tells_all() -> None:
-    last = Told()
+def test_cancelled_close_calls_all_callbacks() -> None:
+    last = RecordingCallback()
 
     async def run() -> None:
-        task = asyncio.ensure_future(Reply(200, {}, b"{}", endings=[_waits, last]).close())
+        task = asyncio.ensure_future(Reply(200, {}, b"{}", endings=[_wait, last]).close())
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -57,20 +57,20 @@ def test_who_is_stopped_while_it_closes_a_reply_tells_all() -> None:
     assert last.ended == ["complete"]
 
 
-def test_a_stream_that_cannot_be_closed_has_ended_all_the_same() -> None:
+def test_failing_stream_close_still_calls_callbacks() -> None:
     class Stuck(Pieces):
         async def aclose(self) -> None:
             raise OSError("stuck")
 
-    told = Told()
-    reply = Reply(200, {}, b"", endings=[told])
+    callback = RecordingCallback()
+    reply = Reply(200, {}, b"", endings=[callback])
     reply.body = Stuck(b"x")
     with pytest.raises(OSError, match="stuck"):
         asyncio.run(reply.close())
-    assert told.ended == [""]
+    assert callback.ended == [""]
 
 
-class Channel:
+class FakeWebSocket:
     subprotocol = None
 
     def __init__(self) -> None:
@@ -86,22 +86,22 @@ class Prices:
         return None
 
 
-def test_a_session_hangs_up_when_it_is_closed_and_is_told_of_even_if_that_fails(
+def test_realtime_close_closes_websocket_and_calls_callbacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    channel, told = Channel(), Told()
+    websocket, callback = FakeWebSocket(), RecordingCallback()
 
     async def dial(*about: Any, **more: Any) -> Any:
-        return channel
+        return websocket
 
     async def run() -> None:
         clock = ManualClock()
         opens: Any = Realtime(Registry(), Secrets(), None, Prices(), clock, Breakers(clock), largest=1)  # type: ignore[arg-type]
         reply = await opens(call(headers={"authorization": "Bearer k"}, endpoint="realtime", stream=True))
-        reply.endings.append(told)
+        reply.endings.append(callback)
         with pytest.raises(OSError, match="gone"):
             await reply.close()
 
     monkeypatch.setattr(realtime, "dial", dial)
     asyncio.run(run())
-    assert channel.closed == [1001] and told.ended == ["left"]
+    assert websocket.closed == [1001] and callback.ended == ["left"]

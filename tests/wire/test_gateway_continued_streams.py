@@ -1,4 +1,4 @@
-"""Broken streams that another provider goes on with: what the real clients get, and what the others are asked."""
+"""Broken streams that another provider continues: what real clients receive, and what the provider is sent."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from routers import until
 from emberline.gateway.streams.continuation import GO_ON
 
 TEXT = "".join(f"word{i} " for i in range(8))
-MOST = 10  # tokens; five are left when three words are estimated
+MAX_TOKENS = 10  # tokens; five are left after the estimate for three words
 HELLO: Any = [{"role": "user", "content": "hello"}]
-WISH = {"x-emberline-continue": "true"}
+CONTINUE_HEADER = {"x-emberline-continue": "true"}
 TO = {
     "chat": "b-chat/well",
     "ant": "b-ant/well",
@@ -32,7 +32,7 @@ TO = {
 }
 
 
-def places(urls: dict[str, str]) -> dict[str, Any]:
+def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
     speaks = {"chat": "openai-chat", "ant": "anthropic", "res": "openai-responses"}
     first = {
         f"a-{name}-{to}": {"base_url": urls["a"], "speaks": [d]} for name, d in speaks.items() for to in (*TO, "none")
@@ -46,43 +46,48 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
     return {**first, **second, **named, **more}
 
 
-def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Gateways:
+def start_gateways(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Gateways:
     fallbacks = [{"model": f"a-{name}-{to}/*", "to": [TO[to]]} for name in ("chat", "ant", "res") for to in TO]
-    return Gateways(home, ("a", "b"), places, fallbacks=fallbacks, timeouts=timeouts)
+    return Gateways(home, ("a", "b"), provider_settings, fallbacks=fallbacks, timeouts=timeouts)
 
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    with started(tmp_path_factory.mktemp("continued")) as made:
-        yield made
+    with start_gateways(tmp_path_factory.mktemp("continued")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    with started(tmp_path_factory.mktemp("hasty"), HASTY) as made:
-        yield made
+def short_timeouts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    with start_gateways(tmp_path_factory.mktemp("hasty"), HASTY) as started:
+        yield started
 
 
 @pytest.fixture
 def oai(gateway: Gateways) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk", max_retries=0, default_headers=WISH)
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk", max_retries=0, default_headers=CONTINUE_HEADER)
 
 
 def messages_client(gateway: Gateways) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=gateway.url, api_key="sk", max_retries=0, default_headers=WISH)
+    return anthropic.Anthropic(base_url=gateway.url, api_key="sk", max_retries=0, default_headers=CONTINUE_HEADER)
 
 
-def second(gateway: Gateways) -> dict[str, Any]:
-    """What the one who went on was asked."""
+def continuation_request(gateway: Gateways) -> dict[str, Any]:
+    """Return the request that the continuing provider received."""
     return gateway.fakes["b"].asked[-1].json
 
 
 @pytest.mark.parametrize("to", ["chat", "ant", "res", "gem"])
 @pytest.mark.parametrize("source", ["chat", "res"])
 @pytest.mark.parametrize("fault", ["cut", "error-event"])
-def test_the_chat_client(gateway: Gateways, oai: openai.OpenAI, source: str, to: str, fault: str) -> None:
+def test_chat_client_gets_continued_stream(
+    gateway: Gateways, oai: openai.OpenAI, source: str, to: str, fault: str
+) -> None:
     with oai.chat.completions.stream(
-        model=f"a-{source}-{to}/{fault}@3", messages=HELLO, max_tokens=MOST, stream_options={"include_usage": True}
+        model=f"a-{source}-{to}/{fault}@3",
+        messages=HELLO,
+        max_tokens=MAX_TOKENS,
+        stream_options={"include_usage": True},
     ) as stream:
         chunks = [event.chunk for event in stream if event.type == "chunk"]
         whole = stream.get_final_completion()
@@ -90,14 +95,16 @@ def test_the_chat_client(gateway: Gateways, oai: openai.OpenAI, source: str, to:
     assert len({(chunk.id, chunk.model, chunk.created) for chunk in chunks}) == 1
     assert sum(bool(chunk.choices and chunk.choices[0].finish_reason) for chunk in chunks) == 1
     assert whole.usage is not None and whole.usage.prompt_tokens > 11 and whole.usage.completion_tokens > 8 - 3
-    assert gateway.fakes["b"].count == 1 and GO_ON in json.dumps(second(gateway))
+    assert gateway.fakes["b"].count == 1 and GO_ON in json.dumps(continuation_request(gateway))
 
 
 @pytest.mark.parametrize("to", ["chat", "ant", "gem"])
 @pytest.mark.parametrize("fault", ["bad-event", "stall-later"])
-def test_the_messages_client(gateway: Gateways, hasty: Gateways, to: str, fault: str) -> None:
-    ant = messages_client(hasty if fault == "stall-later" else gateway)
-    with ant.messages.stream(model=f"a-ant-{to}/{fault}@3", messages=HELLO, max_tokens=MOST) as stream:
+def test_messages_client_gets_continued_stream(
+    gateway: Gateways, short_timeouts: Gateways, to: str, fault: str
+) -> None:
+    ant = messages_client(short_timeouts if fault == "stall-later" else gateway)
+    with ant.messages.stream(model=f"a-ant-{to}/{fault}@3", messages=HELLO, max_tokens=MAX_TOKENS) as stream:
         kinds = [event.type for event in stream]
         whole = stream.get_final_message()
     assert [block.type for block in whole.content] == ["text"] and stream.get_final_text() == TEXT
@@ -106,45 +113,45 @@ def test_the_messages_client(gateway: Gateways, hasty: Gateways, to: str, fault:
 
 
 @pytest.mark.parametrize("to", ["res", "ant"])
-def test_the_responses_client(oai: openai.OpenAI, to: str) -> None:
-    with oai.responses.stream(model=f"a-res-{to}/cut@3", input="hello", max_output_tokens=MOST) as stream:
+def test_responses_client_gets_continued_stream(oai: openai.OpenAI, to: str) -> None:
+    with oai.responses.stream(model=f"a-res-{to}/cut@3", input="hello", max_output_tokens=MAX_TOKENS) as stream:
         numbers = [event.sequence_number for event in stream]
         whole = stream.get_final_response()
     assert whole.output_text == TEXT and whole.status == "completed" and len(whole.output) == 1
-    assert numbers == list(range(len(numbers))), "one after the other"
+    assert numbers == list(range(len(numbers))), "sequence numbers have no gaps"
 
 
-def test_gemini_goes_on_in_its_own_dialect(gateway: Gateways) -> None:
-    gateway.fakes["b"].script = ["cut"]  # then it does well: the same place, once more
+def test_gemini_stream_is_continued(gateway: Gateways) -> None:
+    gateway.fakes["b"].script = ["cut"]  # the second attempt at the same provider succeeds
     path = "/v1/default/default/google-ai-studio/v1beta/models/gemini-2.5-flash:streamGenerateContent?alt=sse"
     asked = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
-    status, _, body = gateway.post(path, asked, WISH)
+    status, _, body = gateway.post(path, asked, CONTINUE_HEADER)
     rows = [json.loads(line[6:])["candidates"][0] for line in body.split(b"\n") if line.startswith(b"data: {")]
     assert status == 200 and "".join(row["content"]["parts"][0]["text"] for row in rows) == TEXT
     assert [row["finishReason"] for row in rows if "finishReason" in row] == ["STOP"]
-    assert [turn["role"] for turn in second(gateway)["contents"]] == ["user", "model", "user"]
+    assert [turn["role"] for turn in continuation_request(gateway)["contents"]] == ["user", "model", "user"]
 
 
 @pytest.mark.parametrize(("to", "echo"), [("own", ""), ("vllm", ""), ("mistral", "word0 word1 word2 "), ("claude", "")])
-def test_who_can_begin_with_what_was_said_does(gateway: Gateways, oai: openai.OpenAI, to: str, echo: str) -> None:
+def test_prefill_is_used_where_supported(gateway: Gateways, oai: openai.OpenAI, to: str, echo: str) -> None:
     gateway.fakes["b"].says = echo + "and on"
     with oai.chat.completions.stream(model=f"a-chat-{to}/cut@3", messages=HELLO) as stream:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
-    asked = second(gateway)
-    last = asked["messages"][-1]
-    assert (last["role"], GO_ON in json.dumps(asked)) == ("assistant", False)
+    body = continuation_request(gateway)
+    last = body["messages"][-1]
+    assert (last["role"], GO_ON in json.dumps(body)) == ("assistant", False)
     assert last["content"] in ("word0 word1 word2", [{"type": "text", "text": "word0 word1 word2"}])
-    assert asked.get("continue_final_message", False) == (to in ("own", "vllm"))
+    assert body.get("continue_final_message", False) == (to in ("own", "vllm"))
     assert last.get("prefix", False) == (to == "mistral")
 
 
-def test_nothing_is_said_twice(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_repeated_text_is_sent_once(gateway: Gateways, oai: openai.OpenAI) -> None:
     gateway.fakes["b"].says = "word1 word2 and on"
     with oai.chat.completions.stream(model="a-chat-chat/cut@3", messages=HELLO) as stream:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
 
 
-def test_half_a_call_is_told_as_broken(gateway: Gateways) -> None:
+def test_incomplete_tool_call_ends_with_error(gateway: Gateways) -> None:
     ant = messages_client(gateway)
     tools: Any = [{"name": "weather", "input_schema": {"type": "object"}}]
     with (
@@ -155,22 +162,22 @@ def test_half_a_call_is_told_as_broken(gateway: Gateways) -> None:
     assert gateway.fakes["b"].count == 0
 
 
-def test_a_form_of_json_is_not_gone_on_with(gateway: Gateways, oai: openai.OpenAI) -> None:
+def test_json_output_is_not_continued(gateway: Gateways, oai: openai.OpenAI) -> None:
     form: Any = {"type": "json_object"}
     stream = oai.chat.completions.create(model="a-chat-own/cut@3", messages=HELLO, response_format=form, stream=True)
     with pytest.raises(openai.APIError, match="ended in the middle"):
         list(stream)
-    assert gateway.fakes["b"].count == 0, "grammars begin anew"
+    assert gateway.fakes["b"].count == 0, "a grammar restarts with every request"
 
 
-def test_a_price_for_the_whole_is_paid_once(gateway: Gateways) -> None:
+def test_fixed_price_is_charged_once(gateway: Gateways) -> None:
     cost = {"cf-aig-custom-cost": '{"total_cost": 0.5}'}
     asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
-    _, headers, body = gateway.post("/v1/chat/completions", asked, {**WISH, **cost})
+    _, headers, body = gateway.post("/v1/chat/completions", asked, {**CONTINUE_HEADER, **cost})
     assert body.endswith(b"data: [DONE]\n\n") and gateway.record(headers["cf-aig-log-id"]).micros == 500_000
 
 
-def test_without_the_wish_it_is_told(gateway: Gateways) -> None:
+def test_without_header_stream_ends_with_error(gateway: Gateways) -> None:
     asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     _, headers, body = gateway.post("/v1/chat/completions", asked)
     assert b'"error"' in body and gateway.fakes["b"].count == 0
@@ -178,11 +185,13 @@ def test_without_the_wish_it_is_told(gateway: Gateways) -> None:
     assert gateway.post("/v1/chat/completions", asked, {"x-emberline-continue": "maybe"})[0] == 400
 
 
-def test_who_leaves_stops_the_one_who_goes_on(gateway: Gateways) -> None:
+def test_client_disconnect_stops_continuation(gateway: Gateways) -> None:
     gateway.fakes["b"].pace = 0.2
-    asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
+    body = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=10)
-    connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"content-type": "application/json", **WISH})
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json", **CONTINUE_HEADER}
+    )
     reply = connection.getresponse()
     log = reply.headers["cf-aig-log-id"]
     while b"word4" not in reply.readline():
