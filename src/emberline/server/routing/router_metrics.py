@@ -1,4 +1,4 @@
-"""RouterMetrics: what the router counts, for Prometheus and for its status page."""
+"""RouterMetrics: the router's counters, for Prometheus and for its status page."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from emberline.server.metrics import SECONDS, Family, Histogram
 
 Seen = tuple[Worker, Member, Health]
 
-GONE = "(gone)"  # stands for all workers that were forgotten
+GONE = "(gone)"  # label of all removed workers together
 
 
 class RouterMetrics:
     def __init__(self) -> None:
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
-        self.outcomes: Counter[tuple[str, str]] = Counter()  # worker, how it ended
-        self.migrations: Counter[tuple[str, str]] = Counter()  # why a stream was moved, and what came of it
-        self.prefills: Counter[str] = Counter()  # of prompts for other workers: how they ended
-        self.refused = 0  # for want of a place anywhere
-        self.broken = 0  # after their first byte
-        self.known_tokens = 0.0  # of prompts, thought to be at the worker chosen
-        self.prompt_tokens = 0.0  # of prompts, estimated
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # attempts by worker and outcome
+        self.migrations: Counter[tuple[str, str]] = Counter()  # streams by the reason to move them and the result
+        self.prefills: Counter[str] = Counter()  # prefills for other workers by their end
+        self.refused = 0  # requests for which every worker was full
+        self.broken = 0  # replies that broke after their first byte
+        self.known_tokens = 0.0  # prompt tokens probably cached at the chosen worker
+        self.prompt_tokens = 0.0  # estimated
         self._first = Histogram("emberline:router_first_byte_seconds", "From sending to a reply's first byte.", SECONDS)
         self._whole = Histogram("emberline:router_request_seconds", "From sending to a reply's end.", SECONDS)
 
     def decided(self, decision: Decision) -> None:
         self.decisions[decision.why.value] += 1
-        if decision.why in (Why.SPLIT, Why.AGAIN):  # its prompt is counted once
+        if decision.why in (Why.SPLIT, Why.AGAIN):  # a prompt is counted once
             return
         self.known_tokens += decision.known
         self.prompt_tokens += decision.known + decision.load.prefill
@@ -45,7 +45,7 @@ class RouterMetrics:
             self._whole.observe(seconds)
 
     def forget(self, worker: str) -> None:
-        """Its requests stay in the sums."""
+        """Move a removed worker's counts to a common label, so that sums stay and labels do not grow."""
         for name, outcome in [key for key in self.outcomes if key[0] == worker]:
             self.outcomes[GONE, outcome] += self.outcomes.pop((name, outcome))
 
@@ -77,10 +77,10 @@ class RouterMetrics:
 
 
 def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex | None = None) -> dict[str, Any]:
-    """For the status page, and for whoever drains a worker."""
+    """Return the body of /cluster/status."""
     seen = list(seen)
-    engines = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
-    rows = [_row(worker, member, health, metrics, now, engines) for worker, member, health in seen]
+    worker_by_engine = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
+    rows = [_row(worker, member, health, metrics, now, worker_by_engine) for worker, member, health in seen]
     if kv is not None:
         rows = [row | kv.facts(worker.id) for row, (worker, _, _) in zip(rows, seen, strict=True)]
     return {
@@ -97,8 +97,8 @@ def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex
 def _row(
     worker: Worker, member: Member, health: Health, metrics: RouterMetrics, now: float, engines: Mapping[str, str]
 ) -> dict[str, Any]:
-    """`engines`: whose they are, as paired workers know them."""
-    beat = member.beat
+    """`worker_by_engine`: worker names by the incarnation of their engines."""
+    heartbeat = member.beat
     return {
         "name": worker.name,
         "incarnation": member.card.incarnation,
@@ -119,9 +119,13 @@ def _row(
         "moved": metrics.outcomes[worker.name, "moved"],
         "seconds_since_beat": round(now - member.heard, 2),
         "uptime_seconds": round(now - member.joined, 1),
-        **{name: getattr(beat, name) for name in beat.__struct_fields__ if name not in ("name", "incarnation")},
-        "paired": sorted({engines[peer] for peer in beat.paired if peer in engines}),
-        "refused": {engines.get(peer, peer): why for peer, why in beat.refused.items()},
+        **{
+            name: getattr(heartbeat, name)
+            for name in heartbeat.__struct_fields__
+            if name not in ("name", "incarnation")
+        },
+        "paired": sorted({engines[peer] for peer in heartbeat.paired if peer in engines}),
+        "refused": {engines.get(peer, peer): why for peer, why in heartbeat.refused.items()},
     }
 
 
