@@ -165,7 +165,7 @@ def _ranks(ask: Ask, workers: Sequence[Worker]) -> dict[str, float]:
 def _nobody(ask: Ask, workers: Sequence[Worker]) -> Exception:
     models = sorted({model for worker in workers for model in worker.models})
     if not models:
-        return EngineUnavailable("no worker is registered", hint="start one with emberline worker MODEL --router URL")
+        return EngineUnavailable("no worker has registered", hint="start one with emberline worker MODEL --router URL")
     if ask.model not in models:
         hint = f"this router serves {', '.join(map(repr, models))}"
         return ModelNotFound(f"the model {ask.model[:200]!r} does not exist", param="model", hint=hint)

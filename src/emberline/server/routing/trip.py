@@ -197,7 +197,7 @@ class Trip:
             self.track = Track()
             self.since = now if setback.crash or not self.since else self.since
         elif not self.moving:
-            self.lost = f"worker {decision.worker.name} failed ({setback.reason}) before the reply was complete"
+            self.lost = f"worker {decision.worker.name} was lost ({setback.reason}) before the reply was complete"
         if self._can_move:
             self.track.moved()
             self.moves += not self.moving
