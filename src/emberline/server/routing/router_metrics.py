@@ -54,11 +54,11 @@ class RouterMetrics:
         if kv is not None:
             yield from _followed(seen, kv)
         for name, help_, labels, counts in (
-            ("requests", "Requests by worker and ending.", ("worker", "outcome"), self.outcomes),
+            ("requests", "Attempts by worker and outcome.", ("worker", "outcome"), self.outcomes),
             ("decisions", "Why workers were chosen.", ("why",), _single(self.decisions)),
-            ("retries", "Requests tried elsewhere, by reason.", ("reason",), _single(self.retries)),
+            ("retries", "Requests retried at another worker, by reason.", ("reason",), _single(self.retries)),
             ("migrations", "Streams moved, by reason and outcome.", ("reason", "outcome"), self.migrations),
-            ("prefills", "Prompts computed for other workers, by ending.", ("outcome",), _single(self.prefills)),
+            ("prefills", "Prompts computed for other workers, by outcome.", ("outcome",), _single(self.prefills)),
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield Family.of(f"emberline:router_{name}_total", help_, "counter", samples)
@@ -66,12 +66,12 @@ class RouterMetrics:
             ("refused", "Requests refused because all workers were full.", self.refused),
             ("broken", "Replies that broke after their first byte.", self.broken),
             ("prompt_tokens", "Prompt tokens routed, estimated.", self.prompt_tokens),
-            ("known_prompt_tokens", "Of these, thought to be in the chosen worker's cache.", self.known_tokens),
+            ("known_prompt_tokens", "Prompt tokens probably in the chosen worker's cache.", self.known_tokens),
         ):
             full = f"emberline:router_{name}_total"
             yield Family(full, help_, "counter", [f"{full} {counter}"])
         size = f"emberline:router_prefixes {prefixes}"
-        yield Family("emberline:router_prefixes", "Beginnings of prompts remembered.", "gauge", [size])
+        yield Family("emberline:router_prefixes", "Prompt prefixes remembered.", "gauge", [size])
         yield self._first.family('at="router"')
         yield self._whole.family('at="router"')
 
@@ -131,15 +131,27 @@ def _row(
 
 def _gauges(seen: Sequence[Seen]) -> Iterator[Family]:
     for name, help_, values in (
-        ("ready", "1 when it takes requests.", [int(health is Health.READY) for _, _, health in seen]),
-        ("open", "Requests open at it.", [worker.open for worker, _, _ in seen]),
+        ("ready", "1 when the worker accepts requests.", [int(health is Health.READY) for _, _, health in seen]),
+        ("open", "Requests open at the worker.", [worker.open for worker, _, _ in seen]),
         ("prefill_tokens", "Prompt tokens in flight, estimated.", [worker.prefill for worker, _, _ in seen]),
         ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode for worker, _, _ in seen]),
-        ("breaker_open", "1 while its breaker is not closed.", [int(w.breaker.state != "closed") for w, _, _ in seen]),
-        ("kv_usage", "Share of its KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
-        ("kv_room_tokens", "Tokens its KV cache could still take, estimated.", [worker.room for worker, _, _ in seen]),
-        ("prefix_queries", "Prompt tokens it looked up.", [member.beat.prefix_queries for _, member, _ in seen]),
-        ("prefix_hits", "Of these, found in its cache.", [member.beat.prefix_hits for _, member, _ in seen]),
+        (
+            "breaker_open",
+            "1 while the worker's circuit breaker is not closed.",
+            [int(w.breaker.state != "closed") for w, _, _ in seen],
+        ),
+        ("kv_usage", "Share of the worker's KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
+        ("kv_room_tokens", "Free tokens of the worker's KV cache, estimated.", [worker.room for worker, _, _ in seen]),
+        (
+            "prefix_queries",
+            "Prompt tokens the worker looked up in its prefix cache.",
+            [member.beat.prefix_queries for _, member, _ in seen],
+        ),
+        (
+            "prefix_hits",
+            "Prompt tokens the worker found in its prefix cache.",
+            [member.beat.prefix_hits for _, member, _ in seen],
+        ),
     ):
         labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
         yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
@@ -149,10 +161,10 @@ def _followed(seen: Sequence[Seen], kv: KVIndex) -> Iterator[Family]:
     for name, help_, values in (
         (
             "kv_exact",
-            "1 while all that it says of its blocks is known.",
+            "1 while the router knows all KV blocks of the worker.",
             [kv.state(w.id) is State.EXACT for w, _, _ in seen],
         ),
-        ("kv_blocks", "Blocks it is known to hold.", [kv.held(w.id) for w, _, _ in seen]),
+        ("kv_blocks", "KV blocks that the router knows the worker to hold.", [kv.held(w.id) for w, _, _ in seen]),
     ):
         labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
         yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, map(int, values), strict=True))
