@@ -59,7 +59,7 @@ def test_drain_at_what_is_no_router(body: bytes, status: bytes, capsys: pytest.C
     with answering(body, status) as url:
         assert main(["drain", "w", "--router", url]) == 1
     told = capsys.readouterr().err
-    assert f"{url} is not a router: it answered {status.decode()}" in told and "(hint: give --router URL" in told
+    assert f"{url} is not a router: it answered {status.decode()}" in told and "(hint: set --router to the router's URL" in told
 
 
 @pytest.mark.parametrize("command", ["gateway", "router", "serve"])

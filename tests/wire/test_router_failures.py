@@ -352,7 +352,7 @@ def test_drained_workers_finish_and_get_nothing_new(fakes: Fakes) -> None:
     assert reply.read().endswith(b"data: [DONE]\n\n")
     connection.close()
     told, _ = drain.communicate(timeout=30)
-    assert drain.returncode == 0 and f"{first} is drained" in told and "1 requests still open" in told
+    assert drain.returncode == 0 and f"{first} is drained" in told and "1 open requests" in told
     assert fakes.tell(first)["asked"] == asked
     subprocess.run([*command, "--undo"], check=True, env={**os.environ, "PYTHONPATH": str(SRC)})
     assert home_of(fakes, "s") == first

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-turn",
         type=float,
         default=fleet.turn,
-        help="Seconds that a model keeps accepting requests while another model's requests wait. (default: %(default)s)",
+        help="Seconds that a model accepts requests while another model's requests wait. (default: %(default)s)",
     )
     parser.add_argument(
         "--model-wait",
@@ -264,7 +264,7 @@ def _models(model: str | None, several: str | None, served_name: str | None) -> 
             name = source = item
         if not name or not source:
             raise InvalidRequest(
-                f"--models contains {item!r}, which names no model", param="models", hint="write MODEL or NAME=MODEL"
+                f"--models contains {item!r}, which is no model", param="models", hint="write MODEL or NAME=MODEL"
             )
         if name in models:
             raise InvalidRequest(
