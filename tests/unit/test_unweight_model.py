@@ -218,7 +218,7 @@ def test_verify_names_what_is_wrong(packed: Path, capsys: pytest.CaptureFixture[
         file.write(bytes([byte[0] ^ 4]))
     assert main(["unweight", "verify", str(packed), "--quiet"]) == 1
     said = capsys.readouterr()
-    assert "'odd'" in said.err and "block 0" in said.err and said.out == "1 wrong\n"
+    assert "'odd'" in said.err and "block 0" in said.err and said.out == "problems found: 1\n"
     (packed / "config.json").write_text("{}")
     assert main(["unweight", "verify", str(packed), str(packed.parent / "plain"), "--quiet"]) == 1
     assert "config.json" in capsys.readouterr().err

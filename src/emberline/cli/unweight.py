@@ -86,7 +86,7 @@ def _verify(args: argparse.Namespace) -> int:
     for problem in wrong:
         print(problem, file=sys.stderr)
     against = "all tensors match their hashes" + ("" if original is None else f" and equal those of {original}")
-    print(f"{len(wrong)} tensors are wrong" if wrong else f"{against}, {time.perf_counter() - began:.1f} s")
+    print(f"problems found: {len(wrong)}" if wrong else f"{against}, {time.perf_counter() - began:.1f} s")
     return 1 if wrong else 0
 
 
