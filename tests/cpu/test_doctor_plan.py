@@ -95,8 +95,8 @@ def test_they_plan_the_same(
     assert f": {done.kv_tokens} tokens" in output
     assert loaded.kv_tokens == done.kv_tokens and loaded.kv_bytes == done.kv_bytes
     assert loaded.device == "cuda" and loaded.kv_dtype.startswith(str(options.get("kv_dtype", "")))
-    cut = re.search(r"cut to (\d+) tokens", output)
-    context = re.search(r"a step, context (\d+)$", output, re.MULTILINE)
+    cut = re.search(r"limited to (\d+) tokens", output)
+    context = re.search(r"per step, context (\d+)$", output, re.MULTILINE)
     assert context is not None
     assert loaded.max_context == int(cut[1] if cut else context[1])
 

@@ -99,7 +99,7 @@ def test_a_conversation_with_its_costs(fake: FakeServer) -> None:
     chat.type("second\n")
     chat.expect(r"prompt \d+ \([1-9]\d* cached\)")
     chat.type("/reset\n")
-    chat.expect("a new conversation")
+    chat.expect("new conversation")
     chat.type("/system Be rude.\n")
     chat.expect("system prompt: Be rude")
     chat.type("third\n")
@@ -143,10 +143,10 @@ def test_ctrl_c_stops_the_answer_but_not_the_program(fake: FakeServer) -> None:
 def test_errors_are_told_and_the_conversation_goes_on(fake: FakeServer) -> None:
     chat = Terminal("--url", fake.url)
     for question, told in {
-        "fail-429": r"queue is full.*\[429\].*try again in 7 s",
-        "fail-400": r"temperature is 9.*\[400\]",
-        "fail-drop": "connection was lost.*kept",
-        "fail-engine": "engine died.*ask again",
+        "fail-429": r"answered 429: .*queue is full.*retry in 7 s",
+        "fail-400": r"answered 400: .*temperature is 9",
+        "fail-drop": "connection to .* was lost.*kept",
+        "fail-engine": "engine died.*send the question again",
         "hello": "TTFT",
     }.items():
         chat.expect("> ")
@@ -199,13 +199,13 @@ def test_escape_sequences_do_not_reach_the_terminal(fake: FakeServer) -> None:
 def test_a_bad_address_is_named(url: str) -> None:
     done = pipe("hello", "--url", url)
     assert done.returncode == 1
-    assert "is not a server's address" in done.stderr
+    assert "which is not an http or https URL" in done.stderr
 
 
 def test_a_model_that_the_server_does_not_have_is_refused_before_the_conversation(fake: FakeServer) -> None:
     done = pipe("hello", "--url", fake.url, "--model", "nope")
     assert done.returncode == 1 and not fake.requests
-    assert "serves no model 'nope' (hint: it serves fake)" in done.stderr and "Traceback" not in done.stderr
+    assert "has no model 'nope' (hint: --model may be fake)" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_embedder_is_not_talked_to(fake: FakeServer) -> None:

@@ -89,7 +89,7 @@ def test_every_option_changes_it(run: Run, tmp_path: Path) -> None:
     assert 2 * base * 0.98 < kv_tokens(run(*ask, "--kv-dtype", "float8")[1]) < 2 * base, "some is for chunks, as bf16"
     output = run(*ask, "--kv-dtype", "float8", "--max-context", 1000)[1]
     token = kv_token_bytes(ModelConfig.from_hf(LLAMA_8B), 1)
-    assert f"{token / 1e3:.1f} kB a token, {token * 1000 / 1e6:.0f} MB a context of 1000 (float8)" in output
+    assert f"{token / 1e3:.1f} kB per token, {token * 1000 / 1e6:.0f} MB per context of 1000 tokens (float8)" in output
 
 
 def test_dtype_is_the_files_and_float16_widens(run: Run, tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_what_does_not_fit_fails_with_numbers(run: Run, tmp_path: Path) -> None:
 def test_a_context_that_does_not_fit_is_worth_knowing(run: Run, tmp_path: Path) -> None:
     code, output = run("--model", write_model(tmp_path / "m"), "--gpu-memory", "24G")
     assert code == 0
-    assert re.search(rf"^--    context +cut to {kv_tokens(output)} tokens", output, re.MULTILINE)
+    assert re.search(rf"^--    context +limited to {kv_tokens(output)} tokens", output, re.MULTILINE)
 
 
 def test_the_gpu_here_is_planned_for_unless_told_otherwise(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, here = run("--model", model, gpu=H200)
     assert code == 0
-    assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: our kernels serve it", here, re.M)
+    assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: supported", here, re.M)
     _, told = run("--model", model, "--gpu-memory", H200.memory, gpu=None)
     assert kv_tokens(here) == kv_tokens(told)
     _, other = run("--model", model, "--gpu-memory", "80G", gpu=H200)
@@ -139,10 +139,10 @@ def test_the_gpu_here_is_planned_for_unless_told_otherwise(run: Run, tmp_path: P
 def test_no_gpu_and_another_gpu(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, output = run("--model", model)
-    assert code == 0 and "gpu memory" not in output and "kB a token" in output
+    assert code == 0 and "gpu memory" not in output and "kB per token" in output
     code, output = run("--model", model, gpu=doctor.GPU("NVIDIA B200", 180 << 30, (10, 0)))
     assert code == 0 and "gpu memory" not in output
-    assert re.search(r"^--  gpu +NVIDIA B200, .* capability 10.0: our kernels are made for 9.0", output, re.M)
+    assert re.search(r"^--  gpu +NVIDIA B200, .* capability 10.0: not supported, the kernels need 9.0", output, re.M)
 
 
 def test_a_gpu_needs_its_compilers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +165,13 @@ def test_transports_are_named_and_a_broken_one_is_no_error(
     model = write_model(tmp_path / "m")
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^ok  transport tcp", output, re.M) and re.search(r"mooncake.* works", output)
-    assert re.search(r"^--  transport cuda +needs a GPU", output, re.M)
-    assert re.search(r"^ok  transport cuda +GPU workers on this machine", run("--model", model, gpu=H200)[1], re.M)
+    assert re.search(r"^--  transport cuda +needs a supported GPU", output, re.M)
+    assert re.search(r"^ok  transport cuda +built in, for GPU workers on this machine", run("--model", model, gpu=H200)[1], re.M)
     _, output = run("--model", model, gpu=replace(H200, out_of_reach=(1, 3)))
-    assert re.search(r"^--  transport cuda +the first GPU cannot reach GPU 1, 3$", output, re.M)
+    assert re.search(r"^--  transport cuda +GPU 0 cannot read the memory of GPU 1, 3$", output, re.M)
     monkeypatch.setattr(mooncake, "probe", lambda: "it died of signal 11")
     code, output = run("--model", model)
-    assert code == 0 and re.search(r"^--  transport mooncake .*broken: it died of signal 11", output, re.M)
+    assert code == 0 and re.search(r"^--  transport mooncake .*does not work: it died of signal 11", output, re.M)
     monkeypatch.setattr(mooncake, "distribution", lambda: None)
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^--  transport mooncake +not installed", output, re.M)

@@ -18,7 +18,7 @@ from emberline.server.listening import answer_while_loading, bind, listen
 def test_a_port_is_taken_from_when_it_is_bound() -> None:
     """Two sockets with SO_REUSEADDR could both bind while neither listens: the second failed only after loading."""
     first = bind("127.0.0.1", 0)
-    with pytest.raises(InvalidRequest, match=r"another process uses this port.*choose another --port"):
+    with pytest.raises(InvalidRequest, match=r"another process is listening on this port.*choose another --port"):
         bind("127.0.0.1", first.getsockname()[1])
     first.close()
 
@@ -108,4 +108,4 @@ def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCapt
 
     with sigterm_restored():
         asyncio.run(main())
-    assert "stopping: open requests get up to 10 s to end (1 open)" in caplog.text
+    assert "stopping, waiting for open requests: open=1 timeout_s=10" in caplog.text

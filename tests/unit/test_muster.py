@@ -26,18 +26,23 @@ def test_who_is_missing() -> None:
     well = {"p": stats(), "d": stats()}
     p = row("p", "prefill", paired=())
     assert absences(status(p, row("d")), well) == {}
-    assert absences(None, well) == {"router": "no router"}
-    assert absences(status(row("d")), well) == {"p": "p is unknown"}, "nobody is to be paired with it"
-    assert absences(status(p, row("d", health="lost")), well) == {"d": "d is lost"}
-    assert absences(status(p, row("d")), well | {"d": None}) == {"d": "d says None"}
-    assert absences(status(p, row("d")), well | {"p": stats("restarting")}) == {"p": "p says restarting"}
-    assert absences(status(p, row("d", paired=())), well) == {"d": "d is paired with [], refused {}"}
-    assert absences(status(p, row("d", health="lost")), {"p": stats()}) == {}, "nobody asked for it"
+    assert absences(None, well) == {"router": "the router does not answer"}
+    assert absences(status(row("d")), well) == {"p": "the router reports p as unknown"}, (
+        "no worker has to be paired with it"
+    )
+    assert absences(status(p, row("d", health="lost")), well) == {"d": "the router reports d as lost"}
+    assert absences(status(p, row("d")), well | {"d": None}) == {"d": "d reports its engine as None"}
+    assert absences(status(p, row("d")), well | {"p": stats("restarting")}) == {
+        "p": "p reports its engine as restarting"
+    }
+    assert absences(status(p, row("d", paired=())), well) == {"d": "d is paired with [] only, refused {}"}
+    assert absences(status(p, row("d", health="lost")), {"p": stats()}) == {}, "d was not asked for"
 
 
 def test_what_is_held() -> None:
     assert holdings(status(), {"a": stats(), "b": stats()}) == ""
-    assert holdings(None, {}) == "no router" and holdings(status(open_requests=1), {}) == "the router has open requests"
+    assert holdings(None, {}) == "the router does not answer"
+    assert holdings(status(open_requests=1), {}) == "the router has open requests"
     assert holdings(status(), {"a": stats(), "b": None}) == "b does not answer"
     assert holdings(status(), {"a": stats(blocks_free=3, waiting=1)}) == "a: waiting 1, blocks 2"
     assert holdings(status(), {"a": stats(leases=1, quarantined_blocks=2)}) == "a: leases 1, quarantined_blocks 2"

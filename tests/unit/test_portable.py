@@ -158,4 +158,4 @@ def test_a_bench_finds_busy_cores_without_proc(tmp_path: Path, monkeypatch: pyte
 def test_chaos_says_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["chaos"]) == 1
-    assert "chaos runs on Linux only, not on darwin" in capsys.readouterr().err
+    assert "emberline chaos needs Linux" in capsys.readouterr().err

@@ -191,8 +191,8 @@ def test_why_there_is_nobody() -> None:
         decide(ask(), [])
     with pytest.raises(ModelNotFound, match="'x'") as raised:
         decide(ask(model="x"), [worker("a")])
-    assert raised.value.hint == "this router has 'm'"
-    with pytest.raises(EngineUnavailable, match="no worker of 'm' is ready"):
+    assert raised.value.hint == "this router serves 'm'"
+    with pytest.raises(EngineUnavailable, match="no worker for the model 'm' is ready"):
         decide(ask(), [worker("a", ready=False)])
 
 

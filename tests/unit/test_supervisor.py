@@ -49,7 +49,7 @@ def test_what_cannot_be_started_again_now_is_tried_later(tmp_path: Path) -> None
             logs.rmdir()
             logs.touch()  # no folder can be made there
             one.process.kill()
-            await until(lambda: any("cannot be started" in what for what in said))
+            await until(lambda: any("start failed" in what for what in said))
             logs.unlink()
             await until(lambda: one.restarts == 1)
         finally:

@@ -132,7 +132,7 @@ def test_told_to_stop_it_takes_back_what_it_began(tmp_path: Path, number: signal
 def test_no_amount_of_memory(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", f"--kv-memory={text}"])
-    assert "is not an amount of memory" in capsys.readouterr().err
+    assert "is not a size in bytes" in capsys.readouterr().err
 
 
 def test_amounts_of_memory() -> None:

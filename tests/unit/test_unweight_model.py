@@ -218,7 +218,7 @@ def test_verify_names_what_is_wrong(packed: Path, capsys: pytest.CaptureFixture[
         file.write(bytes([byte[0] ^ 4]))
     assert main(["unweight", "verify", str(packed), "--quiet"]) == 1
     said = capsys.readouterr()
-    assert "'odd'" in said.err and "block 0" in said.err and said.out == "1 wrong\n"
+    assert "'odd'" in said.err and "block 0" in said.err and said.out == "problems found: 1\n"
     (packed / "config.json").write_text("{}")
     assert main(["unweight", "verify", str(packed), str(packed.parent / "plain"), "--quiet"]) == 1
     assert "config.json" in capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "smaller" in capsys.readouterr().out
     assert main(["unweight", "verify", str(packed), str(source)]) == 0
     said = capsys.readouterr()
-    assert "every tensor" in said.out and "100%" in said.err
+    assert "all tensors match their hashes" in said.out and "100%" in said.err
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
     assert main(["unweight", "info", str(packed), "--json", str(figures), "--svg", str(plot)]) == 0
     assert "embed" in capsys.readouterr().out and plot.read_text().startswith("<svg")

@@ -219,9 +219,9 @@ def test_others_that_stay_busy_are_a_429_with_a_time_to_come_back(troubled: Serv
     ("arguments", "says"),
     [
         (["--models", "a=x,a=y"], "'a' twice"),
-        (["--models", "a=x,"], "no model"),
-        (["smollm2", "--models", "a=x"], "--models and a model"),
-        (["--models", "a=x", "--served-name", "b"], "--models and --served-name"),
+        (["--models", "a=x,"], "which is no model"),
+        (["smollm2", "--models", "a=x"], "cannot be combined with MODEL 'smollm2'"),
+        (["--models", "a=x", "--served-name", "b"], "cannot be combined with --served-name 'b'"),
         (["--models", "minilm=x,b=y"], "the embedder"),
         (["--models", "a=x,b=y", "--chat-template", "t.jinja"], "chat_template"),
         (["--models", "a=x,b=/nowhere/at=all"], "no model"),

@@ -1,1 +1,1 @@
-"""Faults on purpose: a cluster of real processes, requests, what goes wrong with them, and a judge."""
+"""Fault injection into a cluster of real processes that serves requests with known answers."""

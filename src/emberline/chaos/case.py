@@ -1,5 +1,6 @@
-"""Case: a request whose answer is known. Cases: where they come from; each is answered once by a server that nothing
-happens to."""
+"""ReferenceCase: a request whose answer is known. ReferenceCases: creates and keeps them.
+
+A reference server without faults answers each request once beforehand."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"name": "paint", "description": "Paints a wall.", "parameters": SCHEMA}
-LONG, SHORT = 22.0, 2.0  # tokens of a prompt, in blocks
-OUTPUT = (20, 60)  # tokens
+LONG, SHORT = 22.0, 2.0
+OUTPUT = (20, 60)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     path: str
     body: dict[str, Any]
-    long: bool  # worth a prefill worker
+    long: bool  # long enough for a prefill worker
     right: Answer
 
     @property
@@ -37,22 +38,22 @@ class Case:
         return bool(self.body.get("stream"))
 
     def marked(self, name: str) -> bytes:
-        """As it is sent; the mark stands in front, where wires see it, and changes nothing."""
+        """Return the body with a mark at its front, where proxies can see it; the mark changes nothing."""
         mark = {"metadata": {"user_id": name}} if self.path == "/v1/messages" else {"user": name}
         return json.dumps({**mark, **self.body}).encode()
 
 
 class Cases:
     def __init__(self, url: str, model: str, dice: random.Random) -> None:
-        self._url = url  # of the server that answers them first
+        self._url = url  # of the reference server
         self._model = model
         self._dice = dice
-        self._letters = 4.0  # of a token
+        self._letters = 4.0
         self._count = 0
         self.known: list[Case] = []
 
     async def measure(self, session: aiohttp.ClientSession) -> None:
-        """How long texts must be for prompts of a length."""
+        """Measure how many characters a token of the model has, to write prompts of a given length."""
         text = self._text(2000)
         async with session.post(f"{self._url}/tokenize", json={"model": self._model, "prompt": text}) as reply:
             self._letters = len(text) / int((await reply.json())["count"])
@@ -62,12 +63,14 @@ class Cases:
             path, body = self._drawn(long, stream)
             async with session.post(self._url + path, json=body) as reply:
                 raw = await reply.read()
-            right = Answer.of_stream(path, raw) if stream and reply.status == 200 else Answer.of_body(reply.status, raw)
-            if right.whole and not right.flaw:
-                self.known.append(Case(path, body, long, right))
+            expected = (
+                Answer.of_stream(path, raw) if stream and reply.status == 200 else Answer.of_body(reply.status, raw)
+            )
+            if expected.whole and not expected.flaw:
+                self.known.append(Case(path, body, long, expected))
                 return self.known[-1]
-            if reply.status not in (400, 404):  # what this model cannot do is not asked again
-                raise RuntimeError(f"the reference server says {reply.status}: {raw[:300]!r}")
+            if reply.status not in (400, 404):  # 400, 404: this model does not support the request, another is drawn
+                raise RuntimeError(f"the reference server answered {reply.status}: {raw[:300]!r}")
 
     def old(self) -> Case:
         return self._dice.choice(self.known)
@@ -93,7 +96,7 @@ class Cases:
         return path, body | {"messages": [{"role": "user", "content": text}]} | self._shaped()
 
     def _shaped(self) -> dict[str, Any]:
-        """A grammar or a tool, sometimes."""
+        """Return a grammar or a tool for some of the requests."""
         kind = self._dice.random()
         if kind < 0.25:
             shape = {"type": "json_schema", "json_schema": {"name": "wall", "schema": SCHEMA, "strict": True}}
@@ -104,8 +107,8 @@ class Cases:
         return {}
 
     def _text(self, letters: int) -> str:
-        known, words = WORDS.split(), list[str]()
+        vocabulary, words = WORDS.split(), list[str]()
         while letters > 0:
-            words.append(self._dice.choice(known))
+            words.append(self._dice.choice(vocabulary))
             letters -= len(words[-1]) + 1
         return " ".join(words)

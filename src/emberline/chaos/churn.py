@@ -1,11 +1,10 @@
-"""`emberline bench churn`: a cluster at a share of what it sustains, whose workers are restarted at random.
+"""`emberline bench churn`: restarts workers at random while a cluster serves a share of its maximum.
 
-Requests have one right answer, which a plain server gave before. What the cluster sustains is measured first, with as
-many requests open as fill it; then they arrive at random at the given share of that rate. Every half a minute or so a
-worker, or its engine alone, is killed or told to stop, and comes back by itself. One worker is spared: its memory is
-watched over the whole time, as the router's is. A client's error is told together with the restart during which it
-happened, if there was one.
-"""
+Every request has one right answer, which a reference server gave before. The rate that the cluster sustains is measured
+first, with enough open requests to fill it; then requests arrive at random at the given share of that rate. About every
+half minute a worker, or only its engine, is killed or terminated, and restarts. One decode worker is never restarted:
+its memory is measured over the whole time, like the router's. A client's error is reported together with the restart
+during which it happened, if there was one."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ from emberline.core.errors import EmberlineError
 
 SERVED = "bench"
 SERVER = ("--served-name", SERVED, "--device", "cpu", "--embedder", "none")
-FILLING = 16  # requests open while it is measured what a cluster sustains
-NOTICED = 2.0  # seconds until whoever asks sees that somebody is gone
-UNKNOWN = 0.5  # share of requests that no cache knows, by their salt: else all would be remembered soon
-LOOKS = 2.0  # seconds between two looks at memory
-ENDED = 150.0  # seconds in which a worker that is told to stop has done so, requests included
+FILLING = 16
+NOTICED = 2.0  # until the router's status shows a stopped worker
+UNKNOWN = 0.5  # these requests get a unique cache salt, because otherwise all prompts would soon be cached
+LOOKS = 2.0
+ENDED = 150.0  # includes the end of the worker's open requests
 ENGINE = "engine.process"
 ENGINE_DEATH = "death of the engine"
 HOW = ("death", ENGINE_DEATH, "end")
@@ -50,23 +49,23 @@ HOW = ("death", ENGINE_DEATH, "end")
 @dataclass(frozen=True, slots=True)
 class Plan:
     seconds: float
-    load: float  # of what it sustains
+    load: float  # share of the sustained rate
     calibration: float  # seconds
-    pause: tuple[float, float]  # least and most seconds between two restarts
-    cases: int  # requests whose answer is known
+    pause: tuple[float, float]  # minimum and maximum seconds between two restarts
+    cases: int  # number of requests with a known answer
     prefill: int
     decode: int
-    deadline: float  # seconds for a request
+    deadline: float  # seconds per request
     kv_memory: str
     seed: int
 
 
 @dataclass(slots=True)
 class Restart:
-    at: float  # seconds since the beginning
+    at: float  # seconds since the start of the run
     worker: str
     how: str
-    back: float | None = None  # when all were there again; None: not yet
+    back: float | None = None  # seconds since the start of the run until the cluster was healthy; None: not yet
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -88,7 +87,7 @@ class Churn:
     growth: Growth = field(init=False)
     restarts: list[Restart] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
-    unrecovered: str = ""  # what was missing, if it did not come back
+    unrecovered: str = ""  # what kept the cluster from recovering
     _sights: Sights = field(default_factory=Sights)
     _began: float = 0.0
 
@@ -100,33 +99,42 @@ class Churn:
         return asyncio.get_running_loop().time() - self._began
 
     async def sustained(self) -> float:
-        """Requests a second, with as many open as fill it, from when the first ones are through."""
+        """Return the requests per second that the cluster serves when it is full.
+
+        The rate counts from the end of the first requests."""
         loop = asyncio.get_running_loop()
-        end, done = loop.time() + self.plan.calibration, list[float]()
+        end, finished_at = loop.time() + self.plan.calibration, list[float]()
 
-        async def client() -> None:
-            while loop.time() < end or len(done) < 2 * FILLING:
+        async def send_repeatedly() -> None:
+            while loop.time() < end or len(finished_at) < 2 * FILLING:
                 if (ending := await self._ask()).verdict is not Verdict.ANSWERED:
-                    raise EmberlineError(f"a request before any restart: {ending.verdict}, {ending.why}")
-                done.append(loop.time())
+                    raise EmberlineError(
+                        f"a request failed before any restart: {ending.verdict}, {ending.why}", hint="see the log files"
+                    )
+                finished_at.append(loop.time())
 
-        await asyncio.gather(*(client() for _ in range(FILLING)))
-        began, end = done[FILLING - 1], max(end, done[2 * FILLING - 1])  # later there are fewer open
-        return sum(began < at <= end for at in done) / (end - began)
+        await asyncio.gather(*(send_repeatedly() for _ in range(FILLING)))
+        first_full, end = (
+            finished_at[FILLING - 1],
+            max(end, finished_at[2 * FILLING - 1]),
+        )  # after `end` fewer requests are open
+        return sum(first_full < at <= end for at in finished_at) / (end - first_full)
 
     async def run(self, rate: float) -> None:
         self._began = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(work) for work in (self._restart(), self._watch())]
+            background = [group.create_task(work) for work in (self._restart(), self._watch())]
             await self._arrive(rate)
-            for task in beside:
+            for task in background:
                 task.cancel()
-        if self.restarts and self.restarts[-1].back is None and not self.unrecovered:  # it was still under way
+        if (
+            self.restarts and self.restarts[-1].back is None and not self.unrecovered
+        ):  # the last restart is not complete
             self.unrecovered = await self.cluster.recovers()
             self.restarts[-1].back = None if self.unrecovered else self.now
 
     async def _arrive(self, rate: float) -> None:
-        """Whether the cluster keeps up or not, until the time is over; then until all have ended."""
+        """Send requests at this rate until the time is over, then wait until all have ended."""
         async with asyncio.TaskGroup() as group:
             at = 0.0
             while (at := at + self.dice.expovariate(rate)) < self.plan.seconds and not self.unrecovered:
@@ -146,31 +154,31 @@ class Churn:
         return await client.run(case, self._sights.new())
 
     def during(self, ending: Ending) -> str:
-        """The restart that explains it; "" if none does."""
-        began = ending.began - self._began
+        """Return the restart during which the request ran, or ""."""
+        started_at = ending.began - self._began
         for restart in self.restarts:
-            if restart.at <= began + ending.seconds and (restart.back is None or began <= restart.back):
+            if restart.at <= started_at + ending.seconds and (restart.back is None or started_at <= restart.back):
                 return f"{restart.how} of {restart.worker} at {restart.at:.0f} s"
         return ""
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     async def _restart(self) -> None:
-        spared = next(child for child in self.cluster.workers if not child.name.startswith("prefill"))
-        others = [child for child in self.cluster.workers if child is not spared]
-        fate = random.Random(self.plan.seed)
-        while self.now + (pause := fate.uniform(*self.plan.pause)) < self.plan.seconds:
+        kept = next(child for child in self.cluster.workers if not child.name.startswith("prefill"))
+        others = [child for child in self.cluster.workers if child is not kept]
+        rng = random.Random(self.plan.seed)
+        while self.now + (pause := rng.uniform(*self.plan.pause)) < self.plan.seconds:
             await asyncio.sleep(pause)
-            child, how = fate.choice(others), fate.choice(HOW)
+            child, how = rng.choice(others), rng.choice(HOW)
             self.restarts.append(restart := Restart(self.now, child.name, how))
             self.unrecovered = await self._struck(child, how)
             if self.unrecovered:
                 return
             restart.back = self.now
-            self.say(f"{restart.at:.0f} s: {how} of {child.name}, back after {restart.back - restart.at:.1f} s")
+            self.say(f"{restart.at:.0f} s: {how} of {child.name}, recovered after {restart.back - restart.at:.1f} s")
 
     async def _struck(self, child: Child, how: str) -> str:
-        """Until all are there again. What is missing, if they are not."""
+        """Restart a worker and wait until the cluster is healthy; return what is missing, or ""."""
         restarts = child.restarts + (how != ENGINE_DEATH)
         await asyncio.to_thread(_strike, child, how)
         try:
@@ -178,7 +186,7 @@ class Churn:
                 while child.restarts < restarts:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            return f"{child.name} does not end"
+            return f"{child.name} did not end within {ENDED:g} s"
         await asyncio.sleep(NOTICED)
         return await self.cluster.recovers()
 
@@ -199,7 +207,7 @@ class Churn:
 
 def _strike(child: Child, how: str) -> None:
     assert child.process is not None
-    child.pause = 0.5  # it dies because we want it
+    child.pause = 0.5  # an intended death must not lengthen the pause
     pid: int | None = child.process.pid
     if how == ENGINE_DEATH:
         pid = family(child.process.pid).get(ENGINE)
@@ -208,16 +216,16 @@ def _strike(child: Child, how: str) -> None:
             os.kill(pid, signal.SIGTERM if how == "end" else signal.SIGKILL)
 
 
-# -- from beginning to end ---------------------------------------------------------------------------------------------
+# -- the whole benchmark -----------------------------------------------------------------------------------------------
 
 
 def bench(model: str, plan: Plan, logs: Path, say: Callable[[str], None]) -> Report:
     report = Report("churn", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
-    dice = random.Random(plan.seed)
+    rng = random.Random(plan.seed)
     with Launch([model, *SERVER], logs / "reference.log") as reference:
-        say(f"{plan.cases} requests get their answers")
-        cases = asyncio.run(_answered(reference.url.removesuffix("/v1"), plan.cases, dice))
-    asyncio.run(_whole(report, model, plan, cases, logs, say, dice))
+        say(f"recording the answers of {plan.cases} requests")
+        cases = asyncio.run(_answered(reference.url.removesuffix("/v1"), plan.cases, rng))
+    asyncio.run(_whole(report, model, plan, cases, logs, say, rng))
     return report
 
 
@@ -242,30 +250,30 @@ async def _whole(
     ):
         churn = Churn(plan, cluster, cases, session, say, dice)
         rate = await churn.sustained()
-        say(f"it sustains {rate:.2f} requests/s")
+        say(f"the cluster sustains {rate:.2f} requests/s")
         report.add("sustained", rate, "requests/s")
         idle, began = idle_seconds(), time.perf_counter()
         await churn.run(plan.load * rate)
         idle = (idle_seconds() - idle) / (time.perf_counter() - began)
-        report.add("cores_busy", (os.cpu_count() or 1) - idle, "cores, whoever used them")
+        report.add("cores_busy", (os.cpu_count() or 1) - idle, "cores, all processes together")
         tell(report, churn, await cluster.quiet(), await cluster.status() or {})
 
 
 def tell(report: Report, churn: Churn, held: str, status: dict[str, Any]) -> None:
     endings, restarts = churn.endings, churn.restarts
-    verdicts = Counter(ending.verdict for ending in endings)
-    failed = [(ending, churn.during(ending)) for ending in endings if ending.verdict in (Verdict.ERROR, Verdict.CUT)]
+    verdict_counts = Counter(ending.verdict for ending in endings)
+    failures = [(ending, churn.during(ending)) for ending in endings if ending.verdict in (Verdict.ERROR, Verdict.CUT)]
     report.add("requests", len(endings), "requests")
     report.add("arrived", len(endings) / max(churn.plan.seconds, 1.0), "requests/s")
-    report.add("answered", verdicts[Verdict.ANSWERED], "requests")
-    report.add("errors_during_a_restart", sum(bool(why) for _, why in failed), "requests")
-    report.add("errors_unexplained", sum(not why for _, why in failed), "requests")
+    report.add("answered", verdict_counts[Verdict.ANSWERED], "requests")
+    report.add("errors_during_a_restart", sum(bool(why) for _, why in failures), "requests")
+    report.add("errors_unexplained", sum(not why for _, why in failures), "requests")
     for verdict in (Verdict.WRONG, Verdict.HUNG):
-        report.add(verdict.value, verdicts[verdict], "requests")
+        report.add(verdict.value, verdict_counts[verdict], "requests")
     report.add("restarts", len(restarts), "times")
-    absences = [restart.back - restart.at for restart in restarts if restart.back is not None]
-    if absences:
-        report.add("back_after", absences, "s")
+    outages = [restart.back - restart.at for restart in restarts if restart.back is not None]
+    if outages:
+        report.add("back_after", outages, "s")
     report.add("unrecovered", int(bool(churn.unrecovered)), "times")
     report.add("leaked", int(bool(held)), "times")
     moved = sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
@@ -277,7 +285,7 @@ def tell(report: Report, churn: Churn, held: str, status: dict[str, Any]) -> Non
     churn.growth.tell(report)
     report.config |= {
         "restarts": [each.as_dict() for each in restarts],
-        "errors": [f"{ending.why}, {why or 'no restart'}" for ending, why in failed][:50],
+        "errors": [f"{ending.why}, {why or 'no restart'}" for ending, why in failures][:50],
         "held": held,
         "missing": churn.unrecovered,
     }

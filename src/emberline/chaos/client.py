@@ -1,4 +1,4 @@
-"""Client: asks the router as its users do, and says how it ended."""
+"""ChaosClient: sends requests to the router as users do, and judges the replies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from emberline.chaos.answer import Answer
 from emberline.chaos.case import Case
 from emberline.chaos.sight import Sight, Sights
 
-MARGIN = 15.0  # seconds beyond its deadline after which a request hangs
+MARGIN = 15.0  # beyond its deadline, after which a request counts as hung
 
 
 class Verdict(StrEnum):
     ANSWERED = "answered"
-    ERROR = "errors"  # typed
-    CUT = "cut"  # by the death of the router, which nobody can report
-    LEFT = "left"  # by the client
+    ERROR = "errors"  # an error in the API's format
+    CUT = "cut"  # the connection broke, as when the router dies
+    LEFT = "left"  # the client disconnected
     HUNG = "hung"
     WRONG = "wrong"
 
@@ -40,8 +40,8 @@ class Client:
         self._deadline = deadline
 
     async def run(self, case: Case, sight: Sight, session: str = "") -> Ending:
-        """A request from beginning to end. To leave it early, cancel."""
-        began = asyncio.get_running_loop().time()
+        """Send a request and return its outcome. Cancelling it disconnects the client."""
+        started_at = asyncio.get_running_loop().time()
         raw = bytearray()
         headers = {"content-type": "application/json"} | ({"x-session-affinity": session} if session else {})
         try:
@@ -50,24 +50,24 @@ class Client:
                 async with self._session.post(self._url + case.path, data=body, headers=headers) as reply:
                     async for part in reply.content.iter_any():
                         raw += part
-            verdict, why = judged(case, reply.status, bytes(raw))
+            verdict, detail = judged(case, reply.status, bytes(raw))
         except TimeoutError:
-            verdict, why = Verdict.HUNG, f"at {sight.stage}, after {len(raw)} bytes"
+            verdict, detail = Verdict.HUNG, f"at stage {sight.stage}, after {len(raw)} bytes"
         except (aiohttp.ClientError, OSError) as e:
-            wrong = Answer.of_stream(case.path, bytes(raw)).against(case.right) if case.stream and raw else ""
-            verdict, why = (Verdict.WRONG, wrong) if wrong else (Verdict.CUT, repr(e))
+            difference = Answer.of_stream(case.path, bytes(raw)).against(case.right) if case.stream and raw else ""
+            verdict, detail = (Verdict.WRONG, difference) if difference else (Verdict.CUT, repr(e))
         finally:
             self._sights.forget(sight)
-        return Ending(verdict, why, began, asyncio.get_running_loop().time() - began)
+        return Ending(verdict, detail, started_at, asyncio.get_running_loop().time() - started_at)
 
 
 def judged(case: Case, status: int, raw: bytes) -> tuple[Verdict, str]:
-    streamed = case.stream and status == 200
-    answer = Answer.of_stream(case.path, raw) if streamed else Answer.of_body(status, raw)
-    if wrong := answer.against(case.right):
-        return Verdict.WRONG, wrong
-    if streamed and answer.endings != 1:
-        return Verdict.WRONG, f"a stream that ended {answer.endings} times"
-    if answer.error:
-        return Verdict.ERROR, answer.error
-    return (Verdict.ANSWERED, "") if answer.whole else (Verdict.WRONG, f"neither answer nor error: {raw[-100:]!r}")
+    is_stream = case.stream and status == 200
+    reply = Answer.of_stream(case.path, raw) if is_stream else Answer.of_body(status, raw)
+    if difference := reply.against(case.right):
+        return Verdict.WRONG, difference
+    if is_stream and reply.endings != 1:
+        return Verdict.WRONG, f"the stream ended {reply.endings} times"
+    if reply.error:
+        return Verdict.ERROR, reply.error
+    return (Verdict.ANSWERED, "") if reply.whole else (Verdict.WRONG, f"neither answer nor error: {raw[-100:]!r}")

@@ -1,5 +1,6 @@
-"""A wall clock that can be moved: what `time.time` says in a process that was started with this in its path. Clocks of
-the system, which others look at, are left alone."""
+"""ShiftedClock: shifts `time.time` in one process and its children, not the system's clock.
+
+A `sitecustomize` module on the process's PYTHONPATH adds an offset that a memory-mapped file holds."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ time.time_ns = lambda: _time_ns() + int(1e9 * struct.unpack("<d", _ahead[:8])[0]
 
 
 class MovedClock:
-    """Of one process and its children."""
+    """The clock of one process and its children."""
 
     def __init__(self, home: Path) -> None:
         home.mkdir(parents=True)
@@ -29,5 +30,5 @@ class MovedClock:
             self._ahead = mmap.mmap(opened.fileno(), 8)
 
     def move(self, seconds: float) -> None:
-        """Ahead of what it would be, or behind."""
+        """Set the offset to the real time, positive or negative."""
         self._ahead[:8] = struct.pack("<d", seconds)

@@ -1,4 +1,4 @@
-"""Fault: one thing that goes wrong, for a while, with whoever has to do with a request."""
+"""The faults: what goes wrong for a while with a process or connection that serves a request."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ EARLY = (Stage.QUEUED, Stage.PREFILL, Stage.TRANSFER)
 ALL = (*EARLY, Stage.FIRST, Stage.DECODE)
 MOVING = (Stage.PREFILL, Stage.TRANSFER)
 FIRST = (Stage.QUEUED,)
-HICCUP = 0.3  # seconds
-GONE = 3.0  # seconds: a router takes who is away for so long for lost
-DISK, STORE = 'tier="disk"', 'tier="store"'  # in the names of counters
-BLOCK = 1 << 12  # bytes that a full disk still takes
+HICCUP = 0.3
+GONE = 3.0  # so long that the router counts the worker as lost
+DISK, STORE = 'tier="disk"', 'tier="store"'
+BLOCK = 1 << 12
 
 Whom = Literal["prefill", "decode", "router", "store"]
 
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """Of a fault: the request it is aimed at, and who has to do with it."""
+    """The request at which a fault is aimed, and the processes that serve it."""
 
     scene: Scene
     sight: Sight
     dice: random.Random
-    home: Place  # who is to answer it
+    home: Place  # the worker that should answer
 
     @property
     def prefill(self) -> Place:
@@ -72,17 +72,17 @@ class Fault:
     of: Whom
     strike: Strike
     stages: tuple[Stage, ...] = ALL
-    hold: float = 20.0  # seconds after which it is over, unless the request has ended before
-    least: float = 0.0  # seconds that it lasts in any case
-    weight: float = 1.0  # how often, beside others
-    wired: bool = False  # the request must be answered by a worker that gets blocks through a wire
-    linked: bool = False  # there must be links
-    first: bool = False  # it comes before the request
-    leaves: bool = False  # the client goes
-    old: bool = False  # a request that was asked before: its blocks may be on disk
-    shows: str = ""  # in which of the workers' counters
-    gentle: bool = False  # nobody is missing because of it
-    restart: bool = False  # somebody must be started again
+    hold: float = 20.0  # the fault ends earlier when the request ends
+    least: float = 0.0
+    weight: float = 1.0  # relative frequency
+    wired: bool = False  # the answering worker must fetch blocks over TCP
+    linked: bool = False  # workers must have their own network links
+    first: bool = False  # the fault begins before the request is sent
+    leaves: bool = False  # the client disconnects
+    old: bool = False  # the request repeats a prompt, whose blocks may be on disk
+    shows: str = ""  # part of the name or labels of the worker's counter that detects the fault
+    gentle: bool = False  # no process becomes unavailable
+    restart: bool = False  # a process must be restarted
 
     def possible(self, scene: Scene) -> bool:
         return (scene.store is not None or self.of != "store") and (scene.settings.links or not self.linked)
@@ -91,11 +91,11 @@ class Fault:
 def kill(role: Whom, *, engine: bool = False) -> Strike:
     @asynccontextmanager
     async def strike(v: Victims) -> AsyncIterator[None]:
-        place = v.of(role)
+        process = v.of(role)
         if engine:
-            place.signal(signal.SIGKILL, engine=True)
+            process.signal(signal.SIGKILL, engine=True)
         else:
-            v.scene.kill(place)
+            v.scene.kill(process)
         yield
 
     return strike
@@ -104,8 +104,8 @@ def kill(role: Whom, *, engine: bool = False) -> Strike:
 def freeze(role: Whom, *, engine: bool = False) -> Strike:
     @asynccontextmanager
     async def strike(v: Victims) -> AsyncIterator[None]:
-        place = v.of(role)
-        pids = [place.engine] if engine else [place.pid, place.engine]
+        process = v.of(role)
+        pids = [process.engine] if engine else [process.pid, process.engine]
         _send(signal.SIGSTOP, pids)
         try:
             yield
@@ -117,12 +117,12 @@ def freeze(role: Whom, *, engine: bool = False) -> Strike:
 
 def _send(number: signal.Signals, pids: Iterable[int | None]) -> None:
     for pid in filter(None, pids):
-        with contextlib.suppress(ProcessLookupError):  # its server may have lost patience
+        with contextlib.suppress(ProcessLookupError):  # the server may have restarted a frozen engine
             os.kill(pid, number)
 
 
 def wire(which: str, role: Whom, what: str) -> Strike:
-    """`what`: cut, hold, slow or spoil."""
+    """Disturb the connections of a process. `disturbance`: cut, hold, slow or spoil."""
 
     @asynccontextmanager
     async def strike(v: Victims) -> AsyncIterator[None]:
@@ -146,7 +146,7 @@ def wire(which: str, role: Whom, what: str) -> Strike:
 
 
 def link(how: Harm, role: Whom) -> Strike:
-    """Of the link over which all goes that this worker has to do with others."""
+    """Disturb the network link of a worker, over which all its traffic goes."""
 
     @asynccontextmanager
     async def strike(v: Victims) -> AsyncIterator[None]:
@@ -163,7 +163,7 @@ def link(how: Harm, role: Whom) -> Strike:
 
 @asynccontextmanager
 async def disk_full(v: Victims) -> AsyncIterator[None]:
-    """No file of the engine's may grow beyond a page: what it writes is cut short, as on a disk that fills up."""
+    """Limit the engine's files to one page, so that writes are cut short as on a full disk."""
     pid = v.home.engine
     if pid is None:
         yield
@@ -189,45 +189,45 @@ def damage(how: str) -> Strike:
 
 def _damage(disk: Path, how: str) -> None:
     for file in disk.glob("*/??/*"):
-        with contextlib.suppress(OSError):  # it may be gone
+        with contextlib.suppress(OSError):  # the engine may have deleted the file
             size = file.stat().st_size
             if how == "tear":
                 os.truncate(file, size // 2 // BLOCK * BLOCK)
             elif how == "spoil":
                 with file.open("r+b") as opened:
                     opened.seek(size // 2)
-                    if byte := opened.read(1):  # of a torn one nothing may be left
+                    if byte := opened.read(1):  # a truncated file may be empty
                         opened.seek(size // 2)
                         opened.write(bytes((byte[0] ^ 0x10,)))
-            else:  # an I/O error for who opens it
+            else:  # opening a link to itself is an I/O error
                 file.unlink()
                 file.symlink_to(file)
 
 
 @asynccontextmanager
 async def client_gone(v: Victims) -> AsyncIterator[None]:
-    yield  # whoever runs the request ends it
+    yield  # the caller of the request cancels it
 
 
 @asynccontextmanager
 async def twin(v: Victims) -> AsyncIterator[None]:
-    """A second process with a worker's name is refused as long as the first lives, and dies."""
-    place, scene = v.decode, v.scene
-    supervisor = Supervisor(lambda who, what: scene.history.append(f"twin of {who} {what}"))
-    arguments = scene.arguments(place, HERE, scene.network.free_port(), HERE, f"{HERE}:{scene.router.port}")
-    child = Child(place.name, arguments, scene.home / f"{place.name}-twin.log", place.child.environment)
-    before = await _incarnation(scene, place)
+    """Start a second worker with the same name, which must be refused while the first is alive."""
+    process, cluster = v.decode, v.scene
+    supervisor = Supervisor(lambda name, event: cluster.history.append(f"second {name}: {event}"))
+    arguments = cluster.arguments(process, HERE, cluster.network.free_port(), HERE, f"{HERE}:{cluster.router.port}")
+    child = Child(process.name, arguments, cluster.home / f"{process.name}-twin.log", process.child.environment)
+    before = await _incarnation(cluster, process)
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
             while "is alive at" not in child.log.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
-        if await _incarnation(scene, place) != before:
-            raise EmberlineError(f"a second {place.name} has taken the name of the first, which lives")
+        if await _incarnation(cluster, process) != before:
+            raise EmberlineError(f"a second worker named {process.name} was accepted although the first is alive")
         yield
     finally:
         assert child.process is not None
-        child.process.kill()  # without a goodbye
+        child.process.kill()  # without announcing a shutdown
         await supervisor.stop()
 
 
@@ -247,13 +247,13 @@ def clock_jump(role: Whom) -> Strike:
 
 
 def blocks(what: str, hold: float = 20.0, weight: float = 1.0) -> Fault:
-    """Of the wire over which they come."""
+    """Return a fault of the connections over which KV blocks are fetched."""
     strike = wire("blocks", "prefill", what)
     return Fault(f"{what} blocks", "prefill", strike, MOVING, hold, weight=weight, wired=True, shows="kv_transfer")
 
 
 def files(name: str, strike: Strike, weight: float, *, old: bool = True) -> Fault:
-    """Of the disk of who answers."""
+    """Return a fault of the answering worker's disk tier."""
     return Fault(name, "decode", strike, FIRST, weight=weight, old=old, first=True, shows=DISK, gentle=True)
 
 

@@ -1,4 +1,4 @@
-"""Ledger: what came of each fault, as a table of kinds and stages."""
+"""ChaosReport: the outcomes of all faults and requests, as a table by fault and stage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BAD = ("hung", "wrong", "leaked")
 @dataclass(slots=True)
 class Ledger:
     rows: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    others: Counter[str] = field(default_factory=Counter)  # requests that no fault was aimed at
-    codes: Counter[str] = field(default_factory=Counter)  # errors that clients were told
+    others: Counter[str] = field(default_factory=Counter)  # requests at which no fault was aimed, by verdict
+    codes: Counter[str] = field(default_factory=Counter)  # errors that clients received
     troubles: list[str] = field(default_factory=list)
-    checks: int = 0  # for leaks
-    missed: int = 0  # faults for which no request came to the stage
-    unrecovered: int = 0  # times that it did not come back to full strength
-    unexcused: int = 0  # errors that a client need not have seen
-    slowest: float = 0.0  # seconds of a request, from beginning to end
+    checks: int = 0
+    missed: int = 0  # faults for which no request reached the stage
+    unrecovered: int = 0  # times that the cluster did not become healthy again
+    unexcused: int = 0  # errors or cut connections while a router was running
+    slowest: float = 0.0
 
     def struck(self, fault: str, stage: str, ending: Ending, *, moved: int, noticed: int, excused: bool) -> None:
         row = self.rows.setdefault((fault, stage), Counter())
@@ -36,8 +36,8 @@ class Ledger:
     def passed(self, ending: Ending, during: str, *, excused: bool) -> None:
         self.others["count"] += 1
         self.others[ending.verdict] += 1
-        self._ended(f"beside {during}", ending)
-        self._complain(f"beside {during}", ending, excused)
+        self._ended(f"other request during {during}", ending)
+        self._complain(f"other request during {during}", ending, excused)
 
     def _complain(self, where: str, ending: Ending, excused: bool) -> None:
         if ending.verdict in (Verdict.ERROR, Verdict.CUT) and not excused:
@@ -46,11 +46,11 @@ class Ledger:
 
     def leaked(self, fault: str, stage: str, what: str) -> None:
         self.rows[fault, stage]["leaked"] += 1
-        self.troubles.append(f"leaked, seen after {fault}: {what}")
+        self.troubles.append(f"leak found after {fault}: {what}")
 
     def gave_up(self, why: str) -> None:
         self.unrecovered += 1
-        self.troubles.append(f"did not recover {why}")
+        self.troubles.append(f"the cluster did not recover: {why}")
 
     def _ended(self, where: str, ending: Ending) -> None:
         self.slowest = max(self.slowest, ending.seconds)
@@ -68,18 +68,18 @@ class Ledger:
         return self.unrecovered + sum(self.total[name] + self.others[name] for name in BAD)
 
     def summary(self) -> str:
-        struck, beside = (
+        faults, others = (
             ", ".join(f"{counts[name]} {name}" for name in COLUMNS[1:] if counts[name])
             for counts in (self.total, self.others)
         )
-        return f"{self.total['count']} faults: {struck}; beside them: {beside}"
+        return f"{self.total['count']} faults: {faults}; other requests: {others}"
 
     def table(self) -> str:
         lines: list[tuple[str, ...]] = [("fault", "stage", *COLUMNS)]
         for (fault, stage), row in sorted(self.rows.items()):
             lines.append((fault, stage, *(str(row[name] or ".") for name in COLUMNS)))
         lines.append(("all", "", *(str(self.total[name]) for name in COLUMNS)))
-        lines.append(("requests beside them", "", *(str(self.others[name]) for name in COLUMNS)))
+        lines.append(("other requests", "", *(str(self.others[name]) for name in COLUMNS)))
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         return "\n".join(
             "  ".join(

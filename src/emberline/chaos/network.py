@@ -1,7 +1,7 @@
-"""Network: where the processes of a scene find each other. Plainly that is loopback; with links each worker has a
-network namespace of its own, and one link to the hub, where the router and all wires are.
+"""ChaosNetwork: the addresses of a cluster's processes.
 
-Links take a network that is ours: `unshare -rn emberline chaos --links`."""
+By default all use loopback. With links, each worker has its own network namespace and one link to the hub, where the
+router and all proxies are. Links need a private network: `unshare -rn emberline chaos --links`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
 HERE = "127.0.0.1"
-THERE = "127.0.0.2"  # the hub, where there are no links
+THERE = "127.0.0.2"  # address of the hub without links
 HUB = "10.77.0.1"
 FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
 SLOW = ("rate", "160kbit", "burst", "4kb", "latency", "2s")
-MUTE = ("rate", "8bit", "burst", "1b", "limit", "1b")  # no packet is that small: all are lost
+MUTE = ("rate", "8bit", "burst", "1b", "limit", "1b")  # every packet is larger than the burst, so all are dropped
 
 Harm = Literal["down", "mute", "slow"]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    device: str  # the hub's end
+    device: str  # the hub's end of the link
     host: str  # the worker's address
-    holder: subprocess.Popen[bytes] = field(repr=False)  # keeps the namespace while its worker is dead
+    holder: subprocess.Popen[bytes] = field(repr=False)  # keeps the namespace alive while the worker restarts
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """In front of a program that is to run at its far end."""
+        """The command prefix that runs a program in the worker's namespace."""
         return ("nsenter", f"--net=/proc/{self.holder.pid}/ns/net")
 
     def harm(self, how: Harm) -> None:
@@ -43,7 +43,7 @@ class Link:
     def mend(self) -> None:
         _run("tc", "qdisc", "del", "dev", self.device, "root", well=False)
         _ip("link", "set", self.device, "up")
-        _ip("route", "replace", self.host, "dev", self.device)  # it went with the link
+        _ip("route", "replace", self.host, "dev", self.device)  # taking the link down removed the route
 
 
 class Network:
@@ -53,30 +53,30 @@ class Network:
         if links:
             _ip("link", "set", "lo", "up")
             _ip("address", "add", HUB, "dev", "lo")
-            FORWARD.write_text("1\n")  # workers exchange what the store holds
+            FORWARD.write_text("1\n")  # workers exchange the store's blocks directly
 
     def join(self) -> Link | None:
-        """One more worker; None: it is here, as all are."""
+        """Add a worker's link; None without links."""
         if self._links is None:
             return None
         number = len(self._links) + 1
-        command = ["unshare", "-n", "sh", "-c", "echo; exec cat"]  # which ends with us: we hold its stdin
-        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert holder.stdout is not None
-        holder.stdout.readline()  # now it has a namespace
-        link = Link(f"ember{number}", f"10.77.1.{number}", holder)
+        command = ["unshare", "-n", "sh", "-c", "echo; exec cat"]  # ends with this process, which holds its stdin
+        namespace_process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert namespace_process.stdout is not None
+        namespace_process.stdout.readline()  # the namespace exists now
+        link = Link(f"ember{number}", f"10.77.1.{number}", namespace_process)
         self._links.append(link)
-        _ip("link", "add", link.device, "type", "veth", "peer", "name", "up0", "netns", str(holder.pid))
-        for inside in (("lo",), ("up0",)):
-            _run(*link.inside, "ip", "link", "set", *inside, "up")
+        _ip("link", "add", link.device, "type", "veth", "peer", "name", "up0", "netns", str(namespace_process.pid))
+        for interface in (("lo",), ("up0",)):
+            _run(*link.inside, "ip", "link", "set", *interface, "up")
         _run(*link.inside, "ip", "address", "add", f"{link.host}/32", "dev", "up0")
         _run(*link.inside, "ip", "route", "add", "default", "dev", "up0", "src", link.host)
         link.mend()
-        Path(f"/proc/sys/net/ipv4/conf/{link.device}/proxy_arp").write_text("1\n")  # the hub is the way to everybody
+        Path(f"/proc/sys/net/ipv4/conf/{link.device}/proxy_arp").write_text("1\n")  # the hub routes between workers
         return link
 
     def free_port(self) -> int:
-        """Where workers listen, and at the hub."""
+        """Return a port that is free on the workers' loopback address and on the hub."""
         return free_port(HERE, self.hub)
 
     def close(self) -> None:
@@ -90,11 +90,11 @@ def _ip(*words: str) -> None:
 
 
 def _run(*command: str, well: bool = True) -> None:
-    """`well`: it must succeed."""
+    """Run a command; raise EmberlineError if it cannot be run or, with `must_succeed`, fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise EmberlineError(f"{command[0]} does not work: {e}") from e
-    if well and done.returncode != 0:
-        hint = "links take a network that is ours: unshare -rn emberline chaos --links"
-        raise EmberlineError(f"{' '.join(command)}: {done.stderr.strip()}", hint=hint)
+        raise EmberlineError(f"cannot run {command[0]}: {e}", hint=f"install {command[0]}") from e
+    if well and completed.returncode != 0:
+        hint = "--links needs a private network: unshare -rn emberline chaos --links"
+        raise EmberlineError(f"{' '.join(command)} failed: {completed.stderr.strip()}", hint=hint)

@@ -1,4 +1,4 @@
-"""Place: a process that is started again under the same name, and the ways to it."""
+"""ChaosProcess: a supervised process of the cluster, and the proxies of its connections."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from emberline.core.config import Role
 @dataclass(slots=True, eq=False)
 class Place:
     name: str
-    role: Role | None  # None: it is no worker
+    role: Role | None  # None: not a worker
     port: int
     child: Child
     clock: MovedClock
-    host: str = HERE  # where it listens
-    link: Link | None = None  # all that it has to do with others goes through this, if it is there
-    beats: Wire | None = None  # to the router
-    requests: Wire | None = None  # from it
-    blocks: Wire | None = None  # from workers that want its blocks
+    host: str = HERE  # address on which it listens
+    link: Link | None = None  # network link of all its traffic, with --links
+    beats: Wire | None = None  # its heartbeats to the router
+    requests: Wire | None = None  # the router's requests to it
+    blocks: Wire | None = None  # other workers' fetches of its blocks
     disk: Path | None = None
-    mapped: bool = False  # it takes blocks through shared memory; others do through wires
-    incarnation: str | None = None  # of the process that registered last; None: it was killed since
-    absences: list[list[float]] = field(default_factory=list)  # since when it was dead, and until when, if it is back
+    mapped: bool = False  # it fetches blocks through shared memory instead of a proxy
+    incarnation: str | None = None  # of the process that registered last; None after a kill
+    absences: list[list[float]] = field(default_factory=list)  # start and, once it is over, end of each outage
     _engine: int | None = None
 
     @property
@@ -49,7 +49,9 @@ class Place:
 
     @property
     def engine(self) -> int | None:
-        """Its child. Looking for it takes a while: the one found last is, if it is still there."""
+        """The pid of its engine process, or None.
+
+        Finding it is slow, so the last result is reused while that process is still its child."""
         if self._engine is None or parent(self._engine) != self.pid:
             self._engine = family(self.pid).get("engine.process")
         return self._engine

@@ -1,4 +1,4 @@
-"""Play: faults on a scene with requests under way; several at a time, but never so many that nobody could answer."""
+"""ChaosRun: injects several faults at a time while requests run, but always leaves a worker."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from emberline.chaos.turns import Turn, Turns, drawn
 from emberline.core.errors import EmberlineError
 from emberline.router.policy import affinity
 
-BESIDE = 2  # clients that no fault is aimed at
-BREATH = 0.2  # seconds between two requests of theirs, or twice what one took: who starts needs the cores too
-HANDS = 3  # faults at a time
-LOOK = 0.2  # seconds between looks at who is there
-CHECKED = 40  # faults between two looks for leaks
+BESIDE = 2
+BREATH = 0.2  # between a background client's requests, at least the last one's duration: restarts need CPU time too
+HANDS = 3
+LOOK = 0.2
+CHECKED = 40
 FIRST_CASES = 6
-TRIES = 4  # to bring a request to the stage where it is to be struck
-MISSED = 100  # faults that come to nothing before it is of no use to go on
+TRIES = 4  # requests sent until one reaches the stage of a fault
+MISSED = 100
 
 
 @dataclass(slots=True)
@@ -40,88 +40,90 @@ class Play:
     _going: asyncio.Event = field(default_factory=asyncio.Event)
     _choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _last: tuple[str, str] = ("nothing", "")
-    _moves: int = 0  # until the last fault
+    _moves: int = 0  # as of the last fault
 
     async def run(self, count: int) -> None:
-        scene = self.scene
-        if missing := await scene.full_strength():
-            raise EmberlineError(f"the cluster did not start: {missing}", hint=f"its logs are in {scene.home}")
+        cluster = self.scene
+        if missing := await cluster.full_strength():
+            raise EmberlineError(f"the cluster did not start: {missing}", hint=f"see the log files in {cluster.home}")
         await self._prepare()
         self._going.set()
-        beside = [asyncio.create_task(self._clients()) for _ in range(BESIDE)]
+        background = [asyncio.create_task(self._clients()) for _ in range(BESIDE)]
         try:
             await self._strike(count)
         finally:
-            for task in beside:
+            for task in background:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*background, return_exceptions=True)
 
     async def _strike(self, count: int) -> None:
-        turns = Turns(self.scene.workers, self.dice)
+        scheduler = Turns(self.scene.workers, self.dice)
         faults = drawn([fault for fault in FAULTS if fault.possible(self.scene)], self.dice)
         while count and not self.ledger.unrecovered:
-            some = islice(faults, min(CHECKED, count))
-            turns.ahead = sorted(some, key=lambda one: not one[0].restart)  # others pass while they start
-            count -= len(turns.ahead)
-            async with asyncio.TaskGroup() as hands:
+            next_faults = islice(faults, min(CHECKED, count))
+            scheduler.ahead = sorted(
+                next_faults, key=lambda item: not item[0].restart
+            )  # other faults run during the restarts
+            count -= len(scheduler.ahead)
+            async with asyncio.TaskGroup() as injectors:
                 for _ in range(HANDS):
-                    hands.create_task(self._hand(turns))
+                    injectors.create_task(self._hand(scheduler))
             await self._check()
             self.say(self.ledger.summary())
 
     async def _hand(self, turns: Turns) -> None:
-        while (turn := await self._next(turns)) is not None:
+        while (scheduled := await self._next(turns)) is not None:
             try:
-                hit = await self._fault(turn)
+                was_hit = await self._fault(scheduled)
             finally:
-                turns.over(turn)
-            if not hit:
-                stages = turn.fault.stages
-                turns.ahead.insert(0, (turn.fault, stages[stages.index(turn.stage) - 1]))  # then at another
+                turns.over(scheduled)
+            if not was_hit:
+                stages = scheduled.fault.stages
+                turns.ahead.insert(0, (scheduled.fault, stages[stages.index(scheduled.stage) - 1]))  # try another stage
                 if self.ledger.missed > MISSED:
-                    self.ledger.gave_up("requests do not come to where they are to be struck")
+                    self.ledger.gave_up(f"requests did not reach the stage of {MISSED} faults")
                     turns.ahead.clear()
 
     async def _next(self, turns: Turns) -> Turn | None:
-        """None: none is left, or the scene does not recover from the last."""
+        """Return the next fault; None if none is left or the cluster does not recover."""
         now = asyncio.get_running_loop().time
         end = now() + RESTART
         while turns.ahead:
             async with self._choosing:
-                struck = {*turns.struck}
-                absent = await self.scene.absent(struck)
-                unseen = struck - turns.struck.keys()  # whose fault is over by now
-                if (turn := turns.next({*absent, *unseen})) is not None:
-                    return turn
+                active = {*turns.struck}
+                unavailable = await self.scene.absent(active)
+                unchecked = active - turns.struck.keys()  # their faults ended during the check
+                if (scheduled := turns.next({*unavailable, *unchecked})) is not None:
+                    return scheduled
                 await asyncio.sleep(LOOK)
             if turns.struck:
                 end = now() + RESTART
             elif now() > end:
-                self.ledger.gave_up(f"after {self._last[0]}, {self._last[1]}: {absent}")
+                self.ledger.gave_up(f"after {self._last[0]}, {self._last[1]}: {unavailable}")
                 turns.ahead.clear()
         return None
 
     async def _prepare(self) -> None:
-        session = self.scene.session
+        http = self.scene.session
         async with asyncio.timeout(120):
             while not await self.scene.is_ready(self.scene.reference):
                 await asyncio.sleep(0.2)
-        await self.cases.measure(session)
+        await self.cases.measure(http)
         for i in range(FIRST_CASES):
-            await self.cases.new(session, long=i % 2 == 0, stream=i % 3 != 0)
+            await self.cases.new(http, long=i % 2 == 0, stream=i % 3 != 0)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _clients(self) -> None:
-        """Asks again and again, whatever happens."""
+        """Send requests one after another, whatever their outcome."""
         while True:
             await self._going.wait()
-            sight = self.scene.sights.new()
+            progress = self.scene.sights.new()
             case = self.cases.old()
-            ending = await self._client().run(case, sight)
-            self._passed(ending)
-            pause = 1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH
-            await asyncio.sleep(max(pause, ending.seconds))
+            outcome = await self._client().run(case, progress)
+            self._passed(outcome)
+            pause = 1.0 if outcome.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH
+            await asyncio.sleep(max(pause, outcome.seconds))
 
     def _passed(self, ending: Ending) -> None:
         self.ledger.passed(ending, self._last[0], excused=self.scene.routerless(ending.began))
@@ -133,17 +135,17 @@ class Play:
         def fits(case: Case) -> bool:
             return (case.stream or stage < Stage.FIRST) and (case.long or not fault.old)
 
-        known = [case for case in self.cases.known if fits(case)]
-        fresh = stage in (Stage.PREFILL, Stage.TRANSFER) or self.dice.random() < 0.5
-        if known and (fault.old or not fresh):
-            return self.dice.choice(known)
-        stream, long = stage >= Stage.FIRST or self.dice.random() < 0.7, fresh or self.dice.random() < 0.5
+        known_cases = [case for case in self.cases.known if fits(case)]
+        is_new = stage in (Stage.PREFILL, Stage.TRANSFER) or self.dice.random() < 0.5
+        if known_cases and (fault.old or not is_new):
+            return self.dice.choice(known_cases)
+        stream, long = stage >= Stage.FIRST or self.dice.random() < 0.7, is_new or self.dice.random() < 0.5
         return await self.cases.new(self.scene.session, long=long, stream=stream)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
     async def _fault(self, turn: Turn) -> bool:
-        """False: no request came to that stage."""
+        """Inject a fault; return False if no request reached the stage."""
         for _ in range(TRIES):
             if await self._try(turn.fault, turn.stage, turn.home):
                 return True
@@ -151,29 +153,31 @@ class Play:
         return False
 
     async def _try(self, fault: Fault, stage: Stage, home: Place) -> bool:
-        scene, sight = self.scene, self.scene.sights.new()
+        cluster, progress = self.scene, self.scene.sights.new()
         case = await self._case(fault, stage)
-        asked = self._client().run(case, sight, _session(home, scene, self.dice))
-        victims = Victims(scene, sight, self.dice, home)
-        await asyncio.to_thread(lambda: [place.engine for place in scene.workers])  # when it comes to it, it is known
-        before = await scene.noticed(fault.shows) if fault.shows else Counter[str]()
+        request = self._client().run(case, progress, _session(home, cluster, self.dice))
+        context = Victims(cluster, progress, self.dice, home)
+        await asyncio.to_thread(
+            lambda: [process.engine for process in cluster.workers]
+        )  # find the pids before the fault
+        before = await cluster.noticed(fault.shows) if fault.shows else Counter[str]()
         if fault.first:
-            self._last = fault.name, (hit := str(stage))
-            async with fault.strike(victims):
-                ending = await asked
+            self._last = fault.name, (stage_hit := str(stage))
+            async with fault.strike(context):
+                outcome = await request
         else:
-            began, task = asyncio.get_running_loop().time(), asyncio.create_task(asked)
-            if not await self._comes_to(task, sight, stage) or victims.decode is not home:
+            started_at, task = asyncio.get_running_loop().time(), asyncio.create_task(request)
+            if not await self._comes_to(task, progress, stage) or context.decode is not home:
                 self._passed(await task)
                 return False
-            self._last = fault.name, (hit := str(sight.stage))
-            async with fault.strike(victims):
+            self._last = fault.name, (stage_hit := str(progress.stage))
+            async with fault.strike(context):
                 if fault.leaves:
                     task.cancel()
                 await asyncio.gather(asyncio.wait((task,), timeout=fault.hold), asyncio.sleep(fault.least))
-            ending = await (_left(task, began) if fault.leaves else task)
-        noticed = (await scene.noticed(fault.shows) - before if fault.shows else before).total()
-        await self._note(fault, hit, ending, noticed)
+            outcome = await (_left(task, started_at) if fault.leaves else task)
+        detected = (await cluster.noticed(fault.shows) - before if fault.shows else before).total()
+        await self._note(fault, stage_hit, outcome, detected)
         return True
 
     async def _note(self, fault: Fault, hit: str, ending: Ending, noticed: int) -> None:
@@ -185,10 +189,10 @@ class Play:
             self.say(f"{fault.name}, {hit}: {ending.verdict} after {ending.seconds:.1f} s, {ending.why}")
 
     async def _comes_to(self, task: asyncio.Task[Ending], sight: Sight, stage: Stage) -> bool:
-        """False: it has ended before."""
-        seen = asyncio.create_task(sight.reached(stage))
-        await asyncio.wait((task, seen), return_when=asyncio.FIRST_COMPLETED)
-        seen.cancel()
+        """Wait until the request reaches the stage; return False if it ended before."""
+        reached = asyncio.create_task(sight.reached(stage))
+        await asyncio.wait((task, reached), return_when=asyncio.FIRST_COMPLETED)
+        reached.cancel()
         if stage is Stage.QUEUED:
             await asyncio.sleep(self.dice.choice((0.0, 0.001, 0.005)))
         elif stage is Stage.DECODE:
@@ -196,7 +200,7 @@ class Play:
         return not task.done() and sight.stage is not Stage.ENDED
 
     async def _moved(self) -> int:
-        """Times that a request went on, or was tried again, at another worker, or a prompt was computed elsewhere."""
+        """Return how often requests continued or were retried at another worker."""
         status = await self.scene.ask(f"{self.scene.router.url}/cluster/status", timeout=1.0)
         if status is None:
             return 0
@@ -204,18 +208,20 @@ class Play:
         return int(moved + sum(status["retries"].values()))
 
     async def _check(self) -> None:
-        """With nothing under way, nothing is held. Until all are back there must be requests: breakers want them."""
+        """Check that an idle cluster holds no resources.
+
+        Requests must run until all workers are healthy, because circuit breakers close only after a successful one."""
         if missing := await self.scene.full_strength():
             self.ledger.gave_up(missing)
         self._going.clear()
         self.ledger.checks += 1
-        if held := await self.scene.quiet():
-            self.ledger.leaked(*self._last, held)
+        if held_resources := await self.scene.quiet():
+            self.ledger.leaked(*self._last, held_resources)
         self._going.set()
 
 
 async def _left(task: asyncio.Task[Ending], began: float) -> Ending:
-    """How a request ended whose client left, unless it had ended by then."""
+    """Return the outcome of a request whose client disconnected, unless it had ended before."""
     await asyncio.wait((task,))
     if not task.cancelled():
         return task.result()
@@ -223,8 +229,8 @@ async def _left(task: asyncio.Task[Ending], began: float) -> Ending:
 
 
 def _session(home: Place, scene: Scene, dice: random.Random) -> str:
-    """One that belongs to this worker."""
-    names = [place.name for place in scene.of("decode")]
+    """Return a session id for which the router prefers this worker."""
+    names = [worker.name for worker in scene.of("decode")]
     while True:
         session = f"{dice.getrandbits(48):x}"
         if max(names, key=lambda name: affinity(session, name)) == home.name:
@@ -232,9 +238,9 @@ def _session(home: Place, scene: Scene, dice: random.Random) -> str:
 
 
 async def play(scene: Scene, ledger: Ledger, count: int, seed: int, say: Callable[[str], None]) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     try:
         await scene.start()
-        await Play(scene, Cases(scene.reference.url, SERVED, dice), dice, say, ledger).run(count)
+        await Play(scene, Cases(scene.reference.url, SERVED, rng), rng, say, ledger).run(count)
     finally:
         await scene.stop()

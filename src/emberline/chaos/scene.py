@@ -1,5 +1,6 @@
-"""Scene: a router and workers as users start them, each in processes of its own, with wires between them; a supervisor
-starts again what dies. Also a server beside them that nothing happens to."""
+"""ChaosCluster: a router and workers as users start them, with proxies on their connections.
+
+A supervisor restarts processes that die. A reference server beside them gets no faults."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from emberline.cluster.muster import absences, holdings, until_nothing
 from emberline.cluster.supervisor import Child, Supervisor
 from emberline.core.config import Role, environment
 
-CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # with it workers answer others than their router
-SERVED = "chaos"  # the model's name
+CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # workers accept direct calls only with the cluster key
+SERVED = "chaos"
 REGISTER = b"POST /cluster/register"
 SHM, NO_SHM = b'"shm":"', b'"off":"'
 NOTICED = re.compile(
@@ -35,8 +36,8 @@ NOTICED = re.compile(
 )
 STORE_ON = re.compile(r'^emberline:kv_tier_on\{.*tier="store".*\} 1', re.M)
 STORE = Path(sys.executable).with_name("mooncake_master")
-RESTART = 120.0  # seconds until a process that was killed must be ready again
-QUIET = 30.0  # seconds until nothing may be held for anybody
+RESTART = 120.0  # for a killed process to be ready again
+QUIET = 30.0  # for an idle cluster to release all resources
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,13 @@ class Settings:
     decode: int = 2
     kv_memory: str = "48M"
     disk: str = "64M"
-    links: bool = False  # workers are in networks of their own
-    deadline: float = 60.0  # seconds for a request
+    links: bool = False  # each worker has its own network namespace
+    deadline: float = 60.0  # seconds per request
     router: Sequence[str] = (
         "--split-tokens",
         "64",
         "--stuck-after",
-        "12",  # longer than a lease: who waits for blocks that nobody fetches any more is not stuck
+        "12",  # longer than a lease: a worker whose blocks wait for a dead worker's fetch is not stuck
         "--lost-after",
         "2.5",
         "--ticket-timeout",
@@ -72,9 +73,9 @@ class Scene:
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), headers={CLUSTER_KEY_HEADER: self._key}
         )
-        self.history: list[str] = []  # what the supervisor said
+        self.history: list[str] = []
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._supervisor = Supervisor(lambda who, what: self.history.append(f"{who} {what}"))
+        self._supervisor = Supervisor(lambda name, event: self.history.append(f"{name} {event}"))
         self.network = Network(links=settings.links)
         self._transfer = re.compile(rb'"incarnation":"(\w+)".*?"tcp":"%b:(\d+)"' % self.network.hub.encode(), re.DOTALL)
         self.router = self._place("router")
@@ -83,30 +84,30 @@ class Scene:
         self.workers: list[Place] = []
 
     def of(self, role: Role) -> list[Place]:
-        return [place for place in self.workers if place.role == role]
+        return [worker for worker in self.workers if worker.role == role]
 
     def named(self, name: str | None) -> Place | None:
-        return next((place for place in self.workers if place.name == name), None)
+        return next((worker for worker in self.workers if worker.name == name), None)
 
     # -- starting and stopping -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        given = self.settings
-        self.reference.child.arguments += ["serve", given.model, "--served-name", SERVED, "--port",
+        settings = self.settings
+        self.reference.child.arguments += ["serve", settings.model, "--served-name", SERVED, "--port",
                                            str(self.reference.port), "--embedder", "none", "--threads", "1",
                                            "--device", "cpu", "--kv-memory", "256M"]  # fmt: skip
         self.router.child.arguments += ["router", "--allowed-hosts", self.network.hub, "--port", str(self.router.port),
                                         "--request-timeout",
-                                        str(given.deadline), *given.router]  # fmt: skip
-        for place in filter(None, (self.router, self.reference, self._started_store())):
-            await self._supervisor.start(place.child)
-        counts: dict[Role, int] = {"prefill": given.prefill, "decode": given.decode}
+                                        str(settings.deadline), *settings.router]  # fmt: skip
+        for process in filter(None, (self.router, self.reference, self._started_store())):
+            await self._supervisor.start(process.child)
+        counts: dict[Role, int] = {"prefill": settings.prefill, "decode": settings.decode}
         for role, count in counts.items():
             for i in range(count):
-                mapped = role == "decode" and i % 2 == 1 and not given.links
-                self.workers.append(await self._worker(f"{role}-{i + 1}", role, mapped=mapped))
-        for place in self.workers:
-            await self._supervisor.start(place.child)
+                uses_shared_memory = role == "decode" and i % 2 == 1 and not settings.links
+                self.workers.append(await self._worker(f"{role}-{i + 1}", role, mapped=uses_shared_memory))
+        for process in self.workers:
+            await self._supervisor.start(process.child)
 
     def _started_store(self) -> Place | None:
         if self.store is not None:
@@ -117,75 +118,83 @@ class Scene:
         return self.store
 
     async def stop(self) -> None:
-        for place in filter(None, (*self.workers, self.router, self.store)):
-            if place.child.process is not None:
-                place.signal(signal.SIGCONT, both=True)
-            if place.link is not None:
-                place.link.mend()
-            for wire in place.wires():
-                wire.mend()
+        for process in filter(None, (*self.workers, self.router, self.store)):
+            if process.child.process is not None:
+                process.signal(signal.SIGCONT, both=True)
+            if process.link is not None:
+                process.link.mend()
+            for proxy in process.wires():
+                proxy.mend()
         await self._supervisor.stop()
-        for place in self.workers:
-            for wire in place.wires():
-                wire.stop()
+        for process in self.workers:
+            for proxy in process.wires():
+                proxy.stop()
         self.network.close()
         await self.session.close()
 
     async def _worker(self, name: str, role: Role, *, mapped: bool) -> Place:
-        place = self._place(name, role)
-        place.disk, place.mapped, place.link = self.home / "disk" / name, mapped, self.network.join()
-        if place.link is not None:
-            place.host, place.child.program = place.link.host, (*place.link.inside, *place.child.program)
-        place.disk.mkdir(parents=True)
+        process = self._place(name, role)
+        process.disk, process.mapped, process.link = self.home / "disk" / name, mapped, self.network.join()
+        if process.link is not None:
+            process.host, process.child.program = process.link.host, (*process.link.inside, *process.child.program)
+        process.disk.mkdir(parents=True)
         hub, router = self.network.hub, (HERE, self.router.port)
-        place.beats = await Wire(hub, 0, router, self._beats_ear(place)).start()
-        place.requests = await Wire(hub, place.port, (place.host, place.port), self._requests_ear(place)).start()
-        place.child.arguments += self.arguments(place, place.host, place.port, hub, f"{hub}:{place.beats.port}")
-        return place
+        process.beats = await Wire(hub, 0, router, self._beats_ear(process)).start()
+        process.requests = await Wire(
+            hub, process.port, (process.host, process.port), self._requests_ear(process)
+        ).start()
+        process.child.arguments += self.arguments(
+            process, process.host, process.port, hub, f"{hub}:{process.beats.port}"
+        )
+        return process
 
     def arguments(self, place: Place, host: str, port: int, found: str, router: str) -> list[str]:
-        """`found`: the host where others look for it."""
-        given, store = self.settings, self.store
-        shared = ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
+        """Return a worker's command line. `public_host`: where others reach it."""
+        settings, store = self.settings, self.store
+        store_options = (
+            ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
+        )
         if store is not None and not store.host.startswith("127."):
-            shared += ["--kv-mooncake-host", store.host if host == HERE else host]
-        return ["worker", given.model, "--served-name", SERVED, "--role", str(place.role), "--worker-name", place.name,
-                "--host", host, "--port", str(port), "--worker-url", f"http://{found}:{port}",
-                "--router", f"http://{router}", "--kv-memory", given.kv_memory, "--kv-disk", str(place.disk),
-                "--kv-disk-size", given.disk, *shared, *given.worker]  # fmt: skip
+            store_options += ["--kv-mooncake-host", store.host if host == HERE else host]
+        return ["worker", settings.model, "--served-name", SERVED, "--role", str(place.role),
+                "--worker-name", place.name, "--host", host, "--port", str(port), "--worker-url", f"http://{found}:{port}",
+                "--router", f"http://{router}", "--kv-memory", settings.kv_memory, "--kv-disk", str(place.disk),
+                "--kv-disk-size", settings.disk, *store_options, *settings.worker]  # fmt: skip
 
     def _place(self, name: str, role: Role | None = None) -> Place:
         clock = MovedClock(self.home / "clocks" / name)
-        given = environment(self._key)
-        path = f"{clock.path}:{given['PYTHONPATH']}" if given.get("PYTHONPATH") else str(clock.path)
-        child = Child(name, [], self.home / f"{name}.log", {**given, "PYTHONPATH": path})
-        return Place(name, role, self.network.free_port(), child, clock)
+        base_environment = environment(self._key)
+        path = (
+            f"{clock.path}:{base_environment['PYTHONPATH']}" if base_environment.get("PYTHONPATH") else str(clock.path)
+        )
+        supervised = Child(name, [], self.home / f"{name}.log", {**base_environment, "PYTHONPATH": path})
+        return Place(name, role, self.network.free_port(), supervised, clock)
 
-    # -- what wires hear -----------------------------------------------------------------------------------------------
+    # -- traffic filters -----------------------------------------------------------------------------------------------
 
     def _beats_ear(self, place: Place) -> Ear:
-        def hear(line: Line, out: bool, data: bytes) -> bytes:
-            if out and data.startswith(REGISTER):
-                line.tail = b"registers"
-            if out and line.tail and (found := self._transfer.search(data)) is not None:
-                line.tail = b""
+        def filter_heartbeats(connection: Line, is_to_server: bool, data: bytes) -> bytes:
+            if is_to_server and data.startswith(REGISTER):
+                connection.tail = b"registers"
+            if is_to_server and connection.tail and (found := self._transfer.search(data)) is not None:
+                connection.tail = b""
                 place.incarnation = found[1].decode()
                 self._appeared(place, int(found[2]))
-            return data if place.mapped or out else data.replace(SHM, NO_SHM)
+            return data if place.mapped or is_to_server else data.replace(SHM, NO_SHM)
 
-        return hear
+        return filter_heartbeats
 
     def _requests_ear(self, place: Place) -> Ear:
-        see = self.sights.ear(place.name)
+        observe = self.sights.ear(place.name)
 
-        def hear(line: Line, out: bool, data: bytes) -> bytes:
-            data = see(line, out, data)
-            return data.replace(SHM, NO_SHM) if out and not place.mapped else data
+        def filter_requests(connection: Line, is_to_server: bool, data: bytes) -> bytes:
+            data = observe(connection, is_to_server, data)
+            return data.replace(SHM, NO_SHM) if is_to_server and not place.mapped else data
 
-        return hear
+        return filter_requests
 
     def _appeared(self, place: Place, port: int) -> None:
-        """A process that registers has a port of its own for blocks, and takes requests again."""
+        """Handle the registration of a new process: it has a new port for blocks."""
         if place.blocks is None or place.blocks.port != port:
             if place.blocks is not None:
                 place.blocks.stop()
@@ -198,11 +207,11 @@ class Scene:
         self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
 
-    # -- doing harm ----------------------------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------------------------------
 
     def kill(self, place: Place) -> None:
-        """Nobody listens there from now on, until it is started again."""
-        place.child.pause = 0.5  # it dies because we want it
+        """Kill a process; its proxies refuse connections until it is restarted."""
+        place.child.pause = 0.5  # an intended death must not lengthen the pause
         place.incarnation = None
         place.absences.append([asyncio.get_running_loop().time()])
         place.signal(signal.SIGKILL)
@@ -212,10 +221,10 @@ class Scene:
             place.blocks.stop()
             place.blocks = None
 
-    # -- how it goes ---------------------------------------------------------------------------------------------------
+    # -- health --------------------------------------------------------------------------------------------------------
 
     async def ask(self, url: str, timeout: float = 5.0) -> Any:
-        """Return the answer, or None where there is none or it is an error, as from a server that loads its model."""
+        """Return the JSON reply; None if there is none or an error, as from a loading server."""
         try:
             async with self.session.get(url, timeout=aiohttp.ClientTimeout(timeout)) as reply:
                 return await reply.json() if reply.ok else None
@@ -223,67 +232,71 @@ class Scene:
             return None
 
     async def missing(self) -> str:
-        """What keeps it from full strength; "" if nothing does."""
+        """Return the first problem that keeps the cluster from being healthy, or ""."""
         absent = await self.absent()
         return next(iter(absent.values()), "")
 
     async def absent(self, without: Collection[str] = ()) -> dict[str, str]:
-        """Who is not there as it should be, and why; but for some, who cannot be."""
-        began = asyncio.get_running_loop().time()
+        """Return the unavailable processes and the reasons, without the `excluded` ones."""
+        started_at = asyncio.get_running_loop().time()
         status = await self.ask(f"{self.router.url}/cluster/status")
         if status is None:
-            return {"router": "no router"}
-        here = [place for place in self.workers if place.name not in without]
-        absent, rows = absences(status, await self._told(here)), {row["name"]: row for row in status["workers"]}
-        unwell = {place.name: _unwell(place, rows[place.name]) for place in here if place.name not in absent}
+            return {"router": "the router does not answer"}
+        workers = [worker for worker in self.workers if worker.name not in without]
+        unavailable, rows = absences(status, await self._told(workers)), {row["name"]: row for row in status["workers"]}
+        problems = {
+            worker.name: _unwell(worker, rows[worker.name]) for worker in workers if worker.name not in unavailable
+        }
         if self.store is not None and self.store.name not in without:
-            unwell[self.store.name] = await self._store_absence([place for place in here if place.name not in absent])
-        absent |= {name: why for name, why in unwell.items() if why}
-        for absence in self.router.absences[-1:]:
-            if not absent and len(absence) == 1 and absence[0] < began:
-                absence.append(asyncio.get_running_loop().time())
-        return absent
+            problems[self.store.name] = await self._store_absence(
+                [worker for worker in workers if worker.name not in unavailable]
+            )
+        unavailable |= {name: problem for name, problem in problems.items() if problem}
+        for outage in self.router.absences[-1:]:
+            if not unavailable and len(outage) == 1 and outage[0] < started_at:
+                outage.append(asyncio.get_running_loop().time())
+        return unavailable
 
     async def _told(self, places: Sequence[Place]) -> dict[str, Any]:
-        told = await asyncio.gather(*(self.ask(f"{place.url}/stats") for place in places))
-        return {place.name: stats for place, stats in zip(places, told, strict=True)}
+        replies = await asyncio.gather(*(self.ask(f"{worker.url}/stats") for worker in places))
+        return {worker.name: stats for worker, stats in zip(places, replies, strict=True)}
 
     async def _store_absence(self, workers: Sequence[Place]) -> str:
         assert self.store is not None
         if not self.store.runs:
-            return "no store"
-        without = [place.name for place in workers if STORE_ON.search(await self._metrics(place)) is None]
-        return f"no store for {', '.join(without)}" if without else ""
+            return "the store is not running"
+        unused_by = [worker.name for worker in workers if STORE_ON.search(await self._metrics(worker)) is None]
+        return f"the store is not used by {', '.join(unused_by)}" if unused_by else ""
 
     async def is_ready(self, place: Place) -> bool:
         health = await self.ask(f"{place.url}/health/ready")
         return bool(health) and health["status"] == "ready"
 
     def routerless(self, since: float) -> bool:
-        """Whether there was no router, or one that does not know all workers yet, at some time since then."""
-        return any(len(absence) == 1 or absence[1] >= since for absence in self.router.absences)
+        """Whether the router was down, or did not know all workers yet, at some time since then."""
+        return any(len(outage) == 1 or outage[1] >= since for outage in self.router.absences)
 
     async def full_strength(self) -> str:
-        """Waits for it. What is missing in the end."""
+        """Wait until the cluster is healthy, and return the problem that is left, or ""."""
         return await until_nothing(self.missing, RESTART)
 
     async def held(self) -> str:
-        """What is held for somebody, when nobody wants anything; "" if nothing is."""
+        """Return the resources that an idle cluster holds, or ""."""
         return holdings(await self.ask(f"{self.router.url}/cluster/status"), await self._told(self.workers))
 
     async def quiet(self) -> str:
         return await until_nothing(self.held, QUIET)
 
     async def noticed(self, what: str) -> Counter[str]:
-        """Faults that workers have counted since each was started, where a counter's name or label has this."""
-        found: Counter[str] = Counter()
-        for place in self.workers:
-            for name, count in NOTICED.findall(await self._metrics(place)):
-                found[f"{place.incarnation} {name}"] += int(float(count)) if what in name else 0
-        return found
+        """Return the faults that workers have counted, for counters whose name or label contains `label`."""
+        counts: Counter[str] = Counter()
+        for worker in self.workers:
+            for name, count in NOTICED.findall(await self._metrics(worker)):
+                counts[f"{worker.incarnation} {name}"] += int(float(count)) if what in name else 0
+        return counts
 
     async def _metrics(self, place: Place) -> str:
-        """ "" if it does not answer."""
+        """Return the worker's metrics; "" if it does not answer."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with self.session.get(f"{place.url}/metrics", timeout=aiohttp.ClientTimeout(5)) as reply:
                 return await reply.text()
@@ -291,7 +304,7 @@ class Scene:
 
 
 def _unwell(place: Place, row: dict[str, Any]) -> str:
-    """What the router says of somebody who is there."""
+    """Return the problem in the router's view of a running worker, or ""."""
     if row["incarnation"] != place.incarnation:
-        return f"{place.name} is known as {row['incarnation']}"
-    return f"{place.name}'s breaker is {row['breaker']}" if row["breaker"] != "closed" else ""
+        return f"the router knows an older process of {place.name}: {row['incarnation']}"
+    return f"the circuit breaker of {place.name} is {row['breaker']}" if row["breaker"] != "closed" else ""

@@ -1,4 +1,6 @@
-"""Sight: how far one request has come, as wires see it pass. Sights: all of them, by the mark that each carries."""
+"""RequestProgress: how far a request has come, as proxies see it. RequestObserver: all requests.
+
+Each request carries a mark by which its bytes are recognized."""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ SAID = b": said "
 
 class Stage(IntEnum):
     QUEUED = 0  # sent to the router
-    PREFILL = 1  # its prompt is at a worker
-    TRANSFER = 2  # there is a ticket for its blocks
-    FIRST = 3  # a token was said
-    DECODE = 4  # several were
+    PREFILL = 1  # a worker has the prompt
+    TRANSFER = 2  # there is a ticket for the prompt's blocks
+    FIRST = 3  # the first token was sent
+    DECODE = 4  # several tokens were sent
     ENDED = 5
 
     def __str__(self) -> str:
@@ -29,18 +31,18 @@ class Stage(IntEnum):
 class Sight:
     mark: int
     stage: Stage = Stage.QUEUED
-    prefill: str | None = None  # who computes its prompt for another
-    decode: str | None = None  # who answers, last
+    prefill: str | None = None  # the worker that computes the prompt for another
+    decode: str | None = None  # the worker that answered last
     said: int = 0
     _waiting: list[tuple[Stage, asyncio.Future[None]]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """As it stands in the request: nothing but its own end can follow the number."""
+        """The mark as it stands in the request; the final dash separates it from what follows."""
         return f"chaos-{self.mark}-"
 
     async def reached(self, stage: Stage) -> None:
-        """At least."""
+        """Wait until the request has reached this stage or a later one."""
         if self.stage < stage:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((stage, future))
@@ -48,8 +50,8 @@ class Sight:
 
     def comes_to(self, stage: Stage) -> None:
         self.stage = max(self.stage, stage)
-        for wanted, future in self._waiting:
-            if wanted <= self.stage and not future.done():
+        for awaited, future in self._waiting:
+            if awaited <= self.stage and not future.done():
                 future.set_result(None)
 
 
@@ -60,43 +62,43 @@ class Sights:
 
     def new(self) -> Sight:
         self._count += 1
-        sight = self._all[self._count] = Sight(self._count)
-        return sight
+        progress = self._all[self._count] = Sight(self._count)
+        return progress
 
     def forget(self, sight: Sight) -> None:
         sight.comes_to(Stage.ENDED)
         self._all.pop(sight.mark, None)
 
     def ear(self, worker: str) -> Ear:
-        """For the wire over which the router asks this worker."""
+        """Return the filter for the proxy of the router's requests to this worker."""
 
-        def hear(line: Line, out: bool, data: bytes) -> bytes:
-            if out:
+        def observe(connection: Line, is_to_server: bool, data: bytes) -> bytes:
+            if is_to_server:
                 if (found := MARK.search(data)) is not None:
-                    line.mark, line.tail = int(found[1]), b""
-                    self._asked(worker, line.mark, data)
-            elif line.mark is not None and (sight := self._all.get(line.mark)) is not None:
-                _answered(sight, line, data)
+                    connection.mark, connection.tail = int(found[1]), b""
+                    self._asked(worker, connection.mark, data)
+            elif connection.mark is not None and (progress := self._all.get(connection.mark)) is not None:
+                _answered(progress, connection, data)
             return data
 
-        return hear
+        return observe
 
     def _asked(self, worker: str, mark: int, data: bytes) -> None:
-        sight = self._all.get(mark)
-        if sight is None:
+        progress = self._all.get(mark)
+        if progress is None:
             return
         if data.startswith(b"POST /cluster/prefill"):
-            sight.prefill = worker
+            progress.prefill = worker
         else:
-            sight.decode = worker
-        sight.comes_to(Stage.PREFILL)
+            progress.decode = worker
+        progress.comes_to(Stage.PREFILL)
 
 
 def _answered(sight: Sight, line: Line, data: bytes) -> None:
-    heard = line.tail + data
-    line.tail = heard[-len(SAID) + 1 :]  # too short to hold one that was counted
-    if b'{"ticket"' in heard:
+    received = line.tail + data
+    line.tail = received[-len(SAID) + 1 :]  # shorter than the prefix, so that no group is counted twice
+    if b'{"ticket"' in received:
         sight.comes_to(Stage.TRANSFER)
-    if count := heard.count(SAID):
+    if count := received.count(SAID):
         sight.said += count
         sight.comes_to(Stage.DECODE if sight.said > 3 else Stage.FIRST)

@@ -1,4 +1,6 @@
-"""Turns: which fault comes next, given who is away and what strikes already. Somebody who can answer is always left."""
+"""FaultScheduler: which fault comes next, given the unavailable processes and active faults.
+
+At least one worker that can answer is always left."""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from emberline.chaos.sight import Stage
 class Turn:
     fault: Fault
     stage: Stage
-    home: Place  # who is to answer
-    claims: tuple[str, ...]  # what no other fault may touch meanwhile: places, a counter
+    home: Place  # the worker that should answer
+    claims: tuple[str, ...]  # processes and counter that no other fault may use meanwhile
 
 
 class Turns:
@@ -24,15 +26,15 @@ class Turns:
         self._workers = workers
         self._dice = dice
         self.ahead: list[tuple[Fault, Stage]] = []
-        self.struck: dict[str, Fault] = {}  # what is claimed, and by whom
+        self.struck: dict[str, Fault] = {}  # claimed process or counter, and the fault that claims it
 
     def next(self, absent: Collection[str]) -> Turn | None:
-        """The first that may come now; it is under way until it is `over`."""
+        """Return the first pending fault that may begin now; it is active until `finish`."""
         for i, (fault, stage) in enumerate(self.ahead):
-            if (turn := self._turn(fault, stage, absent)) is not None:
+            if (scheduled := self._turn(fault, stage, absent)) is not None:
                 del self.ahead[i]
-                self.struck |= dict.fromkeys(turn.claims, fault)
-                return turn
+                self.struck |= dict.fromkeys(scheduled.claims, fault)
+                return scheduled
         return None
 
     def over(self, turn: Turn) -> None:
@@ -40,41 +42,45 @@ class Turns:
             del self.struck[claim]
 
     def _turn(self, fault: Fault, stage: Stage, absent: Collection[str]) -> Turn | None:
-        away = {*absent, *(name for name, other in self.struck.items() if not other.gentle)}
-        answering = [place for place in self._of("decode") if place.name not in away]
-        if "router" in away or (fault.of == "router" and not fault.gentle and {*absent, *self.struck}):
+        unavailable_names = {*absent, *(name for name, other in self.struck.items() if not other.gentle)}
+        answering_workers = [worker for worker in self._of("decode") if worker.name not in unavailable_names]
+        if "router" in unavailable_names or (fault.of == "router" and not fault.gentle and {*absent, *self.struck}):
             return None
-        if stage is Stage.TRANSFER and any(place.name in away for place in self._of("prefill")):
+        if stage is Stage.TRANSFER and any(worker.name in unavailable_names for worker in self._of("prefill")):
             return None
-        homes = [place for place in answering if not (fault.wired and place.mapped)]
-        self._dice.shuffle(homes)
-        for home in homes:
-            claims = self._claims(fault, home)
-            left = {place.name for place in self._workers} - away - ({*claims} if not fault.gentle else set())
-            if left and not {*absent, *self.struck} & {*claims}:
-                return Turn(fault, stage, home, claims)
+        candidates = [worker for worker in answering_workers if not (fault.wired and worker.mapped)]
+        self._dice.shuffle(candidates)
+        for candidate in candidates:
+            claims = self._claims(fault, candidate)
+            remaining = (
+                {worker.name for worker in self._workers}
+                - unavailable_names
+                - ({*claims} if not fault.gentle else set())
+            )
+            if remaining and not {*absent, *self.struck} & {*claims}:
+                return Turn(fault, stage, candidate, claims)
         return None
 
     def _claims(self, fault: Fault, home: Place) -> tuple[str, ...]:
         match fault.of:
             case "decode":
-                struck = [home.name]
+                processes = [home.name]
             case "prefill":
-                struck = [place.name for place in self._of("prefill")]
+                processes = [worker.name for worker in self._of("prefill")]
             case other:
-                struck = [other]
-        return (*struck, fault.shows) if fault.shows else tuple(struck)
+                processes = [other]
+        return (*processes, fault.shows) if fault.shows else tuple(processes)
 
     def _of(self, role: str) -> list[Place]:
-        return [place for place in self._workers if place.role == role]
+        return [worker for worker in self._workers if worker.role == role]
 
 
 def drawn(faults: Sequence[Fault], dice: random.Random) -> Iterator[tuple[Fault, Stage]]:
-    """Each kind once, then as often as its weight says; stages in turn. Without end."""
+    """Yield faults without end: each kind once, then by weight, with stages in rotation."""
     order = list(faults)
     dice.shuffle(order)
-    turns = {fault.name: dice.randrange(len(fault.stages)) for fault in faults}
+    stage_index = {fault.name: dice.randrange(len(fault.stages)) for fault in faults}
     while True:
         fault = order.pop() if order else dice.choices(faults, [fault.weight for fault in faults])[0]
-        turns[fault.name] += 1
-        yield fault, fault.stages[turns[fault.name] % len(fault.stages)]
+        stage_index[fault.name] += 1
+        yield fault, fault.stages[stage_index[fault.name] % len(fault.stages)]

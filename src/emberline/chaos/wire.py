@@ -1,5 +1,6 @@
-"""Wire: a TCP link between two processes that believe to be connected directly. It can be cut, held up, slowed down and
-spoiled, and says what passes to whoever listens."""
+"""FaultProxy: a TCP proxy between two processes that injects faults.
+
+It can cut, pause, slow down and corrupt connections, and passes all traffic through a filter."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 READ = 1 << 16
-RESET = struct.pack("ii", 1, 0)  # linger for no time: the other side sees a reset, not a polite end
-WAIT = 5.0  # seconds for the far end to take a connection
+RESET = struct.pack("ii", 1, 0)  # with a linger time of 0, closing sends a TCP reset
+WAIT = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One connection."""
+    """One proxied connection."""
 
     near: asyncio.StreamWriter
     far: asyncio.StreamWriter
-    mark: int | None = None  # of the request it carries
-    tail: bytes = b""  # the end of what was heard last, from the far end
+    mark: int | None = None  # mark of the request that it carries
+    tail: bytes = b""  # last bytes received from the server, for patterns that span two reads
 
     def drop(self) -> None:
         for writer in (self.near, self.far):
@@ -32,7 +33,7 @@ class Line:
             writer.transport.abort()
 
 
-Ear = Callable[[Line, bool, bytes], bytes]  # the line, whether it goes to the far end, what; gives what is passed on
+Ear = Callable[[Line, bool, bytes], bytes]  # (connection, whether the data goes to the server, data) -> forwarded data
 
 
 def unheard(line: Line, out: bool, data: bytes) -> bytes:
@@ -42,11 +43,11 @@ def unheard(line: Line, out: bool, data: bytes) -> bytes:
 @dataclass(slots=True, eq=False)
 class Wire:
     host: str
-    port: int  # 0: any
+    port: int  # 0: any free port
     target: tuple[str, int]
     ear: Ear = unheard
-    rate: float = float("inf")  # bytes a second, in each direction of each line
-    spoil: int = 0  # bytes still to be changed, on their way back
+    rate: float = float("inf")  # in each direction of each connection
+    spoil: int = 0  # reads of server data in which one byte is still to be changed
     spoiled: int = 0
     lines: set[Line] = field(default_factory=set)
     _server: asyncio.Server | None = None
@@ -56,7 +57,7 @@ class Wire:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> Wire:
-        """Takes connections; does nothing if it does already."""
+        """Accept connections; do nothing if it already does."""
         if not self._listens:
             self._listens = True
             self._open.set()
@@ -65,22 +66,22 @@ class Wire:
         return self
 
     def stop(self) -> None:
-        """As if nobody had ever listened here."""
+        """Stop listening and reset all connections."""
         if self._server is not None:
             self._server.close()
             self._server, self._listens = None, False
         self.drop()
 
     def drop(self) -> None:
-        for line in list(self.lines):
-            line.drop()
+        for connection in list(self.lines):
+            connection.drop()
 
     def cut(self) -> None:
         self._refusing = True
         self.drop()
 
     def hold(self) -> None:
-        """Nothing passes, and nobody is told."""
+        """Forward nothing, without closing connections."""
         self._open.clear()
 
     def mend(self) -> None:
@@ -101,22 +102,22 @@ class Wire:
             if self._refusing:
                 raise ConnectionError("cut")
             async with asyncio.timeout(WAIT):
-                back, far = await asyncio.open_connection(*self.target, limit=READ)
+                server_reader, server_writer = await asyncio.open_connection(*self.target, limit=READ)
         except (OSError, TimeoutError):
             near.transport.abort()
             return
-        line = Line(near, far)
-        self.lines.add(line)
-        ways = [asyncio.create_task(self._pump(line, reader, far, True)),
-                asyncio.create_task(self._pump(line, back, near, False))]  # fmt: skip
+        connection = Line(near, server_writer)
+        self.lines.add(connection)
+        pumps = [asyncio.create_task(self._pump(connection, reader, server_writer, True)),
+                asyncio.create_task(self._pump(connection, server_reader, near, False))]  # fmt: skip
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            self.lines.discard(line)
-            for writer in (near, far):
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            self.lines.discard(connection)
+            for writer in (near, server_writer):
                 writer.close()
 
     async def _pump(self, line: Line, source: asyncio.StreamReader, sink: asyncio.StreamWriter, out: bool) -> None:
@@ -134,7 +135,7 @@ class Wire:
             line.drop()
 
     def _spoiled(self, data: bytes) -> bytes:
-        at = len(data) // 2
+        middle = len(data) // 2
         self.spoil -= 1
         self.spoiled += 1
-        return data[:at] + bytes((data[at] ^ 0x10,)) + data[at + 1 :]
+        return data[:middle] + bytes((data[middle] ^ 0x10,)) + data[middle + 1 :]

@@ -1,1 +1,1 @@
-"""One file per subcommand, imported lazily."""
+"""The command line: one module per subcommand, imported only when it is used."""

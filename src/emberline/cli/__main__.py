@@ -1,11 +1,11 @@
-"""The command line: one subcommand, one file, imported when it is asked for."""
+"""The entry point of `emberline`: finds the subcommand, imports its module and runs it."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from emberline import __version__
 from emberline.core.config import is_supervised
@@ -13,23 +13,37 @@ from emberline.core.errors import EmberlineError
 from emberline.core.lifeline import end_with_parent
 
 COMMANDS = {
-    "serve": "serve a model over HTTP",
-    "router": "spread requests over workers",
-    "worker": "serve a model for a router",
-    "gateway": "one endpoint for many providers and the local engine",
-    "cluster": "a router and its workers on this machine",
-    "drain": "let a worker finish what it has, and give it nothing new",
-    "chaos": "break a cluster on this machine on purpose, and see that it recovers",
-    "chat": "talk to a running server in the terminal",
-    "pull": "fetch a model into the cache",
-    "unweight": "pack a model's weights losslessly, unpack, verify, say what it saved",
-    "bench": "measure this machine, the engine, its peers, or a server",
-    "doctor": "say what this machine can do and what is missing",
+    "serve": "Serve a model over HTTP.",
+    "router": "Distribute requests over workers.",
+    "worker": "Serve a model behind a router.",
+    "gateway": "Serve many providers and the local engine behind one URL.",
+    "cluster": "Run a router and its workers on this machine.",
+    "drain": "Send a worker no new requests, and wait until it has finished the open ones.",
+    "chaos": "Inject faults into a cluster on this machine, and check that it recovers.",
+    "chat": "Chat with a running server in the terminal.",
+    "pull": "Download a model into the cache.",
+    "unweight": "Pack a model's weights losslessly, unpack or verify them, show the savings.",
+    "bench": "Measure this machine, the engine, its peers, or a server.",
+    "doctor": "Check this machine: what it supports, what is missing, whether a model fits.",
 }
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Return the help text of an option with its default, unless the text names the default itself."""
+        help_, default = action.help, action.default
+        is_shown = not any(default is each for each in (None, False, argparse.SUPPRESS)) and default not in ("", [], ())
+        if help_ is None or "(default:" in help_ or not is_shown or not action.option_strings:
+            return help_
+        shown = ",".join(default) if isinstance(default, list) and isinstance(default[0], str) else default
+        return f"{help_} (default: {str(shown).replace('%', '%%')})"
+
+
 class Parser(argparse.ArgumentParser):
-    """Lists the commands, not only the usage line, where one of them is missing."""
+    """Adds defaults to the help, and lists all commands when none is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         if self._subparsers is not None and message.startswith("the following arguments are required"):
@@ -42,22 +56,22 @@ def main(argv: list[str] | None = None) -> int:
     if is_supervised():
         end_with_parent()
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog="emberline", description="An open LLM inference stack.")
+    parser = Parser(prog="emberline", description="Emberline, an open LLM inference stack.")
     parser.add_argument("--version", action="version", version=f"emberline {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked = next((word for word in argv if word in COMMANDS), None)
+    selected = next((word for word in argv if word in COMMANDS), None)
     for name, help_ in COMMANDS.items():
-        sub = commands.add_parser(name, help=help_, description=help_)
-        if name == asked:
+        subparser = commands.add_parser(name, help=help_, description=help_)
+        if name == selected:
             command = importlib.import_module(f"emberline.cli.{name}")
-            command.add_arguments(sub)
+            command.add_arguments(subparser)
     args = parser.parse_args(argv)
     try:
         return int(command.run(args))
     except EmberlineError as e:
         print(f"emberline: {e}", file=sys.stderr)
         return 1
-    except OSError as e:  # of the machine: a full disk, a file that may not be written
+    except OSError as e:  # such as a full disk or a file without write permission
         print(f"emberline: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""`emberline bench WHAT`: measure the engine, a server and the peers. Each prints a table and ends in a JSON line."""
+"""`emberline bench WHAT`: measures the engine, its peers, a server or parts of the stack.
+
+Each benchmark prints a table and ends with one JSON line."""
 
 from __future__ import annotations
 
@@ -20,27 +22,33 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _cpu(kinds.add_parser("cpu", help="our engine and its peers, in one run, turn by turn"))
-    _serve(kinds.add_parser("serve", help="load on any OpenAI URL: latencies and throughput"))
-    _soak(kinds.add_parser("soak", help="many streams for minutes: errors, leaks, memory"))
-    _overhead(kinds.add_parser("overhead", help="what the API adds to the engine"))
-    _start(kinds.add_parser("start", help="from start to ready"))
-    _unweight(kinds.add_parser("unweight", help="packed weights: their size, and the speed of the codec"))
-    _transfer(kinds.add_parser("transfer", help="blocks from one cache into another, over each transport"))
-    _tiers(kinds.add_parser("tiers", help="blocks that come back from main memory, a disk and a store"))
-    _kv_codec(kinds.add_parser("kv-codec", help="keys and values of a real prompt, compressed for wire and disk"))
-    _router(kinds.add_parser("router", help="what the router adds, with workers that are fakes"))
-    _routing(kinds.add_parser("routing", help="what ways of routing save, on a simulated cluster"))
-    _churn(kinds.add_parser("churn", help="a cluster under load whose workers are restarted at random"))
-    _split(kinds.add_parser("split", help="prompts and answers on separate workers, against workers that do both"))
-    bench_drain.add_arguments(kinds.add_parser("drain", help="how long streams pause when their worker is drained"))
-    _gateway(kinds.add_parser("gateway", help="what the gateway adds, with a provider that is a fake"))
-    _gateway_logs(kinds.add_parser("gateway-logs", help="a log of many rows: its pages, and dropping a day"))
-    bench_crash.add_arguments(kinds.add_parser("gateway-crash", help="log rows that kill -9 of a gateway loses"))
-    _event_loop(kinds.add_parser("event-loop", help="how long one heavy request delays /health on each server"))
-    plot = kinds.add_parser("plot", help="result files as an SVG")
-    plot.add_argument("files", type=Path, nargs="+")
-    plot.add_argument("-o", "--out", type=Path, required=True)
+    _cpu(kinds.add_parser("cpu", help="Compare the engine with its peers on the CPU, in alternating rounds."))
+    _serve(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
+    _soak(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
+    _overhead(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
+    _start(kinds.add_parser("start", help="Measure the time from start to ready."))
+    _unweight(kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec."))
+    _transfer(kinds.add_parser("transfer", help="Move KV blocks between two caches over each transport."))
+    _tiers(kinds.add_parser("tiers", help="Load KV blocks back from main memory, a disk and a store."))
+    _kv_codec(kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk."))
+    _router(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
+    _routing(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
+    _churn(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
+    _split(kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both."))
+    bench_drain.add_arguments(kinds.add_parser("drain", help="Measure how long a drain pauses a worker's streams."))
+    _gateway(kinds.add_parser("gateway", help="Measure the time that the gateway adds, with a fake provider."))
+    _gateway_logs(
+        kinds.add_parser("gateway-logs", help="Measure a request log of many rows: reading it, deleting a day.")
+    )
+    bench_crash.add_arguments(
+        kinds.add_parser("gateway-crash", help="Count the log rows that kill -9 of a gateway loses.")
+    )
+    _event_loop(
+        kinds.add_parser("event-loop", help="Measure how long one heavy request delays /health on each server.")
+    )
+    plot = kinds.add_parser("plot", help="Draw result files as an SVG.")
+    plot.add_argument("files", type=Path, nargs="+", help="JSON result files.")
+    plot.add_argument("-o", "--out", type=Path, required=True, help="SVG file to write.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,11 +79,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _cpu(p: argparse.ArgumentParser) -> None:
     _local(p)
-    p.add_argument("--peers", type=_names, default=[], help="with commas between; scripts/bench-peers installs them")
-    p.add_argument("--tasks", type=_names, default=[], help="such as prefill_512,decode_8,mix_64 (default: all)")
-    p.add_argument("--threads", type=int, default=0, help="0: all cores")
-    p.add_argument("--deadline", type=float, default=600.0, help="seconds that one job may take")
-    p.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a quiet machine before each turn")
+    p.add_argument(
+        "--peers",
+        type=_names,
+        default=[],
+        help="Peers to compare with, comma-separated; scripts/bench-peers installs them. (default: none)",
+    )
+    p.add_argument(
+        "--tasks",
+        type=_names,
+        default=[],
+        help="Tasks to measure, comma-separated, such as prefill_512,decode_8,mix_64. (default: all)",
+    )
+    _add_threads(p)
+    p.add_argument("--deadline", type=float, default=600.0, help="Seconds that one task may take.")
+    p.add_argument(
+        "--patience", type=float, default=0.0, help="Seconds to wait for an idle machine before each measurement."
+    )
 
 
 def _run_cpu(args: argparse.Namespace) -> int:
@@ -90,11 +110,11 @@ def _run_cpu(args: argparse.Namespace) -> int:
 
 def _serve(p: argparse.ArgumentParser) -> None:
     _remote(p)
-    p.add_argument("--requests", type=int, default=100)
-    p.add_argument("--concurrency", type=int, help="requests open at any time")
-    p.add_argument("--rate", type=float, help="arrivals a second instead, Poisson")
-    p.add_argument("--input-len", type=int, default=128, help="tokens")
-    p.add_argument("--output-len", type=int, default=64, help="tokens")
+    p.add_argument("--requests", type=int, default=100, help="Number of requests.")
+    p.add_argument("--concurrency", type=int, help="Requests open at the same time.")
+    p.add_argument("--rate", type=float, help="Requests per second with Poisson arrivals, instead of --concurrency.")
+    p.add_argument("--input-len", type=int, default=128, help="Prompt tokens of each request.")
+    p.add_argument("--output-len", type=int, default=64, help="Generated tokens of each request.")
 
 
 def _run_serve(args: argparse.Namespace) -> int:
@@ -111,9 +131,9 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 def _soak(p: argparse.ArgumentParser) -> None:
     _remote(p)
-    p.add_argument("--streams", type=int, default=64)
-    p.add_argument("--seconds", type=float, default=300.0)
-    p.add_argument("--abandon", type=float, default=0.05, help="share of streams that the client leaves midway")
+    p.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
+    p.add_argument("--seconds", type=float, default=300.0, help="Duration in seconds.")
+    p.add_argument("--abandon", type=float, default=0.05, help="Share of streams, 0 to 1, that the client aborts.")
 
 
 def _run_soak(args: argparse.Namespace) -> int:
@@ -123,14 +143,14 @@ def _run_soak(args: argparse.Namespace) -> int:
     asyncio.run(client.check())
     report = asyncio.run(soak(client, args.url, args.streams, args.seconds, args.abandon, args.vocab))
     report.emit(args.json, args.commit)
-    bad = ("errors", "unended", "leaked", "engine_restarts")
-    return 1 if any(report.results[name].value for name in bad if name in report.results) else 0
+    failure_counts = ("errors", "unended", "leaked", "engine_restarts")
+    return 1 if any(report.results[name].value for name in failure_counts if name in report.results) else 0
 
 
 def _overhead(p: argparse.ArgumentParser) -> None:
     _local(p)
-    p.add_argument("--batches", type=_names, default=["1", "16"])
-    p.add_argument("--threads", type=int, default=0, help="0: all cores")
+    p.add_argument("--batches", type=_names, default=["1", "16"], help="Batch sizes in requests, comma-separated.")
+    _add_threads(p)
 
 
 def _run_overhead(args: argparse.Namespace) -> int:
@@ -153,8 +173,8 @@ def _run_start(args: argparse.Namespace) -> int:
 
 
 def _unweight(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments")
+    _add_rounds(p, 5)
+    _add_peers_dir(p)
     reports.add_arguments(p)
 
 
@@ -166,10 +186,12 @@ def _run_unweight(args: argparse.Namespace) -> int:
 
 
 def _transfer(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--blocks", type=_names, default=["64", "256", "1024", "2048"], help="KiB of a block")
-    p.add_argument("--total", type=int, default=256, help="MiB moved each time")
-    p.add_argument("--piece", type=int, default=4096, help="KiB that travel at once")
-    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument(
+        "--blocks", type=_names, default=["64", "256", "1024", "2048"], help="Block sizes in KiB, comma-separated."
+    )
+    p.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
+    p.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
+    _add_rounds(p, 5)
     reports.add_arguments(p)
 
 
@@ -182,11 +204,11 @@ def _run_transfer(args: argparse.Namespace) -> int:
 
 
 def _routing(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--sessions", type=int, default=160, help="conversations of 10 to 20 turns")
-    p.add_argument("--workers", type=int, default=4)
-    p.add_argument("--kv-tokens", type=int, default=81_920, help="of each worker")
-    p.add_argument("--store-blocks", type=int, default=1 << 20)
-    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--sessions", type=int, default=160, help="Number of conversations, of 10 to 20 requests each.")
+    p.add_argument("--workers", type=int, default=4, help="Number of simulated workers.")
+    p.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
+    p.add_argument("--store-blocks", type=int, default=1 << 20, help="Capacity of the shared store in blocks.")
+    p.add_argument("--seeds", type=int, default=3, help="Number of simulations, each with its own random seed.")
     reports.add_arguments(p)
 
 
@@ -202,17 +224,24 @@ def _run_routing(args: argparse.Namespace) -> int:
 
 
 def _churn(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    p.add_argument("--minutes", type=float, default=30.0)
-    p.add_argument("--load", type=float, default=0.8, help="of what the cluster sustains, which is measured first")
-    p.add_argument("--calibration", type=float, default=60.0, help="seconds for that")
-    p.add_argument("--pause", type=float, nargs=2, default=[20.0, 40.0], help="least and most seconds between restarts")
-    p.add_argument("--cases", type=int, default=48, help="requests whose answer is known")
-    p.add_argument("--prefill", type=int, default=1, help="workers that compute prompts for others")
-    p.add_argument("--decode", type=int, default=3, help="workers that go on from there; the first is never restarted")
-    p.add_argument("--deadline", type=float, default=120.0, help="seconds for a request")
-    p.add_argument("--kv-memory", default="96M", help="of each worker")
-    p.add_argument("--seed", type=int, default=0)
+    _add_model_argument(p)
+    p.add_argument("--minutes", type=float, default=30.0, help="Duration in minutes.")
+    p.add_argument(
+        "--load",
+        type=float,
+        default=0.8,
+        help="Request rate as a share, 0 to 1, of the measured maximum of the cluster.",
+    )
+    p.add_argument("--calibration", type=float, default=60.0, help="Seconds to measure that maximum.")
+    p.add_argument(
+        "--pause", type=float, nargs=2, default=[20.0, 40.0], help="Minimum and maximum seconds between two restarts."
+    )
+    p.add_argument("--cases", type=int, default=48, help="Number of different requests with a known answer.")
+    p.add_argument("--prefill", type=int, default=1, help="Number of workers that compute prompts for others.")
+    p.add_argument("--decode", type=int, default=3, help="Number of decode workers; the first is never restarted.")
+    p.add_argument("--deadline", type=float, default=120.0, help="Time limit of a request in seconds.")
+    p.add_argument("--kv-memory", default="96M", help="KV cache of each worker in bytes.")
+    p.add_argument("--seed", type=int, default=0, help="Random seed.")
     _logs(p)
 
 
@@ -223,20 +252,25 @@ def _run_churn(args: argparse.Namespace) -> int:
     plan = churn.Plan(60 * args.minutes, *(getattr(args, name) for name in names))
     report = churn.bench(args.model, plan, _home(args), lambda what: print(what, flush=True))
     report.emit(args.json, args.commit)
-    bad = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
-    return 1 if any(report.results[name].value for name in bad) else 0
+    failure_counts = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
+    return 1 if any(report.results[name].value for name in failure_counts) else 0
 
 
 def _split(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    p.add_argument("--chunks", type=_names, default=["512", "64"], help="tokens that a step may carry")
-    p.add_argument("--rounds", type=int, default=2)
-    p.add_argument("--seconds", type=float, default=120.0, help="of arrivals, in each turn")
-    p.add_argument("--long", type=int, default=512, help="tokens of a long prompt")
-    p.add_argument("--long-rate", type=float, default=0.12, help="of these, a second")
-    p.add_argument("--chat", type=_names, default=["48", "64"], help="tokens of a short one's prompt and output")
-    p.add_argument("--chat-rate", type=float, default=0.4, help="of these, a second")
-    p.add_argument("--alone", type=int, default=4, help="long prompts before that, one at a time")
+    _add_model_argument(p)
+    p.add_argument("--chunks", type=_names, default=["512", "64"], help="Token budgets of a step, comma-separated.")
+    _add_rounds(p, 2)
+    p.add_argument("--seconds", type=float, default=120.0, help="Seconds of arrivals in each round.")
+    p.add_argument("--long", type=int, default=512, help="Tokens of a long prompt.")
+    p.add_argument("--long-rate", type=float, default=0.12, help="Long prompts per second.")
+    p.add_argument(
+        "--chat",
+        type=_names,
+        default=["48", "64"],
+        help="Prompt and output tokens of a short request, comma-separated.",
+    )
+    p.add_argument("--chat-rate", type=float, default=0.4, help="Short requests per second.")
+    p.add_argument("--alone", type=int, default=4, help="Long prompts sent one at a time before the arrivals.")
     _logs(p)
 
 
@@ -256,10 +290,12 @@ def _run_split(args: argparse.Namespace) -> int:
 
 
 def _tiers(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default=DEFAULT_MODEL)
-    p.add_argument("--directory", type=Path, help="on the disk that is meant (default: where temporary files are)")
-    p.add_argument("--tokens", type=_names, default=["256", "1024"], help="of a prompt")
-    p.add_argument("--rounds", type=int, default=3)
+    _add_model_option(p)
+    p.add_argument(
+        "--directory", type=Path, help="Directory on the disk to measure. (default: the directory of temporary files)"
+    )
+    p.add_argument("--tokens", type=_names, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated.")
+    _add_rounds(p, 3)
     reports.add_arguments(p)
 
 
@@ -272,10 +308,15 @@ def _run_tiers(args: argparse.Namespace) -> int:
 
 
 def _kv_codec(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default=DEFAULT_MODEL)
-    p.add_argument("--tokens", type=int, default=2048, help="of the prompt")
-    p.add_argument("--links", type=_names, default=["1", "2.5", "10", "25"], help="Gbit/s, besides loopback")
-    p.add_argument("--rounds", type=int, default=5)
+    _add_model_option(p)
+    p.add_argument("--tokens", type=int, default=2048, help="Prompt length in tokens.")
+    p.add_argument(
+        "--links",
+        type=_names,
+        default=["1", "2.5", "10", "25"],
+        help="Network speeds in Gbit/s besides loopback, comma-separated.",
+    )
+    _add_rounds(p, 5)
     reports.add_arguments(p)
 
 
@@ -288,16 +329,18 @@ def _run_kv_codec(args: argparse.Namespace) -> int:
 
 
 def _gateway(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--requests", type=int, default=2000)
-    p.add_argument("--clients", type=int, default=32, help="connections with a request open at any time")
-    p.add_argument("--prompt", type=int, default=1024, help="bytes")
-    p.add_argument("--streams", type=int, default=32, help="open at any time")
-    p.add_argument("--events", type=int, default=200, help="of one stream")
-    p.add_argument("--pace", type=float, default=0.01, help="seconds between two events of a stream")
-    p.add_argument("--soak", type=int, default=100_000, help="events that pass while its memory is watched")
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--litellm", action="store_true", help="beside it; scripts/bench-peers litellm installs it")
-    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments")
+    p.add_argument("--requests", type=int, default=2000, help="Number of requests without a stream.")
+    p.add_argument("--clients", type=int, default=32, help="Connections that each have one request open.")
+    p.add_argument("--prompt", type=int, default=1024, help="Prompt length in bytes.")
+    p.add_argument("--streams", type=int, default=32, help="Streams open at the same time.")
+    p.add_argument("--events", type=int, default=200, help="Events of each stream.")
+    p.add_argument("--pace", type=float, default=0.01, help="Seconds between two events of a stream.")
+    p.add_argument("--soak", type=int, default=100_000, help="Number of events during which memory is measured.")
+    _add_rounds(p, 3)
+    p.add_argument(
+        "--litellm", action="store_true", help="Measure LiteLLM too; scripts/bench-peers litellm installs it."
+    )
+    _add_peers_dir(p)
     reports.add_arguments(p)
 
 
@@ -311,11 +354,11 @@ def _run_gateway(args: argparse.Namespace) -> int:
 
 
 def _gateway_logs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--rows", type=int, default=1_000_000)
-    p.add_argument("--days", type=int, default=7, help="over which they are spread")
-    p.add_argument("--payload-every", type=int, default=20, help="rows: one of so many has a payload")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--store", metavar="URL", help="an empty one (default: SQLite in a temporary directory)")
+    p.add_argument("--rows", type=int, default=1_000_000, help="Number of log rows.")
+    p.add_argument("--days", type=int, default=7, help="Days over which the rows are spread.")
+    p.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
+    _add_rounds(p, 5)
+    p.add_argument("--store", metavar="URL", help="An empty database. (default: SQLite in a temporary directory)")
     reports.add_arguments(p)
 
 
@@ -328,9 +371,9 @@ def _run_gateway_logs(args: argparse.Namespace) -> int:
 
 
 def _event_loop(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", help="of the engine server (default: gateway and router only)")
-    p.add_argument("--bytes", type=int, default=30 << 20, help="size of the heavy requests")
-    p.add_argument("--rounds", type=int, default=1)
+    p.add_argument("--model", help="Model of an engine server to measure too. (default: gateway and router only)")
+    p.add_argument("--bytes", type=int, default=30 << 20, help="Size of the heavy requests in bytes.")
+    _add_rounds(p, 1)
     reports.add_arguments(p)
 
 
@@ -342,13 +385,13 @@ def _run_event_loop(args: argparse.Namespace) -> int:
 
 
 def _router(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--streams", type=int, default=64, help="open at any time")
-    p.add_argument("--requests", type=int, default=1000)
-    p.add_argument("--events", type=int, default=64, help="of one reply")
-    p.add_argument("--pace", type=float, default=0.0, help="seconds between two events of a worker's reply")
-    p.add_argument("--prompt", type=int, default=4096, help="bytes")
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--workers", type=int, default=2, help="Number of fake workers.")
+    p.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
+    p.add_argument("--requests", type=int, default=1000, help="Number of requests.")
+    p.add_argument("--events", type=int, default=64, help="Events of each reply.")
+    p.add_argument("--pace", type=float, default=0.0, help="Seconds between two events of a reply.")
+    p.add_argument("--prompt", type=int, default=4096, help="Prompt length in bytes.")
+    _add_rounds(p, 3)
     reports.add_arguments(p)
 
 
@@ -361,7 +404,7 @@ def _run_router(args: argparse.Namespace) -> int:
 
 
 def _logs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
+    p.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     reports.add_arguments(p)
 
 
@@ -370,19 +413,23 @@ def _home(args: argparse.Namespace) -> Path:
 
 
 def _local(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default=DEFAULT_MODEL)
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments, and logs")
+    _add_model_option(p)
+    _add_rounds(p, 3)
+    _add_peers_dir(p)
     reports.add_arguments(p)
 
 
 def _remote(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    p.add_argument("--model", default=DEFAULT_MODEL)
-    p.add_argument("--api-key")
-    p.add_argument("--chat", action="store_true", help="chat completions instead of completions")
-    p.add_argument("--plain", action="store_true", help="only what every server knows: text prompts, no ignore_eos")
-    p.add_argument("--vocab", type=int, default=32000, help="prompts are random ids below this")
+    p.add_argument("--url", default="http://127.0.0.1:8000/v1", help="Base URL of the server's OpenAI API.")
+    _add_model_option(p)
+    p.add_argument("--api-key", help="API key of the server.")
+    p.add_argument("--chat", action="store_true", help="Use chat completions instead of completions.")
+    p.add_argument(
+        "--plain",
+        action="store_true",
+        help="Use only standard fields: text prompts instead of token ids, no ignore_eos.",
+    )
+    p.add_argument("--vocab", type=int, default=32000, help="Vocabulary size: prompts are random token ids below it.")
     reports.add_arguments(p)
 
 
@@ -390,6 +437,28 @@ def _client(args: argparse.Namespace) -> Client:
     from emberline.bench.client import Client
 
     return Client(args.url, args.model, chat=args.chat, plain=args.plain, key=args.api_key)
+
+
+def _add_model_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
+
+
+def _add_model_option(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure.")
+
+
+def _add_rounds(p: argparse.ArgumentParser, default: int) -> None:
+    p.add_argument("--rounds", type=int, default=default, help="Number of repetitions.")
+
+
+def _add_threads(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core.")
+
+
+def _add_peers_dir(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--peers-dir", type=Path, default=Path("build/peers"), help="Directory of the peers' environments and logs."
+    )
 
 
 def _names(text: str) -> list[str]:

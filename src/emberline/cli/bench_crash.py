@@ -1,4 +1,4 @@
-"""`emberline bench gateway-crash`: the arguments, and the run."""
+"""Arguments and run of `emberline bench gateway-crash`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from emberline.bench import report as reports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--flush", type=float, nargs="+", default=[1.0, 0.2], help="seconds, as in the settings")
-    parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of requests before the kill")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--flush",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.2],
+        help="Seconds between two writes of the log, each measured.",
+    )
+    parser.add_argument("--rate", type=float, default=200.0, help="Requests per second.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="Seconds of requests before the kill.")
+    parser.add_argument("--rounds", type=int, default=3, help="Number of repetitions.")
     reports.add_arguments(parser)
 
 

@@ -1,4 +1,4 @@
-"""`emberline bench drain`: the arguments, and the run."""
+"""Arguments and run of `emberline bench drain`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from emberline.core.jsonfile import read_object
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=400, help="tokens of each")
-    parser.add_argument("--output", type=int, default=300, help="tokens of each")
-    parser.add_argument("--after", type=int, default=10, help="tokens that each stream has before the drain")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
+    parser.add_argument("--streams", type=int, default=8, help="Streams open at the worker that is drained.")
+    parser.add_argument("--prompt", type=int, default=400, help="Prompt tokens of each stream.")
+    parser.add_argument("--output", type=int, default=300, help="Generated tokens of each stream.")
+    parser.add_argument("--after", type=int, default=10, help="Tokens that each stream has received before the drain.")
+    parser.add_argument("--rounds", type=int, default=4, help="Number of repetitions.")
+    parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     reports.add_arguments(parser)
 
 

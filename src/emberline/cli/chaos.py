@@ -1,4 +1,6 @@
-"""emberline chaos: a cluster on this machine, requests, and faults; nothing may hang, be wrong or leak."""
+"""`emberline chaos`: injects faults into a cluster on this machine while it serves requests.
+
+No request may hang or get a wrong answer, and no resource may leak."""
 
 from __future__ import annotations
 
@@ -17,17 +19,21 @@ from emberline.core.errors import EmberlineError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--faults", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prefill", type=int, default=1, help="workers that compute prompts (default: %(default)s)")
-    parser.add_argument("--decode", type=int, default=2, help="workers that go on from there (default: %(default)s)")
-    parser.add_argument("--kv-memory", default="48M", help="of each worker; little, so that blocks must go to disk")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
+    parser.add_argument("--faults", type=int, default=60, help="Number of faults to inject.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed.")
+    parser.add_argument("--prefill", type=int, default=1, help="Number of workers that compute prompts for others.")
+    parser.add_argument("--decode", type=int, default=2, help="Number of decode workers.")
     parser.add_argument(
-        "--links", action="store_true", help="workers in networks of their own: unshare -rn emberline chaos --links"
+        "--kv-memory", default="48M", help="KV cache of each worker in bytes; small, so that blocks move to disk."
     )
-    parser.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    parser.add_argument(
+        "--links",
+        action="store_true",
+        help="Run each worker in its own network namespace; start with: unshare -rn emberline chaos --links.",
+    )
+    parser.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Also write the result to this JSON file.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,44 +45,44 @@ def run(args: argparse.Namespace) -> int:
     from emberline.hub.source import resolve
 
     if sys.platform != "linux":
-        raise EmberlineError(f"chaos runs on Linux only, not on {sys.platform}: it uses network namespaces and prlimit")
-    resolve(args.model)  # else every worker would find out, again and again
-    home = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
-    home.mkdir(parents=True, exist_ok=True)
+        raise EmberlineError(f"emberline chaos needs Linux (network namespaces, prlimit); this is {sys.platform}")
+    resolve(args.model)  # a missing model is reported here, and not in every worker's log
+    log_dir = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
+    log_dir.mkdir(parents=True, exist_ok=True)
 
-    ledger, began, told = Ledger(), time.monotonic(), 0
+    report, started_at, stop_signal = Ledger(), time.monotonic(), 0
 
-    async def whole() -> None:
+    async def run_until_stopped() -> None:
         task = asyncio.current_task()
         assert task is not None
 
         def stop(number: int) -> None:
-            nonlocal told
-            told = number
+            nonlocal stop_signal
+            stop_signal = number
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left behind, and what was seen is told
+        for number in (signal.SIGINT, signal.SIGTERM):  # all processes are stopped, and the results so far printed
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         settings = Settings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory, links=args.links)
-        await play(Scene(settings, home), ledger, args.faults, args.seed, _say)
+        await play(Scene(settings, log_dir), report, args.faults, args.seed, _say)
 
-    _say(f"logs in {home}")
+    _say(f"log files: {log_dir}")
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(whole())
-    seconds = time.monotonic() - began
-    print(ledger.table())
-    total = ledger.total
-    _say(f"{total['count']} faults in {seconds:.0f} s, {ledger.checks} looks for leaks")
-    _say(f"the slowest request took {ledger.slowest:.1f} s")
-    _say(f"errors that clients were told: {dict(ledger.codes)}, {ledger.unexcused} not because there was no router")
-    for trouble in ledger.troubles[:20]:
+        asyncio.run(run_until_stopped())
+    seconds = time.monotonic() - started_at
+    print(report.table())
+    total = report.total
+    _say(f"{total['count']} faults in {seconds:.0f} s, {report.checks} checks for leaks")
+    _say(f"slowest request: {report.slowest:.1f} s")
+    _say(f"errors that clients received: {dict(report.codes)}; {report.unexcused} while a router was running")
+    for trouble in report.troubles[:20]:
         _say(trouble)
     if args.json is not None:
         head = {"command": command(), "commit": machine.commit(), "hardware": machine.hardware(),
                 "software": machine.software(), "model": args.model, "seed": args.seed}  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({**head, "seconds": round(seconds), **ledger.as_dict()}, indent=1) + "\n")
-    return 1 if ledger.bad else 128 + told if told else 0
+        args.json.write_text(json.dumps({**head, "seconds": round(seconds), **report.as_dict()}, indent=1) + "\n")
+    return 1 if report.bad else 128 + stop_signal if stop_signal else 0
 
 
 def _say(what: str) -> None:

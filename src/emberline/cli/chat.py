@@ -1,4 +1,6 @@
-"""`emberline chat`: talk to a running server from the terminal. With stdin from a pipe it answers once and leaves."""
+"""`emberline chat`: chats with a running server in the terminal.
+
+If stdin is a pipe, it answers that one question and exits."""
 
 from __future__ import annotations
 
@@ -18,24 +20,27 @@ from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailabl
 DEFAULT_URL = "http://127.0.0.1:8000"
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 COMMANDS = """\
-/help            this list
-/reset           forget the conversation
-/system [TEXT]   set the system prompt and start again; without TEXT, show it
-/exit            leave (so does Ctrl-D); Ctrl-C stops an answer"""
-# What a model writes is not trusted: escape sequences could rewrite the reader's terminal.
+/help            show this list
+/reset           start a new conversation
+/system [TEXT]   set the system prompt and start a new conversation; without TEXT, show it
+/exit            exit (as does Ctrl-D); Ctrl-C stops an answer"""
+# A model's output is not trusted: escape sequences could change the user's terminal.
 CONTROLS = dict.fromkeys(c for c in (*range(0x20), *range(0x7F, 0xA0)) if c not in (0x09, 0x0A))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server's address (default: %(default)s)")
-    parser.add_argument("--model", help="default: the first chat model that the server lists")
-    parser.add_argument("--system", default="", help="the system prompt")
-    parser.add_argument("--api-key", help="sent as a bearer token")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--url", default=DEFAULT_URL, help="URL of the server.")
+    parser.add_argument("--model", help="Model to chat with. (default: the first chat model that the server lists)")
+    parser.add_argument("--system", default="", help="System prompt. (default: none)")
+    parser.add_argument("--api-key", help="API key, sent as a bearer token. (default: none)")
+    server_default = "(default: the server's)"
+    parser.add_argument("--temperature", type=float, help=f"Sampling temperature; 0: greedy. {server_default}")
+    parser.add_argument(
+        "--top-p", type=float, help=f"Nucleus sampling: cumulative probability, 0 to 1. {server_default}"
+    )
+    parser.add_argument("--top-k", type=int, help=f"Number of most likely tokens to sample from. {server_default}")
+    parser.add_argument("--max-tokens", type=int, help=f"Maximum tokens of an answer. {server_default}")
+    parser.add_argument("--seed", type=int, help="Random seed of the sampling. (default: random)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,12 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Endpoint:
-    """An OpenAI-compatible server, seen from the standard library."""
+    """A client of an OpenAI-compatible server that needs only the standard library."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequest(f"{url!r} is not a server's address", param="url", hint=f"for example {DEFAULT_URL}")
+            raise InvalidRequest(
+                f"--url is {url!r}, which is not an http or https URL", param="url", hint=f"for example {DEFAULT_URL}"
+            )
         self.url = url
         self._secure = parts.scheme == "https"
         self._host = parts.netloc.rpartition("@")[2]
@@ -65,21 +72,25 @@ class Endpoint:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def choose_model(self, wanted: str | None) -> str:
-        """`wanted`, or the first chat model. Raise ModelNotFound for a name that one of our own servers does not list;
-        through a gateway, PROVIDER/MODEL works without being listed."""
+        """Return `name`, or the first chat model if it is None.
+
+        Raises ModelNotFound for a name that an Emberline server does not list. Through a gateway, PROVIDER/MODEL works
+        without being listed."""
         models = self._models(required=wanted is None)
         chat = [str(model["id"]) for model in models if model.get("kind", "chat") == "chat"]
         if wanted is None and not chat:
-            raise ModelNotFound(f"{self.url} serves no chat model", hint="name another server with --url")
+            raise ModelNotFound(f"the server at {self.url} has no chat model", hint="choose another server with --url")
         if wanted is None:
             return chat[0]
-        ours = bool(models) and all(model.get("owned_by") == "emberline" for model in models)
-        if ours and "/" not in wanted and wanted not in (str(model["id"]) for model in models):
-            raise ModelNotFound(f"{self.url} serves no model {wanted!r}", hint=f"it serves {', '.join(chat)}")
+        is_emberline = bool(models) and all(model.get("owned_by") == "emberline" for model in models)
+        if is_emberline and "/" not in wanted and wanted not in (str(model["id"]) for model in models):
+            raise ModelNotFound(
+                f"the server at {self.url} has no model {wanted!r}", hint=f"--model may be {', '.join(chat)}"
+            )
         return wanted
 
     def _models(self, *, required: bool) -> list[dict[str, Any]]:
-        """What the server lists; nothing if it refuses to and that is not `required`."""
+        """Return the listed models; [] if the server refuses and the list is not `is_required`."""
         try:
             with self._request("GET", "/v1/models") as response:
                 return list(json.load(response)["data"])
@@ -91,10 +102,12 @@ class Endpoint:
             return []
 
     def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The chunks of one chat completion. Closing the generator closes the connection, which ends the work."""
+        """Yield the chunks of one chat completion; raise EngineFailed or EngineUnavailable.
+
+        Closing the generator closes the connection, which cancels the request."""
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", "/v1/chat/completions", json.dumps(body)) as response:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # told below: the stream had no ending
+            with contextlib.suppress(OSError, http.client.HTTPException):  # reported below as a lost connection
                 while line := response.readline():
                     data = line.removeprefix(b"data:").strip()
                     if not line.startswith(b"data:") or not data:
@@ -103,20 +116,23 @@ class Endpoint:
                         return
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        raise EngineFailed(chunk["error"]["message"], hint="ask again")
+                        raise EngineFailed(chunk["error"]["message"], hint="send the question again")
                     yield chunk
-            raise EngineUnavailable("the connection was lost before the answer ended", hint="what had arrived is kept")
+            raise EngineUnavailable(
+                f"the connection to {self.url} was lost before the answer was complete",
+                hint="the part that arrived is kept in the conversation",
+            )
 
     @contextlib.contextmanager
     def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
-        make = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        with contextlib.closing(make(self._host, timeout=600)) as connection:
+        connect = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        with contextlib.closing(connect(self._host, timeout=600)) as connection:
             try:
                 connection.request(method, self._base + path, body, self._headers)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                hint = "start one with `emberline serve`, or name another with --url"
-                raise EngineUnavailable(f"no server answers at {self.url} ({error})", hint=hint) from error
+                hint = "start one with `emberline serve`, or choose another with --url"
+                raise EngineUnavailable(f"no server answers at {self.url}: {error}", hint=hint) from error
             if response.status != 200:
                 raise _refusal(response)
             yield response
@@ -128,13 +144,13 @@ def _refusal(response: http.client.HTTPResponse) -> EmberlineError:
     except (ValueError, KeyError, TypeError):
         message = response.reason
     wait = response.getheader("Retry-After")
-    hints = {401: "pass --api-key", 429: f"try again in {wait} s" if wait else "try again soon"}
-    return EmberlineError(f"{message} [{response.status}]", hint=hints.get(response.status))
+    hints = {401: "add --api-key KEY", 429: f"retry in {wait} s" if wait else "retry in a few seconds"}
+    return EmberlineError(f"the server answered {response.status}: {message}", hint=hints.get(response.status))
 
 
 @dataclass(slots=True)
 class Screen:
-    """Where the answer goes. A pipe gets the bare text; a terminal gets it cleaned, with asides dimmed."""
+    """The output: plain text into a pipe; a terminal gets it without control characters."""
 
     terminal: bool
 
@@ -150,7 +166,7 @@ class Screen:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it arrives, and what it cost."""
+    """One answer as it arrives, with its timing and usage."""
 
     started: float
     text: str = ""
@@ -168,7 +184,7 @@ class Answer:
         if not self.pieces:
             return "no answer"
         tokens = self.usage.get("completion_tokens", self.pieces)
-        about = "" if self.usage else "≈ "  # without the server's count, a piece is taken for a token
+        about = "" if self.usage else "≈ "  # without the server's count, each chunk counts as one token
         parts = [f"TTFT {1000 * (self.first - self.started):.0f} ms"]
         if tokens > 1 and self.latest > self.first:
             parts.append(f"{about}{(tokens - 1) / (self.latest - self.first):.1f} tok/s")
@@ -191,7 +207,7 @@ class Chat:
     def converse(self) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
-        self.screen.aside(f"{self.model} at {self.endpoint.url}. /help lists the commands, /exit leaves.")
+        self.screen.aside(f"{self.model} at {self.endpoint.url}. Type /help for the commands, /exit to exit.")
         while True:
             try:
                 line = input("\n> ").strip()
@@ -199,7 +215,7 @@ class Chat:
                 print()
                 return
             except KeyboardInterrupt:
-                self.screen.aside("\n/exit or Ctrl-D leaves")
+                self.screen.aside("\ntype /exit or Ctrl-D to exit")
                 continue
             if line == "/exit":
                 return
@@ -214,17 +230,17 @@ class Chat:
             self.screen.aside(COMMANDS)
         elif name == "/reset":
             self.turns.clear()
-            self.screen.aside("a new conversation")
+            self.screen.aside("new conversation")
         elif name == "/system":
             if rest.strip():
                 self.system = rest.strip()
                 self.turns.clear()
             self.screen.aside(f"system prompt: {self.system or 'none'}")
         else:
-            self.screen.aside(f"{name} is not a command; /help lists them")
+            self.screen.aside(f"{name} is not a command; type /help for the list")
 
     def turn(self, question: str) -> None:
-        """One question in a conversation: whatever goes wrong is told, and the conversation goes on."""
+        """Ask one question of a conversation and print its error, if any."""
         try:
             self.ask(question)
         except KeyboardInterrupt:
@@ -233,11 +249,13 @@ class Chat:
             self.screen.aside(str(error))
 
     def ask(self, question: str) -> None:
-        """Streams the answer to the screen. Both are kept, a broken-off answer too; without an answer, neither."""
+        """Stream the answer to the terminal.
+
+        Question and answer are kept in the conversation, an incomplete answer too; without an answer, neither is."""
         answer = Answer(time.monotonic())
-        asked = {"role": "user", "content": question}
+        message = {"role": "user", "content": question}
         try:
-            with contextlib.closing(self.endpoint.stream(self.body(asked))) as chunks:
+            with contextlib.closing(self.endpoint.stream(self.body(message))) as chunks:
                 for chunk in chunks:
                     self.show(chunk, answer)
         finally:
@@ -245,7 +263,7 @@ class Chat:
                 self.screen.say("\n")
                 self.screen.aside(answer.cost())
             if answer.text:
-                self.turns += [asked, {"role": "assistant", "content": answer.text}]
+                self.turns += [message, {"role": "assistant", "content": answer.text}]
 
     def body(self, asked: dict[str, str]) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -258,7 +276,7 @@ class Chat:
             if text := delta.get("content"):
                 answer.text += text
                 self.screen.say(text)
-            if thought := delta.get("reasoning_content"):
-                self.screen.aside(thought, end="")
-            if text or thought:
+            if reasoning := delta.get("reasoning_content"):
+                self.screen.aside(reasoning, end="")
+            if text or reasoning:
                 answer.count(time.monotonic())

@@ -1,4 +1,4 @@
-"""emberline cluster up: a router and its workers on this machine, until Ctrl-C."""
+"""`emberline cluster up`: runs a router and its workers on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
 
-POLL = 0.5  # seconds
+POLL = 0.5
 OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
         "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port", "--open",
         "--cors-origins", "--allowed-hosts")  # fmt: skip
@@ -30,26 +30,40 @@ OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    up = kinds.add_parser("up", help="start all; Ctrl-C stops all")
+    up = kinds.add_parser("up", help="Start a router and workers; Ctrl-C stops them.")
     default = RouterConfig()
-    up.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    up.add_argument("--workers", type=int, help="that answer alone (default: 2, without --prefill and --decode)")
-    up.add_argument("--prefill", type=int, default=0, help="workers that compute prompts for others")
-    up.add_argument("--decode", type=int, default=0, help="workers that go on from there")
-    up.add_argument("--host", default=default.host, help="of the router; workers stay on this machine")
-    up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
-    up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
-    service.add_exposure(up)
-    up.add_argument("--kv-events", action="store_true", help="the router follows what workers' caches hold")
+    up.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
     up.add_argument(
-        "--kv-port", type=int, default=0, help=f"first of {KV_PORTS} ports for each worker's KV transfers (0: any)"
+        "--workers",
+        type=int,
+        help="Number of workers that both prefill and decode. (default: 2; 0 with --prefill or --decode)",
+    )
+    up.add_argument("--prefill", type=int, default=0, help="Number of workers that compute prompts for others.")
+    up.add_argument("--decode", type=int, default=0, help="Number of decode workers.")
+    up.add_argument("--host", default=default.host, help="Address on which the router listens; workers use 127.0.0.1.")
+    up.add_argument("--port", type=int, default=default.port, help="Port of the router; 0: any free port.")
+    up.add_argument(
+        "--api-key", action="append", default=[], help="Require this API key; may be repeated. (default: none required)"
+    )
+    service.add_exposure(up)
+    up.add_argument(
+        "--kv-events",
+        action="store_true",
+        help="Route by the KV blocks that workers report, instead of inferring them.",
+    )
+    up.add_argument(
+        "--kv-port",
+        type=int,
+        default=0,
+        help=f"First port for KV transfers; each worker uses {KV_PORTS} ports; 0: any free ports.",
     )
     tracing.add_arguments(up)
-    up.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
+    up.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     up.add_argument(
         "options",
         nargs=argparse.REMAINDER,
-        help="after --: of every worker, as for emberline serve (default: on GPUs, or shares of the CPU's cores)",
+        help="Options of every worker, after --, as for emberline serve."
+        " (default: GPUs if there are any, else an equal share of the CPU cores)",
     )
 
 
@@ -62,13 +76,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _workers(args: argparse.Namespace) -> dict[Role, int]:
-    split = args.prefill or args.decode
-    alone = args.workers if args.workers is not None else 0 if split else 2
-    counts: dict[Role, int] = {"prefill": args.prefill, "decode": args.decode, "both": alone}
+    has_split = args.prefill or args.decode
+    both = args.workers if args.workers is not None else 0 if has_split else 2
+    counts: dict[Role, int] = {"prefill": args.prefill, "decode": args.decode, "both": both}
     if min(counts.values()) < 0 or not sum(counts.values()):
-        raise InvalidRequest("there must be at least one worker", param="workers")
-    if args.prefill and not args.decode + alone:
-        raise InvalidRequest("somebody must go on from the prompts", param="decode", hint="add --decode 1")
+        numbers = ", ".join(f"--{'workers' if role == 'both' else role} {count}" for role, count in counts.items())
+        raise InvalidRequest(
+            f"the cluster would have no workers: {numbers}", param="workers", hint="use --workers 1 or more"
+        )
+    if args.prefill and not args.decode + both:
+        raise InvalidRequest(
+            f"--prefill is {args.prefill}, but there is no worker that decodes", param="decode", hint="add --decode 1"
+        )
     return counts
 
 
@@ -80,17 +99,20 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
 
     port = args.port or free_port()
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
-    listener = bind(args.host, port)  # a taken port is an error here, and not one of the router's restarts
+    listener = bind(args.host, port)  # a port in use is reported here, instead of restarting the router again and again
     keys = [word for key in args.api_key for word in ("--api-key", key)]
-    traced = _traced(args)
-    router = ["--host", args.host, "--port", str(port), *keys, *_exposure(args), *traced]
+    trace_options = _traced(args)
+    router = ["--host", args.host, "--port", str(port), *keys, *_exposure(args), *trace_options]
     router += ["--kv-events"] if args.kv_events else []
     key = cluster_key() or secrets.token_hex(16)
-    kept = _keep(logs / "cluster.key", key)
-    stored = ["--response-store", str(logs / "responses.sqlite")]  # shared, so that any worker finds a response
+    key_file = _keep(logs / "cluster.key", key)
+    store_options = [
+        "--response-store",
+        str(logs / "responses.sqlite"),
+    ]  # shared, so that every worker finds a response
     gpus = usable_gpus() if _may_use_gpus(args) else []
-    options = _worker(args, sum(workers.values()), [*keys, *traced, *stored], gpus)
-    made = children(
+    options = _worker(args, sum(workers.values()), [*keys, *trace_options, *store_options], gpus)
+    processes = children(
         router,
         workers,
         options,
@@ -101,25 +123,25 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
         listener=listener.fileno(),
         gpus=[gpu.name for gpu in gpus],
     )
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     supervisor = Supervisor(_say)
-    watching = asyncio.create_task(_watch(url, key))
+    watcher = asyncio.create_task(_watch(url, key))
     try:
-        for child in made:
+        for child in processes:
             await supervisor.start(child)
-        _say("cluster", f"its key, as for emberline drain: export EMBERLINE_CLUSTER_KEY=$(cat {kept})")
-        await stopped.wait()
-        _say("cluster", "stops")
+        _say("cluster", f"for emberline drain: export EMBERLINE_CLUSTER_KEY=$(cat {key_file})")
+        await stop.wait()
+        _say("cluster", "stopping")
     finally:
-        watching.cancel()
+        watcher.cancel()
         listener.close()
         await supervisor.stop()
 
 
 def _keep(file: Path, key: str) -> Path:
-    """Where only the user can read it."""
+    """Write the cluster key to a file that only the user can read, and return the file."""
     file.unlink(missing_ok=True)
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(key + "\n")
@@ -127,63 +149,69 @@ def _keep(file: Path, key: str) -> Path:
 
 
 def _exposure(args: argparse.Namespace) -> list[str]:
-    """As the router is to have it."""
+    """Return the listener's options for the router."""
     lists = {"--cors-origins": args.cors_origins, "--allowed-hosts": args.allowed_hosts}
     return [
         *(["--open"] if args.open else []),
-        *(f"{name}={','.join(given)}" for name, given in lists.items() if given),
+        *(f"{name}={','.join(values)}" for name, values in lists.items() if values),
     ]
 
 
 def _traced(args: argparse.Namespace) -> list[str]:
-    tracing.trace_config(args)  # what is wrong is told here, and not in every log
-    given = [] if args.otlp is None else ["--otlp", args.otlp]
-    return [*given, "--trace-share", str(args.trace_share)]
+    tracing.trace_config(args)  # reports invalid options here, and not in every process's log
+    endpoint = [] if args.otlp is None else ["--otlp", args.otlp]
+    return [*endpoint, "--trace-share", str(args.trace_share)]
 
 
 def _may_use_gpus(args: argparse.Namespace) -> bool:
-    """Unless the options say on what workers run."""
+    """Whether workers may use the GPUs: the options do not choose another device."""
     words = [word.split("=")[0] for word in args.options]
     return not {"--threads", "--device"} & {*words} or "--device=cuda" in args.options or "cuda" in args.options
 
 
 def _worker(args: argparse.Namespace, workers: int, own: list[str], gpus: Sequence[Gpu] = ()) -> list[str]:
-    """`own`: what the options may not say. Its share of the machine, unless they say otherwise."""
+    """Return the arguments of every worker: the cluster's options, its share of the machine, and the
+    user's options."""
     options = [word for word in args.options if word != "--"]
     for word in options:
         if word.split("=")[0] in OURS:
-            raise InvalidRequest(f"{word} after the model would be every worker's", hint="put it before the model")
-    shared = []
+            raise InvalidRequest(
+                f"{word} is an option of the cluster, but follows the model as if it were every worker's",
+                hint=f"put {word.split('=')[0]} before the model",
+            )
+    share = []
     if gpus:
-        shared = _gpu_share(options, workers, gpus)
+        share = _gpu_share(options, workers, gpus)
     elif not any(word.startswith(("--threads", "--device")) for word in options):
-        shared = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
-    return [args.model, *own, *shared, *options]
+        share = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
+    return [args.model, *own, *share, *options]
 
 
 def _gpu_share(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[str]:
-    """Workers with a GPU of their own plan its memory themselves. Those that share one start at the same time and do
-    not see each other's: each gets half of its share for keys and values, which leaves the rest for weights."""
-    sharing = -(-workers // len(gpus))
-    if sharing == 1 or any(word.split("=")[0] == "--kv-memory" for word in options):
+    """Return the KV memory option of workers that share a GPU.
+
+    A worker with its own GPU plans the memory itself. Workers that share one start at the same time and do not see each
+    other's use, so each gets half of its share for the KV cache, which leaves the rest for weights."""
+    workers_per_gpu = -(-workers // len(gpus))
+    if workers_per_gpu == 1 or any(word.split("=")[0] == "--kv-memory" for word in options):
         return []
-    return ["--kv-memory", str(min(gpu.free_bytes for gpu in gpus) // sharing // 2)]
+    return ["--kv-memory", str(min(gpu.free_bytes for gpu in gpus) // workers_per_gpu // 2)]
 
 
 async def _watch(url: str, key: str) -> None:
-    """Says what the router sees, whenever that changes."""
-    told: dict[str, tuple[str, str]] = {}  # of which process, and what
+    """Print the workers' health, as the router reports it, whenever it changes."""
+    printed: dict[str, tuple[str, str]] = {}  # by worker: incarnation and line printed last
     while True:
         status = await asyncio.to_thread(_status, url, key)
         for row in status["workers"] if status else []:
             line = f"{row['health']}, {', '.join(row['models'])}"
-            if told.get(row["name"]) != (row["incarnation"], line):
-                told[row["name"]] = row["incarnation"], line
+            if printed.get(row["name"]) != (row["incarnation"], line):
+                printed[row["name"]] = row["incarnation"], line
                 _say(row["name"], line)
         ready = sum(row["health"] == "ready" for row in status["workers"]) if status else 0
         line = f"{ready} of {len(status['workers'])} workers ready at {url}" if ready else "no worker is ready"
-        if told.get("") != ("", line):
-            told[""] = "", line
+        if printed.get("") != ("", line):
+            printed[""] = "", line
             _say("cluster", line)
         await asyncio.sleep(POLL)
 
@@ -194,9 +222,9 @@ def _status(url: str, key: str) -> Any:
         with urllib.request.urlopen(request, timeout=5) as reply:
             return json.load(reply)
     except (OSError, ValueError, http.client.HTTPException):
-        return None  # not yet, or not any more, be it in the middle of its answer
+        return None  # the router does not run (yet), or stopped in the middle of its reply
 
 
 def _say(who: str, what: str) -> None:
-    with contextlib.suppress(OSError):  # whoever read it is gone: no reason to stop looking after the others
+    with contextlib.suppress(OSError):  # a closed output must not stop the supervision
         print(f"{time.strftime('%H:%M:%S')} {who:<10} {what}", flush=True, file=sys.stdout)

@@ -1,4 +1,4 @@
-"""emberline doctor: what this machine can do, what is missing, and what serving a model would take."""
+"""`emberline doctor`: checks what this machine supports, what is missing, and if a model fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 MARKS = {True: "ok", None: "--", False: "!!"}
 FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "i8mm", "asimddp", "asimdhp", "asimd")
-SERVED = (9, 0)  # our kernels use what came with Hopper, in the form that only it has
+SERVED = (9, 0)  # the kernels use instructions that only Hopper has
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
@@ -34,7 +34,7 @@ MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 class Finding:
     what: str
     says: str
-    good: bool | None = True  # None: worth knowing, nothing wrong
+    good: bool | None = True  # None: information, no problem
     hint: str = ""
 
 
@@ -43,28 +43,43 @@ class GPU:
     name: str
     memory: int
     capability: tuple[int, int]
-    out_of_reach: tuple[int, ...] = ()  # others whose memory it cannot read
+    out_of_reach: tuple[int, ...] = ()  # indices of GPUs whose memory it cannot read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = GPUConfig()
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="the one to plan for (default: %(default)s)")
-    parser.add_argument("--pull", action="store_true", help="fetch the model if it is not here")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Model to plan for.")
+    parser.add_argument("--pull", action="store_true", help="Download the model if it is not in the cache.")
     parser.add_argument(
-        "--gpu-memory", type=service.size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
+        "--gpu-memory",
+        type=service.size,
+        help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
     )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--weights", default=gpu.weights, choices=WEIGHTS, help="in a GPU's memory")
-    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "float32", "float8"])
     parser.add_argument(
-        "--kv-memory", type=service.size, help="bytes of keys and values, e.g. 2G (default: all that fit)"
+        "--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="Data type of the weights."
     )
-    parser.add_argument("--block-size", type=count, default=gpu.block_size, help="tokens of a KV block")
-    parser.add_argument("--max-context", type=count, help="tokens (default: the model's)")
-    parser.add_argument("--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="computed in one step")
-    parser.add_argument("--max-running", type=count, default=gpu.max_running, help="requests in one batch")
-    parser.add_argument("--tiers", action="store_true", help="keys and values go to other tiers, by way of GPU memory")
-    parser.add_argument("--transfer", action="store_true", help="the same to other workers")
+    parser.add_argument("--weights", default=gpu.weights, choices=WEIGHTS, help="Format of the weights in GPU memory.")
+    parser.add_argument(
+        "--kv-dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float32", "float8"],
+        help="Data type of the KV cache.",
+    )
+    parser.add_argument(
+        "--kv-memory", type=service.size, help="Size of the KV cache in bytes, such as 2G. (default: all that fits)"
+    )
+    parser.add_argument("--block-size", type=count, default=gpu.block_size, help="Tokens of a KV block.")
+    parser.add_argument("--max-context", type=count, help="Maximum context in tokens. (default: the model's)")
+    parser.add_argument(
+        "--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="Maximum tokens computed in one step."
+    )
+    parser.add_argument("--max-running", type=count, default=gpu.max_running, help="Maximum requests in one batch.")
+    parser.add_argument(
+        "--tiers", action="store_true", help="Plan GPU buffers for KV blocks that move to main memory or disk."
+    )
+    parser.add_argument(
+        "--transfer", action="store_true", help="Plan GPU buffers for KV blocks that move to other workers."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def count(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError("it must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: the value must be at least 1")
     return int(text)
 
 
@@ -92,12 +107,12 @@ def _machine() -> Iterator[Finding]:
     yield Finding("memory", f"{free_memory() / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     folder = cache_dir()
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
-    hint = "make room for models" if disk.free < 2 << 30 else ""
-    yield Finding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on its disk", not hint, hint)
+    hint = "free disk space for models" if disk.free < 2 << 30 else ""
+    yield Finding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on this disk", not hint, hint)
 
 
 def _cpu_flags() -> set[str]:
-    """As Linux lists them; none without /proc (macOS)."""
+    """Return the CPU features that Linux lists; none without /proc (macOS)."""
     try:
         lines = (PROC / "cpuinfo").read_text().splitlines()
     except OSError:
@@ -111,7 +126,7 @@ def _software() -> Iterator[Finding]:
         ("tokenizers", True, "text to tokens"),
         ("llguidance", True, "structured output"),
         ("httptools", True, "the server"),
-        ("huggingface_hub", False, "pulling hf:org/name"),
+        ("huggingface_hub", False, "downloading hf:org/name"),
         ("gguf", False, "tests of GGUF files"),
     ):
         yield _package(name, needed, use)
@@ -124,29 +139,29 @@ def _package(name: str, needed: bool, use: str) -> Finding:
 
 
 def _gpu() -> GPU | None:
-    """The first one, asked of the driver itself: no torch, and no memory of it is taken."""
+    """Return the first GPU, from the driver itself, without torch and without using its memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
     capability = [ctypes.c_int(), ctypes.c_int()]
-    refused = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
-    refused = refused or driver.cuDeviceGetName(name, len(name), device)
-    refused = refused or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    error = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    error = error or driver.cuDeviceGetName(name, len(name), device)
+    error = error or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
     for value, attribute in zip(capability, (MAJOR, MINOR), strict=True):
-        refused = refused or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    if refused:
+        error = error or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    if error:
         return None
-    known = name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value)
-    return GPU(*known, tuple(_out_of_reach(driver)))
+    properties = name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value)
+    return GPU(*properties, tuple(_out_of_reach(driver)))
 
 
 def _out_of_reach(driver: ctypes.CDLL) -> Iterator[int]:
-    count, reaches = ctypes.c_int(), ctypes.c_int()
+    count, can_access = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     for other in range(1, count.value):
-        if driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), 0, other) or not reaches.value:
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(can_access), 0, other) or not can_access.value:
             yield other
 
 
@@ -155,60 +170,60 @@ def _gpu_kernels(gpu: GPU | None) -> Iterator[Finding]:
 
     if gpu is None:
         driver = Path("/proc/driver/nvidia/version").exists()
-        hint = "see nvidia-smi, and CUDA_VISIBLE_DEVICES" if driver else ""
-        yield Finding("gpu", "an NVIDIA driver is here, but no GPU that it gives us" if driver else "none", None, hint)
+        hint = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if driver else ""
+        yield Finding("gpu", "an NVIDIA driver is installed but shows no GPU" if driver else "none", None, hint)
     else:
-        served = gpu.capability == SERVED
-        says = "our kernels serve it" if served else "our kernels are made for 9.0 (H100, H200), so the CPU computes"
-        about = f"{gpu.name}, {_gib(gpu.memory)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        yield Finding("gpu", f"{about}: {says}", True if served else None)
-    needed = gpu is not None and gpu.capability == SERVED
-    yield _package("triton", needed, "kernels on a GPU")
+        is_supported = gpu.capability == SERVED
+        support = "supported" if is_supported else "not supported, the kernels need 9.0 (H100, H200); the CPU is used"
+        properties = f"{gpu.name}, {_gib(gpu.memory)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        yield Finding("gpu", f"{properties}: {support}", True if is_supported else None)
+    is_required = gpu is not None and gpu.capability == SERVED
+    yield _package("triton", is_required, "kernels on a GPU")
     try:
         yield Finding("nvrtc", f"{nvrtc.version()} (kernels on a GPU)")
     except nvrtc.CompileError as e:
-        yield Finding("nvrtc", f"missing (kernels on a GPU): {e}", False if needed else None)
+        yield Finding("nvrtc", f"missing (kernels on a GPU): {e}", False if is_required else None)
 
 
 def _kernels() -> Iterator[Finding]:
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    hint = "" if compiler else "install g++: kernels run several times faster"
+    hint = "" if compiler else "install g++: native CPU kernels are several times faster"
     yield Finding("compiler", compiler or "none", not hint, hint)
     if importlib.util.find_spec("torch") is None:
         return
     from emberline.kernels import ops
 
     backend = ops.start()
-    hint = "" if backend.library else "plain torch is used: correct, but slow"
+    hint = "" if backend.library else "torch operators are used, which are correct but slow"
     yield Finding("kernels", str(backend), not hint, hint)
 
 
 def _transports(gpu: GPU | None) -> Iterator[Finding]:
-    """How keys and values can travel between workers; one that is broken is left out by them too."""
+    """Check how KV blocks can move between workers, which skip broken transports too."""
     from emberline.kv.mooncake import distribution, probe, protocol
 
     yield Finding("transport tcp", "built in")
-    yield Finding("transport shm", "CPU workers on this machine")
+    yield Finding("transport shm", "built in, for CPU workers on this machine")
     yield _between_gpus(gpu)
     if (found := distribution()) is None:
         hint = "pip install mooncake-transfer-engine (or -non-cuda), and libibverbs1"
-        yield Finding("transport mooncake", "not installed (RDMA; prefixes shared by a cluster)", None, hint)
+        yield Finding("transport mooncake", "not installed (RDMA; a KV store shared by a cluster)", None, hint)
     elif (reason := probe()) is not None:
-        yield Finding("transport mooncake", f"{found} is broken: {reason}", None, "workers go on without it")
+        yield Finding("transport mooncake", f"{found} does not work: {reason}", None, "workers run without it")
     else:
-        over = "rdma" if protocol() == "rdma" else "tcp: there is no RDMA device"
-        yield Finding("transport mooncake", f"{found} works, over {over}")
+        network = "rdma" if protocol() == "rdma" else "tcp, because there is no RDMA device"
+        yield Finding("transport mooncake", f"{found} works, over {network}")
 
 
 def _between_gpus(gpu: GPU | None) -> Finding:
-    """Whether workers here can copy blocks out of each other's GPU."""
+    """Check whether workers on this machine can copy blocks out of each other's GPU."""
     if gpu is None or gpu.capability != SERVED:
-        return Finding("transport cuda", "needs a GPU that our kernels serve", None)
+        return Finding("transport cuda", "needs a supported GPU", None)
     if gpu.out_of_reach:
         others = ", ".join(map(str, gpu.out_of_reach))
-        hint = "blocks between their workers go through main memory, over TCP"
-        return Finding("transport cuda", f"the first GPU cannot reach GPU {others}", None, hint)
-    return Finding("transport cuda", "GPU workers on this machine that see each other's GPU")
+        hint = "their workers exchange blocks through main memory, over TCP"
+        return Finding("transport cuda", f"GPU 0 cannot read the memory of GPU {others}", None, hint)
+    return Finding("transport cuda", "built in, for GPU workers on this machine that see each other's GPU")
 
 
 def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
@@ -238,7 +253,7 @@ def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
 def _memory(
     args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, total: int | None
 ) -> Iterator[Finding]:
-    """Where a GPU's memory would go: by the functions that the engine itself plans with."""
+    """Show how a GPU's memory would be used, computed by the engine's own functions."""
     from emberline.engine import memory
 
     names = ("weights", "kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context",
@@ -246,25 +261,25 @@ def _memory(
     settings = GPUConfig(**{name: getattr(args, name) for name in names})
     dtype = memory.weight_dtype(checkpoint, args.dtype)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.context(config, settings)
-    token = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
-    full = f"{token * context / 1e6:.0f} MB a context of {context}"
-    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {full} ({kv_dtype})")
+    token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
+    per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
+    yield Finding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
     if total is None:
         memory.refuse_packed(settings.weights)
         return
     packed = memory.packs(checkpoint, settings, dtype)
     plan = memory.plan_for(config, settings, total, dtype, packed=packed)
-    kept = "packed" if packed else "both plain and packed" if settings.weights == "both" else "plain"
-    weights = f"{dtype} {kept}"
-    batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens a step"
-    yield Finding("gpu memory", f"{_gib(total)}: {weights}, keys and values {kv_dtype}, {batch}, context {context}")
+    form = "packed" if packed else "both plain and packed" if settings.weights == "both" else "plain"
+    weights = f"{dtype} {form}"
+    batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens per step"
+    yield Finding("gpu memory", f"{_gib(total)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}")
     for name, part in plan.rows():
         tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
         yield Finding(f"  {name}", f"{_gib(part):>10}{tokens if name == 'kv cache' else ''}")
     if plan.kv_tokens < context:
         hint = "raise --kv-memory" if args.kv_memory else "lower --max-batch-tokens or --max-running"
         hint += ", or --kv-dtype float8"
-        yield Finding("  context", f"cut to {plan.kv_tokens} tokens: no more keys and values fit", None, hint)
+        yield Finding("  context", f"limited to {plan.kv_tokens} tokens by the size of the KV cache", None, hint)
 
 
 def _gib(amount: int) -> str:

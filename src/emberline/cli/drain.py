@@ -1,5 +1,6 @@
-"""emberline drain: a worker finishes what it has and gets nothing new; returns when it has nothing left, for others
-either."""
+"""`emberline drain`: sends a worker no new requests and waits until it has finished.
+
+It has finished when no request is open and no other worker still needs its blocks."""
 
 from __future__ import annotations
 
@@ -14,47 +15,57 @@ from typing import Any, NamedTuple
 from emberline.core.config import RouterConfig, cluster_key
 from emberline.core.errors import EmberlineError, WrongClusterKey
 
-POLL = 0.2  # seconds
+POLL = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = RouterConfig()
-    parser.add_argument("worker", help="its name, as the router's page shows it")
-    parser.add_argument("--router", metavar="URL", default=f"http://{default.host}:{default.port}")
-    parser.add_argument("--cluster-key", help="the router's, if it has one")
+    parser.add_argument("worker", help="Name of the worker, as on the router's status page.")
     parser.add_argument(
-        "--move", action="store_true", help="streams go on at other workers instead of being waited for"
+        "--router", metavar="URL", default=f"http://{default.host}:{default.port}", help="URL of the router."
     )
-    parser.add_argument("--undo", action="store_true", help="give it requests again")
-    parser.add_argument("--no-wait", action="store_true", help="return at once")
+    parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
+    parser.add_argument(
+        "--move",
+        action="store_true",
+        help="Move the worker's streams to other workers instead of waiting for their end.",
+    )
+    parser.add_argument("--undo", action="store_true", help="Send requests to the worker again.")
+    parser.add_argument("--no-wait", action="store_true", help="Do not wait until the worker has finished.")
 
 
 def run(args: argparse.Namespace) -> int:
-    given = args.cluster_key or cluster_key()
-    key = {"content-type": "application/json", **({"authorization": f"Bearer {given}"} if given else {})}
-    _ask(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, key)
+    key = args.cluster_key or cluster_key()
+    headers = {
+        "content-type": "application/json",
+        **({"authorization": f"Bearer {key}"} if key else {}),
+    }
+    _ask(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, headers)
     if args.undo:
-        print(f"{args.worker} takes requests again")
+        print(f"{args.worker} accepts requests again")
         return 0
-    told, idle_since = None, time.monotonic()
-    process = _row(_ask(args.router, "/cluster/status", headers=key), args.worker).get("incarnation")
+    printed, idle_since = None, time.monotonic()
+    incarnation = _row(_ask(args.router, "/cluster/status", headers=headers), args.worker).get("incarnation")
     while not args.no_wait:
-        left = _left(_ask(args.router, "/cluster/status", headers=key), args.worker, process)
-        idle_since = time.monotonic() if left.open else idle_since
-        if not any(left[:2]) and left.age < time.monotonic() - idle_since:
+        remaining = _left(_ask(args.router, "/cluster/status", headers=headers), args.worker, incarnation)
+        idle_since = time.monotonic() if remaining.open else idle_since
+        if not any(remaining[:2]) and remaining.age < time.monotonic() - idle_since:
             break
-        if left[:2] not in (told, (0, 0)):
-            print(f"{args.worker}: {left.open} requests still open, {left.kept} prompts kept for others", flush=True)
-            told = left[:2]
+        if remaining[:2] not in (printed, (0, 0)):
+            print(
+                f"{args.worker}: {remaining.open} open requests, {remaining.kept} prompts held for other workers",
+                flush=True,
+            )
+            printed = remaining[:2]
         time.sleep(POLL)
-    print(f"{args.worker} {'drains' if args.no_wait else 'is drained'}")
+    print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
     return 0
 
 
 class Left(NamedTuple):
-    open: int  # requests
-    kept: int  # prompts whose blocks others have not taken yet, by its own word
-    age: float  # seconds, of that word
+    open: int
+    kept: int  # prompts whose blocks other workers have not fetched yet, as of the last heartbeat
+    age: float  # age of that heartbeat
 
 
 def _row(status: Any, name: str) -> dict[str, Any]:
@@ -62,7 +73,9 @@ def _row(status: Any, name: str) -> dict[str, Any]:
 
 
 def _left(status: Any, name: str, process: str | None) -> Left:
-    """Nothing of a worker that has gone, or was started again; one that is lost keeps nothing for anybody."""
+    """Return the work that a worker still has.
+
+    A worker that is gone or was restarted has none, and a lost one holds no blocks for others."""
     row = _row(status, name)
     if row.get("incarnation") != process or not row:
         return Left(0, 0, -1.0)
@@ -80,23 +93,24 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
     except urllib.error.HTTPError as e:
         if e.code == 401:
             raise WrongClusterKey(
-                "the cluster key is missing or wrong", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
+                f"the router at {router} refused the cluster key, which is missing or wrong",
+                hint="set --cluster-key or EMBERLINE_CLUSTER_KEY to the router's key",
             ) from e
         raise _refusal(router, e) from e
     except (OSError, ValueError, http.client.HTTPException) as e:
-        raise EmberlineError(f"no router at {router}: {e}", hint="give --router URL") from e
+        raise EmberlineError(f"no router answers at {router}: {e}", hint="set --router to the router's URL") from e
 
 
 def _refusal(router: str, reply: urllib.error.HTTPError) -> EmberlineError:
     if not _is_router(router):
         return EmberlineError(
             f"{router} is not a router: it answered {reply.code} to a drain",
-            hint="give --router URL; a server without a router is stopped by Ctrl-C or SIGTERM",
+            hint="set --router to the router's URL; a server without a router is stopped with Ctrl-C or SIGTERM",
         )
     try:
         return EmberlineError(str(json.load(reply)["error"]["message"]))
     except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
-        return EmberlineError(f"the router at {router} refused to drain: {reply.code} {reply.reason}")
+        return EmberlineError(f"the router at {router} refused the drain: {reply.code} {reply.reason}")
 
 
 def _is_router(url: str) -> bool:

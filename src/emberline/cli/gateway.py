@@ -1,4 +1,4 @@
-"""emberline gateway: one endpoint for many providers and our own engine."""
+"""`emberline gateway`: serves many providers and the local engine behind one URL."""
 
 from __future__ import annotations
 
@@ -17,18 +17,38 @@ OPTIONS = ("host", "port", "engine", "store", "redis", "otlp", "trace_share", "o
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = GatewayConfig()
     actions = ["serve", "rotate-keys"]
-    parser.add_argument("action", nargs="?", choices=actions, default="serve", help="(default: %(default)s)")
-    parser.add_argument("--forget-old", action="store_true", help="rotate-keys: only drop old master keys")
-    parser.add_argument("--config", type=Path, help="gateway.toml (default: the local engine as the only provider)")
-    parser.add_argument("--host", help=f"(default: {default.host})")
-    parser.add_argument("--port", type=int, help=f"(default: {default.port})")
-    parser.add_argument("--engine", help=f"URL of the local engine or router (default: {default.engine})")
-    parser.add_argument("--store", help="sqlite:DIRECTORY or postgresql://... (default: in the cache directory)")
-    parser.add_argument("--redis", help="redis://..., where several replicas count together")
-    parser.add_argument("--api-key", action="append", help="a token that works and manages; may be given several times")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=actions,
+        default="serve",
+        help="Run the gateway, or re-encrypt the stored provider keys. (default: %(default)s)",
+    )
+    parser.add_argument("--forget-old", action="store_true", help="With rotate-keys: only delete old master keys.")
+    parser.add_argument(
+        "--config", type=Path, help="Settings file, gateway.toml. (default: the local engine as the only provider)"
+    )
+    parser.add_argument("--host", help=f"Address to listen on. (default: {default.host})")
+    parser.add_argument("--port", type=int, help=f"Port to listen on. (default: {default.port})")
+    parser.add_argument("--engine", help=f"URL of the local engine or router. (default: {default.engine})")
+    parser.add_argument(
+        "--store", help="Database: sqlite:DIRECTORY or postgresql://... (default: SQLite in the cache directory)"
+    )
+    parser.add_argument(
+        "--redis", help="redis://... URL with which several replicas share their limits. (default: one replica)"
+    )
+    parser.add_argument(
+        "--api-key", action="append", help="API key with all permissions; may be repeated. (default: keys of the store)"
+    )
     service.add_exposure(parser, default=None)
-    parser.add_argument("--otlp", metavar="URL", help="of an OpenTelemetry collector, for spans of calls")
-    parser.add_argument("--trace-share", type=float, help="of calls whose client does not say whether to trace them")
+    parser.add_argument(
+        "--otlp", metavar="URL", help="URL of an OpenTelemetry collector for traces. (default: no traces)"
+    )
+    parser.add_argument(
+        "--trace-share",
+        type=float,
+        help=f"Share, 0 to 1, of calls without a trace context that are traced. (default: {default.trace_share:g})",
+    )
     service.add_log_level(parser)
 
 
@@ -36,29 +56,37 @@ def run(args: argparse.Namespace) -> int:
     service.log(args)
     from emberline.gateway.book import read_file
 
-    found = read_file(args.config) if args.config is not None else {}
-    config = configured(found, args)
+    file_settings = read_file(args.config) if args.config is not None else {}
+    config = configured(file_settings, args)
     if args.action == "rotate-keys":
         from emberline.cli.rotation import rotate_keys
 
         return rotate_keys(config, args.forget_old)
     from emberline.server.gateway.gatewaying import serve_gateway
 
-    return service.run(serve_gateway(config, found))
+    return service.run(serve_gateway(config, file_settings))
 
 
 def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig:
-    """The file's, and over it what the command line says."""
+    """Return the settings of the file, overridden by those of the command line."""
     known = {field.name: field for field in fields(GatewayConfig)}
-    given = {name: value for name, value in found.items() if name != "gateways"}
-    for name, value in given.items():
+    settings = {name: value for name, value in found.items() if name != "gateways"}
+    for name, value in settings.items():
         if name not in known:
-            raise InvalidRequest(f"{name!r} is no setting", param=name, hint=f"known: gateways, {', '.join(known)}")
+            raise InvalidRequest(
+                f"the settings file has an unknown setting {name!r}",
+                param=name,
+                hint=f"known settings: gateways, {', '.join(known)}",
+            )
         default = getattr(GatewayConfig(), name)
         if default is not None and not isinstance(value, list if isinstance(default, tuple) else type(default)):
-            raise InvalidRequest(f"{name} must be like {default!r}", param=name)
+            raise InvalidRequest(
+                f"the setting {name} is {value!r}, which has the wrong type",
+                param=name,
+                hint=f"for example {default!r}",
+            )
         if isinstance(value, list):
-            given[name] = tuple(value)
-    told = {name: getattr(args, name) for name in OPTIONS}
-    config = replace(GatewayConfig(**given), **{name: value for name, value in told.items() if value is not None})
+            settings[name] = tuple(value)
+    options = {name: getattr(args, name) for name in OPTIONS}
+    config = replace(GatewayConfig(**settings), **{name: value for name, value in options.items() if value is not None})
     return replace(config, api_keys=(*config.api_keys, *(args.api_key or ())))

@@ -1,4 +1,4 @@
-"""interruptible: SIGTERM and SIGHUP end a command as Ctrl-C does, so that what it began is taken back."""
+"""interrupt_on_termination: SIGTERM and SIGHUP end a command like Ctrl-C, with its cleanup."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 
 def interruptible() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Whoever asks again meanwhile (timeout does) must not disturb the end."""
+    """Raise KeyboardInterrupt once: a repeated signal must not interrupt the cleanup."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt

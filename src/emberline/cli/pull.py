@@ -1,4 +1,4 @@
-"""`emberline pull NAME`: bring a model into the cache and print where it is."""
+"""`emberline pull NAME`: downloads a model into the cache and prints its directory."""
 
 from __future__ import annotations
 
@@ -15,28 +15,37 @@ from emberline.hub.source import ALIASES, resolve
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(ALIASES)
-    parser.add_argument("name", nargs="?", default=ALIASES[0], help=f"{known}, hf:org/name, a directory, a .gguf")
-    parser.add_argument("--revision", help="a branch, tag or commit, for hf: names")
-    parser.add_argument("--unweight", action="store_true", help="then pack it losslessly, and print where that is")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default=ALIASES[0],
+        help=f"Model: {known}, hf:org/name, a directory or a .gguf file. (default: {ALIASES[0]})",
+    )
+    parser.add_argument(
+        "--revision", help="Branch, tag or commit of an hf: model. (default: the repository's default branch)"
+    )
+    parser.add_argument(
+        "--unweight", action="store_true", help="Pack the weights losslessly, and print the packed model's directory."
+    )
+    parser.add_argument("--quiet", action="store_true", help="Show no progress on stderr.")
 
 
 def run(args: argparse.Namespace) -> int:
     interruptible()
-    place = resolve(args.name, revision=args.revision, progress=not args.quiet)
+    directory = resolve(args.name, revision=args.revision, progress=not args.quiet)
     if args.unweight:
         from emberline.cli.unweight import pack
 
-        target = _packed_place(args.name, place)
+        target = _packed_place(args.name, directory)
         if not target.is_dir():
-            print(pack(place, target, progress=not args.quiet), file=sys.stderr)
-        place = target
-    print(place)
+            print(pack(directory, target, progress=not args.quiet), file=sys.stderr)
+        directory = target
+    print(directory)
     return 0
 
 
 def _packed_place(name: str, model: Path) -> Path:
-    """Beside the checkpoints; another one when the model's files change."""
+    """Return the packed model's directory, which differs whenever the model's files change."""
     from emberline.unweight.model import copied_files, weight_files
 
     stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(model)]

@@ -1,5 +1,7 @@
-"""`emberline gateway rotate-keys`: a new master key for all providers' keys. It may run beside running gateways, and
-again after it was interrupted. Old master keys stay in the file until `--forget-old`, which checks what is needed."""
+"""`emberline gateway rotate-keys`: re-encrypts all stored provider keys with a new master key.
+
+It may run beside running gateways, and again after an interruption. Old master keys stay in the file until
+`--forget-old`, which first checks that no stored key needs them."""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ async def _rotate(config: GatewayConfig, forget: bool) -> str:
         now = round(time.time() * 1e3)
         if isinstance(masters, FixedKeys):
             if forget:
-                raise InvalidRequest(f"the master keys are in {MASTER_KEY}", hint="take the old ones out there")
+                raise InvalidRequest(
+                    f"--forget-old cannot change the environment variable {MASTER_KEY}, which has the master keys",
+                    hint=f"remove the old keys from {MASTER_KEY}",
+                )
             count = await rewrap_all(store, masters.read(), now)
-            return f"{count} keys are now wrapped with {masters.read().current.id}, the first in {MASTER_KEY}"
+            return f"{count} keys are now encrypted with {masters.read().current.id}, the first key in {MASTER_KEY}"
         if forget:
-            return f"{await forget_old(store, masters)} old master keys are gone"
+            return f"{await forget_old(store, masters)} old master keys were deleted"
         count = await rotate(store, masters, now)
-        return f"{count} keys are now wrapped with {masters.read().current.id}; gateways need no restart"
+        return f"{count} keys are now encrypted with {masters.read().current.id}; gateways need no restart"
     finally:
         await store.close()

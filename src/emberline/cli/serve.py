@@ -1,4 +1,4 @@
-"""emberline serve: the engine and its HTTP face in one command."""
+"""`emberline serve`: runs the engine and its HTTP server in one command."""
 
 from __future__ import annotations
 
@@ -25,62 +25,96 @@ PROC = Path("/proc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    server, engine, rules = ServerConfig(), EngineConfig(model=""), FleetConfig()
+    server, engine, fleet = ServerConfig(), EngineConfig(model=""), FleetConfig()
     parser.add_argument(
-        "model", nargs="?", help=f"smollm2, hf:org/name, a directory or a .gguf file (default: {DEFAULT_MODEL})"
+        "model",
+        nargs="?",
+        help=f"Model: smollm2, hf:org/name, a directory or a .gguf file. (default: {DEFAULT_MODEL})",
     )
     parser.add_argument(
         "--models",
         metavar="[NAME=]MODEL,...",
-        help="several instead of one, each under its name or as given; those that do not fit in a GPU take turns",
+        help="Several models instead of one, each with an optional name in the API; on a GPU, models that do not fit"
+        " together are loaded and unloaded in turn.",
     )
     parser.add_argument(
         "--model-turn",
         type=float,
-        default=rules.turn,
-        help="seconds that a model which others wait for still takes requests (default: %(default)s)",
+        default=fleet.turn,
+        help="Seconds that a model accepts requests while another model's requests wait. (default: %(default)s)",
     )
     parser.add_argument(
         "--model-wait",
         type=float,
-        default=rules.wait,
-        help="seconds after which a request whose model could not be woken gets a 429 (default: %(default)s)",
+        default=fleet.wait,
+        help="Seconds after which a request whose model could not be loaded gets a 429. (default: %(default)s)",
     )
     service.add_arguments(parser, server)
-    parser.add_argument("--served-name", help="the model's name in the API (default: as given)")
-    parser.add_argument("--device", default=engine.device, choices=["auto", "cpu", "cuda"])
-    service.add_setting(parser, engine, "threads", "on a CPU; 0: all cores")
-    parser.add_argument("--dtype", default=engine.dtype, choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--served-name", help="Name of the model in the API. (default: MODEL as written)")
+    parser.add_argument(
+        "--device",
+        default=engine.device,
+        choices=["auto", "cpu", "cuda"],
+        help="Device that computes; auto: a supported GPU if there is one.",
+    )
+    service.add_setting(parser, engine, "threads", "CPU threads; 0: one per core.")
+    parser.add_argument(
+        "--dtype",
+        default=engine.dtype,
+        choices=["auto", "bfloat16", "float32"],
+        help="Data type of the weights; auto: chosen by checkpoint and device.",
+    )
     parser.add_argument(
         "--weights",
         default=engine.weights,
         choices=WEIGHTS,
-        help="in a GPU's memory; packed: about 12 bits instead of 16, to the bit; both: packed for steps of few rows, "
-        "plain for all others; auto: packed if the files are",
+        help="Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
+        " batches and plain for large ones; auto: packed if the files are.",
     )
-    parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32", "float8"])
-    parser.add_argument("--kv-memory", type=service.size, help="bytes of KV cache, e.g. 2G (default: planned)")
+    parser.add_argument(
+        "--kv-dtype",
+        default=engine.kv_dtype,
+        choices=["auto", "bfloat16", "float32", "float8"],
+        help="Data type of the KV cache; auto: that of the weights.",
+    )
+    parser.add_argument(
+        "--kv-memory",
+        type=service.size,
+        help="Size of the KV cache in bytes, such as 2G. (default: planned from the free memory)",
+    )
     _add_tiers(parser, engine)
-    parser.add_argument("--max-context", type=int, help="tokens (default: the model's)")
-    parser.add_argument("--max-batch-tokens", type=int, help="computed in one step (default: by the device)")
-    parser.add_argument("--max-running", type=int, help="requests in one batch (default: by the device)")
-    service.add_setting(parser, engine, "max_waiting", "more than these get a 429")
-    parser.add_argument("--block-size", type=int, help="tokens of a KV block (default: by the device)")
+    parser.add_argument("--max-context", type=int, help="Maximum context in tokens. (default: the model's)")
+    parser.add_argument(
+        "--max-batch-tokens", type=int, help="Maximum tokens computed in one step. (default: depends on the device)"
+    )
+    parser.add_argument(
+        "--max-running", type=int, help="Maximum requests in one batch. (default: depends on the device)"
+    )
+    service.add_setting(parser, engine, "max_waiting", "Maximum waiting requests; further ones get a 429.")
+    parser.add_argument("--block-size", type=int, help="Tokens of a KV block. (default: depends on the device)")
     parser.add_argument(
         "--itl-target-ms",
         type=float,
-        help="target inter-token latency on a GPU: prompt chunks are sized so that 90%% of tokens meet it",
+        help="Target inter-token latency on a GPU in milliseconds. Prompt chunks are sized so that 90%% of tokens meet"
+        " it. (default: no target)",
     )
     service.add_setting(
-        parser, engine, "itl_tail", "the other 10%% of tokens stay within so many targets while prompts wait"
+        parser,
+        engine,
+        "itl_tail",
+        "Limit of the other 10%% of tokens while prompts wait, as a multiple of --itl-target-ms.",
     )
-    parser.add_argument("--no-prefix-cache", action="store_true")
-    service.add_setting(parser, server, "stall_timeout", "seconds until a silent engine is restarted")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="Do not reuse KV blocks of earlier prompts.")
+    service.add_setting(
+        parser, server, "stall_timeout", "Seconds without progress after which the engine is restarted."
+    )
     parser.add_argument(
-        "--embedder", default=DEFAULT_EMBEDDER, help="model of /v1/embeddings, or none (default: %(default)s)"
+        "--embedder", default=DEFAULT_EMBEDDER, help="Model of /v1/embeddings, or none. (default: %(default)s)"
     )
-    parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
-    service.add_setting(parser, server, "tool_style", "auto, hermes, llama3, mistral, mistral-args")
+    parser.add_argument("--chat-template", help="Jinja file with the chat template. (default: the model's own)")
+    service.add_setting(
+        parser, server, "tool_style", "Format of tool calls: auto, hermes, llama3, mistral or mistral-args."
+    )
     _add_api(parser, server)
     _add_worker_arguments(parser)
     tracing.add_arguments(parser)
@@ -91,19 +125,19 @@ def _add_api(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
         parser,
         server,
         "generation_config",
-        "sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with another one",
+        "Sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with such a file.",
     )
     parser.add_argument(
         "--response-store",
         metavar="FILE",
         default=server.response_store,
-        help="SQLite file for stored responses (previous_response_id); auto: until the server ends, none: off",
+        help="SQLite file for stored responses (previous_response_id); auto: kept until the server ends; none: off.",
     )
     parser.add_argument(
         "--response-store-size",
         type=service.size,
         default=server.response_store_size,
-        help="bytes of stored responses, of which the oldest are deleted first (default: 256M)",
+        help="Maximum size of stored responses in bytes; the oldest are deleted first. (default: 256M)",
     )
 
 
@@ -112,67 +146,76 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         "--kv-host-memory",
         type=service.size,
         default=engine.kv_host_memory,
-        help="bytes of main memory for prefixes that the KV cache has no room for, each model's own",
+        help="Main memory for KV blocks evicted from the KV cache, in bytes per model.",
     )
-    parser.add_argument("--kv-disk", metavar="DIR", help="where such prefixes are kept on disk, also after a restart")
-    parser.add_argument("--kv-disk-size", type=service.size, help="bytes there, each model's own")
     parser.add_argument(
-        "--kv-store", metavar="HOST:PORT", help="mooncake_master of a store that all workers of a cluster share"
+        "--kv-disk", metavar="DIR", help="Directory for evicted KV blocks, also used after a restart. (default: none)"
+    )
+    parser.add_argument(
+        "--kv-disk-size", type=service.size, help="Maximum size of --kv-disk in bytes per model, such as 100G."
+    )
+    parser.add_argument(
+        "--kv-store",
+        metavar="HOST:PORT",
+        help="Address of the mooncake_master of a KV store that all workers share. (default: none)",
     )
     parser.add_argument(
         "--kv-store-memory",
         type=service.size,
         default=engine.kv_store_memory,
-        help="bytes of main memory that each model gives to it",
+        help="Main memory that each model contributes to --kv-store, in bytes.",
     )
     parser.add_argument(
-        "--kv-policy", default=engine.kv_policy, choices=["lru", "arc"], help="which prefixes leave these first"
+        "--kv-policy",
+        default=engine.kv_policy,
+        choices=["lru", "arc"],
+        help="Eviction policy of main memory and disk.",
     )
     parser.add_argument(
         "--kv-mooncake",
         action="store_true",
-        help="a worker moves prefixes by Mooncake's Transfer Engine too (RDMA where there is some)",
+        help="Also transfer KV blocks with Mooncake's Transfer Engine, over RDMA where available.",
     )
     parser.add_argument(
         "--kv-mooncake-host",
         metavar="ADDRESS",
-        help="IPv4 address of this host for Mooncake, which authenticates no peer: name one only in a network that you "
-        "trust (default: 127.0.0.1)",
+        help="IPv4 address of this host for Mooncake, which does not authenticate peers: use it only in a trusted"
+        " network. (default: 127.0.0.1)",
     )
     parser.add_argument(
         "--kv-port",
         type=int,
         default=engine.kv_port,
         metavar="PORT",
-        help=f"first of {KV_PORTS} ports for each model's KV transfers: TCP, then Mooncake (default: free ones)",
+        help=f"First port for KV transfers; each model uses {KV_PORTS} ports, TCP first, then Mooncake."
+        " (default: any free ports)",
     )
     parser.add_argument(
         "--kv-checksums",
         action=argparse.BooleanOptionalAction,
         default=engine.kv_checksums,
-        help="each block is published with a checksum, which the receiving worker compares with what arrived "
-        "(default: with --kv-mooncake)",
+        help="Send a checksum with each KV block, which the receiving worker verifies. (default: with --kv-mooncake)",
     )
     parser.add_argument(
         "--kv-codec",
         default=engine.kv_codec,
         choices=["auto", "none", "uw"],
-        help="lossless compression of prefixes on disk and between hosts; auto: where it measures faster",
+        help="Lossless compression of KV blocks on disk and between hosts; auto: where it measures faster.",
     )
 
 
 def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--router", metavar="URL", help="take requests from this router too")
-    parser.add_argument("--worker-name", help="there; one that is started again keeps it (default: host:port)")
-    parser.add_argument("--worker-url", help="under which the router reaches this server (default: host and port)")
-    parser.add_argument("--cluster-key", help="the router's, if it has one (better: EMBERLINE_CLUSTER_KEY)")
+    parser.add_argument("--router", metavar="URL", help="URL of a router to register with. (default: none)")
+    parser.add_argument("--worker-name", help="Name at the router, the same after every restart. (default: HOST:PORT)")
+    parser.add_argument("--worker-url", help="URL under which the router reaches this server. (default: host and port)")
+    parser.add_argument("--cluster-key", help="Cluster key of the router. (default: EMBERLINE_CLUSTER_KEY)")
 
 
 def run(args: argparse.Namespace) -> int:
     service.log(args)
     from emberline.server.worker.serving import serve
 
-    began = time.monotonic() - (time.time() - _process_start())
+    started_at = time.monotonic() - (time.time() - _process_start())
     server = service.given(args, ServerConfig) | {
         "models": _models(args.model, args.models, args.served_name),
         "api_keys": tuple(args.api_key),
@@ -181,8 +224,8 @@ def run(args: argparse.Namespace) -> int:
         "trace": tracing.trace_config(args),
     }
     engine = service.given(args, EngineConfig) | {"model": "", "prefix_cache": not args.no_prefix_cache}
-    rules = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
-    return service.run(serve(ServerConfig(**server), EngineConfig(**engine), rules, began))
+    fleet = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
+    return service.run(serve(ServerConfig(**server), EngineConfig(**engine), fleet, started_at))
 
 
 def _worker(args: argparse.Namespace) -> WorkerConfig | None:
@@ -192,39 +235,51 @@ def _worker(args: argparse.Namespace) -> WorkerConfig | None:
     for name in ("worker_name", "worker_url", "cluster_key", "kv_mooncake", "kv_checksums"):
         if getattr(args, name):
             raise InvalidRequest(
-                f"--{name.replace('_', '-')} is for a worker of a router", hint="give --router URL too"
+                f"--{name.replace('_', '-')} is only for a worker of a router", hint="add --router URL"
             )
     if args.kv_port and args.kv_store is None:
-        raise InvalidRequest("--kv-port is for a worker of a router, or with --kv-store", hint="give --router URL too")
+        raise InvalidRequest(
+            f"--kv-port is {args.kv_port}, but the port is only for a worker of a router or with --kv-store",
+            hint="add --router URL or --kv-store HOST:PORT",
+        )
     return None
 
 
 def _models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:
-    """By the name in the API, what is served."""
+    """Return the models to serve, by their names in the API."""
     if several is None:
         model = model or DEFAULT_MODEL
         return {served_name or model: model}
     if model is not None or served_name is not None:
-        given = "a model" if model is not None else "--served-name"
-        raise InvalidRequest(f"--models and {given} were given", param="models", hint="write --models NAME=MODEL,...")
+        other = f"MODEL {model!r}" if model is not None else f"--served-name {served_name!r}"
+        raise InvalidRequest(
+            f"--models {several[:200]!r} cannot be combined with {other}",
+            param="models",
+            hint="use only --models NAME=MODEL,...",
+        )
     models: dict[str, str] = {}
     for item in several.split(","):
         name, equals, source = item.partition("=")
-        if not equals or "/" in name:  # a path may have one
+        if not equals or "/" in name:  # a path may contain "="
             name = source = item
         if not name or not source:
             raise InvalidRequest(
-                f"--models has {item!r}, which is no model", param="models", hint="MODEL or NAME=MODEL"
+                f"--models contains {item!r}, which is no model", param="models", hint="write MODEL or NAME=MODEL"
             )
         if name in models:
-            raise InvalidRequest(f"--models has {name!r} twice", param="models", hint="write NAME=MODEL")
+            raise InvalidRequest(
+                f"--models contains the name {name!r} twice",
+                param="models",
+                hint="write NAME=MODEL with different names",
+            )
         models[name] = source
     return models
 
 
 def _process_start() -> float:
-    """When this process was started, so that "ready in" counts the interpreter and the imports too; now, without /proc
-    (macOS)."""
+    """Return when this process started; the current time without /proc (macOS).
+
+    So "ready in" includes the interpreter's start and the imports."""
     try:
         ticks = int((PROC / "self/stat").read_text().rsplit(")", 1)[1].split()[19])
         uptime = float((PROC / "uptime").read_text().split()[0])

@@ -1,4 +1,4 @@
-"""Service: what commands have in common that listen until they are told to stop."""
+"""Options and start of the commands that serve until a signal stops them."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: Any) -> None:
-    parser.add_argument("--host", default=config.host)
-    parser.add_argument("--port", type=int, default=config.port)
-    parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    parser.add_argument("--host", default=config.host, help="Address to listen on.")
+    parser.add_argument("--port", type=int, default=config.port, help="Port to listen on; 0: any free port.")
+    parser.add_argument(
+        "--api-key", action="append", default=[], help="Require this API key; may be repeated. (default: none required)"
+    )
     add_exposure(parser)
-    add_setting(parser, config, "request_timeout", "seconds of a whole request; inf: as long as its tokens flow")
-    add_setting(parser, config, "token_timeout", "seconds to the first token, and between two tokens of a stream")
+    add_setting(parser, config, "request_timeout", "Time limit of a whole request in seconds; inf: none.")
+    add_setting(parser, config, "token_timeout", "Seconds to the first token, and between two tokens of a stream.")
     add_log_level(parser)
 
 
 def add_exposure(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Options of a listener; `defaults`: what an option is that was not given."""
+    """Add the options that open a listener to others. `defaults`: the default of every option."""
     parser.add_argument(
         "--open",
         action="store_true",
         **defaults,
-        help="listen beyond this machine without authentication: anyone who reaches it may use it",
+        help="Allow other machines to connect without authentication.",
     )
     parser.add_argument(
         "--cors-origins",
         type=words,
         metavar="ORIGIN,...",
         **{"default": (), **defaults},
-        help="web pages that may call, such as https://chat.example.com, or * (default: none of other sites)",
+        help="Sites whose web pages may call, such as https://chat.example.com, or *. (default: none)",
     )
     parser.add_argument(
         "--allowed-hosts",
         type=words,
         metavar="NAME,...",
         **{"default": (), **defaults},
-        help="names under which it is called, besides localhost, such as that of a proxy in front",
+        help="Host names under which clients call, such as a proxy's. (default: localhost and IP addresses only)",
     )
 
 
@@ -50,30 +52,35 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="Lowest level that is logged.",
+    )
 
 
 def add_setting(parser: argparse.ArgumentParser, config: Any, name: str, help: str) -> None:
-    """Add an option for the field `name` of a config, with its type and its default, which the help shows."""
+    """Add an option for the field `name` of a config, with the field's type and default."""
     default = getattr(config, name)
     shown = help if "default" in help else f"{help} (default: %(default)s)"
     parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=shown)
 
 
 def size(text: str) -> int:
-    """Bytes, such as 500M or 1.5G."""
+    """Parse a size in bytes, such as 500M or 1.5G; raise ArgumentTypeError if it is none."""
     factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
     try:
         number = float(text[:-1] if factor > 1 else text) * factor
     except ValueError:
         number = -1.0
     if not 0 <= number < 1 << 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, such as 500M or 1.5G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes (hint: write 500M or 1.5G)")
     return int(number)
 
 
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
-    """What the options say of a config's fields."""
+    """Return the values of a config's fields that have an option."""
     return {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}
 
 

@@ -1,5 +1,7 @@
-"""`python -m emberline.cli.started PORT [GATEWAY_PORT]`: wait until a server and its gateway answer, then print where
-to go next. scripts/serve starts it; it ends without a word when its parent does."""
+"""Prints the URLs to open once a server and its gateway answer.
+
+`scripts/serve` starts it as `python -m emberline.cli.startup_summary PORT [GATEWAY_PORT]`. It ends silently when its
+parent does."""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def wait_until_ready(url: str, needed: Callable[[], bool]) -> bool:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S).close()
             return True
-        except urllib.error.HTTPError as e:  # it may want a key; it answers
-            if e.code != 503:  # 503: it is loading
+        except urllib.error.HTTPError as e:  # such as 401: the server runs
+            if e.code != 503:  # 503: still loading
                 return True
             time.sleep(POLL_S)
         except OSError:
@@ -54,7 +56,7 @@ def summary(engine: str, gateway: str | None = None) -> str:
 
 
 def _first_chat_model(engine: str) -> tuple[str, str | None]:
-    """The model's name, and the header that a server with keys needs."""
+    """Return the name of the first chat model, and the header that a server with API keys needs."""
     try:
         with urllib.request.urlopen(f"{engine}/v1/models", timeout=REQUEST_TIMEOUT_S) as reply:
             rows: list[dict[str, Any]] = json.load(reply)["data"]

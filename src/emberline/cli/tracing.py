@@ -1,4 +1,4 @@
-"""Options of all commands whose requests can be traced."""
+"""Options of the commands whose requests can be traced."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--otlp",
         metavar="URL",
-        help="of an OpenTelemetry collector, for spans of requests (default: OTEL_EXPORTER_OTLP_ENDPOINT)",
+        help="URL of an OpenTelemetry collector for traces of requests."
+        " (default: OTEL_EXPORTER_OTLP_ENDPOINT; without it, no traces)",
     )
     parser.add_argument(
         "--trace-share",
         type=float,
         default=1.0,
-        help="of requests whose client does not say whether to trace them, in [0, 1] (default: %(default)g)",
+        help="Share, 0 to 1, of requests without a trace context that are traced. (default: %(default)g)",
     )
 
 

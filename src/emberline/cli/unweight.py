@@ -1,4 +1,4 @@
-"""`emberline unweight WHAT`: weights in fewer bytes on disk, and back, with not one bit changed."""
+"""`emberline unweight WHAT`: stores weights in fewer bytes, and restores them bit for bit."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    source = f"{', '.join(ALIASES)}, hf:org/name, a directory, a .gguf"
-    for name, help_ in (("pack", "make a packed copy of a model"), ("unpack", "make what was packed, byte for byte")):
+    source = f"{', '.join(ALIASES)}, hf:org/name, a directory or a .gguf file"
+    for name, help_ in (
+        ("pack", "Write a packed copy of a model."),
+        ("unpack", "Restore the original, byte for byte."),
+    ):
         sub = kinds.add_parser(name, help=help_, description=help_)
-        sub.add_argument("source", metavar="SRC", help=source if name == "pack" else "a packed model's directory")
-        sub.add_argument("target", metavar="DST", type=Path, help="a directory that does not exist yet")
+        packed = "Directory of a packed model."
+        sub.add_argument("source", metavar="SRC", help=f"Model: {source}." if name == "pack" else packed)
+        sub.add_argument("target", metavar="DST", type=Path, help="Directory to create.")
         _quiet(sub)
-    verify = kinds.add_parser("verify", help="hold a packed model against its hashes, or also against the original")
-    verify.add_argument("packed", metavar="DST", help="a packed model's directory")
-    verify.add_argument("source", metavar="SRC", nargs="?", help=f"the original, compared bit by bit: {source}")
+    verify = kinds.add_parser("verify", help="Check a packed model against its hashes, and optionally the original.")
+    verify.add_argument("packed", metavar="DST", help="Directory of a packed model.")
+    verify.add_argument("source", metavar="SRC", nargs="?", help=f"Original to compare bit by bit: {source}.")
     _quiet(verify)
-    info = kinds.add_parser("info", help="what packing saved, tensor by tensor, beside what the entropy allows")
-    info.add_argument("packed", metavar="DST", help="a packed model's directory")
-    info.add_argument("--svg", type=Path, metavar="FILE", help="write the plot here")
-    info.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    info = kinds.add_parser("info", help="Show what packing saved for each tensor, compared with the entropy bound.")
+    info.add_argument("packed", metavar="DST", help="Directory of a packed model.")
+    info.add_argument("--svg", type=Path, metavar="FILE", help="Write the plot to this SVG file.")
+    info.add_argument("--json", type=Path, metavar="FILE", help="Write the figures to this JSON file.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pack(source: Path, target: Path, progress: bool) -> str:
-    """What came of it, for people."""
+    """Pack a model and return a summary for the user."""
     from emberline.unweight import model
 
     with _progress(f"pack {target.name}", source, progress) as (advance, codec):
@@ -51,7 +55,7 @@ def pack(source: Path, target: Path, progress: bool) -> str:
         left_out = model.pack(source, target, codec, advance)
         seconds = time.perf_counter() - began
     for path in left_out:
-        print(f"left out: {path}", file=sys.stderr)
+        print(f"not copied: {path}", file=sys.stderr)
     before, after = (sum(file.stat().st_size for file in model.weight_files(d)) for d in (source, target))
     return f"{_size(before)} -> {_size(after)} ({1 - after / before:.1%} smaller), {seconds:.1f} s"
 
@@ -81,8 +85,8 @@ def _verify(args: argparse.Namespace) -> int:
         wrong = model.verify(packed, original, codec, advance)
     for problem in wrong:
         print(problem, file=sys.stderr)
-    against = "every tensor has its hash" if original is None else f"every tensor has its hash and equals {original}'s"
-    print(f"{len(wrong)} wrong" if wrong else f"{against}, {time.perf_counter() - began:.1f} s")
+    against = "all tensors match their hashes" + ("" if original is None else f" and equal those of {original}")
+    print(f"problems found: {len(wrong)}" if wrong else f"{against}, {time.perf_counter() - began:.1f} s")
     return 1 if wrong else 0
 
 
@@ -110,7 +114,9 @@ def _info(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Callable[[int], None], Codec]]:
-    """What to tell of bytes done, which are those of the tensors as they are unpacked; and the codec to do it with."""
+    """Show progress, and yield a function that adds finished bytes, and the codec to use.
+
+    Bytes are those of the unpacked tensors."""
     from emberline.hub.checkpoint import Checkpoint
     from emberline.kernels.cpu.library import find_library
     from emberline.unweight.codec import codec_of
@@ -118,7 +124,7 @@ def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Calla
     total = sum(info.logical_bytes for info in Checkpoint.open(directory).tensors.values())
     codec = codec_of(find_library())
     if wanted and codec.name != "native":
-        print("the native codec could not be built, so this is slow: emberline doctor says why", file=sys.stderr)
+        print("the native codec could not be built, so this is slow (hint: run emberline doctor)", file=sys.stderr)
     shown = Progress(label, total, wanted)
     try:
         yield shown.add, codec
@@ -127,7 +133,7 @@ def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Calla
 
 
 def _quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--quiet", action="store_true", help="Show no progress on stderr.")
 
 
 def _size(count: int) -> str:

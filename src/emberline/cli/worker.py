@@ -1,4 +1,4 @@
-"""emberline worker: `emberline serve` for a router."""
+"""`emberline worker`: `emberline serve` behind a router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role",
         default="both",
         choices=get_args(Role),
-        help="prefill: it computes prompts for others; decode: it goes on from there; both: it answers alone",
+        help="prefill: compute prompts for other workers; decode: generate from their prompts; both: do both.",
     )
     serve.add_arguments(parser)
     parser.set_defaults(port=0)
@@ -23,5 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.router is None:
-        raise InvalidRequest("a worker needs a router", hint="emberline worker MODEL --router http://HOST:PORT")
+        raise InvalidRequest(
+            "--router is missing: a worker registers with a router",
+            param="router",
+            hint="run emberline worker MODEL --router http://HOST:PORT",
+        )
     return serve.run(args)

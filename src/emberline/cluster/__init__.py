@@ -1,1 +1,1 @@
-"""Workers and how they find each other: cards, heartbeats, incarnations, and processes on one machine."""
+"""How workers and routers find each other: registrations, heartbeats, membership, supervision."""

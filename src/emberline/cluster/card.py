@@ -1,8 +1,7 @@
-"""Card: what a worker says of itself when it registers. Beat: how it goes, every second after.
+"""WorkerRegistration and Heartbeat: the messages that a worker sends to its router.
 
-What a newer worker says besides is ignored, and what an older one leaves out has a default: so a cluster is upgraded
-part by part.
-"""
+Unknown fields are ignored and missing ones have defaults, so that workers and routers of different releases work
+together and a cluster can be upgraded step by step."""
 
 from __future__ import annotations
 
@@ -23,61 +22,61 @@ _PLAIN = re.compile("[ -~]{1,128}")
 
 
 class Card(msgspec.Struct, frozen=True):
-    name: str  # of the place: a worker that is started again has the same
-    incarnation: str  # of the process: never used twice
+    name: str  # stays the same when the worker is restarted
+    incarnation: str  # unique to the process
     url: str
     models: tuple[ModelCard, ...]
     role: Role = "both"
-    dialect: Dialect = "native"  # what it understands
+    dialect: Dialect = "native"  # which kind of server it is
 
     def __post_init__(self) -> None:
-        if not _PLAIN.fullmatch(self.name) or not _PLAIN.fullmatch(self.incarnation):  # they travel in headers
+        if not _PLAIN.fullmatch(self.name) or not _PLAIN.fullmatch(self.incarnation):  # they are sent in headers
             raise ValueError("name and incarnation must be 1 to 128 printable ASCII characters")
         if not self.models:
             raise ValueError("models must not be empty")
-        parts = urlsplit(self.url)  # which raises ValueError itself, as its port does
+        parts = urlsplit(self.url)  # raises ValueError itself, as `parts.port` does
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.port == 0:
-            raise ValueError("url must be an http or https URL of a host")
+            raise ValueError(f"url must be an http or https URL with a host, not {self.url[:200]!r}")
         if is_unspecified(parts.hostname):
-            raise ValueError(f"url is {self.url}: that address means all interfaces and reaches no worker")
+            raise ValueError(f"url is {self.url}: no client can connect to the address of all interfaces")
 
 
 class ModelCard(msgspec.Struct, frozen=True):
     name: str
-    layout: str = ""  # of its KV blocks: only equal ones can be exchanged
+    layout: str = ""  # of its KV blocks: only workers with equal layouts exchange blocks
     max_context: int = 0
-    max_running: int = 0  # 0: it keeps no batch (an embedder)
+    max_running: int = 0  # requests in one batch; 0: an embedder
     kv_tokens: int = 0
     block_size: int = 0
-    peer: dict[str, Any] | None = None  # its engine, as others' engines know it; None: it hands nothing on
-    sampling: dict[str, float] = {}  # settings of a request that leaves them out
-    numerics: Numerics | None = None  # None: an embedder, another kind of server, or an earlier release
+    peer: dict[str, Any] | None = None  # how other engines connect to this one; None: it offers no blocks
+    sampling: dict[str, float] = {}  # defaults of the sampling parameters
+    numerics: Numerics | None = None  # None: an embedder, a foreign server, or an earlier release
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """Gauges of now and counters since the engine's start, of all models together."""
+    """A worker's state: gauges as of now, and counters since the engine's start, over all models."""
 
     name: str
     incarnation: str
-    ready: bool = True  # False: the engine starts again
+    ready: bool = True  # False: the engine is starting
     running: int = 0
     waiting: int = 0
-    loading: int = 0  # of those that run: their blocks come from elsewhere, and they need no step
+    loading: int = 0  # running requests that wait for blocks from a tier or peer and need no step
     kv_usage: float = 0.0
     step: int = 0
-    step_seconds: float = 0.0  # of the last step
-    busy_seconds: float = 0.0  # of all steps
-    prompt_tokens: int = 0  # computed
+    step_seconds: float = 0.0  # duration of the last step
+    busy_seconds: float = 0.0  # duration of all steps
+    prompt_tokens: int = 0  # computed prompt tokens
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    paired: tuple[str, ...] = ()  # incarnations of engines it can take blocks from
-    refused: dict[str, str] = {}  # those it cannot, and why
+    paired: tuple[str, ...] = ()  # incarnations of engines from which it can fetch blocks
+    refused: dict[str, str] = {}  # incarnations of engines from which it cannot, with the reason
     transfer: TransferStats | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The router's answer to a card."""
+    """The router's reply to a registration or a heartbeat."""
 
-    beat_seconds: float
-    peers: dict[str, list[dict[str, Any]]] = {}  # by model: engines to be paired with, all of them
+    beat_seconds: float  # interval between heartbeats
+    peers: dict[str, list[dict[str, Any]]] = {}  # by model: all engines to pair with

@@ -1,5 +1,7 @@
-"""FakeWorker: a worker without an engine. It registers, beats, streams, prefills and goes on with what others began
-like a real one, at a pace, and can be told to fail: `python -m emberline.cluster.fake --router URL`."""
+"""FakeWorker: a worker without an engine, for tests and benchmarks of the router.
+
+It registers, sends heartbeats, streams, prefills and resumes like a real worker, at a configurable speed, and fails on
+request: `python -m emberline.cluster.fake --router URL`."""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 JSON = [(b"content-type", b"application/json")]
 LINES = [(b"content-type", b"application/x-ndjson")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-BYTES = 1 << 12  # of keys and values, for a token
+BYTES = 1 << 12
 STATUS = {"bad": 400, "missing": 404, "full": 429, "fail": 500, "refuse": 503}
 
 
 class Fault(msgspec.Struct):
-    """How it fails, as a test tells it."""
+    """The failure that a test has requested."""
 
-    mode: str = "well"  # or one of STATUS; or break, tear (half a write goes out), stall, die
-    after: int = 3  # writes
-    calls: str = ""  # only at this path
-    times: int = 1 << 30
+    mode: str = "well"  # or a key of STATUS_BY_MODE; or break, tear (send half a write), stall, die
+    after: int = 3  # writes before the failure
+    calls: str = ""  # path of the requests that fail; "": all
+    times: int = 1 << 30  # number of failures
 
 
 class FakeWorker:
@@ -60,13 +62,13 @@ class FakeWorker:
         self.pace = pace
         self.max_running = max_running
         self.role: Role = role
-        self.shy = shy  # pairs with nobody
-        self.dtype = dtype  # that its card reports: what it says is the same whatever it is
-        self.met: tuple[str, ...] = ()  # whose blocks it can take
+        self.shy = shy
+        self.dtype = dtype  # only reported: the output does not depend on it
+        self.met: tuple[str, ...] = ()  # incarnations of the engines from which it can fetch blocks
         self.fault = Fault()
         self.asked = self.gone = self.running = self.step = self.prompts = self.generated = 0
         self.resumed = self.prefilled = self.pulled = 0
-        self.offered_output = 0  # tokens of output that prefills were asked to offer with the prompt
+        self.offered_output = 0  # output tokens that prefill requests contained besides the prompt
         self.transfer = TransferStats()
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
@@ -79,7 +81,7 @@ class FakeWorker:
         self.met = tuple(peer["incarnation"] for peer in peers.get("fake", ()) if not self.shy)
 
     def beat(self) -> Beat:
-        self.step += self.fault.mode != "stall"  # an engine goes on while clients read slowly
+        self.step += self.fault.mode != "stall"  # a healthy engine makes steps even if clients read slowly
         return Beat(
             self.name,
             self.incarnation,
@@ -95,24 +97,24 @@ class FakeWorker:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         body = await _body(receive)
         path, headers = scope["path"], {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        if path == "/fake":  # told by a test
+        if path == "/fake":  # control endpoint of tests
             self.fault = msgspec.json.decode(body, type=Fault) if body else self.fault
             return await _reply(send, 200, msgspec.json.encode(self._counts()))
         self.asked += 1
         self.seen = [*self.seen[-15:], {**headers, "?": scope["query_string"].decode(), "path": path}]
         fault = self._strikes(path)
         if (status := STATUS.get(fault.mode)) is not None:
-            said = b'{"error":{"message":"not now","code":"queue_full"}}'
-            return await _reply(send, status, said, [(b"retry-after", b"7")])
+            error = b'{"error":{"message":"not now","code":"queue_full"}}'
+            return await _reply(send, status, error, [(b"retry-after", b"7")])
         self.running += 1
-        leaving = asyncio.create_task(_gone(receive))
+        disconnect = asyncio.create_task(_gone(receive))
         work = asyncio.create_task(self._work(path, headers, body, fault, send))
         try:
-            await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((disconnect, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
         finally:
             self.running -= 1
-            leaving.cancel()
+            disconnect.cancel()
             work.cancel()
         return await work if work.done() else None
 
@@ -150,28 +152,28 @@ class FakeWorker:
     async def _answer(
         self, body: bytes, seed: int, envelope: Envelope | None, tracked: bool, fault: Fault, send: Send
     ) -> None:
-        asked = msgspec.json.decode(body, type=Asked)
-        tracked = tracked and not asked.untracked
-        speech = Speech(seed if asked.seed is None else asked.seed, asked)
-        prompt, after = len(body) // 4, 0
+        request = msgspec.json.decode(body, type=Asked)
+        tracked = tracked and not request.untracked
+        completion = Speech(seed if request.seed is None else request.seed, request)
+        prompt_tokens, resumed_tokens = len(body) // 4, 0
         if envelope is not None:
             try:
-                after = speech.said_before(envelope)
+                resumed_tokens = completion.said_before(envelope)
             except InvalidRequest as e:
                 return await _reply(send, 400, str(e).encode())
         if envelope is not None and envelope.handoff["source"]:
             self.pulled += 1
             self.transfer.pulls += 1
-            self.transfer.pulled_bytes += prompt * BYTES
+            self.transfer.pulled_bytes += prompt_tokens * BYTES
             self.transfer.pull_seconds += 0.001
             self.transfer.copy_seconds += 0.001
         else:
-            self.prompts += prompt
-        if asked.stream:
-            return await self._write(speech.writes(prompt, after, tracked), EVENTS, fault, send)
-        await asyncio.sleep(self.pace * speech.length)
-        whole = await asyncio.to_thread(speech.whole, prompt)  # it may be long, and beats go on meanwhile
-        return await self._write([whole], [*JSON, (b"content-length", str(len(whole)).encode())], fault, send)
+            self.prompts += prompt_tokens
+        if request.stream:
+            return await self._write(completion.writes(prompt_tokens, resumed_tokens, tracked), EVENTS, fault, send)
+        await asyncio.sleep(self.pace * completion.length)
+        reply_body = await asyncio.to_thread(completion.whole, prompt_tokens)  # a long reply must not delay heartbeats
+        return await self._write([reply_body], [*JSON, (b"content-length", str(len(reply_body)).encode())], fault, send)
 
     async def _write(self, writes: Iterable[bytes], headers: Headers, fault: Fault, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -192,7 +194,7 @@ async def _fail(fault: Fault, data: bytes, send: Send) -> None:
             os._exit(1)
         case "tear":
             await send({"type": "http.response.body", "body": data[: len(data) // 2], "more_body": True})
-    raise ConnectionError("as told")
+    raise ConnectionError("failure requested by a test")
 
 
 async def _body(receive: Receive) -> bytes:
@@ -237,15 +239,17 @@ async def run(worker: FakeWorker, router: str | None, port: int) -> None:
 def main() -> None:
     import uvloop
 
-    parser = argparse.ArgumentParser(description="A worker without an engine.")
-    parser.add_argument("--router")
-    parser.add_argument("--name", default="fake")
-    parser.add_argument("--port", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        description="Run a worker without an engine.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--router", help="URL of the router to register with")
+    parser.add_argument("--name", default="fake", help="name of the worker")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free port")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between two tokens")
-    parser.add_argument("--max-running", type=int, default=64)
-    parser.add_argument("--role", default="both", choices=["prefill", "decode", "both"])
-    parser.add_argument("--shy", action="store_true", help="it can take blocks from nobody")
-    parser.add_argument("--dtype", default="bfloat16", help="that its card reports")
+    parser.add_argument("--max-running", type=int, default=64, help="requests in one batch, as registered")
+    parser.add_argument("--role", default="both", choices=["prefill", "decode", "both"], help="role of the worker")
+    parser.add_argument("--shy", action="store_true", help="fetch no blocks from other workers")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the weights, as registered")
     args = parser.parse_args()
     worker = FakeWorker(args.name, args.pace, args.max_running, args.role, args.shy, args.dtype)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

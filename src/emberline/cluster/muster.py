@@ -1,5 +1,6 @@
-"""Muster: who of a cluster is not there as it should be, and what is held for somebody when nobody wants anything, from
-what the router (`/cluster/status`) and each worker (`/stats`) tell."""
+"""Checks of a whole cluster: which workers are unavailable, and which resources an idle one holds.
+
+They use the router's `/cluster/status` and each worker's `/stats`."""
 
 from __future__ import annotations
 
@@ -11,47 +12,51 @@ KEPT = ("running", "waiting", "open_requests")
 KEPT_FOR_OTHERS = ("leases", "pinned_blocks", "quarantined_blocks")
 PAUSE = 0.1  # seconds between two looks
 
-Told = Mapping[str, Any] | None  # None: it does not answer
+Told = Mapping[str, Any] | None  # None: the process does not answer
 
 
 def absences(status: Told, workers: Mapping[str, Told]) -> dict[str, str]:
-    """Names, and what is wrong with them: each is to be known as ready, to say so itself, and to be paired with all who
-    prefill."""
+    """Return the names of unavailable workers and the reasons.
+
+    A worker is available if the router and the worker itself report it as ready and, for a decode worker, if it is
+    paired with all prefill workers."""
     if status is None:
-        return {"router": "no router"}
+        return {"router": "the router does not answer"}
     rows = {row["name"]: row for row in status["workers"]}
-    found: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     for name, stats in workers.items():
         health = rows[name]["health"] if name in rows else "unknown"
         if health != "ready":
-            found[name] = f"{name} is {health}"
+            unavailable[name] = f"the router reports {name} as {health}"
         elif stats is None or stats["engine_state"] != "ready":
-            found[name] = f"{name} says {stats and stats['engine_state']}"
-    there = [rows[name] for name in workers if name not in found]
-    prefills = {row["name"] for row in there if row["role"] == "prefill"}
-    for row in there:
-        if row["role"] == "decode" and not prefills <= {*row["paired"]}:
-            found[row["name"]] = f"{row['name']} is paired with {row['paired']}, refused {row['refused']}"
-    return found
+            unavailable[name] = f"{name} reports its engine as {stats and stats['engine_state']}"
+    available = [rows[name] for name in workers if name not in unavailable]
+    prefill_names = {row["name"] for row in available if row["role"] == "prefill"}
+    for row in available:
+        if row["role"] == "decode" and not prefill_names <= {*row["paired"]}:
+            unavailable[row["name"]] = f"{row['name']} is paired with {row['paired']} only, refused {row['refused']}"
+    return unavailable
 
 
 def holdings(status: Told, workers: Mapping[str, Told]) -> str:
-    """Of the first who holds something; "" if nobody does."""
+    """Return the resources that the first non-idle process holds, or ""."""
     if status is None or status["open_requests"]:
-        return "the router has open requests" if status else "no router"
+        return "the router has open requests" if status else "the router does not answer"
     for name, stats in workers.items():
         if stats is None:
             return f"{name} does not answer"
-        kept = {what: stats[what] for what in KEPT} | {what: stats["transfer"][what] for what in KEPT_FOR_OTHERS}
-        kept["blocks"] = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"]
-        if any(kept.values()):
-            return f"{name}: " + ", ".join(f"{what} {count}" for what, count in kept.items() if count)
+        held = {counter: stats[counter] for counter in KEPT} | {
+            counter: stats["transfer"][counter] for counter in KEPT_FOR_OTHERS
+        }
+        held["blocks"] = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"]
+        if any(held.values()):
+            return f"{name}: " + ", ".join(f"{counter} {count}" for counter, count in held.items() if count)
     return ""
 
 
 async def until_nothing(what: Callable[[], Awaitable[str]], seconds: float) -> str:
-    """Waits for it to be "". What it is in the end."""
+    """Call `check` until it returns "", and return its last result."""
     end = asyncio.get_running_loop().time() + seconds
-    while (still := await what()) and asyncio.get_running_loop().time() < end:
+    while (result := await what()) and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(PAUSE)
-    return still
+    return result

@@ -1,5 +1,7 @@
-"""Registrar: a worker's side of membership. It registers, beats, registers again with a router that has forgotten it or
-when its card has changed, and says goodbye. A router that is away does not disturb the worker."""
+"""Registrar: a worker's side of membership.
+
+It registers the worker, sends heartbeats, registers again when the router does not know the worker or the registration
+has changed, and announces the shutdown. A router that does not answer never disturbs the worker."""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from emberline.net.notjson import NOT_JSON
 
 log = logging.getLogger("emberline.worker")
 
-PATIENCE = 1.5  # seconds for an answer: one that is missed must not make us lost
-PAUSE = 1.0  # seconds between attempts to register
-AWAY_PAUSE = 0.25  # seconds between attempts to reach a router that is not there: it may be restarting
-SOON = 0.1  # seconds until a worker that is not ready says how it goes
+PATIENCE = 1.5  # so short that one missed reply does not make the worker lost
+PAUSE = 1.0
+AWAY_PAUSE = 0.25  # the router may be restarting
+SOON = 0.1  # between heartbeats of a worker that is not ready yet
 
-Peers = dict[str, list[dict[str, Any]]]  # as Welcome has them
+Peers = dict[str, list[dict[str, Any]]]  # as in RegistrationReply
 
 
 class Registrar:
@@ -32,14 +34,14 @@ class Registrar:
         key: str | None,
         card: Callable[[], Card],
         beat: Callable[[], Beat],
-        meet: Callable[[Peers], None] = lambda peers: None,  # told with every answer of the router's
+        meet: Callable[[Peers], None] = lambda peers: None,  # called with the peers of every reply
     ) -> None:
         self._router = router.rstrip("/")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._card = card
         self._beat = beat
         self._meet = meet
-        self._shown: Card | None = None  # the card that the router has, if it answered the last time
+        self._shown: Card | None = None  # the registration that the router has; None if its last reply was not 200
         self._task: asyncio.Task[None] | None = None
         self._leaving = False
         self._complaint: str | None = None
@@ -49,14 +51,15 @@ class Registrar:
         self._task = asyncio.create_task(self._run())
 
     async def leave(self) -> None:
-        """Nothing new comes after this; what is open goes on, and the beats with it. To a router that is started anew
-        meanwhile we do not say that we are there."""
+        """Announce the shutdown: the router sends no new requests.
+
+        Open requests and heartbeats continue. A router that is restarted meanwhile gets no registration."""
         self._leaving = True
-        card = self._card()
-        leaving = {"name": card.name, "incarnation": card.incarnation}
+        registration = self._card()
+        message = {"name": registration.name, "incarnation": registration.incarnation}
         with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
             async with aiohttp.ClientSession() as session:
-                await self._post(session, "/cluster/leave", msgspec.json.encode(leaving))
+                await self._post(session, "/cluster/leave", msgspec.json.encode(message))
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -73,41 +76,41 @@ class Registrar:
                     pause = await self._turn(session)
                 except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
                     self._say(f"{type(e).__name__}: {e}")
-                    pause = SOON if isinstance(e, TimeoutError) else AWAY_PAUSE  # that long it has waited already
+                    pause = SOON if isinstance(e, TimeoutError) else AWAY_PAUSE  # a timeout has waited already
 
     async def _turn(self, session: aiohttp.ClientSession) -> float:
-        """A card or a beat. Seconds until the next."""
-        card = self._card()
-        beat = self._beat() if card == self._shown or self._leaving else None
-        path, told = ("/cluster/register", card) if beat is None else ("/cluster/beat", beat)
+        """Send the registration or a heartbeat, and return the seconds until the next message."""
+        registration = self._card()
+        heartbeat = self._beat() if registration == self._shown or self._leaving else None
+        path, message = ("/cluster/register", registration) if heartbeat is None else ("/cluster/beat", heartbeat)
         self._shown = None
-        status, body = await self._post(session, path, msgspec.json.encode(told))
+        status, body = await self._post(session, path, msgspec.json.encode(message))
         match status:
             case 200:
-                welcome = msgspec.json.decode(body, type=Welcome)
-                self._shown = card
+                reply = msgspec.json.decode(body, type=Welcome)
+                self._shown = registration
                 self._say("")
-                self._meet(welcome.peers)
-                if beat is None:
-                    return 0.0  # and at once how it goes
-                return welcome.beat_seconds if beat.ready else min(SOON, welcome.beat_seconds)
-            case 404 if beat is not None:
-                return PAUSE if self._leaving else 0.0  # the router was started again
+                self._meet(reply.peers)
+                if heartbeat is None:
+                    return 0.0  # the first heartbeat follows at once
+                return reply.beat_seconds if heartbeat.ready else min(SOON, reply.beat_seconds)
+            case 404 if heartbeat is not None:
+                return PAUSE if self._leaving else 0.0  # the router was restarted
             case 409:
-                self._say(f"this worker is not taken, and gets no requests: {_message(body)}")
+                self._say(f"registration rejected, this worker gets no requests: {_message(body)}")
                 return PAUSE
-        self._say(f"this worker is not taken, and gets no requests: {status} {_message(body)}")
+        self._say(f"registration rejected, this worker gets no requests: status {status}, {_message(body)}")
         return PAUSE
 
     def _say(self, complaint: str) -> None:
-        """Once for each change."""
+        """Log a problem, or its end, once."""
         if complaint == self._complaint:
             return
         self._complaint = complaint
         if complaint:
-            log.warning("router %s: %s", self._router, complaint)
+            log.warning("not registered: router=%s reason=%s", self._router, complaint)
         else:
-            log.info("registered with %s as %s", self._router, self._card().name)
+            log.info("registered: router=%s worker=%s", self._router, self._card().name)
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=PATIENCE)
@@ -116,7 +119,7 @@ class Registrar:
 
 
 def _message(body: bytes) -> str:
-    """The router's own words, or what came instead."""
+    """Return the error message of the router's reply, or the start of its body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (*NOT_JSON, KeyError, TypeError):

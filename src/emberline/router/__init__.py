@@ -1,1 +1,2 @@
-"""The router: which worker gets a request. Policy is pure; only `upstream` talks to anyone."""
+"""The router's routing logic: which worker gets a request. Only `worker_client` does I/O; the
+policies are pure."""

@@ -1,5 +1,7 @@
-"""Ask: what the router needs to know of a request, read from its body without decoding the rest. Whether the body is a
-good one is the worker's to say: what is not understood here is routed by load alone."""
+"""RequestSummary: the fields of a request that routing depends on.
+
+They are read from the body without decoding the rest. The worker validates the body: one with unexpected field types
+is routed by load alone."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.net.notjson import NOT_JSON
 from emberline.router.prefixmap import Point
 
-SHORTEST = 256  # bytes: what is shorter is not worth a detour
+SHORTEST = 256  # shorter prefixes save too little computing to influence routing
 MOST_POINTS = 48
 
 
@@ -22,7 +24,7 @@ class _Named(msgspec.Struct):
 
 
 class _Body(_Named):
-    """The fields of all protocols that matter here."""
+    """The fields, of all API protocols together, that routing depends on."""
 
     stream: bool | None = None
     n: int | None = None
@@ -48,33 +50,35 @@ _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 @dataclass(frozen=True, slots=True)
 class Ask:
     model: str
-    size: int  # bytes of the prompt, as written
+    size: int  # bytes of the prompt as it stands in the body
     stream: bool
-    most_tokens: int | None  # to be generated, all choices together
-    session: str = ""
-    digest: bytes = b""  # of the prompt
-    points: tuple[Point, ...] = ()  # where this prompt could part from others, shortest first
-    single: bool = False  # one prompt, one choice, and nothing is to be said about the prompt
+    most_tokens: int | None  # limit of generated tokens, all choices together; None: no limit given
+    session: str = ""  # value of the session affinity header
+    digest: bytes = b""  # hash of the whole prompt
+    points: tuple[Point, ...] = ()  # prefixes at which this prompt may diverge from others, shortest first
+    single: bool = False  # one prompt, one choice, no echo and no prompt logprobs
 
     @staticmethod
     def read(body: bytes, session: str = "", tenant: str = "") -> Ask:
-        """`tenant`: a name for the client's API key, if there are any: tenants share no cache."""
+        """Return the summary of a JSON body; raise InvalidRequest if it is not JSON or names no model.
+
+        `tenant` identifies the client's API key, or is "": prompts of different tenants never share a cache."""
         try:
-            asked = _BODY.decode(body)
+            fields = _BODY.decode(body)
         except msgspec.ValidationError:
             return Ask(_named(body), len(body), False, None, session)
         except NOT_JSON as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
-        parts = [memoryview(part) for part in _parts(asked)]
-        most = asked.max_completion_tokens or asked.max_output_tokens or asked.max_tokens
+        parts = [memoryview(part) for part in _parts(fields)]
+        limit = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens
         return Ask(
-            asked.model,
+            fields.model,
             sum(map(len, parts)),
-            bool(asked.stream),
-            most * max(asked.n or 1, 1) if most and most > 0 else None,
+            bool(fields.stream),
+            limit * max(fields.n or 1, 1) if limit and limit > 0 else None,
             session,
-            *_points(asked, parts, tenant),
-            _is_single(asked),
+            *_points(fields, parts, tenant),
+            _is_single(fields),
         )
 
 
@@ -82,13 +86,13 @@ def _named(body: bytes) -> str:
     try:
         return _NAMED.decode(body).model
     except msgspec.ValidationError as e:
-        raise InvalidRequest(f"the body does not say which model: {e}", param="model") from e
+        raise InvalidRequest(f"the body has no valid field 'model': {e}", param="model") from e
     except NOT_JSON as e:
         raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 
 def _parts(asked: _Body) -> Iterator[msgspec.Raw]:
-    """The prompt, in the order in which templates put it; a list is taken item by item."""
+    """Yield the parts of the prompt in the order of chat templates; a list is yielded item by item."""
     yield from (part for part in (asked.tools, asked.system, asked.instructions) if len(memoryview(part)))
     yield from asked.messages
     for text in (asked.prompt, asked.input):
@@ -103,28 +107,30 @@ def _is_single(asked: _Body) -> bool:
         return False
     if bytes(memoryview(asked.prompt)[:1]) != b"[":
         return True
-    items = _ITEMS.decode(asked.prompt)  # token ids are one prompt, texts or lists of ids are several
+    items = _ITEMS.decode(asked.prompt)  # a list of token ids is one prompt; texts or lists of ids are several
     return len(items) == 1 or all(bytes(memoryview(item)[:1]).isdigit() for item in items[:1])
 
 
 def _points(asked: _Body, parts: list[memoryview], tenant: str = "") -> tuple[bytes, tuple[Point, ...]]:
-    """A digest of it all, and points: one at the end of each part, where a conversation grows, and inside long ones at
-    lengths that double. They name bytes of requests, not blocks of tokens: where to look for a cache, not what is in
-    it."""
+    """Return the digest of the whole prompt and its prefixes.
+
+    A prefix ends at the end of each part, because conversations grow there, and within long parts at lengths that
+    double. Prefixes identify bytes of requests, not blocks of tokens: they tell which worker may have the prompt
+    cached, not what its cache holds."""
     digest = blake2b(asked.model.encode(), digest_size=16)
     digest.update(b"\0" + bytes(asked.cache_salt) + b"\0" + tenant.encode())
-    ends: list[Point] = []
-    length, cut = 0, SHORTEST
+    prefixes: list[Point] = []
+    length, next_end = 0, SHORTEST
     for part in parts:
-        at = 0
-        while length + len(part) - at >= cut:
-            take = cut - length
-            digest.update(part[at : at + take])
-            at, length, cut = at + take, cut, cut * 2
-            ends.append(Point(digest.digest(), length))
-        digest.update(part[at:])
-        length += len(part) - at
-        if length >= SHORTEST and length != (ends[-1].length if ends else 0):
-            ends.append(Point(digest.digest(), length))
+        start = 0
+        while length + len(part) - start >= next_end:
+            taken = next_end - length
+            digest.update(part[start : start + taken])
+            start, length, next_end = start + taken, next_end, next_end * 2
+            prefixes.append(Point(digest.digest(), length))
+        digest.update(part[start:])
+        length += len(part) - start
+        if length >= SHORTEST and length != (prefixes[-1].length if prefixes else 0):
+            prefixes.append(Point(digest.digest(), length))
     half = MOST_POINTS // 2
-    return digest.digest(), tuple(ends if len(ends) <= MOST_POINTS else ends[:half] + ends[-half:])
+    return digest.digest(), tuple(prefixes if len(prefixes) <= MOST_POINTS else prefixes[:half] + prefixes[-half:])

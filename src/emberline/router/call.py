@@ -1,4 +1,4 @@
-"""Call: what is sent to a worker, or came from a client."""
+"""UpstreamRequest: an HTTP request as a client sent it, or as the router sends it to a worker."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ class Call:
 
     @property
     def traces(self) -> dict[str, str]:
-        """By which the legs of one request are known to belong together."""
+        """The headers that tie all attempts of one request to one trace."""
         return {name: self.headers[name] for name in TRACES if name in self.headers}
 
     def with_headers(self, headers: Mapping[str, str]) -> Call:
         return replace(self, headers={**self.headers, **headers})
 
     def without_fields(self, *names: str) -> Call:
-        """As it was written, where it has none of them."""
+        """Return the request without these fields of its JSON body, unchanged if it has none."""
         return self.with_fields({}, *names) if not _FIELDS.decode(self.body).keys().isdisjoint(names) else self
 
     def with_fields(self, fields: Mapping[str, Any], *without: str) -> Call:
-        """Its body with other fields; all else stays as it was written."""
+        """Return the request with `fields` set in its JSON body and `removed` left out.
+
+        All other values keep their bytes."""
         body: dict[str, Any] = {name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in without}
         return replace(self, body=msgspec.json.encode(body | dict(fields)))

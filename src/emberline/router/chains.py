@@ -1,6 +1,8 @@
-"""Chains: which block of tokens a beginning of a prompt's bytes comes to. A worker that has read a prompt tells its
-last full block; that of a shorter beginning is one of the blocks before it: about as far along as its bytes are, and
-not beyond what prompts with that beginning have in common. Bounded; the least recently told is forgotten first."""
+"""PrefixBlockMap: maps a prefix of a prompt's bytes to the KV block in which it ends.
+
+A worker reports the last full block of each prompt it has computed. The block of a shorter prefix is estimated: it lies
+at the same fraction of the block chain as the prefix does of the bytes, but not beyond the blocks that all prompts with
+this prefix have in common. The map is bounded; the least recently recorded prefix is evicted first."""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from typing import NamedTuple
 
 from emberline.router.prefixmap import Point
 
-LONGEST = 1 << 24  # blocks of one prompt
+LONGEST = 1 << 24
 
 Parent = Callable[[bytes], bytes | None]
 
 
 class Link(NamedTuple):
-    """A block, by its hash, and how many there are up to it."""
+    """A block: its hash, and the number of blocks from the start of the prompt up to it."""
 
     digest: bytes
     blocks: int
@@ -28,7 +30,7 @@ class Link(NamedTuple):
     def read(text: str) -> Link:
         digest, blocks = text.split()
         if not 0 < int(blocks) <= LONGEST:
-            raise ValueError(f"{blocks} blocks")
+            raise ValueError(f"the block count {blocks} is not between 1 and {LONGEST}")
         return Link(bytes.fromhex(digest), int(blocks))
 
 
@@ -36,7 +38,7 @@ class Chains:
     def __init__(self, most: int) -> None:
         assert most > 0
         self._most = most
-        self._ends: OrderedDict[bytes, Link] = OrderedDict()  # by the beginning's digest
+        self._ends: OrderedDict[bytes, Link] = OrderedDict()  # by the prefix's digest
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -45,36 +47,40 @@ class Chains:
         return self._ends.get(point.digest)
 
     def told(self, point: Point, link: Link) -> None:
-        """Where a whole prompt ends."""
+        """Record the block in which this prefix ends."""
         self._ends[point.digest] = link
         self._ends.move_to_end(point.digest)
         while len(self._ends) > self._most:
             self._ends.popitem(last=False)
 
     def spread(self, points: Sequence[Point], size: int, link: Link, parent: Parent) -> None:
-        """To the beginnings of a prompt of `size` bytes that ends there, if the blocks before are known."""
-        line = _line(link, parent)
+        """Record the blocks of all prefixes of a prompt that ends at `position`.
+
+        Nothing is recorded unless all blocks before it are known."""
+        chain = _line(link, parent)
         for point in points:
             blocks = link.blocks * point.length // size
-            if line and blocks:
-                known = self._ends.get(point.digest)
-                common = _common(known, line, parent) if known is not None else None
-                self.told(point, common or Link(line[blocks - 1], blocks))
+            if chain and blocks:
+                recorded = self._ends.get(point.digest)
+                common = _common(recorded, chain, parent) if recorded is not None else None
+                self.told(point, common or Link(chain[blocks - 1], blocks))
 
 
 def _line(link: Link, parent: Parent) -> list[bytes]:
-    """All blocks up to this one, or nothing."""
-    line = [link.digest]
-    while len(line) < link.blocks:
-        digest = parent(line[-1])
+    """Return the hashes of all blocks up to this one, or [] if one of them is unknown."""
+    chain = [link.digest]
+    while len(chain) < link.blocks:
+        digest = parent(chain[-1])
         if digest is None:
             return []
-        line.append(digest)
-    return line[::-1]
+        chain.append(digest)
+    return chain[::-1]
 
 
 def _common(link: Link, line: Sequence[bytes], parent: Parent) -> Link | None:
-    """The last block that both have; None: there is none, or it cannot be told any more."""
+    """Return the last block that both chains contain.
+
+    Return None if there is none or a block on the way is unknown."""
     digest: bytes | None = link.digest
     for blocks in range(link.blocks, 0, -1):
         if digest is None:

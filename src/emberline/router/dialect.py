@@ -1,5 +1,7 @@
-"""Dialect: how workers of one kind are asked to answer, to prefill for another, and to go on. A prefill's reply is read
-into words: a ticket, with which another worker finds the blocks, and that it is done."""
+"""WorkerDialect: how requests to workers of one kind are written.
+
+There are four: plain, prefill for another worker, decode, resume. A prefill's reply is parsed into messages: a ticket,
+with which another worker fetches the KV blocks, and completion."""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import msgspec
 from emberline.core.handoff import Handoff
 from emberline.router.call import Call
 
-PRIVATE = "x-emberline-"  # headers between router and workers: a client's are not passed on
-CHAIN = f"{PRIVATE}chain"  # asks where the prompt ends, in blocks; in the reply to one that is no stream, the answer
-TENANT = f"{PRIVATE}tenant"  # "checked" or "presented", and a name for the client's API key
-Ticket = dict[str, Any]
+PRIVATE = "x-emberline-"  # headers between router and workers; removed from clients' requests
+CHAIN = f"{PRIVATE}chain"  # request: report the prompt's last block; reply without a stream: that block
+TENANT = f"{PRIVATE}tenant"  # "checked" or "presented", then the identifier of the client's API key
+Ticket = dict[str, Any]  # where and under which id another worker fetches a prompt's KV blocks
 
 
 class Garbled(Exception):
-    """A worker says what none of its kind would."""
+    """A worker's reply violates the protocol between router and workers."""
 
 
 class Word(msgspec.Struct):
@@ -28,31 +30,35 @@ class Word(msgspec.Struct):
 
 
 class Words(Protocol):
-    """Of one prefill's reply."""
+    """Parses the reply to one prefill request."""
 
     def push(self, data: bytes) -> Iterable[Word]: ...
 
     def close(self) -> Iterable[Word]:
-        """At the end of the reply."""
+        """Return the messages that are complete at the end of the reply."""
 
 
 class Dialect(Protocol):
-    """Of one client's call, on whichever workers it is tried."""
+    """Writes one client's request for workers of one kind."""
 
     @property
     def computes(self) -> bool:
-        """A worker that decodes can do without blocks from another."""
+        """Whether a decode worker can compute the prompt itself when it gets no blocks."""
 
     @property
     def detached(self) -> bool:
-        """A prefill goes on to its end, whoever leaves: they would not let go of its blocks."""
+        """Whether a prefill must run to its end after its client disconnected.
+
+        Aborting it would leak its blocks on servers of this kind."""
 
     def plain(self, stream: bool) -> Call: ...
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        """`peer`: who is asked. With a ticket there is no need to wait for its word."""
+        """Return the request, the parser of its reply, and the ticket if it is known in advance.
+
+        `peer` describes the engine of the worker that gets the request."""
 
     def answer(self, ticket: Ticket, timeout: float) -> Call: ...
 
     def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> Call | None:
-        """None: they do not know how."""
+        """Return the request that continues a stream; None if this kind of server cannot."""

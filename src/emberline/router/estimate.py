@@ -1,4 +1,4 @@
-"""Estimate: how many tokens a request will cost, from its bytes; corrected by what finished requests report."""
+"""TokenEstimator: estimates the tokens of a request from its bytes and earlier requests' usage."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from emberline.router.ask import Ask
 
-WEIGHT = 0.1  # of the newest report
+WEIGHT = 0.1  # in the moving averages
 
 
 @dataclass(slots=True)
 class Estimate:
-    """Of one model."""
+    """The moving averages of one model."""
 
     bytes_per_token: float = 4.0
     output_tokens: float = 256.0
@@ -24,7 +24,8 @@ class Estimate:
 
     def correct(self, ask: Ask, prompt_tokens: int | None, output_tokens: int | None) -> None:
         if prompt_tokens and ask.size:
-            seen = min(max(ask.size / prompt_tokens, 0.25), 64.0)  # a picture is long, a template adds to a short one
-            self.bytes_per_token += WEIGHT * (seen - self.bytes_per_token)
+            # The bounds limit outliers: images have many bytes per token, templates add tokens to short prompts.
+            bytes_per_token = min(max(ask.size / prompt_tokens, 0.25), 64.0)
+            self.bytes_per_token += WEIGHT * (bytes_per_token - self.bytes_per_token)
         if output_tokens:
             self.output_tokens += WEIGHT * (output_tokens - self.output_tokens)

@@ -1,10 +1,10 @@
-"""Events: cuts a stream of server-sent events between them, so that an error can follow what has been sent. Events are
-kept back until they are whole. Comments are left out, and lines end with LF whether they came with LF, CRLF or CR, all
-of which the format allows; nothing else is changed."""
+"""SSEBuffer: passes server-sent events on only as a whole, so that an error event can follow.
+
+Comments are removed, and line ends (LF, CRLF or CR, all of which the format allows) become LF. Nothing else changes."""
 
 from __future__ import annotations
 
-LONGEST = 1 << 20  # bytes of one event; a longer one goes on in pieces
+LONGEST = 1 << 20  # a longer event is passed on in parts
 
 ENDINGS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete",
            b"event: response.failed", b"event: error")  # fmt: skip
@@ -12,12 +12,12 @@ ENDINGS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed"
 
 class Events:
     def __init__(self) -> None:
-        self.torn = False  # part of an event has been let through: nothing can follow it
+        self.torn = False  # the output ended within an event, so that no error event can follow
         self._kept = b""
-        self._after_cr = False  # a LF that comes next is the second half of a CRLF
+        self._after_cr = False  # an LF that comes next is the second half of a CRLF
 
     def push(self, data: bytes) -> bytes:
-        """What may be sent on."""
+        """Return the bytes that may be sent to the client now."""
         if self._after_cr or b"\r" in data:
             data = self._with_lf(data)
         if self._kept:
@@ -38,7 +38,7 @@ class Events:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def rest(self) -> bytes:
-        """At the end of the reply: what was kept, whatever it is."""
+        """Return the buffered bytes at the end of the reply, complete event or not."""
         kept, self._kept = self._kept, b""
         return kept
 
@@ -50,6 +50,6 @@ def without_comments(events: bytes) -> bytes:
 
 
 def last_of(events: bytes) -> int:
-    """Where the last of these events begins."""
+    """Return the index at which the last of these events begins."""
     before = events.rfind(b"\n\n", 0, len(events) - 2)
     return 0 if before < 0 else before + 2

@@ -1,4 +1,6 @@
-"""KVFeed: what one worker's caches hold, as far as its batches tell. It is exact only if none is missing."""
+"""KVFeed: the KV blocks that one worker holds, according to its block event batches.
+
+It is exact only if no batch is missing."""
 
 from __future__ import annotations
 
@@ -6,18 +8,18 @@ from collections import deque
 
 from emberline.core.blockbatch import BlockBatch
 
-PAST = 16  # incarnations that are known to be over
+PAST = 16
 
 
 class KVFeed:
     def __init__(self) -> None:
         self.incarnation = ""
-        self.seq = 0  # of the last batch taken in
-        self.held: dict[bytes, bytes] = {}  # hashes, and their parents'
-        self._heard = 0  # the highest number that was heard of
-        self.whole = False  # `held` is all there was after `seq`
-        self._parts = 0  # of a snapshot, that have come
-        self._cut = False  # nobody is listening now
+        self.seq = 0  # number of the last batch applied
+        self.held: dict[bytes, bytes] = {}  # block hash to the hash of its parent block
+        self._heard = 0  # highest batch number received
+        self.whole = False  # `held_blocks` is complete as of `seq`
+        self._parts = 0  # parts of the current snapshot that were applied
+        self._cut = False
         self._past: deque[str] = deque(maxlen=PAST)
 
     @property
@@ -52,7 +54,7 @@ class KVFeed:
 
     def _load(self, batch: BlockBatch) -> None:
         if self.whole and batch.seq <= self.seq:
-            return  # old news
+            return  # the snapshot is older than the state
         if batch.part == 0:
             self.held, self.seq, self._parts, self.whole = {}, batch.seq, 0, False
         if batch.seq == self.seq and batch.part == self._parts and not self.whole:

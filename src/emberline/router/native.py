@@ -1,4 +1,6 @@
-"""Native: the dialect of our own workers. All that are tried get the same seed, so all would say the same."""
+"""NativeDialect: requests to Emberline's own workers.
+
+All attempts of a request carry the same seed, so that every worker generates the same tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from emberline.router.dialect import CHAIN, PRIVATE, TENANT, Garbled, Ticket, Wo
 
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 CLUSTER_KEY = f"{PRIVATE}cluster-key"
-LONGEST = 16 << 20  # bytes of a line
+LONGEST = 16 << 20
 
 _WORD = msgspec.json.Decoder(Word)
 
 
 class Lines:
-    """A prefill says each word in a line, as it happens."""
+    """Parses JSON lines, one message per line, sent as the prefill progresses."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -30,7 +32,7 @@ class Lines:
     def push(self, data: bytes) -> Iterator[Word]:
         *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LONGEST:
-            raise Garbled("a line without end")
+            raise Garbled(f"a line of the prefill reply exceeds {LONGEST} bytes")
         for line in filter(None, whole):
             try:
                 yield _WORD.decode(line)
@@ -43,21 +45,21 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    call: Call  # as it came, without what belongs to one connection
+    call: Call  # the client's request without hop-by-hop headers
     seed: int
-    key: str | None  # the cluster's
-    created: int | None = None  # when the reply is said to be made; None: whoever begins it says when
-    said: tuple[Said, ...] = ()  # of the reply so far: a prefill computes and offers it too
+    key: str | None
+    created: int | None = None  # Unix time of the reply's `created` field; None: the first worker sets it
+    said: tuple[Said, ...] = ()  # output so far: a prefill computes its blocks as well
     computes: bool = True
     detached: bool = False
 
     def plain(self, stream: bool) -> Call:
-        given = {f"{PRIVATE}seed": str(self.seed)}
-        if self.key:  # it vouches for the client, whose own key may be known to the router alone
-            given[CLUSTER_KEY] = self.key
+        headers = {f"{PRIVATE}seed": str(self.seed)}
+        if self.key:  # the worker then accepts the client's own API key, which only the router may know
+            headers[CLUSTER_KEY] = self.key
         if self.created is not None:
-            given[f"{PRIVATE}created"] = str(self.created)
-        return self.call.with_headers(given | ({f"{PRIVATE}track": "1"} if stream else {}))
+            headers[f"{PRIVATE}created"] = str(self.created)
+        return self.call.with_headers(headers | ({f"{PRIVATE}track": "1"} if stream else {}))
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
         return self._between(PREFILL, Handoff(self.said), timeout), Lines(), None

@@ -1,4 +1,6 @@
-"""PrefixMap: which workers saw a beginning of a prompt last. Bounded; the least recently seen is forgotten first."""
+"""PrefixMap: which workers last received a prompt with a given prefix.
+
+It is bounded; the least recently seen prefix is evicted first."""
 
 from __future__ import annotations
 
@@ -6,19 +8,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-HOLDERS = 4  # workers remembered for one beginning
+HOLDERS = 4
 
 
 class Point(NamedTuple):
-    """A beginning of a prompt: a hash of its bytes, and how many they are."""
+    """A prefix of a prompt: the hash of its bytes, and their number."""
 
     digest: bytes
     length: int
 
 
 class Seen(NamedTuple):
-    workers: tuple[str, ...] = ()  # that had it, latest first
-    ends: bool = False  # a prompt ended there, and no other has gone on from it: a conversation's next turn will
+    workers: tuple[str, ...] = ()  # workers that received the prefix, latest first
+    ends: bool = False  # a prompt ended here and no other has continued it yet: a conversation's next request will
 
 
 class PrefixMap:
@@ -31,27 +33,28 @@ class PrefixMap:
         return len(self._seen)
 
     def saw(self, points: Sequence[Point], worker: str) -> None:
-        before = self._deepest(points)
-        for point in reversed(points):  # so that the shortest, which most share, is the last to be forgotten
-            seen = self._seen.get(point.digest, Seen())
-            others = (name for name in seen.workers if name != worker)
-            ends = point is not before and (seen.ends or point is points[-1])
+        continued = self._deepest(points)
+        for point in reversed(points):  # the shortest prefix, which most prompts share, is then evicted last
+            entry = self._seen.get(point.digest, Seen())
+            others = (name for name in entry.workers if name != worker)
+            ends = point is not continued and (entry.ends or point is points[-1])
             self._seen[point.digest] = Seen((worker, *others)[:HOLDERS], ends)
             self._seen.move_to_end(point.digest)
         while len(self._seen) > self._most:
             self._seen.popitem(last=False)
 
     def known(self, points: Sequence[Point]) -> dict[str, int]:
-        """Workers and the bytes of this prompt they saw; the one that saw most, and of those the latest, first."""
-        found: dict[str, int] = {}
+        """Return worker ids with the bytes of this prompt they received, most and then latest first."""
+        cached_bytes: dict[str, int] = {}
         for point in reversed(points):
             for worker in self._seen.get(point.digest, Seen()).workers:
-                found.setdefault(worker, point.length)
-        return found
+                cached_bytes.setdefault(worker, point.length)
+        return cached_bytes
 
     def continues(self, points: Sequence[Point]) -> bool:
-        """Whether this prompt goes on from where one other ended, as the next turn of a conversation does. If not, what
-        is known of it may be the beginning of many, such as a system prompt."""
+        """Whether this prompt continues exactly one earlier prompt, as a conversation does.
+
+        If not, its known prefix may be shared by many prompts, as a system prompt is."""
         deepest = self._deepest(points)
         return deepest is not None and self._seen[deepest.digest].ends
 

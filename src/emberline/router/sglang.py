@@ -1,5 +1,7 @@
-"""SGLang: the dialect of SGLang servers started for disaggregation. Both workers are asked at once and meet in a room
-at the first one's bootstrap server; one that decodes cannot do without the other."""
+"""SGLangDialect: requests to SGLang servers started for disaggregation.
+
+Prefill and decode worker get the request at the same time and find each other by a room number at the prefill worker's
+bootstrap server. A decode worker cannot compute a prompt itself."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from emberline.router.dialect import Ticket, Word, Words
 
 
 class Silence:
-    """Nothing that a prefill replies matters, but that it ends."""
+    """Ignores the body of a prefill's reply: only its end matters."""
 
     def push(self, data: bytes) -> Iterator[Word]:
         yield from ()
@@ -25,16 +27,17 @@ class Silence:
 @dataclass(frozen=True, slots=True)
 class SGLang:
     call: Call
-    room: int  # in [0, 2**63), of this request alone
+    room: int  # in [0, 2**63), unique to this request
     computes: bool = False
     detached: bool = True
 
     def plain(self, stream: bool) -> Call:
-        return self.call.without_fields("bootstrap_host", "bootstrap_port", "bootstrap_room")  # of a client
+        # Only the router sets these fields.
+        return self.call.without_fields("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        place = {"bootstrap_host": peer["host"], "bootstrap_port": peer["port"], "bootstrap_room": self.room}
-        return self.call.with_fields({**place, "stream": False}, "stream_options"), Silence(), place
+        bootstrap = {"bootstrap_host": peer["host"], "bootstrap_port": peer["port"], "bootstrap_room": self.room}
+        return self.call.with_fields({**bootstrap, "stream": False}, "stream_options"), Silence(), bootstrap
 
     def answer(self, ticket: Ticket, timeout: float) -> Call:
         return self.call.with_fields(ticket)

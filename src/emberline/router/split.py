@@ -1,8 +1,8 @@
-"""split: whether another worker computes a request's prompt, and which. Pure, as the policy is.
+"""choose_prefill_worker: whether a prefill worker computes a request's prompt, and which.
 
-It is worth a handoff if there is much to compute, and it is not done much later for it: how long the other has to
-compute before is known from its pace. While that is not known, the other must have room, or at least not be fuller than
-the one that is to answer."""
+A pure function. A prefill worker is used if the prompt has many uncached tokens and the worker finishes them at most
+`max_split_delay_s` later than the answering worker would. The finish time is estimated from the worker's prefill rate.
+While that rate is not known, the worker must have a free slot, or at least be no fuller than the answering worker."""
 
 from __future__ import annotations
 
@@ -24,29 +24,35 @@ def split(
     now: float,
     must: bool = False,
 ) -> Decision | None:
-    """`answering`: who is to generate, and how much of the prompt it would have to compute by itself, which is among
-    its loads already. `must`: it cannot do that."""
+    """Return the prefill worker, or None if the answering worker should compute the prompt itself.
+
+    `answer_decision`: the answering worker, whose load already includes the prompt. `is_required`: that worker cannot
+    compute prompts itself."""
     if not must and (not ask.single or answering.load.prefill < rules.split_tokens):
         return None
-    to = answering.worker
-    there = [w for w in workers if w.role == "prefill" and w.takes(ask.model, now) and to.takes_from(w, ask.model)]
+    answering_worker = answering.worker
+    prefillers = [w for w in workers if w.role == "prefill" and w.takes(ask.model, now)]
 
-    def missing(worker: Worker) -> float:
+    def missing_tokens(worker: Worker) -> float:
         return estimate.prompt(max(ask.size - known.get(worker.id, 0), 0))
 
-    def in_time(worker: Worker) -> bool:
+    def is_in_time(worker: Worker) -> bool:
         rate = worker.pace.rate
         if not rate:
-            return worker.open < worker.max_running or not _fuller(worker, to)
-        return worker.prefill + missing(worker) - to.prefill <= rules.split_patience * rate
+            return worker.open < worker.max_running or not _fuller(worker, answering_worker)
+        return worker.prefill + missing_tokens(worker) - answering_worker.prefill <= rules.split_patience * rate
 
-    places = [w for w in there if w.open < w.limit and (must or in_time(w))]
-    if not places:
+    choices = [
+        w
+        for w in prefillers
+        if answering_worker.takes_from(w, ask.model) and w.open < w.limit and (must or is_in_time(w))
+    ]
+    if not choices:
         return None
-    best = min(places, key=lambda worker: (worker.prefill + missing(worker), worker.open, worker.name))
-    seen = min(known.get(best.id, 0), ask.size)
+    best = min(choices, key=lambda worker: (worker.prefill + missing_tokens(worker), worker.open, worker.name))
+    cached = min(known.get(best.id, 0), ask.size)
     wait = best.prefill / best.pace.rate if best.pace.rate else 0.0
-    return Decision(best, Load(missing(best), 0.0), Why.SPLIT, estimate.prompt(seen), wait)
+    return Decision(best, Load(missing_tokens(best), 0.0), Why.SPLIT, estimate.prompt(cached), wait)
 
 
 def _fuller(one: Worker, other: Worker) -> bool:

@@ -1,17 +1,19 @@
-"""Suspects: requests that were given up because workers broke under them, by their prompts. Clients send again what
-failed, most by themselves: for a while the same request is a suspect from its beginning."""
+"""SuspectRequests: prompts of requests that were abandoned because several workers failed.
+
+Clients retry failed requests automatically, so the same prompt is treated as suspect from its first attempt for a
+while."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-SECONDS = 120.0  # longer than clients try again by themselves, and than workers take to be back
+SECONDS = 120.0  # longer than clients' automatic retries and a worker's restart
 MOST = 1024
 
 
 class Suspects:
     def __init__(self) -> None:
-        self._until: OrderedDict[bytes, float] = OrderedDict()  # by digest of the prompt, the newest last
+        self._until: OrderedDict[bytes, float] = OrderedDict()  # by the prompt's digest, the newest last
 
     def add(self, digest: bytes, now: float) -> None:
         self._until[digest] = now + SECONDS

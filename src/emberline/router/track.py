@@ -1,8 +1,10 @@
-"""Track: what one client has been told, whichever workers told it. It takes a tracked stream (`core/handoff.py`) as it
-comes, gives out the events of whole groups, and keeps what these said, so that another worker can go on after them.
+"""StreamTracker: the part of a streamed reply that one client has received.
 
-A stream without groups, as any other server writes it, passes between two events (`router/events.py`): it can be ended
-with an error, but not moved."""
+It splits a tracked stream (`core/handoff.py`) into groups, passes on the events of complete groups only, and keeps the
+groups' token comments, so that another worker can continue the stream after the last complete group.
+
+A stream without groups, as other servers write it, is passed on in whole events (`router/sse_buffer.py`): an error
+event can end it, but no other worker can continue it."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from emberline.router.chains import Link
 from emberline.router.dialect import Garbled
 from emberline.router.events import ENDINGS, Events, last_of
 
-LARGEST = 32 << 20  # bytes of one group
+LARGEST = 32 << 20
 
 
 class _Message(msgspec.Struct):
@@ -23,7 +25,7 @@ class _Message(msgspec.Struct):
 
 
 class _Opening(_Message):
-    """How the reply began, in the protocols' several ways."""
+    """The fields of a reply's first event that identify the reply, in all API protocols."""
 
     created: int | None = None
     message: _Message | None = None
@@ -33,14 +35,14 @@ class _Opening(_Message):
 class Track:
     def __init__(self) -> None:
         self.count = 0  # events passed on
-        self.ended = False  # the protocol's own ending has passed
-        self.cached: int | None = None  # prompt tokens, as the client was or will be told
-        self.link: Link | None = None  # where the prompt ends, in blocks
-        self.first = self.last = b""  # what was passed on first and last, in one go
-        self._said = bytearray()  # comments of the groups passed on, a line each: read only if it comes to a move
-        self._kept: list[bytes] = []  # of a group that is not whole
-        self._wanted = 0  # bytes until it may be
-        self._plain: Events | None = None  # the stream has no groups
+        self.ended = False  # the protocol's final event was passed on
+        self.cached: int | None = None  # cached prompt tokens, as the client's usage field shows them
+        self.link: Link | None = None  # last block of the prompt
+        self.first = self.last = b""  # first and last bytes passed on, each as one write
+        self._said = bytearray()  # comments of the groups passed on, a line each; parsed only when the stream is moved
+        self._kept: list[bytes] = []  # data of an incomplete group
+        self._wanted = 0  # bytes that the incomplete group lacks at least
+        self._plain: Events | None = None  # set if the stream has no groups
 
     @property
     def started(self) -> bool:
@@ -48,7 +50,7 @@ class Track:
 
     @property
     def torn(self) -> bool:
-        """Part of an event went out: nothing can follow it."""
+        """Whether the output ended within an event, so that no error event can follow."""
         return self._plain is not None and self._plain.torn
 
     @property
@@ -56,40 +58,42 @@ class Track:
         return self._plain is None and not self.ended
 
     def push(self, data: bytes) -> bytes:
-        """What may be sent on."""
-        plain = self._plain
-        if plain is None and (self._said or self._kept or data.startswith(b":")):
-            out = self._groups(data)
+        """Return the bytes for the client that are complete now.
+
+        Raises InvalidWorkerReply for a malformed group."""
+        untracked = self._plain
+        if untracked is None and (self._said or self._kept or data.startswith(b":")):
+            output = self._groups(data)
         else:
-            plain = self._plain = plain or Events()
-            out = plain.push(data)
-        if out:
-            self.first = self.first or out
-            self.last = out
-            self.count += out.count(b"\n\n")
-            self.ended = out.startswith(ENDINGS, last_of(out)) and not self.torn
-        return out
+            untracked = self._plain = untracked or Events()
+            output = untracked.push(data)
+        if output:
+            self.first = self.first or output
+            self.last = output
+            self.count += output.count(b"\n\n")
+            self.ended = output.startswith(ENDINGS, last_of(output)) and not self.torn
+        return output
 
     def rest(self) -> bytes:
-        """At the end of the reply: what was kept of a stream without groups, whatever it is."""
+        """Return what is buffered at the end of a stream without groups, complete event or not."""
         return b"" if self._plain is None else self._plain.rest()
 
     def moved(self) -> None:
-        """Another worker goes on: what came only in part will come again."""
+        """Drop the incomplete group: the worker that continues the stream sends it again."""
         assert self._plain is None
         self._kept.clear()
         self._wanted = 0
 
     def handoff(self) -> Handoff:
-        """For who goes on."""
+        """Return what the next worker needs to continue the stream."""
         try:
-            said = tuple(Said.read(bytes(line)) for line in self._said.splitlines())
+            groups = tuple(Said.read(bytes(line)) for line in self._said.splitlines())
         except ValueError as e:
             raise Garbled(str(e)) from e
-        return Handoff(said, self.started, self.cached)
+        return Handoff(groups, self.started, self.cached)
 
     def named(self) -> tuple[str | None, int | None]:
-        """The reply's id and when it was made, as its first event says."""
+        """Return the reply's id and creation time from its first event, or (None, None)."""
         for line in self.first.splitlines():
             if line.startswith(b"data: {"):
                 try:
@@ -101,7 +105,7 @@ class Track:
         return None, None
 
     def _groups(self, data: bytes) -> bytes:
-        if not self._said and b"\r" in data:  # groups have none, and JSON escapes them: another server's comments
+        if not self._said and b"\r" in data:  # groups never contain CR: the comments are another server's
             self._plain, kept = Events(), b"".join(self._kept)
             self._kept.clear()
             return self._plain.push(kept + data)
@@ -112,40 +116,40 @@ class Track:
                 return b""
             data = b"".join(self._kept)
             self._kept.clear()
-        out: list[bytes] = []
-        said = bytearray()
-        at = done = 0  # [0, done) are whole groups, [done, at) comments before the next
-        cached = told = self.cached
+        output: list[bytes] = []
+        comments = bytearray()
+        position = groups_end = 0  # [0, done) are complete groups, [done, at) comments before the next group
+        cached = confirmed_cached = self.cached
         self._wanted = 1
-        while (end := data.find(b"\n\n", at) + 2) > 1:
-            line = data[at : end - 1]
+        while (end := data.find(b"\n\n", position) + 2) > 1:
+            line = data[position : end - 1]
             if line.startswith(b": said "):
                 begin, end = end, end + _number(line.split(b" ", 5), 4)
                 if end > len(data):
                     self._wanted = end - len(data)
                     break
-                out.append(data[begin:end])
-                said += line
-                told, done = cached, end
+                output.append(data[begin:end])
+                comments += line
+                confirmed_cached, groups_end = cached, end
             elif line.startswith(b": cached "):
                 cached = _number(line.split(b" "), 2)
             elif line.startswith(b": chain "):
                 self.link = read_link(line[8:].decode("latin-1"))
             elif not line.startswith(b":"):
-                if said or self._said:
-                    raise Garbled(repr(data[at : at + 80]))
-                self._plain = Events()  # it began with comments, as others write them to keep a connection alive
-                return self._plain.push(data[at:])
-            at = end
-        if done < len(data):
-            self._keep(data[done:])
-        self._said += said  # only now: who raises has passed on nothing
-        self.cached = told
-        return b"".join(out)
+                if comments or self._said:
+                    raise Garbled(f"an event of the stream belongs to no group: {data[position : position + 80]!r}")
+                self._plain = Events()  # the stream began with keep-alive comments of another server
+                return self._plain.push(data[position:])
+            position = end
+        if groups_end < len(data):
+            self._keep(data[groups_end:])
+        self._said += comments  # not earlier: when an error is raised, nothing of this data was passed on
+        self.cached = confirmed_cached
+        return b"".join(output)
 
     def _keep(self, rest: bytes) -> None:
         if len(rest) + self._wanted > LARGEST:
-            raise Garbled(f"a group of more than {LARGEST} bytes")
+            raise Garbled(f"a group of the stream exceeds {LARGEST} bytes")
         self._kept.append(rest)
 
 
@@ -153,14 +157,14 @@ def read_link(text: str) -> Link:
     try:
         return Link.read(text)
     except ValueError as e:
-        raise Garbled(str(e)) from e
+        raise Garbled(f"the block position {text[:100]!r} is invalid: {e}") from e
 
 
 def _number(words: list[bytes], at: int) -> int:
     try:
         number = int(words[at])
     except (IndexError, ValueError) as e:
-        raise Garbled(repr(words)) from e
+        raise Garbled(f"a group comment has no number in field {at}: {words!r}") from e
     if not 0 <= number <= LARGEST:
-        raise Garbled(repr(words))
+        raise Garbled(f"a number in a group comment is not between 0 and {LARGEST}: {words!r}")
     return number

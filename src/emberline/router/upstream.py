@@ -1,5 +1,6 @@
-"""Upstream: requests to workers. What is lost on a connection that was kept may have been the worker, and the request
-its death: nobody is asked again here."""
+"""WorkerClient: HTTP requests to workers over pooled connections.
+
+A request is never repeated here: a lost connection may mean that the worker died, possibly because of this request."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from emberline.router.call import Call
 
 __all__ = ["Broken", "Reply", "Unreached", "Upstream"]
 
-CONNECT = 2.0  # seconds
-IDLE = 3.0  # seconds a connection is kept: less than workers keep it, who would close it under a request
+CONNECT = 2.0
+IDLE = 3.0  # shorter than workers' own, so that a worker never closes a connection on which a request was just sent
 
 
 class Upstream:
@@ -31,14 +32,16 @@ class Upstream:
         self._pool.close()
 
     async def request(self, at: str, call: Call) -> Reply:
-        """`at`: the worker's URL; a path in it stands before that of the call, as behind a reverse proxy. The reply is
-        the caller's to close."""
+        """Send a request and return the reply, which the caller must close.
+
+        `url` is the worker's; a path in it precedes the request's path, as behind a reverse proxy. Raises the errors of
+        `net.errors` if the worker cannot be reached or the connection breaks."""
         origin, prefix = _split_url(at)
         return await self._pool.ask(origin, call.method, prefix + call.target, call.headers, call.body)
 
 
 @functools.lru_cache(256)
 def _split_url(url: str) -> tuple[str, str]:
-    """What to connect to, and the path without a slash at its end."""
+    """Return the origin to connect to, and the path without a trailing slash."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/")

@@ -1,4 +1,4 @@
-"""Usage: what a finished reply says it cost, found in the bytes that passed through. All protocols' names are known."""
+"""ReplyUsage: the token counts of a finished reply, found in the relayed bytes of any API protocol."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Usage:
 
     @staticmethod
     def read(*pieces: bytes) -> Usage:
-        """From the first and the last piece of a reply; the latest word counts."""
+        """Return the usage in the first and the last piece of a reply; later values override earlier ones."""
         found = {_MEANS[name]: int(number) for piece in pieces for name, number in _FIELD.findall(piece)}
         prompt = found.get("prompt")
         if prompt is not None:
-            prompt += found.get("read", 0)  # Anthropic counts what was cached beside the prompt, not in it
+            prompt += found.get("read", 0)  # Anthropic's input_tokens excludes tokens read from the cache
         return Usage(prompt, found.get("output"), found.get("cached", found.get("read")))

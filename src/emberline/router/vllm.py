@@ -1,5 +1,7 @@
-"""VLLM: the dialect of vLLM servers whose KV connector pulls (`kv_transfer_params`). The prefill is an ordinary request
-for one token; what its reply says of the blocks goes to the other as it is."""
+"""VLLMDialect: requests to vLLM servers whose KV connector pulls blocks (`kv_transfer_params`).
+
+A prefill is an ordinary request for one token; the `kv_transfer_params` of its reply are passed to the decode worker
+unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.dialect import Garbled, Ticket, Word, Words
 
-LARGEST = 16 << 20  # bytes of a reply to a prefill
+LARGEST = 16 << 20
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
           "remote_host": None, "remote_port": None}  # fmt: skip
 
@@ -24,7 +26,7 @@ class _Reply(msgspec.Struct):
 
 
 class Whole:
-    """A prefill's reply says everything at its end."""
+    """Collects a prefill's reply, which is complete only at its end."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -32,7 +34,7 @@ class Whole:
     def push(self, data: bytes) -> Iterator[Word]:
         self._data += data
         if len(self._data) > LARGEST:
-            raise Garbled("a reply without end")
+            raise Garbled(f"the prefill reply exceeds {LARGEST} bytes")
         yield from ()
 
     def close(self) -> Iterator[Word]:
@@ -50,13 +52,13 @@ class VLLM:
     detached: bool = False
 
     def plain(self, stream: bool) -> Call:
-        return self.call.without_fields("kv_transfer_params")  # of a client: they say where blocks are read
+        return self.call.without_fields("kv_transfer_params")  # a client must not choose where blocks are read
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        one = {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}
+        fields = {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}
         if self.call.path == "/v1/chat/completions":
-            one["max_completion_tokens"] = 1
-        return self.call.with_fields(one, "stream_options", "min_tokens"), Whole(), None
+            fields["max_completion_tokens"] = 1
+        return self.call.with_fields(fields, "stream_options", "min_tokens"), Whole(), None
 
     def answer(self, ticket: Ticket, timeout: float) -> Call:
         return self.call.with_fields({"kv_transfer_params": ticket})

@@ -1,4 +1,4 @@
-"""Worker: the router's account of one process it may send requests to. Load: what one open request adds to it."""
+"""Worker: the router's view of one worker process. RequestLoad: the work of one open request."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from emberline.core.numerics import Numerics
 from emberline.router.pace import Pace
 
 DURATION_WEIGHT = 0.1
-RECENT_S = 300.0  # seconds after which work that a worker was given counts a third in `recent`
+RECENT_S = 300.0  # time constant: work counts 1/e after it
 
 
 @dataclass(slots=True)
 class Load:
-    prefill: float  # tokens still to be computed before the first byte
+    prefill: float  # prompt tokens still to be computed here
     decode: float  # tokens still to be generated
-    suspect: bool = False  # workers broke under the request: it may be what breaks them
-    coming: float = 0.0  # tokens of the prompt, whoever computes them, that are not in the worker's cache yet
+    suspect: bool = False  # workers failed while serving this request, which may be the cause
+    coming: float = 0.0  # prompt tokens, computed here or elsewhere, that are not in this worker's cache yet
 
 
 @dataclass(slots=True)
 class Worker:
-    id: str  # name and incarnation: a process that was started again has an empty cache
+    id: str  # name and incarnation: a restarted process has an empty cache
     name: str
     models: frozenset[str]
     max_running: int
-    limit: int  # requests it may have, running and waiting; running first: max_running <= limit
+    limit: int  # running and waiting requests together; at least max_running
     breaker: Breaker
-    ready: bool = True  # takes new requests
-    doubted: bool = False  # something broke under it, and nothing was heard of it since
-    left: bool = False  # it stops, by its own word: what breaks off then is no request's doing
+    ready: bool = True  # accepts new requests
+    doubted: bool = False  # a request failed here and no heartbeat has arrived since
+    left: bool = False  # the worker announced its shutdown: connections that break now are no request's fault
     dialect: str = "native"
     role: str = "both"  # or prefill: computes prompts for others; or decode
-    peers: Mapping[str, str] = field(default_factory=dict)  # its engines, by model, as others know them
-    paired: frozenset[str] = frozenset()  # others' engines that it can take blocks from
+    peers: Mapping[str, str] = field(default_factory=dict)  # incarnation of each model's engine
+    paired: frozenset[str] = frozenset()  # incarnations of other engines from which it can fetch blocks
     numerics: Mapping[str, Numerics | None] = field(default_factory=dict)  # by model
-    loads: dict[int, Load] = field(default_factory=dict)
-    prefill: float = 0.0  # sums of these
+    loads: dict[int, Load] = field(default_factory=dict)  # by attempt id
+    prefill: float = 0.0  # sums over `loads`
     decode: float = 0.0
     coming: float = 0.0
-    kv_tokens: int = 0  # that its cache holds; 0: it does not say
-    kv_used: float = 0.0  # of these, by its last report
-    seconds: float = 0.0  # a request takes, about
+    kv_tokens: int = 0  # 0: not reported
+    kv_used: float = 0.0  # as of the last heartbeat
+    seconds: float = 0.0  # moving average of request durations
     pace: Pace = field(default_factory=Pace)
-    _recent_prefill: float = 0.0  # tokens that it was given lately, as of `_recent_at`
+    _recent_prefill: float = 0.0  # decayed sums of tokens assigned, as of `_recent_updated_at`
     _recent_decode: float = 0.0
     _recent_at: float = 0.0
-    _unreported: float = 0.0  # tokens of prompts that are done and not in a report yet
+    _unreported: float = 0.0  # prompt tokens of finished requests that no heartbeat has counted yet
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.limit
@@ -63,12 +63,12 @@ class Worker:
 
     @property
     def answers(self) -> bool:
-        """Our own can, whatever their role."""
+        """Whether it can generate: Emberline's own workers can in every role."""
         return self.role != "prefill" or self.dialect == "native"
 
     @property
     def calm(self) -> bool:
-        """It is well, and has no suspect that could change that."""
+        """Whether it is healthy and serves no suspect request."""
         return not self.doubted and not any(load.suspect for load in self.loads.values())
 
     def takes_from(self, other: Worker, model: str) -> bool:
@@ -76,7 +76,7 @@ class Worker:
 
     @property
     def room(self) -> float:
-        """Tokens that its cache could still take, if its requests become as long as is thought."""
+        """Free tokens of its KV cache once open requests have reached their estimated lengths."""
         return self.kv_tokens - self.kv_used - self.coming - self.decode if self.kv_tokens else math.inf
 
     def began(self, key: int, load: Load, now: float) -> None:
@@ -92,49 +92,53 @@ class Worker:
         self.coming += load.coming
 
     def recent(self, now: float, decode_weight: float) -> float:
-        """Work that it was given in the last minutes, done or not, in tokens of a prompt; older work counts less."""
+        """Return the work assigned in the last minutes, finished or not, in prompt tokens.
+
+        Older work counts less."""
         self._forget_recent(now)
         return self._recent_prefill + decode_weight * self._recent_decode
 
     def _forget_recent(self, now: float) -> None:
-        kept = math.exp(min(self._recent_at - now, 0.0) / RECENT_S)
-        self._recent_prefill, self._recent_decode = kept * self._recent_prefill, kept * self._recent_decode
+        factor = math.exp(min(self._recent_at - now, 0.0) / RECENT_S)
+        self._recent_prefill, self._recent_decode = factor * self._recent_prefill, factor * self._recent_decode
         self._recent_at = now
 
     def relieved(self, key: int) -> None:
-        """Another computes its prompt."""
+        """Remove a request's prompt from the load, because another worker computes it."""
         load = self.loads[key]
         self.prefill -= load.prefill
         load.prefill = 0.0
 
     def prefilled(self, key: int) -> None:
-        """All of its prompt is here."""
+        """Record that the request's whole prompt is in this worker's cache."""
         self.relieved(key)
         load = self.loads[key]
         self.coming -= load.coming
         load.coming = 0.0
 
     def owes(self, key: int, tokens: float) -> None:
-        """A prompt that was to be computed elsewhere has to be computed here after all."""
+        """Add prompt tokens to a request's load, because this worker has to compute them itself."""
         self.loads[key].prefill += tokens
         self.prefill += tokens
 
     def reported(self, tokens: int, seconds: float, kv_usage: float = 0.0) -> None:
-        """What it computed of prompts, and in what time, since it began: the oldest first, as workers take them; and
-        the share of its cache that is in use."""
+        """Update the load from the counters of a heartbeat.
+
+        `tokens` and `seconds`: prompt tokens computed and time spent since the engine's start. Workers compute prompts
+        in order of arrival, so the oldest loads shrink first. `kv_usage`: share of the KV cache in use."""
         self.kv_used = kv_usage * self.kv_tokens
-        if self.role != "prefill":  # others' time is their streams' too
+        if self.role != "prefill":  # the busy time of other roles includes decoding
             return
-        more = max(self.pace.reported(tokens, seconds) - self._unreported, 0.0)
+        unassigned = max(self.pace.reported(tokens, seconds) - self._unreported, 0.0)
         self._unreported = 0.0
         for load in self.loads.values():
-            done = min(load.prefill, more)
+            done = min(load.prefill, unassigned)
             load.prefill -= done
             self.prefill -= done
-            more -= done
+            unassigned -= done
 
     def generated(self, key: int, tokens: int) -> None:
-        """More may come than was expected: then nothing more is."""
+        """Subtract generated tokens from the request's load, which never becomes negative."""
         load = self.loads[key]
         done = min(load.decode, float(tokens))
         load.decode -= done
@@ -147,11 +151,11 @@ class Worker:
         self.decode -= load.decode
         self.coming -= load.coming
         if not self.loads:
-            self.prefill = self.decode = self.coming = 0.0  # sums of floats drift
+            self.prefill = self.decode = self.coming = 0.0  # removes accumulated rounding errors
         if seconds is not None:
             self.seconds += (DURATION_WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
 
     @property
     def seconds_to_a_place(self) -> float:
-        """Until one of its open requests ends, if they are spread evenly."""
+        """Estimated seconds until one of its open requests ends, if their ends are spread evenly."""
         return self.seconds / max(self.open, 1)

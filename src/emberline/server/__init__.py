@@ -1,1 +1,1 @@
-"""ASGI composition: the protocols of api over the engine. Torch-free: the engine is another process."""
+"""The HTTP servers of worker, router and gateway, as ASGI applications. No torch here."""

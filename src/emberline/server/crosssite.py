@@ -1,6 +1,8 @@
-"""CrossSiteGuard: an ASGI application behind checks of what browsers tell about a request. Any web page can make its
-visitor's browser call a server on the visitor's own machine: the Origin header names the page's site, and the Host
-header the name under which the browser found the server, which the page's owner may have pointed at 127.0.0.1."""
+"""CrossSiteGuard: protects an ASGI application against calls from other sites' web pages.
+
+Any web page can make a browser call a server on the user's own machine. The Origin header names the page's site. The
+Host header has the name under which the browser found the server, and the page's owner may have pointed that name at
+127.0.0.1 (DNS rebinding)."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from emberline.net.host import App
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.site import refuse
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and other sites cannot read the replies
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and pages of other sites cannot read the replies
 METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE"
 PREFLIGHT_MAX_AGE_S = b"600"
 ANY_ORIGIN = "*"
@@ -27,17 +29,19 @@ Vouch = Callable[[Scope], Awaitable[bool]]
 
 @dataclass(frozen=True, slots=True)
 class CrossSitePolicy:
-    origins: frozenset[str]  # of web pages that may call, such as https://chat.example.com, or "*"
-    hosts: frozenset[str]  # names that the Host header may have besides those of this machine
+    origins: frozenset[str]  # sites whose web pages may call, such as https://chat.example.com, or "*"
+    hosts: frozenset[str]  # host names allowed besides localhost and IP addresses
     checks_host: bool
 
     @staticmethod
     def of(origins: Iterable[str], hosts: Iterable[str], *, loopback: bool, authenticated: bool) -> CrossSitePolicy:
-        """`loopback`: where the listener is. A page that got there under a name of its own has no key, so that its Host
-        matters where none is needed; elsewhere the operator's list of names is held to, if there is one."""
+        """Return the policy of a listener; raise InvalidRequest for a malformed origin.
+
+        A page that uses DNS rebinding has no key. So on a loopback listener the Host header is checked if no key is
+        needed; on others it is checked if the operator has listed host names."""
         names = frozenset(name.lower() for name in hosts)
-        listed = frozenset(map(_origin, origins))
-        return CrossSitePolicy(listed, names, not authenticated if loopback else bool(names))
+        allowed = frozenset(map(_origin, origins))
+        return CrossSitePolicy(allowed, names, not authenticated if loopback else bool(names))
 
     def knows_host(self, header: str) -> bool:
         name = _host_name(header)
@@ -49,11 +53,11 @@ class CrossSitePolicy:
 
 class CrossSiteGuard:
     def __init__(self, app: App, policy: CrossSitePolicy, vouch: Vouch | None = None) -> None:
-        """`vouch` tells whether a request carries a key that is known: then its Host does not matter."""
+        """`has_known_key` returns whether a request carries a known key: then its Host is not checked."""
         self._app = app
         self._policy = policy
         self._vouch = vouch
-        self._known_hosts: set[bytes] = set()  # Host headers that were found to be known: to parse one takes 10 us
+        self._known_hosts: set[bytes] = set()  # Host headers that were allowed before: parsing one takes 10 us
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -86,13 +90,13 @@ class CrossSiteGuard:
             return
         if self._vouch is None or not await self._vouch(scope):
             raise HostNotAllowed(
-                f"the Host header is {host[:100]!r}, which is not a name of this server",
-                hint=f"call it as 127.0.0.1 or localhost, or start it with --allowed-hosts {_host_name(host)[:100]}",
+                f"the Host header is {host[:100]!r}, which is not an allowed name of this server",
+                hint=f"call 127.0.0.1 or localhost, or start the server with --allowed-hosts {_host_name(host)[:100]}",
             )
 
 
 def is_own_name(name: str) -> bool:
-    """Whether no other site can have pointed this name here: localhost, or an address, which needs no name service."""
+    """Whether no other site can have pointed this name here: localhost and IP addresses."""
     return name == "localhost" or name.endswith(".localhost") or _is_address(name)
 
 
@@ -105,20 +109,22 @@ def _is_address(name: str) -> bool:
 
 
 def _host_name(header: str) -> str:
-    """Without the port, in lower case."""
+    """Return the host of a Host header without the port, in lower case."""
     if header.startswith("["):
         return header[1:].partition("]")[0].lower()
     return header.partition(":")[0].lower().rstrip(".")
 
 
 def _origin(text: str) -> str:
-    """As browsers write it. InvalidRequest for what is no origin."""
-    given = text.strip().lower().rstrip("/")
-    if given not in (ANY_ORIGIN, "null") and ("://" not in given or "/" in given.partition("://")[2]):
+    """Return an origin as browsers write it; raise InvalidRequest if it is malformed."""
+    origin = text.strip().lower().rstrip("/")
+    if origin not in (ANY_ORIGIN, "null") and ("://" not in origin or "/" in origin.partition("://")[2]):
         raise InvalidRequest(
-            f"{text[:100]!r} is not an origin", param="cors_origins", hint="such as https://chat.example.com, or *"
+            f"{text[:100]!r} is not an origin",
+            param="cors_origins",
+            hint="use SCHEME://HOST without a path, such as https://chat.example.com, or *",
         )
-    return given
+    return origin
 
 
 def _is_safe(scope: Scope) -> bool:
@@ -126,7 +132,9 @@ def _is_safe(scope: Scope) -> bool:
 
 
 def _is_same_site(origin: str, headers: dict[bytes, bytes]) -> bool:
-    """Browsers tell it themselves, which a page cannot change; older ones only by the two names."""
+    """Whether the page comes from this server.
+
+    Browsers send that in Sec-Fetch-Site, which a page cannot change; for older ones Origin and Host are compared."""
     if headers.get(b"sec-fetch-site") == b"same-origin":
         return True
     return origin.partition("://")[2].lower() == headers.get(b"host", b"").decode("latin-1").lower()
@@ -135,7 +143,7 @@ def _is_same_site(origin: str, headers: dict[bytes, bytes]) -> bool:
 def _foreign(origin: str) -> OriginNotAllowed:
     return OriginNotAllowed(
         f"web pages of {origin[:100]!r} may not call this server",
-        hint=f"start it with --cors-origins {origin[:100]} if they should",
+        hint=f"start the server with --cors-origins {origin[:100]} to allow them",
     )
 
 
@@ -154,21 +162,21 @@ async def _preflight(headers: dict[bytes, bytes], send: Send) -> None:
 
 
 def _readable_by(origin: str | None, send: Send) -> Send:
-    """Pages of `origin` may read the reply, and no others, whatever a provider wrote into it."""
-    ours = [(b"vary", b"origin")]
+    """Return a `send` that lets pages of `origin`, and no others, read the reply."""
+    added = [(b"vary", b"origin")]
     if origin is not None:
-        ours += [
+        added += [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", b"*"),
         ]
 
-    async def sent(message: dict[str, Any]) -> None:
+    async def send_with_headers(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             kept = [pair for pair in message.get("headers", ()) if not pair[0].startswith(b"access-control-")]
-            message = {**message, "headers": [*kept, *ours]}
+            message = {**message, "headers": [*kept, *added]}
         await send(message)
 
-    return sent
+    return send_with_headers
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: EmberlineError) -> None:

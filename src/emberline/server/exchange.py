@@ -1,4 +1,4 @@
-"""Exchange: one HTTP request and its reply, over raw ASGI. Answered exactly once; notices when the client leaves."""
+"""Exchange: one HTTP request and its reply, over raw ASGI."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class ClientGone(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection, so that no reply can be sent."""
 
 
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.speaks = self.path  # in whose protocol errors are told
+        self.speaks = self.path  # path of the API protocol in which errors are written
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.client: str = (scope.get("client") or ("",))[0]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
-        self.outcome: int | None = None  # the status to log, where the reply failed after its own had been sent
-        self.has_left = False  # the client
-        self.note: dict[str, object] = {}  # for the request log
-        self.span: Span | None = None  # where it is traced
+        self.outcome: int | None = None  # status for the log if the reply failed after its own status was sent
+        self.has_left = False
+        self.note: dict[str, object] = {}  # further fields of the request log
+        self.span: Span | None = None  # None: not traced
         self._receive = receive
         self._send = send
 
@@ -40,9 +40,10 @@ class Exchange:
         return self.headers.get(name.encode(), b"").decode("latin-1")
 
     async def body(self, limit: int) -> bytes:
+        """Return the whole body; raise BodyTooLarge, or ClientDisconnected if the client is gone."""
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > limit:
-            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limit} are taken")
+            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limit} are allowed")
         parts: list[bytes] = []
         size = 0
         while True:
@@ -52,7 +53,7 @@ class Exchange:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > limit:
-                raise BodyTooLarge(f"the body has more than {limit} bytes")
+                raise BodyTooLarge(f"the body has more than the allowed {limit} bytes")
             if not message.get("more_body", False):
                 return b"".join(parts)
 
@@ -64,15 +65,17 @@ class Exchange:
         await self.reply(status, dumps(body), "application/json", headers)
 
     async def start_events(self, headers: Mapping[str, str] | None = None) -> None:
-        ours = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
-        await self.start(200, "text/event-stream; charset=utf-8", ours)
+        fields = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        await self.start(200, "text/event-stream; charset=utf-8", fields)
 
     def send(self, data: bytes = b"", *, last: bool = False) -> Awaitable[None]:
-        """One more piece of the reply, and one write to the client: nothing waits for more."""
+        """Write one more part of the reply to the client, without buffering."""
         return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`, and stops it at once when the client goes away. The body must have been read."""
+        """Run `work`, and cancel it and raise ClientDisconnected when the client disconnects.
+
+        The request's body must have been read before."""
         task = asyncio.ensure_future(work)
         watcher = asyncio.ensure_future(self._gone())
         try:
@@ -93,8 +96,8 @@ class Exchange:
         self.has_left = True
 
     async def start(self, status: int, kind: str, headers: Mapping[str, str], size: int | None = None) -> None:
-        """`size`: of the body, where it is known."""
-        assert self.status is None, "answered twice"
+        """Send status and headers. `body_bytes`: the content-length, where it is known."""
+        assert self.status is None, "the exchange was answered twice"
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         pairs.append((b"content-type", kind.encode("latin-1")))

@@ -1,4 +1,4 @@
-"""Who may call: clients by their API keys, the parts of a cluster by the cluster key."""
+"""Access control: clients by their API keys, routers and workers by the cluster key."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from emberline.core.errors import ClusterCallForbidden, Unauthorized, WrongClusterKey
 from emberline.server.exchange import Exchange
 
-# Headers that a proxy adds, our gateway among them: the call's sender is then another than the connection's peer.
+# Headers that a proxy adds, Emberline's gateway too: the connection's peer is then not the caller.
 PROXY_HEADERS = (b"via", b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
 
-CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # a router's, beside the client's own key
+CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # sent by a router beside the client's own key
 
 
 def tenant_of(x: Exchange) -> str:
-    """A name for the client's key that does not tell the key: what is cached for one tenant is not used for another."""
+    """Return an identifier of the client's key from which the key cannot be derived.
+
+    Cached prompts of one tenant are never used for another."""
     key = _bearer(x)
     return hashlib.sha256(b"emberline tenant\0" + key.encode()).hexdigest()[:32] if key else ""
 
@@ -30,10 +32,10 @@ class Access:
 
     api_keys: tuple[str, ...] = ()
     cluster_key: str | None = None
-    closed: bool = False  # clients without a key are refused even where no API key was configured: only a router calls
+    closed: bool = False  # only calls with the cluster key are accepted, although no API key is configured
 
     def check(self, x: Exchange, needs: str) -> None:
-        """`needs`: as a Route says. Raises an error if the call may not be made."""
+        """Raise an error unless the caller may use a route. `needs`: HTTPRoute.required_key."""
         if needs == "cluster":
             admit(x, self.cluster_key)
         elif needs != "nothing" and (self.api_keys or self.closed):
@@ -43,38 +45,40 @@ class Access:
         if _matches(_bearer(x), self.api_keys):
             return
         if self.cluster_key is not None:
-            given = [x.header(CLUSTER_KEY_HEADER), *([_bearer(x)] if by_cluster_key else [])]
-            if any(_matches(each, (self.cluster_key,)) for each in given):
+            presented = [x.header(CLUSTER_KEY_HEADER), *([_bearer(x)] if by_cluster_key else [])]
+            if any(_matches(key, (self.cluster_key,)) for key in presented):
                 return
         if self.api_keys:
             raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
         raise WrongClusterKey(
-            "this worker answers its router only: the cluster key is missing or wrong",
-            hint="call the router, start the worker with --api-key, or with --open",
+            "this worker accepts calls from its router only: the cluster key is missing or wrong",
+            hint="call the router, or start the worker with --api-key KEY or --open",
         )
 
 
 def admit(x: Exchange, cluster_key: str | None) -> None:
-    """Raises an error unless the call comes straight from a part of the cluster: with its key or, where the cluster
-    has none, from this machine. Cluster calls show what clients write, and decide where their requests go: a web page
-    never makes them, nor does a proxy, which would lend its own address to anyone behind it."""
+    """Raise an error unless the call comes directly from a router or worker of the cluster.
+
+    It must carry the cluster key or, where the cluster has none, come from this machine. Cluster calls show clients'
+    prompts and decide where requests go, so web pages may not make them, nor proxies, which would lend their own
+    address to any client behind them."""
     if x.header("origin"):
-        raise ClusterCallForbidden("cluster calls from web pages are refused")
+        raise ClusterCallForbidden("a web page made this cluster call: it has an Origin header")
     if (name := next((name for name in PROXY_HEADERS if name in x.headers), None)) is not None:
         raise ClusterCallForbidden(
-            f"cluster calls through a proxy are refused: this one has the header {name.decode()!r}",
-            hint="call the router or worker at its own address",
+            f"this cluster call came through a proxy: it has the header {name.decode()!r}",
+            hint="call the router or worker directly, at its own address",
         )
     if cluster_key is not None:
         if not _matches(_bearer(x), (cluster_key,)):
             raise WrongClusterKey(
                 "the cluster key is missing or wrong",
-                hint="set EMBERLINE_CLUSTER_KEY, or --cluster-key, to the router's",
+                hint="set EMBERLINE_CLUSTER_KEY or --cluster-key to the router's key",
             )
     elif not is_loopback(x.client):
         raise ClusterCallForbidden(
-            "without a cluster key, cluster calls are taken from this machine only",
-            hint="start router and workers with EMBERLINE_CLUSTER_KEY",
+            f"no cluster key is set, so cluster calls are accepted from this machine only, not {x.client[:100]}",
+            hint="start the router and its workers with the same EMBERLINE_CLUSTER_KEY",
         )
 
 
@@ -92,5 +96,5 @@ def _bearer(x: Exchange) -> str:
 
 
 def _matches(given: str, keys: Iterable[str]) -> bool:
-    """All keys are compared, each in constant time, so that timing tells nothing about them."""
+    """Compare with all keys, each in constant time, so that timing reveals nothing about them."""
     return bool(sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys))

@@ -1,4 +1,4 @@
-"""listen: an ASGI application on a socket, until a signal says stop."""
+"""serve_until_stopped: an ASGI application on a listening socket, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from emberline.server.site import refuse
 
 log = logging.getLogger("emberline.server")
 
-GOODBYE = 10.0  # seconds for what is under way to end
+GOODBYE = 10.0  # for open requests
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises InvalidRequest if the port is taken, also by a process that is still loading: two
-    sockets with SO_REUSEADDR can bind one address until one of them listens, so this one listens at once."""
+    """Return a listening socket; raise InvalidRequest if the address cannot be used.
+
+    Two sockets with SO_REUSEADDR can bind one address until one of them listens. So this one listens at once, and a
+    port that a loading server has taken is detected too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,9 +44,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _why(error: OSError | OverflowError) -> str:
     if not isinstance(error, OSError):
-        return "a port is between 0 and 65535"
+        return "a port must be between 0 and 65535"
     if error.errno == errno.EADDRINUSE:
-        return "another process uses this port"
+        return "another process is listening on this port"
     return error.strerror or str(error)
 
 
@@ -54,25 +56,26 @@ def _hint(error: OSError | OverflowError, port: int) -> str:
 
 
 def is_exposed(listener: socket.socket) -> bool:
-    """Whether others than this machine can reach it."""
+    """Whether other machines can reach this listener."""
     return not is_loopback(listener.getsockname()[0])
 
 
 def check_exposed(listener: socket.socket, *, authenticated: bool, is_open: bool, hint: str) -> None:
-    """Raises InvalidRequest for a listener that anyone could use from another machine, unless that is meant.
-    `hint`: how to authenticate."""
+    """Raise InvalidRequest if other machines could use this listener without authentication.
+
+    `allows_anyone` permits that. `hint`: how to authenticate."""
     if is_exposed(listener) and not (authenticated or is_open):
         host, port = listener.getsockname()[:2]
         listener.close()
         raise InvalidRequest(
             f"refusing to listen on {host}:{port} without authentication: other machines could use it",
             param="host",
-            hint=f"{hint}, or --open if anyone may use it",
+            hint=f"{hint}, or --open to allow anyone",
         )
 
 
 async def answer_while_loading(listener: socket.socket) -> Server:
-    """Take connections from now on and answer them with 503 until `listen` is called with this server."""
+    """Accept connections and answer 503 until `serve_until_stopped` is called with this server."""
     server = Server(_loading)
     await server.start(listener)
     return server
@@ -97,19 +100,21 @@ async def listen(
     largest_message: int = 0,
     server: Server | None = None,
 ) -> None:
-    """`ready` is called when requests are served, `leaving` before they no longer are. `largest_message`: bytes of
-    one over a WebSocket; 0: there are none. `server`: the one that answered while the application was loading."""
+    """Serve until SIGTERM or SIGINT.
+
+    `on_ready` is called when requests are served, `before_stop` before they no longer are. `max_message_bytes`: of a
+    WebSocket message; 0: no WebSockets. `server`: the one that answered while the application was loading."""
     with _stopped() as stop:
         if server is None:
             server = Server(app, largest_message=largest_message)
             await server.start(listener)
         else:
             server.host.app = app
-        gc.freeze()  # what there is by now stays: to look through all of it again stops everything for 26 ms
+        gc.freeze()  # objects of the start are permanent: scanning them again would pause the process for 26 ms
         ready()
         await stop.wait()
         if count := server.open_requests:
-            log.info("stopping: open requests get up to %g s to end (%d open)", GOODBYE, count)
+            log.info("stopping, waiting for open requests: open=%d timeout_s=%g", count, GOODBYE)
         if leaving is not None:
             await leaving()
         await server.stop(GOODBYE)
@@ -118,17 +123,17 @@ async def listen(
 
 @contextmanager
 def _stopped() -> Iterator[asyncio.Event]:
-    """An event that a signal sets; to threads that are not the first there come none."""
+    """Yield an event that a stop signal sets; only the main thread receives signals."""
     stop = asyncio.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     loop = asyncio.get_running_loop()
-    for each in STOPS:
-        loop.add_signal_handler(each, stop.set)
+    for number in STOPS:
+        loop.add_signal_handler(number, stop.set)
     try:
         yield stop
     finally:
-        for each in STOPS:
-            loop.remove_signal_handler(each)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # what our caller began has still to be ended
+        for number in STOPS:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a second signal must not interrupt the caller's cleanup

@@ -1,5 +1,7 @@
-"""require_json: the content-type that a body of JSON must have. A web page of another site can send text/plain, forms
-and bodies without a type; before it sends application/json, its browser asks the server for permission."""
+"""require_json: the content-type that a JSON body must have.
+
+Another site's web page can send text/plain, forms and bodies without a type. Before it may send application/json, its
+browser asks the server for permission (a CORS preflight)."""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ from emberline.core.errors import UnsupportedMediaType
 
 
 def is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    media_type = content_type.partition(";")[0].strip().lower()
+    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
 
 
 def require_json(content_type: str) -> None:
-    """Raises UnsupportedMediaType unless a body of this content-type is JSON."""
+    """Raise UnsupportedMediaType unless this content-type is JSON."""
     if not is_json(content_type):
-        given = f"is {content_type[:100]!r}" if content_type else "is missing"
+        state = f"is {content_type[:100]!r}" if content_type else "is missing"
         raise UnsupportedMediaType(
-            f"the content-type {given}; the body must be JSON", hint="add -H 'content-type: application/json'"
+            f"the content-type {state}; the body must be JSON", hint="add -H 'content-type: application/json'"
         )

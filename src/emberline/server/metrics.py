@@ -1,4 +1,4 @@
-"""Metrics: what /metrics tells Prometheus, under the names that dashboards for vLLM already scrape."""
+"""The metrics of /metrics for Prometheus, under the names that vLLM dashboards already use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Family:
 
 
 def exposition(families: Iterable[Family]) -> str:
-    """What several models have under one name stands together, and is described once."""
+    """Return the text format; samples of one name, from several models, share one description."""
     text: dict[str, list[str]] = {}
     for family in families:
         described = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
@@ -36,7 +36,7 @@ def exposition(families: Iterable[Family]) -> str:
 
 
 class Replies:
-    """The server's own, whatever the model."""
+    """Counts the server's HTTP replies, of all models together."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
@@ -82,7 +82,7 @@ CPU_CACHE = CacheInfo()
 
 
 class Metrics:
-    """Of one model."""
+    """The metrics of one model."""
 
     def __init__(self, model: str) -> None:
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
@@ -103,15 +103,15 @@ class Metrics:
         self.computed = Histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKENS
         )
-        self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
-        self.n = Histogram("vllm:request_params_n", "The n asked for.", (1, 2, 5, 10, 20, 50, 100))
+        self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens of requests.", TOKENS)
+        self.n = Histogram("vllm:request_params_n", "The n of requests.", (1, 2, 5, 10, 20, 50, 100))
         self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", TOKENS)
         self.blocks = {
             kind: Histogram(f"vllm:kv_block_{kind}_seconds", help_, SECONDS)
             for kind, help_ in (
                 ("lifetime", "From the time a KV block is filled to its eviction or release."),
                 ("idle_before_evict", "How long an evicted KV block had not been used."),
-                ("reuse_gap", "How long a KV block lay idle until its content was used again."),
+                ("reuse_gap", "How long a KV block was idle before its content was reused."),
             )
         }
         self._step = 0
@@ -120,7 +120,7 @@ class Metrics:
         self._memory = (0, 0)
 
     def started(self, seconds: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
-        """What the engine that is running now said when it was ready."""
+        """Record the start-up times and memory that the running engine reported when it was ready."""
         self._startup, self._memory = dict(seconds), (weight_bytes, kv_bytes)
 
     def stepped(self, stats: Stats) -> None:
@@ -162,9 +162,9 @@ class Metrics:
             ("vllm:num_requests_running", "Requests in the batch.", stats.running),
             ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", stats.kv_usage),
-            ("emberline:kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
+            ("emberline:kv_blocks_free", "KV blocks that are empty.", stats.blocks_free),
             ("emberline:kv_blocks_cached", "KV blocks that hold only reusable prefixes.", stats.blocks_cached),
-            ("emberline:kv_blocks", "KV blocks in all.", stats.blocks_total),
+            ("emberline:kv_blocks", "KV blocks in total.", stats.blocks_total),
             ("emberline:weight_bytes", "Memory of the weights.", self._memory[0]),
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
@@ -173,7 +173,7 @@ class Metrics:
         for name, help_, counter in (
             ("vllm:num_preemptions_total", "Requests that lost their blocks and were recomputed.", stats.preemptions),
             ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("vllm:prefix_cache_hits_total", "Prompt tokens found there.", stats.prefix_hits),
+            ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("vllm:prompt_tokens_total", "Prompt tokens computed.", stats.prompt_tokens),
             ("vllm:prompt_tokens_cached_total", "Prompt tokens taken from the cache.", self._cached_tokens),
             ("vllm:generation_tokens_total", "Tokens generated.", stats.generated_tokens),
@@ -212,32 +212,41 @@ class Metrics:
 
     def turns(self, turns: Turns, awake: bool) -> Iterator[Family]:
         one = self.labels
-        yield Family.of("emberline:model_awake", "1 when its weights are where it runs.", "gauge", [(one, int(awake))])
+        yield Family.of(
+            "emberline:model_awake",
+            "1 when the model's weights are in the memory of its device.",
+            "gauge",
+            [(one, int(awake))],
+        )
         for name, help_, counter in (
             ("wakes", "Times the model was loaded or woken.", turns.wakes),
-            ("wake_seconds", "Time that took.", turns.wake_seconds),
-            ("wake_bytes", "Bytes copied for it.", turns.wake_bytes),
-            ("sleeps", "Times the model fell asleep.", turns.sleeps),
-            ("sleep_seconds", "Time that took.", turns.sleep_seconds),
-            ("sleep_bytes", "Bytes copied for it.", turns.sleep_bytes),
+            ("wake_seconds", "Time spent loading or waking the model.", turns.wake_seconds),
+            ("wake_bytes", "Bytes copied to wake the model.", turns.wake_bytes),
+            ("sleeps", "Times the model was put to sleep.", turns.sleeps),
+            ("sleep_seconds", "Time spent putting the model to sleep.", turns.sleep_seconds),
+            ("sleep_bytes", "Bytes copied to put the model to sleep.", turns.sleep_bytes),
         ):
             yield Family.of(f"emberline:model_{name}_total", help_, "counter", [(one, counter)])
 
     def _tiers(self, tiers: Mapping[str, TierStats]) -> Iterator[Family]:
         for name, help_, kind in (
             ("on", "1 when the tier is in use, 0 after an I/O error.", "gauge"),
-            ("blocks", "KV blocks there.", "gauge"),
-            ("capacity", "KV blocks it has room for.", "gauge"),
-            ("hit_tokens", "Tokens that requests did not have to compute.", "counter"),
+            ("blocks", "KV blocks in the tier.", "gauge"),
+            ("capacity", "KV blocks that fit in the tier.", "gauge"),
+            ("hit_tokens", "Prompt tokens loaded from the tier instead of computed.", "counter"),
             ("loaded_blocks", "KV blocks read.", "counter"),
             ("loaded_bytes", "Bytes read.", "counter"),
-            ("load_seconds", "Time that took, beside the engine's loop.", "counter"),
+            ("load_seconds", "Time spent reading, in parallel to the engine's loop.", "counter"),
             ("stored_blocks", "KV blocks written.", "counter"),
             ("stored_bytes", "Bytes written.", "counter"),
-            ("store_seconds", "Time that took, beside the engine's loop.", "counter"),
-            ("evicted_blocks", "KV blocks that left for others.", "counter"),
-            ("dropped_blocks", "KV blocks not stored, since the engine would have had to wait.", "counter"),
-            ("damaged_blocks", "KV blocks found torn, corrupted or foreign, and removed.", "counter"),
+            ("store_seconds", "Time spent writing, in parallel to the engine's loop.", "counter"),
+            ("evicted_blocks", "KV blocks evicted to make room.", "counter"),
+            ("dropped_blocks", "KV blocks not stored because the engine would have had to wait.", "counter"),
+            (
+                "damaged_blocks",
+                "KV blocks removed because they were incomplete, corrupted or of another model.",
+                "counter",
+            ),
             ("errors", "I/O errors.", "counter"),
         ):
             samples = [(f'{self.labels},tier="{tier}"', float(getattr(s, name))) for tier, s in tiers.items()]
@@ -245,7 +254,9 @@ class Metrics:
             yield Family.of(full, help_, kind, samples)
 
     def _cache(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
-        """Return the labels of the cache. Blocks are counted by the memory that they are in, the host tier's too."""
+        """Return the labels of the KV cache.
+
+        Blocks are counted by the memory that holds them, those of the host tier included."""
         on_gpu = cache.device != "cpu"
         kept = stats.tiers["host"].capacity if stats.tiers and "host" in stats.tiers else 0
         labels = {
@@ -258,7 +269,7 @@ class Metrics:
         return ",".join([self.labels, *(f'{name}="{value}"' for name, value in labels.items())])
 
     def _labelled(self, stats: Stats) -> Iterator[Family]:
-        """Families that have labels of their own."""
+        """Yield the families that have labels besides the model's."""
         one = self.labels
         if stats.tiers:
             yield from self._tiers(stats.tiers)
@@ -276,6 +287,6 @@ class Metrics:
             sources.append((f'{one},source="external_kv_transfer"', stats.transfer.hit_tokens))
         yield Family.of("vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources)
         phases = [(f'{one},phase="{phase}"', seconds) for phase, seconds in self._startup.items()]
-        yield Family.of("emberline:startup_seconds", "What the engine's start took, phase by phase.", "gauge", phases)
+        yield Family.of("emberline:startup_seconds", "Duration of each phase of the engine's start.", "gauge", phases)
         reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
         yield Family.of("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)

@@ -1,4 +1,4 @@
-"""The files of the playground, of the router's status page and of the gateway's dashboard, read once."""
+"""The static files of the playground, the router's status page and the gateway's dashboard."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class Page:
 
 
 def load_pages(home: str = "index.html") -> dict[str, Page]:
-    """URL path to content: `/` is the playground, or another page; the rest of web/ lies under /static/, and so do the
-    files of the folder that the page is in."""
-    room = home.rpartition("/")[0]
+    """Return the static files by URL path.
+
+    `index` is served at `/`. The other files of web/ and of the index's own folder are served under /static/."""
+    index_folder = home.rpartition("/")[0]
     web = files("emberline").joinpath("web")
     pages = {}
-    for folder in dict.fromkeys(("", room)):
+    for folder in dict.fromkeys(("", index_folder)):
         for item in web.joinpath(folder).iterdir():
             name = f"{folder}/{item.name}" if folder else item.name
             if item.is_file() and not name.endswith(".py"):

@@ -1,5 +1,7 @@
-"""Site: the paths of a server. Whoever asks is admitted and answered exactly once. What goes wrong is told in the
-protocol that was spoken or, once a reply has begun, breaks the connection: nobody takes it for whole."""
+"""RouteTable: maps the paths of a server to handlers, checks access, and answers exactly once.
+
+An error is written in the caller's API protocol. Once a reply has started, the connection is closed instead, so that
+the client sees that the reply is incomplete."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from emberline.server.pages import Page
 
 log = logging.getLogger("emberline.server")
 
-MODELS = "/v1/models/"  # below it, each by its name
+MODELS = "/v1/models/"
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -26,37 +28,38 @@ Handler = Callable[[Exchange], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class Route:
     handler: Handler
-    method: str = "POST"  # "": its handler refuses those that it does not take
-    needs: str = "key"  # of clients; "operator": that, or the cluster's; "cluster": its own alone; or "nothing"
+    method: str = "POST"  # "": the handler checks the method itself
+    needs: str = "key"  # "key": an API key; "operator": an API key or the cluster key; "cluster"; "nothing"
 
 
 @dataclass(slots=True)
 class Site:
     routes: dict[str, Route]
-    model: Route  # of one
+    model: Route  # of paths below MODEL_PATH_PREFIX
     pages: Mapping[str, Page]
     access: Access
-    hint: str  # for who asks for what is not here
+    hint: str  # of the error for an unknown path
     replies: Replies = field(default_factory=Replies)
-    below: dict[str, Route] = field(default_factory=dict)  # of all paths that begin so
+    below: dict[str, Route] = field(default_factory=dict)  # by the start of the path
 
     async def answer(self, x: Exchange) -> None:
-        cut = False
+        """Handle one exchange; raise the connection abort of `net` if a started reply failed."""
+        is_cut_off = False
         try:
             await self._found(x)
         except ClientGone:
             x.note["client"] = "gone"
         except Exception as e:
-            cut = x.status is not None
+            is_cut_off = x.status is not None
             if not isinstance(e, EmberlineError | TimeoutError):
-                log.exception("%s %s", x.method, x.path)
-            elif cut:
-                log.warning("%s cut off: %s", x.path, e)
-            if not cut:
+                log.exception("request failed: method=%s path=%s", x.method, x.path)
+            elif is_cut_off:
+                log.warning("reply aborted: path=%s error=%s", x.path, e)
+            if not is_cut_off:
                 await refuse(x, e)
         known = x.path if x.path in self.routes else "other"
         self.replies.replied(known, x.status or (499 if "client" in x.note else 500))
-        if cut:
+        if is_cut_off:
             raise CutOff
 
     async def _found(self, x: Exchange) -> None:
@@ -65,11 +68,11 @@ class Site:
             return
         route = self.model if x.path.startswith(MODELS) else self.routes.get(x.path)
         if route is None:
-            route = next((each for prefix, each in self.below.items() if x.path.startswith(prefix)), None)
+            route = next((candidate for prefix, candidate in self.below.items() if x.path.startswith(prefix)), None)
         if route is None:
-            raise NotFound(f"there is nothing at {x.path[:200]!r}", hint=self.hint)
+            raise NotFound(f"the path {x.path[:200]!r} does not exist", hint=self.hint)
         if route.method and x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
-            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
+            raise MethodNotAllowed(f"{x.path} accepts {route.method}, not {x.method[:20]}", allowed=route.method)
         self.access.check(x, route.needs)
         if route.method == "POST":
             require_json(x.header("content-type"))
@@ -77,7 +80,7 @@ class Site:
 
 
 async def refuse(x: Exchange, error: Exception) -> None:
-    """Answer with the error, in the protocol that was spoken."""
+    """Reply with the error, in the API protocol of the request."""
     reply = (anthropic_error if x.speaks.startswith("/v1/messages") else openai_error)(error)
     allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
     await x.json(reply.body, reply.status, {**reply.headers, **allow})

@@ -1,4 +1,4 @@
-"""tracing: spans of a process that serves, from start to stop; and the one that an exchange is."""
+"""Tracing of a server process: the exporter from start to stop, and a span for each exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from emberline.trace.context import PARENT, STATE, Context
 from emberline.trace.span import About, Kind, Span
 from emberline.trace.tracer import Tracer
 
-CONNECT, IDLE = 2.0, 15.0  # seconds: to the collector
+CONNECT, IDLE = 2.0, 15.0
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat",
               "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # fmt: skip
 
@@ -33,19 +33,19 @@ class Tracing:
 
     def families(self) -> Iterator[Family]:
         for name, help_, count in (
-            ("sent", "Spans that the collector took.", self.collector.sent),
-            ("dropped", "Spans that it did not take.", self.collector.dropped),
+            ("sent", "Spans that the collector accepted.", self.collector.sent),
+            ("dropped", "Spans that the collector did not accept.", self.collector.dropped),
         ):
             full = f"emberline:spans_{name}_total"
             yield Family(full, help_, "counter", [f"{full} {count}"])
 
     def traced(self, handler: Handler) -> Handler:
-        """Every exchange is a span, below its client's own if that says which."""
+        """Return a handler that records each exchange as a span, below the client's own span if any."""
 
         async def handle(x: Exchange) -> None:
             parent = Context.read(x.header(PARENT))
             if parent is None:
-                x.headers.pop(STATE.encode(), None)  # means nothing without the other
+                x.headers.pop(STATE.encode(), None)  # tracestate has no meaning without traceparent
             span = x.span = self.tracer.begin(x.path, Kind.SERVER, parent)
             error = ""
             try:
@@ -77,7 +77,7 @@ def _tell(span: Span, x: Exchange) -> None:
 
 @asynccontextmanager
 async def tracing(config: TraceConfig | None, service: str, instance: str = "") -> AsyncIterator[Tracing | None]:
-    """None: nothing is traced."""
+    """Yield the tracing of a process, or None if `config` is None."""
     if config is None:
         yield None
         return

@@ -1,1 +1,2 @@
-"""A router's HTTP: requests to workers, replies back, whoever falls over meanwhile."""
+"""The router's HTTP server: relays clients' requests to workers, and their replies back, across
+worker failures."""

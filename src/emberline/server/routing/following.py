@@ -1,4 +1,4 @@
-"""Following: the router listens to what its workers' caches hold, each on a connection of its own."""
+"""KVEventSubscriber: keeps the KV index up to date with the block events of all workers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from emberline.server.routing.dispatch import Dispatch
 
 log = logging.getLogger("emberline.router")
 
-LOOK = 0.25  # seconds between looks at who is there
-PAUSE = 0.5  # seconds until one that broke off is asked again
-PATIENCE = 5.0  # seconds without a sign of life
-LONGEST = 32 << 20  # bytes of a line
+LOOK = 0.25
+PAUSE = 0.5
+PATIENCE = 5.0  # workers send a batch, empty if need be, more often than this
+LONGEST = 32 << 20
 
 _BATCH = msgspec.json.Decoder(BlockBatch)
 
 
 class Following:
+    """Holds one connection to `/cluster/events` of each native worker."""
+
     def __init__(self, dispatch: Dispatch, index: KVIndex, upstream: Upstream, key: str | None) -> None:
         self._dispatch = dispatch
         self._index = index
@@ -37,7 +39,7 @@ class Following:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by worker id
 
     async def run(self) -> None:
-        """For as long as the router runs."""
+        """Subscribe to all workers until cancelled."""
         try:
             while True:
                 self._look()
@@ -47,13 +49,13 @@ class Following:
                 task.cancel()
 
     def _look(self) -> None:
-        there = {worker.id: worker for worker in self._dispatch.workers.values() if self._is_there(worker)}
-        known = {worker.id for worker in self._dispatch.workers.values()}
-        for id_ in self._tasks.keys() - there.keys():
-            self._tasks.pop(id_).cancel()
-            (self._index.cut if id_ in known else self._index.forget)(id_)
-        for id_ in there.keys() - self._tasks.keys():
-            self._tasks[id_] = asyncio.create_task(self._follow(there[id_]))
+        reachable = {worker.id: worker for worker in self._dispatch.workers.values() if self._is_there(worker)}
+        registered = {worker.id for worker in self._dispatch.workers.values()}
+        for worker_id in self._tasks.keys() - reachable.keys():
+            self._tasks.pop(worker_id).cancel()
+            (self._index.cut if worker_id in registered else self._index.forget)(worker_id)
+        for worker_id in reachable.keys() - self._tasks.keys():
+            self._tasks[worker_id] = asyncio.create_task(self._follow(reachable[worker_id]))
 
     def _is_there(self, worker: Worker) -> bool:
         member = self._dispatch.membership.get(worker.name)
@@ -66,36 +68,38 @@ class Following:
             try:
                 await self._listen(worker)
             except (Unreached, Broken, EngineUnavailable, TimeoutError, *NOT_JSON) as e:
-                log.debug("following %s: %s", worker.name, e)
+                log.debug("KV event stream ended: worker=%s reason=%s", worker.name, e)
             except Exception:
-                log.exception("following %s", worker.name)
+                log.exception("KV event stream failed: worker=%s", worker.name)
             self._index.cut(worker.id)
             if not self._index.follows(worker.id):
                 log.warning(
-                    "%s holds more blocks than there is room to know of: what it holds is inferred", worker.name
+                    "KV index is full, a worker's cache is inferred from its requests instead: worker=%s", worker.name
                 )
-                return  # until it comes anew
+                return  # until the worker registers again
             await asyncio.sleep(PAUSE)
 
     async def _listen(self, worker: Worker) -> None:
-        """Until it breaks off, or something is missing."""
+        """Apply batches until the connection ends or a batch is missing."""
         incarnation, seq = self._index.position(worker.id)
         call = Call("GET", f"/cluster/events?incarnation={incarnation}&since={seq}", self._headers, b"")
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(PATIENCE) as timer:
             with contextlib.closing(await self._upstream.request(self._dispatch.url(worker), call)) as reply:
                 if reply.status != 200:
-                    raise Broken(f"status {reply.status}")
+                    raise Broken(f"/cluster/events answered {reply.status}")
                 rest = b""
                 while data := await reply.read():
                     timer.reschedule(loop.time() + PATIENCE)
                     *lines, rest = (rest + data).split(b"\n")
                     if len(rest) > LONGEST:
-                        raise Broken(f"a line of more than {LONGEST} bytes")
+                        raise Broken(f"a line of /cluster/events exceeds {LONGEST} bytes")
                     if not all(self._takes(worker, _BATCH.decode(line)) for line in lines):
                         return
 
     def _takes(self, worker: Worker, batch: BlockBatch) -> bool:
-        """Whether it is worth to go on: with the last part of a snapshot, or any other batch, all should be known."""
+        """Apply a batch and return whether to continue.
+
+        After the last part of a snapshot, or any other batch, the index must be exact."""
         state = self._index.apply(worker.id, batch)
         return state is State.EXACT or batch.part + 1 < batch.parts or not batch.seq + batch.parts

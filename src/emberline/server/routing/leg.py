@@ -1,4 +1,4 @@
-"""Leg: one request at one worker, from when it is sent until its reply has ended or it was cut off."""
+"""WorkerAttempt: one attempt to serve a request at one worker, until its reply ends or is aborted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberline.trace.context import PARENT
 from emberline.trace.span import Kind, Span
 
 Outcome = Literal["answered", "refused", "failed", "left", "moved"]
-# refused: by a worker that is well; left: by the client; moved: to another worker, as somebody wished
+# refused: by a healthy worker; left: the client disconnected; moved: to another worker because of a drain
 AFFINITY = {Why.SESSION: "kept", Why.PREFIX: "kept", Why.YIELDED: "lost", Why.AWAY: "lost"}
 
 
@@ -28,21 +28,24 @@ class Leg:
     ask: Ask
     decision: Decision
     began: float
-    heard: float  # when its last bytes came
-    first: float | None = None  # when its first came
-    movable: bool = False  # what it does can go on elsewhere, if somebody wishes
-    lost: str = ""  # why it was cut off
-    outcome: Outcome = "left"  # unless somebody knows better
+    heard: float  # when the last bytes arrived
+    first: float | None = None  # when the first bytes arrived
+    movable: bool = False  # another worker can continue it, so that a drain may move it
+    lost: str = ""  # why it was aborted; "" if it was not
+    outcome: Outcome = "left"  # unless the attempt ends otherwise
     usage: Usage = field(default_factory=Usage)
-    link: Link | None = None  # where its prompt ends, if the worker says so
-    status: int = 0  # of the reply, when that has begun
-    span: Span | None = None  # where it is traced
-    _timer: asyncio.Timeout | None = None  # while it waits for the reply to begin
+    link: Link | None = None  # last block of the prompt, if the worker reported it
+    status: int = 0  # HTTP status of the reply; 0 before it starts
+    span: Span | None = None  # None: not traced
+    _timer: asyncio.Timeout | None = None  # set while waiting for the reply to start
     _reply: Reply | None = None
 
     @asynccontextmanager
     async def asked(self, upstream: Upstream, url: str, call: Call) -> AsyncIterator[Reply]:
-        """Broken as soon as it is cut off: while it waits or reads, never while what was read is passed on."""
+        """Send the request and yield the reply.
+
+        An abort raises the connection error while waiting for the reply or reading it, never while the caller passes on
+        what it has read."""
         try:
             if self.lost:
                 raise TimeoutError
@@ -56,7 +59,7 @@ class Leg:
         finally:
             self._timer = None
         try:
-            if self.lost:  # in the moment in which the reply began: too late for the timer, too early to abort it
+            if self.lost:  # aborted just as the reply started: too late for the timeout, too early for Reply.abort
                 raise Broken(self.lost)
             yield self._reply
         finally:
@@ -64,14 +67,15 @@ class Leg:
             self._reply = None
 
     def cut(self, reason: str) -> None:
+        """End the attempt at once with a connection error for its reader; the first reason is kept."""
         self.lost = self.lost or reason
         if self._reply is not None:
             self._reply.abort(reason)
         elif self._timer is not None and not self._timer.expired():
-            self._timer.reschedule(0.0)  # at once
+            self._timer.reschedule(0.0)
 
     def trace(self, request: Span, kind: str, attempt: int) -> None:
-        """Below the request's own span. `kind`: plain, prefill or resume."""
+        """Start a span below the request's own. `kind`: plain, prefill or resume."""
         decision = self.decision
         if decision.why not in (Why.SPLIT, Why.AGAIN):
             request.about |= {
@@ -84,8 +88,8 @@ class Leg:
             "emberline.leg.attempt": attempt,
             "emberline.worker": decision.worker.name,
             "emberline.route.why": decision.why.value,
-            "emberline.route.known_tokens": round(decision.known),  # these two are estimates
-            "emberline.route.missing_tokens": round(decision.load.prefill),
+            "emberline.route.known_tokens": round(decision.known),  # estimated
+            "emberline.route.missing_tokens": round(decision.load.prefill),  # estimated
         }
 
     def end_trace(self) -> None:
@@ -97,5 +101,5 @@ class Leg:
             "emberline.leg.first_byte_seconds": None if self.first is None else self.first - self.began,
             "http.response.status_code": self.status or None,
         }
-        refused = str(self.status) if self.status >= 400 else ""
-        self.span.end((refused or self.lost or self.outcome) if self.outcome in ("refused", "failed") else "")
+        error_status = str(self.status) if self.status >= 400 else ""
+        self.span.end((error_status or self.lost or self.outcome) if self.outcome in ("refused", "failed") else "")

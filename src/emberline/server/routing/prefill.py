@@ -1,5 +1,7 @@
-"""Prefill: the leg that computes a prompt for another worker. It gives a ticket for the blocks as soon as there are any
-and goes on beside the leg that answers; what becomes of it later, that one sees for itself."""
+"""RemotePrefill: an attempt at a prefill worker, which computes a prompt for another worker.
+
+It yields a ticket for the KV blocks as soon as there are any, and then runs beside the answering attempt, which
+detects later failures itself."""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from emberline.server.routing.leg import Leg
 
 log = logging.getLogger("emberline.router")
 
-GRACE = 1.0  # seconds to end by itself, once nobody needs it
+GRACE = 1.0  # between release and cancellation
 BROKE = ("broken", "lost", "stuck", "status 500")
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The call itself is bad: any worker would say the same."""
+    """A reply that rejects the request itself: every worker would reject it."""
 
     status: int
     headers: Mapping[str, str]
@@ -44,10 +46,10 @@ class Prefill:
         made: tuple[Call, Words, Ticket | None],
         deadline: float,
     ) -> None:
-        """`made`: by the dialect's `prefill`."""
+        """`prepared` is the result of the dialect's `build_prefill_request`."""
         self.worker, self.dialect = decision.worker, dialect
-        self.failed = ""  # why, if it did
-        self.crashed = False  # its worker broke under it, or so it may be
+        self.failed = ""  # reason; "" if it has not failed
+        self.crashed = False
         self._dispatch = dispatch
         self._upstream = upstream
         self._deadline = deadline
@@ -59,15 +61,17 @@ class Prefill:
         if self.ticket is not None:
             self._first.set_result(None)
         self._needing: Leg | None = None
-        self.left = dialect.detached  # nobody needs it any more, or it does not matter
+        self.left = dialect.detached  # no attempt depends on it, or it runs to its end in any case
         self._task = asyncio.create_task(self._run(call))
 
     def needed_by(self, leg: Leg) -> None:
-        """Who waits for its blocks is told if it fails, and cannot find out by itself."""
+        """Abort `attempt` if this prefill fails.
+
+        Its worker waits for the blocks and cannot detect the failure itself."""
         self._needing = leg
 
     async def begun(self, patience: float) -> Refusal | None:
-        """When there is a ticket, or it is clear that there will be none."""
+        """Wait until there is a ticket or there can be none; return a refusal of the request."""
         try:
             async with asyncio.timeout(patience):
                 return await asyncio.shield(self._first)
@@ -77,35 +81,35 @@ class Prefill:
             return None
 
     def leave(self) -> None:
-        """Nobody needs it any more, and it may be about to end."""
+        """Cancel the prefill after a grace period: no attempt needs it, but it may be about to end."""
         if not self.left:
             self.left = True
             asyncio.get_running_loop().call_later(GRACE, self._task.cancel)
 
     async def close(self) -> None:
-        if self.left:  # it ends by itself
+        if self.left:  # it ends without help
             self._dispatch.detach(self._task)
             return
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        self._account.close()  # it may never have begun
+        self._account.close()  # the task may have been cancelled before it started
 
     async def _run(self, call: Call) -> None:
-        how, leg = "left", self.leg
+        ending, leg = "left", self.leg
         with self._account:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     url = self._dispatch.url(self.worker)
                     async with leg.asked(self._upstream, url, call) as reply:
                         await self._heard(leg, reply)
-                how = "done" if self.ticket else "no ticket"
+                ending = "done" if self.ticket else "no ticket"
             except (Unreached, Broken, Garbled, EngineUnavailable, TimeoutError) as e:
                 leg.outcome = "failed"
                 self.failed = leg.lost or ("unreached" if isinstance(e, Unreached) else "broken")
-                log.info("prefill at %s: %s (%s)", self.worker.name, self.failed, e)
+                log.info("prefill failed: worker=%s reason=%s error=%s", self.worker.name, self.failed, e)
             finally:
-                self._dispatch.metrics.prefills[self.failed or how] += 1
+                self._dispatch.metrics.prefills[self.failed or ending] += 1
                 self.crashed = self.failed in BROKE
                 if self.failed and self._needing is not None and self._needing.first is None:
                     self._needing.cut("prefill")
@@ -114,29 +118,29 @@ class Prefill:
 
     async def _heard(self, leg: Leg, reply: Reply) -> None:
         if reply.status != 200:
-            said = await reply.whole()
-            ours = reply.status < 500 and reply.status not in (401, 403, 404, 408, 409, 429)
+            body = await reply.whole()
+            is_client_error = reply.status < 500 and reply.status not in (401, 403, 404, 408, 409, 429)
             leg.outcome = "failed" if reply.status in (502, 503) else "refused"
             self.failed = f"status {reply.status}"
             if not self._first.done():
-                self._first.set_result(Refusal(reply.status, dict(reply.headers), said) if ours else None)
+                self._first.set_result(Refusal(reply.status, dict(reply.headers), body) if is_client_error else None)
             return
         while data := await reply.read():
             if self._take(self._words.push(data)):
                 return
         if not self._take(self._words.close()):
-            raise Broken("it ended early")
+            raise Broken("the prefill reply ended before its completion message")
 
     def _take(self, words: Iterable[Word]) -> bool:
-        """Whether it is done."""
-        for word in words:
+        """Apply messages of the reply and return whether the prefill is complete."""
+        for message in words:
             self._dispatch.heard(self.leg)
-            if word.error is not None:
-                raise Broken(str(word.error)[:200])
-            if word.done is not None:
+            if message.error is not None:
+                raise Broken(str(message.error)[:200])
+            if message.done is not None:
                 self.leg.outcome = "answered"
                 return True
-            self.ticket = word.ticket
+            self.ticket = message.ticket
             if not self._first.done():
                 self._first.set_result(None)
         return False

@@ -1,4 +1,4 @@
-"""The router's HTTP face: what workers offer together, what they say to us, and how it goes."""
+"""RouterApp: the router's HTTP endpoints: the models' API, the calls of workers, status and metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("emberline.router")
 PROXIED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
            "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
 SESSION = "x-session-affinity"
-PAIRING_S = 1.0  # seconds for workers to connect to one that drains, besides two beats
+PAIRING_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
@@ -48,7 +48,7 @@ class Leaving(msgspec.Struct, forbid_unknown_fields=True):
 class Draining(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     on: bool = True
-    move: bool = False  # streams go on elsewhere
+    move: bool = False  # move its streams to other workers
 
 
 class RouterApp:
@@ -80,19 +80,19 @@ class RouterApp:
             "/health/ready": Route(self._ready, "GET", "nothing"),
             "/metrics": Route(self._scrape, "GET", "operator"),
         }
-        hint = "/v1/models lists what is served"
+        hint = "GET /v1/models lists the models"
         access = Access(config.api_keys, config.cluster_key)
         self._site = Site(routes, Route(self._model, "GET"), pages, access, hint)
         self._site.below["/v1/responses/"] = Route(self._stored, method="")
 
     async def tick(self) -> None:
-        """For as long as the router runs."""
+        """Update the workers' state every `TICK_INTERVAL_S` until cancelled."""
         while True:
             await asyncio.sleep(TICK)
             try:
                 self.dispatch.tick()
             except Exception:
-                log.exception("looking after workers")  # and again the next time: nobody else does it
+                log.exception("update of the workers' state failed")  # the next tick tries again
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -100,7 +100,7 @@ class RouterApp:
         try:
             await self._site.answer(x)
         finally:
-            log.debug("%s %s %s %s", x.method, x.path, x.outcome or x.status, x.note)
+            log.debug("request: method=%s path=%s status=%s %s", x.method, x.path, x.outcome or x.status, x.note)
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class RouterApp:
         await x.while_connected(self._relay.run(x, ask, body))
 
     async def _stored(self, x: Exchange) -> None:
-        """A stored response, from any worker: those of one machine share the file."""
+        """Relay a call for a stored response to any worker: workers of one machine share the file."""
         await x.body(0)
         await x.while_connected(self._relay.run(x, Ask("", 0, False, None), b""))
 
@@ -122,23 +122,25 @@ class RouterApp:
         await x.json(models.retrieve_model(self._served(), x.path.removeprefix("/v1/models/")))
 
     def _served(self) -> list[models.ServedModel]:
-        """Of workers that are there; what several have is as long as the shortest of them."""
+        """Return the models of all workers that are not lost.
+
+        A model's context length is the smallest of its workers'."""
         contexts: dict[str, int] = {}
-        chat: set[str] = set()
+        generating: set[str] = set()
         sampling: dict[str, dict[str, float]] = {}
         for _, member, health in self._seen():
             if health is not Health.LOST:
                 for model in member.card.models:
                     contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
                     sampling.setdefault(model.name, model.sampling)
-                    if model.max_running:  # an embedder keeps no batch
-                        chat.add(model.name)
+                    if model.max_running:  # 0 for an embedder
+                        generating.add(model.name)
         return [
             models.ServedModel(
                 name,
                 self._began,
                 context,
-                kind="chat" if name in chat else "embedding",
+                kind="chat" if name in generating else "embedding",
                 sampling=sampling[name],
             )
             for name, context in sorted(contexts.items())
@@ -160,20 +162,20 @@ class RouterApp:
         return Welcome(self._config.beat_seconds, self.dispatch.peers(name))
 
     async def _leave(self, x: Exchange) -> None:
-        leaving = await self._read(x, Leaving)
-        self.dispatch.leave(leaving.name, leaving.incarnation)
+        request = await self._read(x, Leaving)
+        self.dispatch.leave(request.name, request.incarnation)
         await x.json({})
 
     async def _drain(self, x: Exchange) -> None:
-        draining = await self._read(x, Draining)
-        self.dispatch.drain(draining.name, draining.on)
-        if draining.on and draining.move:
-            await self._paired_with(draining.name)
-            self.dispatch.drain(draining.name, on=True, move=True)
+        request = await self._read(x, Draining)
+        self.dispatch.drain(request.name, request.on)
+        if request.on and request.move:
+            await self._paired_with(request.name)
+            self.dispatch.drain(request.name, on=True, move=True)
         await x.json({})
 
     async def _paired_with(self, name: str) -> None:
-        """Return when others can take this worker's blocks; its streams go on here meanwhile."""
+        """Wait, for a limited time, until other workers can fetch this worker's blocks."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.beat_seconds * 2 + PAIRING_S):
                 while not self.dispatch.is_ready_to_move(name):
@@ -183,17 +185,17 @@ class RouterApp:
         try:
             return msgspec.json.decode(await x.body(1 << 20), type=kind)
         except NOT_JSON as e:
-            raise InvalidRequest(str(e)) from e
+            raise InvalidRequest(f"the body of {x.path} is not valid: {e}") from e
 
-    # -- how it goes ---------------------------------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------------------------------
 
     def _seen(self) -> list[Seen]:
-        seen = []
+        views = []
         for worker in sorted(self.dispatch.workers.values(), key=lambda worker: worker.name):
             member = self.dispatch.membership.get(worker.name)
             assert member is not None
-            seen.append((worker, member, self.dispatch.health(worker)))
-        return seen
+            views.append((worker, member, self.dispatch.health(worker)))
+        return views
 
     async def _status(self, x: Exchange) -> None:
         body = status(self._seen(), self.dispatch.metrics, self._clock.now(), self.dispatch.kv)
@@ -210,6 +212,6 @@ class RouterApp:
 
     async def _scrape(self, x: Exchange) -> None:
         families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes), self.dispatch.kv)
-        traced = self._tracing.families() if self._tracing is not None else ()
-        text = exposition([*families, self._site.replies.family(), *traced])
+        trace_families = self._tracing.families() if self._tracing is not None else ()
+        text = exposition([*families, self._site.replies.family(), *trace_families])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

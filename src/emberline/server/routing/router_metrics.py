@@ -1,4 +1,4 @@
-"""RouterMetrics: what the router counts, for Prometheus and for its status page."""
+"""RouterMetrics: the router's counters, for Prometheus and for its status page."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from emberline.server.metrics import SECONDS, Family, Histogram
 
 Seen = tuple[Worker, Member, Health]
 
-GONE = "(gone)"  # stands for all workers that were forgotten
+GONE = "(gone)"  # label of all removed workers together
 
 
 class RouterMetrics:
     def __init__(self) -> None:
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
-        self.outcomes: Counter[tuple[str, str]] = Counter()  # worker, how it ended
-        self.migrations: Counter[tuple[str, str]] = Counter()  # why a stream was moved, and what came of it
-        self.prefills: Counter[str] = Counter()  # of prompts for other workers: how they ended
-        self.refused = 0  # for want of a place anywhere
-        self.broken = 0  # after their first byte
-        self.known_tokens = 0.0  # of prompts, thought to be at the worker chosen
-        self.prompt_tokens = 0.0  # of prompts, estimated
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # attempts by worker and outcome
+        self.migrations: Counter[tuple[str, str]] = Counter()  # streams by the reason to move them and the result
+        self.prefills: Counter[str] = Counter()  # prefills for other workers by their end
+        self.refused = 0  # requests for which every worker was full
+        self.broken = 0  # replies that broke after their first byte
+        self.known_tokens = 0.0  # prompt tokens probably cached at the chosen worker
+        self.prompt_tokens = 0.0  # estimated
         self._first = Histogram("emberline:router_first_byte_seconds", "From sending to a reply's first byte.", SECONDS)
         self._whole = Histogram("emberline:router_request_seconds", "From sending to a reply's end.", SECONDS)
 
     def decided(self, decision: Decision) -> None:
         self.decisions[decision.why.value] += 1
-        if decision.why in (Why.SPLIT, Why.AGAIN):  # its prompt is counted once
+        if decision.why in (Why.SPLIT, Why.AGAIN):  # a prompt is counted once
             return
         self.known_tokens += decision.known
         self.prompt_tokens += decision.known + decision.load.prefill
@@ -45,7 +45,7 @@ class RouterMetrics:
             self._whole.observe(seconds)
 
     def forget(self, worker: str) -> None:
-        """Its requests stay in the sums."""
+        """Move a removed worker's counts to a common label, so that sums stay and labels do not grow."""
         for name, outcome in [key for key in self.outcomes if key[0] == worker]:
             self.outcomes[GONE, outcome] += self.outcomes.pop((name, outcome))
 
@@ -54,11 +54,11 @@ class RouterMetrics:
         if kv is not None:
             yield from _followed(seen, kv)
         for name, help_, labels, counts in (
-            ("requests", "Requests by worker and ending.", ("worker", "outcome"), self.outcomes),
+            ("requests", "Attempts by worker and outcome.", ("worker", "outcome"), self.outcomes),
             ("decisions", "Why workers were chosen.", ("why",), _single(self.decisions)),
-            ("retries", "Requests tried elsewhere, by reason.", ("reason",), _single(self.retries)),
+            ("retries", "Requests retried at another worker, by reason.", ("reason",), _single(self.retries)),
             ("migrations", "Streams moved, by reason and outcome.", ("reason", "outcome"), self.migrations),
-            ("prefills", "Prompts computed for other workers, by ending.", ("outcome",), _single(self.prefills)),
+            ("prefills", "Prompts computed for other workers, by outcome.", ("outcome",), _single(self.prefills)),
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield Family.of(f"emberline:router_{name}_total", help_, "counter", samples)
@@ -66,21 +66,21 @@ class RouterMetrics:
             ("refused", "Requests refused because all workers were full.", self.refused),
             ("broken", "Replies that broke after their first byte.", self.broken),
             ("prompt_tokens", "Prompt tokens routed, estimated.", self.prompt_tokens),
-            ("known_prompt_tokens", "Of these, thought to be in the chosen worker's cache.", self.known_tokens),
+            ("known_prompt_tokens", "Prompt tokens probably in the chosen worker's cache.", self.known_tokens),
         ):
             full = f"emberline:router_{name}_total"
             yield Family(full, help_, "counter", [f"{full} {counter}"])
         size = f"emberline:router_prefixes {prefixes}"
-        yield Family("emberline:router_prefixes", "Beginnings of prompts remembered.", "gauge", [size])
+        yield Family("emberline:router_prefixes", "Prompt prefixes remembered.", "gauge", [size])
         yield self._first.family('at="router"')
         yield self._whole.family('at="router"')
 
 
 def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex | None = None) -> dict[str, Any]:
-    """For the status page, and for whoever drains a worker."""
+    """Return the body of /cluster/status."""
     seen = list(seen)
-    engines = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
-    rows = [_row(worker, member, health, metrics, now, engines) for worker, member, health in seen]
+    worker_by_engine = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
+    rows = [_row(worker, member, health, metrics, now, worker_by_engine) for worker, member, health in seen]
     if kv is not None:
         rows = [row | kv.facts(worker.id) for row, (worker, _, _) in zip(rows, seen, strict=True)]
     return {
@@ -97,8 +97,8 @@ def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex
 def _row(
     worker: Worker, member: Member, health: Health, metrics: RouterMetrics, now: float, engines: Mapping[str, str]
 ) -> dict[str, Any]:
-    """`engines`: whose they are, as paired workers know them."""
-    beat = member.beat
+    """`worker_by_engine`: worker names by the incarnation of their engines."""
+    heartbeat = member.beat
     return {
         "name": worker.name,
         "incarnation": member.card.incarnation,
@@ -119,23 +119,39 @@ def _row(
         "moved": metrics.outcomes[worker.name, "moved"],
         "seconds_since_beat": round(now - member.heard, 2),
         "uptime_seconds": round(now - member.joined, 1),
-        **{name: getattr(beat, name) for name in beat.__struct_fields__ if name not in ("name", "incarnation")},
-        "paired": sorted({engines[peer] for peer in beat.paired if peer in engines}),
-        "refused": {engines.get(peer, peer): why for peer, why in beat.refused.items()},
+        **{
+            name: getattr(heartbeat, name)
+            for name in heartbeat.__struct_fields__
+            if name not in ("name", "incarnation")
+        },
+        "paired": sorted({engines[peer] for peer in heartbeat.paired if peer in engines}),
+        "refused": {engines.get(peer, peer): why for peer, why in heartbeat.refused.items()},
     }
 
 
 def _gauges(seen: Sequence[Seen]) -> Iterator[Family]:
     for name, help_, values in (
-        ("ready", "1 when it takes requests.", [int(health is Health.READY) for _, _, health in seen]),
-        ("open", "Requests open at it.", [worker.open for worker, _, _ in seen]),
+        ("ready", "1 when the worker accepts requests.", [int(health is Health.READY) for _, _, health in seen]),
+        ("open", "Requests open at the worker.", [worker.open for worker, _, _ in seen]),
         ("prefill_tokens", "Prompt tokens in flight, estimated.", [worker.prefill for worker, _, _ in seen]),
         ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode for worker, _, _ in seen]),
-        ("breaker_open", "1 while its breaker is not closed.", [int(w.breaker.state != "closed") for w, _, _ in seen]),
-        ("kv_usage", "Share of its KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
-        ("kv_room_tokens", "Tokens its KV cache could still take, estimated.", [worker.room for worker, _, _ in seen]),
-        ("prefix_queries", "Prompt tokens it looked up.", [member.beat.prefix_queries for _, member, _ in seen]),
-        ("prefix_hits", "Of these, found in its cache.", [member.beat.prefix_hits for _, member, _ in seen]),
+        (
+            "breaker_open",
+            "1 while the worker's circuit breaker is not closed.",
+            [int(w.breaker.state != "closed") for w, _, _ in seen],
+        ),
+        ("kv_usage", "Share of the worker's KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
+        ("kv_room_tokens", "Free tokens of the worker's KV cache, estimated.", [worker.room for worker, _, _ in seen]),
+        (
+            "prefix_queries",
+            "Prompt tokens the worker looked up in its prefix cache.",
+            [member.beat.prefix_queries for _, member, _ in seen],
+        ),
+        (
+            "prefix_hits",
+            "Prompt tokens the worker found in its prefix cache.",
+            [member.beat.prefix_hits for _, member, _ in seen],
+        ),
     ):
         labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
         yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
@@ -145,10 +161,10 @@ def _followed(seen: Sequence[Seen], kv: KVIndex) -> Iterator[Family]:
     for name, help_, values in (
         (
             "kv_exact",
-            "1 while all that it says of its blocks is known.",
+            "1 while the router knows all KV blocks of the worker.",
             [kv.state(w.id) is State.EXACT for w, _, _ in seen],
         ),
-        ("kv_blocks", "Blocks it is known to hold.", [kv.held(w.id) for w, _, _ in seen]),
+        ("kv_blocks", "KV blocks that the router knows the worker to hold.", [kv.held(w.id) for w, _, _ in seen]),
     ):
         labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
         yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, map(int, values), strict=True))

@@ -1,4 +1,4 @@
-"""route: a router process from start to stop."""
+"""run_router: a router process from start to stop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("emberline.router")
 
 
 async def route(config: RouterConfig) -> None:
-    """Runs until told to stop by a signal."""
-    inherited = config.listen_fd is not None
-    listener = socket.socket(fileno=config.listen_fd) if inherited else bind(config.host, config.port)
+    """Serve until a signal stops the process; raise InvalidRequest if the address cannot be used."""
+    is_inherited = config.listen_fd is not None
+    listener = socket.socket(fileno=config.listen_fd) if is_inherited else bind(config.host, config.port)
     port = listener.getsockname()[1]
-    check_exposed(listener, authenticated=bool(config.api_keys), is_open=config.open, hint="give --api-key KEY")
+    check_exposed(listener, authenticated=bool(config.api_keys), is_open=config.open, hint="add --api-key KEY")
     policy = CrossSitePolicy.of(
         config.cors_origins,
         config.allowed_hosts,
@@ -36,22 +36,22 @@ async def route(config: RouterConfig) -> None:
     config = replace(config, port=port)
     async with Upstream() as upstream, tracing(config.trace, "emberline-router") as spans:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
-        sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds, config.foreign_key)
-        work = [app.tick(), sponsor.run()]
+        poller = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds, config.foreign_key)
+        coroutines = [app.tick(), poller.run()]
         if (index := app.dispatch.kv) is not None:
-            work.append(Following(app.dispatch, index, upstream, config.cluster_key).run())
-        tasks = [asyncio.create_task(each) for each in work]
+            coroutines.append(Following(app.dispatch, index, upstream, config.cluster_key).run())
+        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
 
-        def ready() -> None:
-            log.info("router at http://%s:%d", config.host, port)
+        def log_ready() -> None:
+            log.info("router ready: url=http://%s:%d", config.host, port)
             if config.cluster_key is None:
                 log.warning(
-                    "no cluster key: workers register and are drained from this machine only"
+                    "no cluster key is set, workers can register and be drained from this machine only"
                     " (hint: set EMBERLINE_CLUSTER_KEY for workers on other machines)"
                 )
 
         try:
-            await listen(CrossSiteGuard(app, policy), listener, ready)
+            await listen(CrossSiteGuard(app, policy), listener, log_ready)
         finally:
             for task in tasks:
                 task.cancel()

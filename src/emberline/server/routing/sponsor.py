@@ -1,4 +1,6 @@
-"""Sponsor: registers servers of other kinds, which do not know us, and beats for them as long as they answer."""
+"""ForeignWorkerPoller: registers vLLM and SGLang servers, which cannot register themselves.
+
+Each successful health check is recorded as a heartbeat."""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ from emberline.server.routing.dispatch import Dispatch
 
 log = logging.getLogger("emberline.router")
 
-PATIENCE = 2.0  # seconds for an answer
-RUNNING = 256  # requests at once: they do not tell
+PATIENCE = 2.0
+RUNNING = 256  # the servers do not report their own limit
+KEY_HINT = "hint: set --foreign-key-env to the environment variable with the server's API key"
 
 
 class _Model(msgspec.Struct):
@@ -45,69 +48,73 @@ class Sponsor:
         key: str | None = None,
     ) -> None:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._complaints: dict[Foreign, str] = {}  # what was last logged of each
+        self._complaints: dict[Foreign, str] = {}
         self._dispatch = dispatch
         self._upstream = upstream
         self._period = period
-        self._cards: dict[Foreign, Card] = {}  # of those that were found
-        self._away: set[Foreign] = set()  # those may come back as others
+        self._cards: dict[Foreign, Card] = {}
+        self._away: set[Foreign] = set()  # may serve other models when they answer again
         self._servers = servers
 
     async def run(self) -> None:
-        """For as long as the router runs."""
+        """Poll all servers until cancelled."""
         async with asyncio.TaskGroup() as group:
             for server in self._servers:
                 group.create_task(self._attend(server))
 
     async def _attend(self, server: Foreign) -> None:
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
                 async with asyncio.timeout(PATIENCE):
-                    complaint = await self._look(server)
+                    problem = await self._look(server)
             except TimeoutError:
-                complaint = f"no answer within {PATIENCE:g} s"
+                problem = f"no answer within {PATIENCE:g} s"
             except (Unreached, Broken, EmberlineError, *NOT_JSON, ValueError) as e:
-                complaint = f"{type(e).__name__}: {e}"
-            (self._away.add if complaint else self._away.discard)(server)
-            self._log(server, complaint)
-            await asyncio.sleep(max(0.0, began + self._period - time.monotonic()))  # one slow answer is no silence
+                problem = f"{type(e).__name__}: {e}"
+            (self._away.add if problem else self._away.discard)(server)
+            self._log(server, problem)
+            # A fixed period: a slow answer must not delay the next heartbeat.
+            await asyncio.sleep(max(0.0, started_at + self._period - time.monotonic()))
 
     def _log(self, server: Foreign, complaint: str) -> None:
-        """Once for each change."""
+        """Log a problem, or its end, once."""
         if self._complaints.get(server, "") == complaint:
             return
         self._complaints[server] = complaint
         if complaint:
-            log.warning("%s server %s is not used: %s", server.dialect, server.url, complaint)
+            log.warning("foreign server not used: kind=%s url=%s reason=%s", server.dialect, server.url, complaint)
         else:
-            log.info("%s server %s is used again", server.dialect, server.url)
+            log.info("foreign server used again: kind=%s url=%s", server.dialect, server.url)
 
     async def _look(self, server: Foreign) -> str:
-        """Register it or beat for it. Returns why it cannot be used; "" if it can."""
+        """Check a server's health, and register it or record its heartbeat.
+
+        Return why it cannot be used, or ""."""
         status, _ = await self._get(server, "/health")
-        if status in (404, 405):  # not every server has one
+        if status in (404, 405):  # not every server has /health
             status, _ = await self._get(server, "/v1/models")
         if status in (401, 403):
-            return f"it answers {status} (hint: name the variable that holds its key with --foreign-key-env)"
+            return f"the health check answered {status} ({KEY_HINT})"
         if status != 200:
-            return f"its health check answers {status}"
+            return f"the health check answered {status}"
         card = self._cards.get(server)
-        forgotten = card is None or self._dispatch.membership.get(card.name) is None
-        if card is None or forgotten or server in self._away:
+        is_unknown = card is None or self._dispatch.membership.get(card.name) is None
+        if card is None or is_unknown or server in self._away:
             status, body = await self._get(server, "/v1/models")
             if status != 200:
-                key = " (hint: name the variable that holds its key with --foreign-key-env)" if status == 401 else ""
-                return f"/v1/models answers {status}{key}"
-            found = _card(server, msgspec.json.decode(body, type=_Models))
-            if card is None or forgotten or _offers(found) != _offers(card):
-                card = self._cards[server] = found
+                return f"/v1/models answered {status}" + (f" ({KEY_HINT})" if status == 401 else "")
+            registration = _card(server, msgspec.json.decode(body, type=_Models))
+            if card is None or is_unknown or _offers(registration) != _offers(card):
+                card = self._cards[server] = registration
                 self._dispatch.register(card)
         self._dispatch.beat(Beat(card.name, card.incarnation, paired=self._paired(card)))
         return ""
 
     def _paired(self, card: Card) -> tuple[str, ...]:
-        """They find each other by themselves: all of a kind are paired."""
+        """Return the prefill servers of the same kind.
+
+        These servers find each other, so that all of them count as paired."""
         others = (other for other in self._cards.values() if other.dialect == card.dialect and other.role == "prefill")
         return tuple(other.incarnation for other in others if card.role != "prefill")
 
@@ -124,11 +131,11 @@ def _offers(card: Card) -> list[tuple[str, int]]:
 
 
 def _card(server: Foreign, found: _Models) -> Card:
-    at, incarnation = urlsplit(server.url), uuid.uuid4().hex
-    peer: dict[str, Any] = {"incarnation": incarnation, "host": at.hostname, "port": server.bootstrap}
+    parts, incarnation = urlsplit(server.url), uuid.uuid4().hex
+    peer: dict[str, Any] = {"incarnation": incarnation, "host": parts.hostname, "port": server.bootstrap}
     models = tuple(
         ModelCard(model.id, max_context=model.max_model_len, max_running=RUNNING, peer=peer) for model in found.data
     )
     dialect: Dialect = "vllm" if server.dialect == "vllm" else "sglang"
-    name = f"{server.dialect} {at.netloc}{at.path}"  # one host may have several servers, behind one proxy
+    name = f"{server.dialect} {parts.netloc}{parts.path}"  # one proxy may have several servers at different paths
     return Card(name[:128], incarnation, server.url, models, server.role, dialect)

@@ -1,4 +1,6 @@
-"""Trip: one client's request on its way from worker to worker: who was tried, why they were left, what is passed on."""
+"""RoutedRequest: one client's request across all attempts at workers.
+
+It holds the workers tried, their failures, and the part of the reply that the client has received."""
 
 from __future__ import annotations
 
@@ -26,15 +28,17 @@ from emberline.server.routing.prefill import Prefill
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CRASHES = 2  # workers that die under one request until it is suspected to be what kills them; one more, and it is
+CRASHES = 2  # workers that failed during one request make it a suspect; one more, and it is no longer tried
 
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """Why another worker is tried; `status` and what follows is what this one said, if it said anything."""
+    """Why an attempt failed, so that another worker is tried.
 
-    reason: str
-    crash: bool = False
+    `status`, `headers` and `body` are those of the worker's reply, if there was one."""
+
+    reason: str  # also a metric label
+    crash: bool = False  # the worker may have crashed because of the request
     status: int = 0
     headers: Mapping[str, str] | None = None
     body: bytes = b""
@@ -42,10 +46,10 @@ class Setback:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A worker broke under the request, or only their connection did."""
+    """A worker that failed during the request: its process died, or only the connection broke."""
 
     worker: Worker
-    engines: Mapping[str, str]  # that it had then
+    engines: Mapping[str, str]  # incarnations of its engines at that time, by model
 
     @property
     def processes(self) -> tuple[str, frozenset[str]]:
@@ -53,13 +57,15 @@ class Break:
 
     @property
     def stands(self) -> bool:
-        """Until the same processes are heard of again, and are well."""
+        """Whether the process must be assumed dead.
+
+        It is, until a heartbeat of the same processes shows that they are healthy."""
         worker = self.worker
         return worker.doubted or not worker.ready or worker.peers != self.engines
 
     @property
     def open(self) -> bool:
-        """It stands only because nothing was heard of the worker yet."""
+        """Whether only the next heartbeat will tell if the worker survived."""
         return self.worker.doubted and self.worker.ready
 
 
@@ -67,53 +73,56 @@ class Break:
 class Trip:
     x: Exchange
     ask: Ask
-    asked: Call  # as it came, without what belongs to one connection
+    asked: Call  # without hop-by-hop headers
     seed: int
-    created: int  # when its reply is said to be made
-    key: str | None  # the cluster's
-    deadline: float  # of all of it; inf: none
-    attempts: int  # workers to be tried, until one of them says something
-    migrations: int  # times that it may go on elsewhere
-    generates: bool
-    accused: bool  # it was given up before because workers broke under it
-    foreign_key: str | None = None  # of servers of other kinds
+    created: int  # Unix time of the reply's `created` field
+    key: str | None
+    deadline: float  # of the whole request, on the event loop's clock; inf: none
+    attempts: int  # attempts in a row without output
+    migrations: int  # times that another worker may continue the stream
+    generates: bool  # the path generates tokens
+    accused: bool  # the same prompt was abandoned recently because workers failed while serving it
+    foreign_key: str | None = None  # API key for vLLM and SGLang servers
     track: Track = field(default_factory=Track)
     prefill: Prefill | None = None
-    may_split: bool = True  # its prompt may be computed elsewhere for who is asked next
-    setback: Setback | None = None  # the last
-    nobody: Exception | None = None  # why there was no worker to ask, the last time
-    moving: str = ""  # why it goes on elsewhere, until it does
-    since: float = 0.0  # when it had to
-    lost: str = ""  # what happened then, for its client
-    tried: set[str] = field(default_factory=set)  # workers, since one of them said something
+    may_split: bool = True  # a prefill worker may compute the prompt for the next attempt
+    setback: Setback | None = None
+    nobody: Exception | None = None  # why no worker could be chosen the last time
+    moving: str = ""  # why the stream must move to another worker; "" once that worker has sent output
+    since: float = 0.0  # start of the current wait for a worker
+    lost: str = ""  # description of the last interruption, for the client
+    tried: set[str] = field(default_factory=set)  # since the last output
     breaks: list[Break] = field(default_factory=list)
     moves: int = 0
     tries: int = 0
-    legs: int = 0  # workers that were to answer so far
-    author: Worker | None = None  # the worker that computed what its client has of the stream
-    origin: Decision | None = None  # where it was before somebody wished it away
-    limit: asyncio.Timeout | None = None  # of the next part of the reply
-    extended: float = 0.0  # when that was last put off
-    watched: bool = False  # the worker that is asked ends a request itself whose tokens do not come
+    legs: int = 0
+    author: Worker | None = None  # the worker that generated the output which the client has
+    origin: Decision | None = None  # the attempt that a drain interrupted
+    limit: asyncio.Timeout | None = None  # for the next part of the reply
+    extended: float = 0.0
+    watched: bool = False  # the current worker itself ends requests that make no progress
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether the router can tell that tokens come. A whole reply comes at its end, however long that takes."""
+        """Whether the router can see that tokens are generated.
+
+        A reply without a stream arrives only at its end."""
         return self.ask.stream or not self.generates or not self.watched
 
     @property
     def started(self) -> bool:
-        """Its client has the beginning of a reply."""
+        """Whether the client has received the start of the reply."""
         return self.x.status is not None
 
     @property
     def goes_on(self) -> bool:
+        """Whether another worker may be tried now."""
         return self.tries < self.attempts and self._may_go_on and not self.guilty
 
     @property
     def crashes(self) -> int:
-        """A worker whose connections broke twice has died once at most."""
-        return len({each.processes for each in self.breaks if each.stands})
+        """Worker processes that failed; one whose connections broke twice counts once."""
+        return len({failure.processes for failure in self.breaks if failure.stands})
 
     @property
     def suspect(self) -> bool:
@@ -121,12 +130,12 @@ class Trip:
 
     @property
     def guilty(self) -> bool:
-        """So far as anybody can tell: it is not to break yet another."""
+        """Whether the request has probably crashed several workers and must not be tried again."""
         return self.crashes > (0 if self.accused else CRASHES)
 
     @property
     def _may_go_on(self) -> bool:
-        """If somebody can be found."""
+        """Whether the limits allow one more attempt, if a worker can be found."""
         if not self.started:
             return len(self.breaks) <= self.attempts
         return self._can_move and self.moves <= self.migrations
@@ -137,35 +146,42 @@ class Trip:
 
     @property
     def may_move(self) -> bool:
-        """Because somebody wishes it, who would rather wait than see it fail."""
+        """Whether a drain may move the request to another worker.
+
+        The last migration is kept for failures: a drain can also wait."""
         return self.ask.stream and self.generates and self.moves < self.migrations
 
     def may_wait(self, patience: float, now: float) -> bool:
-        """For a worker to go on at; or to begin at, if all or the last were away, or none may have a suspect. Who is
-        told that all are full, or that an engine failed under it, is not to wait; nor who is guilty beyond doubt."""
-        away = self.setback is None or self.setback.status in (0, 502, 503)
-        if self.guilty and not any(each.open for each in self.breaks):
+        """Whether the request may wait for a worker, at most `max_wait_s`.
+
+        It may wait to continue a stream, and to start if workers were unavailable or none may take a suspect. It may
+        not after a reply that all workers are full or that an engine failed, nor beyond the crash limit."""
+        was_unavailable = self.setback is None or self.setback.status in (0, 502, 503)
+        if self.guilty and not any(failure.open for failure in self.breaks):
             return False
-        return (self.started or away or self.suspect) and self._may_go_on and now - self.since < patience
+        return (self.started or was_unavailable or self.suspect) and self._may_go_on and now - self.since < patience
 
     def waited(self) -> None:
-        """All may be tried once more, but for those that it broke and that nobody has heard of since."""
-        self.tried = {each.worker.id for each in self.breaks if each.worker.doubted}
+        """Allow all workers once more, except those that failed and have sent no heartbeat since."""
+        self.tried = {failure.worker.id for failure in self.breaks if failure.worker.doubted}
         self.tries = 0 if self.started else self.attempts - 1
 
     def progressed(self, worker: Worker) -> None:
-        """A worker has said something: what was before is forgotten, but not who broke."""
+        """Record that a worker has sent output.
+
+        Earlier failed attempts no longer count; workers that failed are still excluded."""
         self.author = worker
         self.tries, self.moving, self.origin = 0, "", None
-        self.tried = {each.worker.id for each in self.breaks}
+        self.tried = {failure.worker.id for failure in self.breaks}
 
     def broke(self, worker: Worker) -> None:
-        """Under this request; why, nobody can tell, but of one that stops."""
+        """Record that a worker failed while serving this request, unless it is shutting down."""
         if not worker.left:
             self.breaks.append(Break(worker, worker.peers))
             worker.doubted = True
 
     def fell_back(self, setback: Setback, decision: Decision, now: float) -> None:
+        """Record a failed attempt, and prepare the stream for another worker if one can continue it."""
         self._trace_setback(setback, decision.worker)
         self.setback = setback
         if setback.reason == "drained":
@@ -175,13 +191,13 @@ class Trip:
         if setback.crash:
             self.broke(decision.worker)
         if (prefill := self.prefill) is not None and prefill.crashed:
-            prefill.crashed = False  # it is counted once
+            prefill.crashed = False  # counted once
             self.broke(prefill.worker)
         if not self.started:
             self.track = Track()
             self.since = now if setback.crash or not self.since else self.since
         elif not self.moving:
-            self.lost = f"worker {decision.worker.name} was lost ({setback.reason}) before the reply ended"
+            self.lost = f"worker {decision.worker.name} was lost ({setback.reason}) before the reply was complete"
         if self._can_move:
             self.track.moved()
             self.moves += not self.moving
@@ -190,6 +206,7 @@ class Trip:
             self.moving = self.moving or setback.reason
 
     def speak(self, to: Worker) -> Dialect:
+        """Return the dialect that writes this request for the worker."""
         match to.dialect:
             case "vllm":
                 return VLLM(self._asked_of(to))
@@ -202,37 +219,40 @@ class Trip:
 
     @property
     def said_tokens(self) -> int:
-        """Tokens of the reply so far, of all its choices."""
+        """Tokens of the reply so far, all choices together."""
         return sum(len(group.tokens) for group in self._said())
 
     async def call(self, to: Worker, now: float) -> Call | None:
-        """What is asked of the next worker: all of it, or to go on after what the client has. None: it does not know
-        how."""
-        left, ticket = self.deadline - now, self._ticket(to)
+        """Return the request for the next worker.
+
+        It is the client's own, or one that continues after the client's output; None if this kind of server cannot
+        continue a stream."""
+        remaining_s, ticket = self.deadline - now, self._ticket(to)
         if self.started:
             handoff = replace(self.track.handoff(), source=ticket)
-            return self.speak(to).resume(handoff, left, *self.track.named())
+            return self.speak(to).resume(handoff, remaining_s, *self.track.named())
         if not self.generates:
             return self._asked_of(to)
         if self.prefill is None or ticket is None:
             return await self.written(self.speak(to).plain, self.ask.stream)
-        return await self.written(self.prefill.dialect.answer, ticket, left)
+        return await self.written(self.prefill.dialect.answer, ticket, remaining_s)
 
     async def written(self, write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a dialect's method makes of the call. Those of other servers decode the body, in another process where
-        it is large; our own workers get it as it came."""
-        native = isinstance(getattr(write, "__self__", None), Native)
-        size = 0 if native else len(self.asked.body)
+        """Call a dialect's method, in another process if it has to decode a large body.
+
+        Only dialects of foreign servers decode the body; Emberline's own workers get the client's bytes."""
+        is_native = isinstance(getattr(write, "__self__", None), Native)
+        size = 0 if is_native else len(self.asked.body)
         return await offload.run_by_size(size, write, *args, **kwargs)
 
     def _asked_of(self, to: Worker) -> Call:
-        """The client's call; servers of other kinds may have a key of their own."""
+        """Return the client's request, with the API key of foreign servers where one is configured."""
         if to.dialect == "native" or self.foreign_key is None:
             return self.asked
         return self.asked.with_headers({"authorization": f"Bearer {self.foreign_key}"})
 
     def _ticket(self, to: Worker) -> Ticket | None:
-        """With which it finds blocks of the prompt elsewhere."""
+        """Return the ticket with which the worker fetches the prompt's blocks, if it can use one."""
         prefill = self.prefill
         if prefill is None or prefill.failed or not to.takes_from(prefill.worker, self.ask.model):
             return None
@@ -252,7 +272,7 @@ class Trip:
             span.event(name, worker=left.name, reason=setback.reason, status=setback.status or None)
 
     def end_trace(self) -> None:
-        """What is known of it in the end; the span is its exchange's to end."""
+        """Add the final attributes to the span, which the exchange ends."""
         if (span := self.x.span) is not None:
             span.about |= {
                 "gen_ai.request.model": self.ask.model or None,
