@@ -135,7 +135,9 @@ def test_the_door_opens_to_admins_only(browser: Chromium, gateway: Gateways) -> 
     assert "gateway/admin.key" in browser.text("#sign-in"), "it says where the key is"
     sign_in(browser, "egt_somebody-elses")
     browser.wait("!document.querySelector('#sign-in-error').hidden")
-    assert "expired or revoked" in browser.text("#sign-in-error") and browser.js("document.body.dataset.signed") == "out"
+    assert (
+        "expired or revoked" in browser.text("#sign-in-error") and browser.js("document.body.dataset.signed") == "out"
+    )
     user = manage(gateway, "keys", "POST", {"name": "a user's"})["secret"]
     sign_in(browser, user)
     browser.wait("document.querySelector('#sign-in-error').textContent.includes('may not manage')")

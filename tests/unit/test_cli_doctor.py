@@ -166,7 +166,9 @@ def test_transports_are_named_and_a_broken_one_is_no_error(
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^ok  transport tcp", output, re.M) and re.search(r"mooncake.* works", output)
     assert re.search(r"^--  transport cuda +needs a supported GPU", output, re.M)
-    assert re.search(r"^ok  transport cuda +built in, for GPU workers on this machine", run("--model", model, gpu=H200)[1], re.M)
+    assert re.search(
+        r"^ok  transport cuda +built in, for GPU workers on this machine", run("--model", model, gpu=H200)[1], re.M
+    )
     _, output = run("--model", model, gpu=replace(H200, out_of_reach=(1, 3)))
     assert re.search(r"^--  transport cuda +GPU 0 cannot read the memory of GPU 1, 3$", output, re.M)
     monkeypatch.setattr(mooncake, "probe", lambda: "it died of signal 11")

@@ -59,7 +59,10 @@ def test_drain_at_what_is_no_router(body: bytes, status: bytes, capsys: pytest.C
     with answering(body, status) as url:
         assert main(["drain", "w", "--router", url]) == 1
     told = capsys.readouterr().err
-    assert f"{url} is not a router: it answered {status.decode()}" in told and "(hint: set --router to the router's URL" in told
+    assert (
+        f"{url} is not a router: it answered {status.decode()}" in told
+        and "(hint: set --router to the router's URL" in told
+    )
 
 
 @pytest.mark.parametrize("command", ["gateway", "router", "serve"])
@@ -70,7 +73,10 @@ def test_a_taken_port_is_named(command: str, capsys: pytest.CaptureFixture[str])
         port = taken.getsockname()[1]
         assert main([command, "--port", str(port)]) == 1
     told = capsys.readouterr().err
-    assert f"cannot listen on 127.0.0.1:{port}: another process is listening on this port (hint: choose another --port" in told
+    assert (
+        f"cannot listen on 127.0.0.1:{port}: another process is listening on this port (hint: choose another --port"
+        in told
+    )
 
 
 def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

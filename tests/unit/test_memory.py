@@ -146,7 +146,9 @@ def test_so_many_tokens_and_no_more() -> None:
     ],
 )
 def test_refusal_gives_the_numbers(total: int, changes: dict[str, int], hint: str) -> None:
-    with pytest.raises(ModelError, match=rf"of {total / 2**30:.2f} GiB are usable.* too little.*weights 14.96") as error:
+    with pytest.raises(
+        ModelError, match=rf"of {total / 2**30:.2f} GiB are usable.* too little.*weights 14.96"
+    ) as error:
         planned(total=total, **changes)
     assert hint in (error.value.hint or "")
 

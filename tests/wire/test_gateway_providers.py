@@ -169,7 +169,9 @@ def test_errors_keep_their_type(gateway: Gateways, client: openai.OpenAI, slug: 
     with pytest.raises(openai.RateLimitError, match="injected error") as caught:
         client.chat.completions.create(model=model, messages=HELLO)
     reply_body: Any = caught.value.response.json()
-    assert "injected error" in reply_body["error"]["message"] and {"type", "code", "param"} <= reply_body["error"].keys()
+    assert (
+        "injected error" in reply_body["error"]["message"] and {"type", "code", "param"} <= reply_body["error"].keys()
+    )
     gateway.fakes["fake"].fault = "error-event"
     with (
         pytest.raises(openai.APIError),

@@ -96,7 +96,7 @@ async def build(
 
     `require_keys`: every gateway requires a key, whatever its settings say.
     """
-    configured = read_gateways(found, config.engine)
+    configured: Fixed = read_gateways(found, config.engine)
     if needs_keys:
         configured = _require_authentication(config, configured)
     clock, wall = SystemClock(), WallClock()
