@@ -9,7 +9,7 @@ from typing import Any
 
 from dialect_cases import REPLIES, chunk, data, named
 
-from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.canonical import ChatDialect
 
 FIRST, BEFORE, CITED, AFTER = "Je cherche 🔎. ", "Voilà 🙂: ", "Oslo pluvieux.", " Bon."
 SECOND = BEFORE + CITED + AFTER
@@ -47,7 +47,7 @@ _ANNOTATED = {"annotations": [{"type": "url_citation", "url_citation": ANNOTATIO
 _ITEMS = [_message("msg_1", FIRST), _message("msg_2", SECOND, SECOND_ANNOTATION)]
 _BLOCKS: list[tuple[str, list[Any] | None]] = [(FIRST, None), (BEFORE, None), (CITED, [LOCATION]), (AFTER, None)]
 
-CITING: dict[Spoken, dict[str, Any]] = {
+CITING: dict[ChatDialect, dict[str, Any]] = {
     "openai-chat": _chat(message={"role": "assistant", "content": TEXT, **_ANNOTATED}, finish_reason="stop"),
     "openai-responses": {**REPLIES["openai-responses"], "output": _ITEMS},
     "anthropic": {
@@ -89,7 +89,7 @@ _ANNOTATION_ADDED = {
     "content_index": 0,
 }
 
-CITING_STREAMS: dict[Spoken, bytes] = {
+CITING_STREAMS: dict[ChatDialect, bytes] = {
     "openai-chat": data(
         chunk({"role": "assistant", "content": FIRST}), chunk({"content": SECOND}),
         chunk(_ANNOTATED), chunk({}, "stop"), b"[DONE]",

@@ -27,8 +27,8 @@ def pytest_configure() -> None:
     # Each process that runs tests takes ports of its own: a port is free until the server that it is for has started.
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    share = len(freeport.PORTS) // count
-    freeport._next = number * share + random.SystemRandom().randrange(share // 2)
+    share = len(freeport.PORT_RANGE) // count
+    freeport._next_index = number * share + random.SystemRandom().randrange(share // 2)
 
 
 @pytest.fixture(scope="session")

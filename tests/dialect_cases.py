@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.canonical import ChatDialect
 
-DIALECTS: tuple[Spoken, ...] = ("openai-chat", "openai-responses", "anthropic", "gemini")
+DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "openai-responses", "anthropic", "gemini")
 PAIRS = [(source, target) for source in DIALECTS for target in DIALECTS if source != target]
-MODELS: dict[Spoken, str] = {
+MODELS: dict[ChatDialect, str] = {
     "openai-chat": "gpt-5.2",
     "openai-responses": "gpt-5.2",
     "anthropic": "claude-opus-5",
@@ -172,7 +172,7 @@ GEMINI: dict[str, Any] = {
     },
     "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
 }
-REQUESTS: dict[Spoken, dict[str, Any]] = {
+REQUESTS: dict[ChatDialect, dict[str, Any]] = {
     "openai-chat": CHAT,
     "openai-responses": RESPONSES,
     "anthropic": ANTHROPIC,
@@ -180,7 +180,7 @@ REQUESTS: dict[Spoken, dict[str, Any]] = {
 }
 
 # One reply: reasoning, a text, two tool calls; 30 input tokens (10 cached), 20 output tokens (5 of reasoning).
-REPLIES: dict[Spoken, dict[str, Any]] = {
+REPLIES: dict[ChatDialect, dict[str, Any]] = {
     "openai-chat": {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -329,7 +329,7 @@ _NOW = {"type": "function_call", "call_id": "c2", "name": "now"}
 _MESSAGE = {key: value for key, value in REPLIES["anthropic"].items() if key not in ("content", "stop_reason")}
 
 # The same reply, streamed.
-STREAMS: dict[Spoken, bytes] = {
+STREAMS: dict[ChatDialect, bytes] = {
     "openai-chat": data(
         chunk({"role": "assistant", "content": ""}),
         chunk({"reasoning_content": "Hm"}),

@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any
 
-from emberline.bench.job import Job, Timeline
-from emberline.bench.peers.wire import serve
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.peers.child_protocol import serve
 
 
 class Fake:
@@ -20,7 +20,7 @@ class Fake:
         self.facts: dict[str, Any] = {"fake": "1"}
         self.jobs = 0
 
-    def run(self, job: Job) -> Timeline:
+    def run(self, job: BenchJob) -> TokenTimeline:
         self.jobs += 1
         match self.way:
             case "raise":
@@ -31,8 +31,8 @@ class Fake:
             case "hang":
                 time.sleep(60)
             case "short":
-                return Timeline([[0.001] for _ in job.prompts])
-        return Timeline([[(i + 1) / 1000 for i in range(output)] for output in job.outputs])
+                return TokenTimeline([[0.001] for _ in job.prompts])
+        return TokenTimeline([[(i + 1) / 1000 for i in range(output)] for output in job.outputs])
 
     def counters(self) -> dict[str, float]:
         return {"host": self.jobs * 0.5}

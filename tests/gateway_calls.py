@@ -6,10 +6,10 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from emberline.gateway.call import Call, Dialect, Reply
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.gateway.options import Options
-from emberline.gateway.settings import Settings
+from emberline.gateway.options import RequestOptions
+from emberline.gateway.request import Dialect, GatewayReply, GatewayRequest
+from emberline.gateway.settings import GatewaySettings
 
 
 def call(
@@ -17,7 +17,7 @@ def call(
     *,
     headers: Mapping[str, str] | None = None,
     identity: Identity = ANONYMOUS,
-    settings: Mapping[str, Any] | Settings | None = None,
+    settings: Mapping[str, Any] | GatewaySettings | None = None,
     dialect: Dialect = "openai-chat",
     provider: str = "openai",
     model: str = "gpt-4o-mini",
@@ -27,9 +27,9 @@ def call(
     endpoint: str = "chat/completions",
     deadline: float = 600.0,
     began: float = 0.0,
-) -> Call:
-    read = settings if isinstance(settings, Settings) else Settings.read(settings or {})
-    return Call(
+) -> GatewayRequest:
+    read = settings if isinstance(settings, GatewaySettings) else GatewaySettings.parse(settings or {})
+    return GatewayRequest(
         id="id",
         account=read.account,
         gateway=read.gateway,
@@ -43,11 +43,11 @@ def call(
         model=model,
         stream=stream,
         max_output=max_output,
-        answers=answers,
-        options=Options.read(headers or {}),
+        choice_count=answers,
+        options=RequestOptions.from_headers(headers or {}),
         identity=identity,
         settings=read,
-        began=began,
+        started_at=began,
         deadline=deadline,
     )
 
@@ -55,7 +55,7 @@ def call(
 class Pieces:
     """A stream that gives what it is told to, and says how it ended."""
 
-    def __init__(self, *chunks: bytes, reply: Reply | None = None, error: Exception | None = None) -> None:
+    def __init__(self, *chunks: bytes, reply: GatewayReply | None = None, error: Exception | None = None) -> None:
         self._chunks = list(chunks)
         self._error = error
         self.reply = reply

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.gateway.logs.record import Record, new_id
+from emberline.gateway.logs.record import LogRecord, new_record_id
 
 NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # of some day
 DAY = 86_400_000
 
 
-def made(at: int = NOON, **fields: Any) -> Record:
+def made(at: int = NOON, **fields: Any) -> LogRecord:
     given: dict[str, Any] = {
-        "id": new_id(at),
+        "id": new_record_id(at),
         "account": "acme",
         "gateway": "main",
         "provider": "openai",
@@ -20,4 +20,4 @@ def made(at: int = NOON, **fields: Any) -> Record:
         "status": 200,
         "success": True,
     }
-    return Record(**given | fields)
+    return LogRecord(**given | fields)

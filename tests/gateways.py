@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.fakes.provider import FakeProvider
-from emberline.gateway.logs.record import Payload, Record
-from emberline.gateway.store.filters import Filters
-from emberline.net.server import Server
-from emberline.server.gateway.gatewaying import build
-from emberline.server.listening import bind
+from emberline.gateway.logs.record import LogPayload, LogRecord
+from emberline.gateway.store.filters import LogFilters
+from emberline.net.server import HTTPServer
+from emberline.server.gateway.main import build_gateway
+from emberline.server.listener import bind_listener
 
 T = TypeVar("T")
 TIMEOUTS = {
@@ -77,11 +77,11 @@ class Gateways:
             engine="http://127.0.0.1:1",  # where nobody is,
             **self._process,
         )
-        app = await build(config, self._found, self._stack)
+        app = await build_gateway(config, self._found, self._stack)
         self._store = app.store
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = Server(app, largest_message=1 << 20)
+        self._server = HTTPServer(app, max_message_bytes=1 << 20)
         await self._server.start(listener)
 
     def __enter__(self) -> Gateways:
@@ -102,8 +102,8 @@ class Gateways:
 
     def reset(self) -> None:
         for fake in self.fakes.values():
-            fake.fault, fake.script, fake.after, fake.pace = "", [], 3, 0.0
-            fake.asked, fake.count, fake.gone, fake.says, fake.unasked = [], 0, 0, "", False
+            fake.fault, fake.script, fake.fault_after, fake.pace = "", [], 3, 0.0
+            fake.requests, fake.count, fake.gone, fake.text, fake.always_sends_usage = [], 0, 0, "", False
 
     def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST"
@@ -118,7 +118,7 @@ class Gateways:
         except urllib.error.HTTPError as e:
             return e.code, {k.lower(): v for k, v in e.headers.items()}, e.read()
 
-    def record(self, id: str) -> Record:
+    def record(self, id: str) -> LogRecord:
         """Of the log, once it is written."""
         deadline = time.monotonic() + 10
         while (found := self._loop.run(self._look(id))) is None:
@@ -127,25 +127,25 @@ class Gateways:
         self._loop.run(self._store._writer.run(lambda lane: None))  # its payload is written after it
         return found
 
-    async def _look(self, id: str) -> Record | None:
+    async def _look(self, id: str) -> LogRecord | None:
         return await self._store.record("default", "default", id)
 
     def has_no_record(self, id: str) -> bool:
         """Asked when later ones are written."""
         return self._loop.run(self._look(id)) is None
 
-    def payload(self, id: str) -> Payload | None:
+    def payload(self, id: str) -> LogPayload | None:
         return self._loop.run(self._store.payload("default", "default", id))
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[LogRecord]) -> None:
         """As if they had been logged."""
         self._loop.run(self._store.append([(record, None) for record in records]))
 
-    def newest(self) -> Record | None:
+    def newest(self) -> LogRecord | None:
         """The last one written."""
 
-        async def look() -> list[Record]:
-            return (await self._store.page(Filters(account="default", gateway="default"), limit=1)).records
+        async def look() -> list[LogRecord]:
+            return (await self._store.page(LogFilters(account="default", gateway="default"), limit=1)).records
 
         found = self._loop.run(look())
         return found[0] if found else None

@@ -16,12 +16,12 @@ import uvloop
 from emberline.core.clock import SystemClock
 from emberline.gateway.errors import LimitExceeded
 from emberline.gateway.limits.redis import RedisLimiter
-from emberline.gateway.limits.rule import Rule
-from emberline.gateway.redislink import RedisLink
+from emberline.gateway.limits.rule import LimitRule
+from emberline.gateway.redis_client import RedisClient
 
 
-async def main(url: str, clients: int, rule: Rule, amount: int) -> None:
-    link = RedisLink(url, SystemClock(), patience=20.0)  # so that a loaded machine does not decide
+async def main(url: str, clients: int, rule: LimitRule, amount: int) -> None:
+    link = RedisClient(url, SystemClock(), timeout_s=20.0)  # so that a loaded machine does not decide
     assert await link.start(20.0)
     limiter = RedisLimiter(link, degraded="closed")
     passed = used = 0
@@ -30,7 +30,7 @@ async def main(url: str, clients: int, rule: Rule, amount: int) -> None:
         nonlocal passed, used
         await asyncio.sleep(random.random() / 20)
         try:
-            made = await limiter.reserve([rule.claim({"gateway": "a/g"}, amount)], time.time(), 60)
+            made = await limiter.reserve([rule.make_claim({"gateway": "a/g"}, amount)], time.time(), 60)
         except LimitExceeded:
             return
         await asyncio.sleep(random.random() / 50)
@@ -46,4 +46,4 @@ async def main(url: str, clients: int, rule: Rule, amount: int) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2]), Rule.read([json.loads(sys.argv[3])])[0], int(sys.argv[4])))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), LimitRule.parse([json.loads(sys.argv[3])])[0], int(sys.argv[4])))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from emberline.gateway.errors import LimitExceeded
 from emberline.gateway.limits.base import Limiter, Reservation
-from emberline.gateway.limits.rule import Rule
+from emberline.gateway.limits.rule import LimitRule
 
 START = 1_767_225_590_000  # ten seconds before the end of 2025
 
@@ -24,7 +24,7 @@ class Event:
 
 @dataclass(slots=True)
 class Oracle:
-    rule: Rule
+    rule: LimitRule
     events: list[Event] = field(default_factory=list)
 
     def counts(self, at: int, now: int) -> bool:
@@ -59,7 +59,7 @@ class Oracle:
 
 
 RULES = st.builds(
-    Rule,
+    LimitRule,
     name=st.just("r"),
     limit=st.integers(0, 30),
     amount=st.just("tokens"),
@@ -79,7 +79,7 @@ STEPS = st.lists(
 
 
 async def compare(
-    limiter: Limiter, rule: Rule, steps: list[tuple[str, int, int, int]], set_time: object = None
+    limiter: Limiter, rule: LimitRule, steps: list[tuple[str, int, int, int]], set_time: object = None
 ) -> None:
     """Assert that limiter and oracle agree at every step. `set_time` sets the clock of a limiter that has its own."""
     oracle, now = Oracle(rule), START
@@ -87,8 +87,8 @@ async def compare(
     for action, amount, ms, which in steps:
         if callable(set_time):
             await set_time(now)
-        (usage,) = await limiter.spent([rule.claim({}, 0)], now / 1000)
-        assert usage.used == oracle.used(now) and oracle.counts(now, now + usage.resets - 1)
+        (usage,) = await limiter.bucket_usage([rule.make_claim({}, 0)], now / 1000)
+        assert usage.used == oracle.used(now) and oracle.counts(now, now + usage.resets_in_ms - 1)
         if action == "wait":
             now += ms
         elif action == "settle" and open_reservations:
@@ -99,7 +99,7 @@ async def compare(
             left = rule.limit - oracle.used(now)
             expected = oracle.reserve(amount, now, ms)
             try:
-                reservation = await limiter.reserve([rule.claim({}, amount)], now / 1000, ms / 1000)
+                reservation = await limiter.reserve([rule.make_claim({}, amount)], now / 1000, ms / 1000)
             except LimitExceeded as e:
                 assert expected is None and e.remaining == max(0, left)
             else:

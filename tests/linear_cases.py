@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import Weight
+from emberline.kernels.cuda.linear import BF16Weight
 
 BF16 = torch.bfloat16
 
@@ -25,8 +25,8 @@ def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
 
 
-def weight(n: int, k: int) -> Weight:
-    return Weight(random(n, k, scale=k**-0.5))
+def weight(n: int, k: int) -> BF16Weight:
+    return BF16Weight(random(n, k, scale=k**-0.5))
 
 
 def assert_close(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:

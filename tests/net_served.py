@@ -7,8 +7,8 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from emberline.net.host import App, Receive, Send
-from emberline.net.server import Server
+from emberline.net.server import HTTPServer
+from emberline.net.server_state import App, Receive, Send
 
 GET = b"GET /a%20b?c=%20d HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
@@ -36,10 +36,10 @@ class Client:
         return await self.reader.read()
 
 
-def run(app: App, work: Callable[[Callable[[], Awaitable[Client]], Server], Coroutine[Any, Any, None]]) -> None:
+def run(app: App, work: Callable[[Callable[[], Awaitable[Client]], HTTPServer], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(20):
-            server = Server(app)
+            server = HTTPServer(app)
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             await server.start(listener)
@@ -76,7 +76,7 @@ async def echo(scope: dict[str, Any], receive: Receive, send: Send) -> None:
     await answer(send, b"%b %b" % (scope["path"].encode(), await body_of(receive)))
 
 
-async def all_left(server: Server) -> None:
+async def all_left(server: HTTPServer) -> None:
     async with asyncio.timeout(10):
-        while server.host.guests:
+        while server.state.connections:
             await asyncio.sleep(0.01)

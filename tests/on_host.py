@@ -8,14 +8,14 @@ import torch
 
 from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.boot import Booted, Checkpoint, ModelConfig
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.boot import BootedGPUEngine, Checkpoint, ModelConfig
+from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.memory import MemoryPlan, plan
-from emberline.engine.sampler import RowMaker
+from emberline.engine.memory import MemoryPlan, plan_memory
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops, ref
 from emberline.kv.cache import KVCache, KVShape
-from emberline.models.loader import load
+from emberline.models.loader import load_decoder
 
 TOTAL = 4 << 30  # memory of a device that could be
 
@@ -23,25 +23,25 @@ TOTAL = 4 << 30  # memory of a device that could be
 def plain_arithmetic() -> None:
     """torch's own: like a GPU's kernels, and unlike the CPU's, it asks tensors where they are each time."""
     ops._backend = ops.Backend(None, "", "asked for")
-    uniform = ref.uniform  # of copies: memory that numpy has seen cannot be given back
-    ref.uniform = lambda seed, position: uniform(seed.clone(), position.clone())
+    uniform = ref.uniform_from_seed  # of copies: memory that numpy has seen cannot be given back
+    ref.uniform_from_seed = lambda seed, position: uniform(seed.clone(), position.clone())
 
 
-def booted(directory: Path, memory: MemoryPlan | None = None) -> Booted:
-    model = load(directory, "float32")
+def booted(directory: Path, memory: MemoryPlan | None = None) -> BootedGPUEngine:
+    model = load_decoder(directory, "float32")
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.float32), 64)
     cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # memory that can be freed
     settings = GPUConfig(max_running=8, max_batch_tokens=64, block_size=16)
     eos = frozenset(c.eos)
-    runner = GPURunner(model, cache, eos, RowMaker(eos, None), settings, Host(), model.context)
+    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, None), settings, HostDevice(), model.context)
     scheduler = SchedulerConfig(block_size=16, max_batch_tokens=64, max_running=8, max_context=model.context)
-    return Booted(Engine(scheduler, runner), runner, memory or planned(directory), {})
+    return BootedGPUEngine(Engine(scheduler, runner), runner, memory or planned(directory), {})
 
 
 def planned(directory: Path) -> MemoryPlan:
     config = ModelConfig.from_hf(Checkpoint.open(directory).config)
-    return plan(
+    return plan_memory(
         config, TOTAL, dtype_bytes=4, kv_dtype_bytes=4, block_size=16, max_running=8, max_batch_tokens=64,
         max_context=config.max_context, kv_tokens=1024,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from emberline.engine.gpu.device import HostLane, Lane, Mark
+from emberline.engine.gpu.device import DeviceEvent, DeviceStream, HostStream
 
 HOST = "host"
 Past = dict[str, int]  # of each lane, how many of its actions are over
@@ -30,26 +30,26 @@ class RacingMark:
     def wait(self) -> None:
         self.device.learn(HOST, self.past)
 
-    def since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         return 1e-3
 
 
-class RacingLane(HostLane):
+class RacingLane(HostStream):
     def __init__(self, device: Racing, name: str) -> None:
         self.device, self.name = device, name
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         before, self.device.at_work = self.device.at_work, self.name
         yield
         self.device.at_work = before
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         return RacingMark(self.device, dict(self.device.pasts[self.name]))
 
-    def after(self, mark: Mark) -> None:
-        assert isinstance(mark, RacingMark)
-        self.device.learn(self.name, mark.past)
+    def wait_event(self, event: DeviceEvent) -> None:
+        assert isinstance(event, RacingMark)
+        self.device.learn(self.name, event.past)
 
 
 class Racing(TorchDispatchMode):
@@ -57,7 +57,7 @@ class Racing(TorchDispatchMode):
 
     def __init__(self, *, pins: bool = True) -> None:
         super().__init__()
-        self.torch = torch.device("cpu")
+        self.torch_device = torch.device("cpu")
         self.pasts: defaultdict[str, Past] = defaultdict(dict)
         self.at_work = HOST
         self.races: list[str] = []
@@ -69,13 +69,13 @@ class Racing(TorchDispatchMode):
         self._written: dict[int, tuple[str, int]] = {}
         self._read: defaultdict[int, Past] = defaultdict(dict)
         self._lanes = 0
-        self.lane: Lane = RacingLane(self, "steps")
+        self.step_stream: DeviceStream = RacingLane(self, "steps")
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or torch imports its compiler, for seconds, to tell it to keep out
 
-    def pinned(self, size: int) -> Tensor:
+    def allocate_pinned(self, size: int) -> Tensor:
         made = torch.zeros(size, dtype=torch.uint8)
         self.watch(pinned=[made])
         self._host_memory.add(made.data_ptr())
@@ -91,15 +91,15 @@ class Racing(TorchDispatchMode):
         used = {where for where in (*self._written, *self._read) if where in self._area}
         self._act(HOST, [(where, True) for where in used], "unpinning")
 
-    def beside(self) -> Lane:
+    def new_stream(self) -> DeviceStream:
         self._lanes += 1
         return RacingLane(self, f"lane {self._lanes}")
 
-    def split(self, few: int) -> tuple[Lane, Lane]:
-        return self.beside(), self.beside()
+    def split(self, few: int) -> tuple[DeviceStream, DeviceStream]:
+        return self.new_stream(), self.new_stream()
 
     def watch(self, area: memoryview | None = None, **memory: Iterable[Tensor]) -> None:
-        """`area`: where buffers lie that are told apart by where they begin."""
+        """`memory`: where buffers lie that are told apart by where they begin."""
         for name, tensors in memory.items():
             for i, tensor in enumerate(tensors):
                 self._names[tensor.untyped_storage().data_ptr()] = f"{name} {i}"

@@ -15,13 +15,13 @@ from emberline.api.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
-    Renderer,
-    Started,
+    ReplyStart,
+    ReplyWriter,
     TextDelta,
     TokenInfo,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 
 TEXT = st.text(max_size=12)
@@ -49,10 +49,10 @@ def replies(draw: st.DrawFn) -> list[Delta]:
             calls += 1
     prompt, cached, written = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.integers(0, 99))
     return [
-        Started(prompt + cached, cached),
+        ReplyStart(prompt + cached, cached),
         *deltas,
         _finish(draw, calls),
-        Usage(prompt + cached, written, cached, written // 2),
+        TokenUsage(prompt + cached, written, cached, written // 2),
     ]
 
 
@@ -66,9 +66,13 @@ def _finish(draw: st.DrawFn, calls: int) -> Finish:
     return draw(st.sampled_from(endings))
 
 
-def play(renderer: Renderer, deltas: Sequence[Delta]) -> bytes:
+def play(renderer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
     return b"".join(
-        [*renderer.start(), *(event for delta in deltas for event in renderer.push(delta)), *renderer.end()]
+        [
+            *renderer.write_start(),
+            *(event for delta in deltas for event in renderer.write(delta)),
+            *renderer.write_end(),
+        ]
     )
 
 
@@ -85,7 +89,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 class Answering:
     """A server without a socket: parses each request, and answers with the deltas."""
 
-    def __init__(self, parse: Callable[[bytes], ChatCall], renderer: Callable[..., Renderer], id: str) -> None:
+    def __init__(self, parse: Callable[[bytes], ChatCall], renderer: Callable[..., ReplyWriter], id: str) -> None:
         self.calls: list[ChatCall] = []
         self.deltas: Sequence[Delta] = ()
         self.http = httpx2.Client(transport=httpx2.MockTransport(self._answer))

@@ -13,21 +13,21 @@ from bytelevel import EOS, byte_level
 from tokenizers import AddedToken
 
 from emberline.api.reasoning import THINK
-from emberline.api.toolstyle import HERMES, ToolStyle
+from emberline.api.tool_style import HERMES, ToolStyle
 from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, Timing
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
+from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.engine.stream import AsyncEngine, State
-from emberline.net.turn import CutOff
-from emberline.server.metrics import Metrics
-from emberline.server.worker.catalog import Catalog, Served
+from emberline.net.request_response_cycle import ReplyInterrupted
+from emberline.server.metrics import ModelMetrics
+from emberline.server.worker.catalog import LoadedModel, ModelCatalog
 from emberline.server.worker.engine_app import EngineApp
 from emberline.server.worker.generator import Generator
-from emberline.server.worker.prompts import Prompts
+from emberline.server.worker.prompt_builder import PromptBuilder
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ class ScriptedEngine:
 
     tokenizer: Tokenizer
     script: Script
-    state: State = State.READY
+    state: EngineState = EngineState.READY
     cached: int = 3
     fail_after: int | None = None
     error: EmberlineError | None = None
@@ -138,16 +138,16 @@ class House:
         self.tokenizer = Tokenizer(inner)
         self.engine = ScriptedEngine(self.tokenizer, script)
         engine = cast("AsyncEngine", self.engine)
-        prompts = Prompts(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), tool_style, 4000)
-        self.metrics = Metrics("m")
+        prompts = PromptBuilder(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), tool_style, 4000)
+        self.metrics = ModelMetrics("m")
         style: dict[str, Any] = {"tool_style": tool_style, "reasoning": THINK}
         guard = cast("GrammarGuard", self)
         generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
-        self.catalog = Catalog([Served("m", generator, guard, self.metrics, "fp")])
+        self.catalog = ModelCatalog([LoadedModel("m", generator, guard, self.metrics, "fp")])
         config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig("http://router", **worker))
         self.app = EngineApp(config, engine, self.catalog, None, {})
 
-    def check(self, grammar: Grammar, param: str = "") -> None:
+    def check(self, grammar: GrammarSpec, param: str = "") -> None:
         """The guard's: the script knows no grammars."""
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
@@ -166,7 +166,7 @@ class House:
 
         try:
             await self.app(scope, receive, answer.take)
-        except CutOff:
+        except ReplyInterrupted:
             answer.cut = True
         assert not self.engine.open, "nothing is left open"
         return answer

@@ -8,31 +8,32 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from emberline.core.config import EngineConfig, FleetConfig
+from emberline.core.config import EngineConfig, TimeSharingConfig
 
 
 def engine() -> int:
     import on_host
 
-    from emberline.engine import boot, fleet_boot, process
-    from emberline.engine.boot import Loaded
-    from emberline.engine.fleet import Fleet
-    from emberline.engine.gpu.boot import Booted
-    from emberline.engine.gpu.swap import Swapped
+    from emberline.engine import boot, engine_group_boot, process
+    from emberline.engine.boot import LoadedEngine
+    from emberline.engine.engine_group import EngineGroup
+    from emberline.engine.gpu.boot import BootedGPUEngine
+    from emberline.engine.gpu.swap import SwappedEngine
 
     def boot_fleet(
-        configs: Mapping[str, EngineConfig], rules: FleetConfig, reader: object
-    ) -> tuple[Fleet, dict[str, Loaded]]:
+        configs: Mapping[str, EngineConfig], rules: TimeSharingConfig, reader: object
+    ) -> tuple[EngineGroup, dict[str, LoadedEngine]]:
         on_host.plain_arithmetic()
-        loaded: dict[str, Loaded] = {}
+        loaded: dict[str, LoadedEngine] = {}
 
-        def load(name: str) -> Booted:
+        def load(name: str) -> BootedGPUEngine:
             booted = on_host.booted(Path(configs[name].model))
-            loaded[name] = boot.loaded_on_gpu(booted)
+            loaded[name] = boot.loaded_from_gpu(booted)
             return booted
 
         members = {
-            name: Swapped(on_host.planned(Path(config.model)), partial(load, name)) for name, config in configs.items()
+            name: SwappedEngine(on_host.planned(Path(config.model)), partial(load, name))
+            for name, config in configs.items()
         }
         broken = members.get("broken")
         if broken is not None:  # it was loaded, and then its memory does not come back
@@ -45,10 +46,10 @@ def engine() -> int:
                 raise RuntimeError("out of memory")
 
             broken.wake = once  # type: ignore[method-assign]
-        return Fleet(members, max(member.nbytes for member in members.values()), rules), loaded
+        return EngineGroup(members, max(member.nbytes for member in members.values()), rules), loaded
 
     boot.torch.cuda.get_device_name = lambda: "none"  # type: ignore[assignment, misc]
-    fleet_boot.boot_fleet = boot_fleet  # type: ignore[assignment]
+    engine_group_boot.boot_engine_group = boot_fleet  # type: ignore[assignment]
     return process.main()
 
 
@@ -56,7 +57,7 @@ def main() -> int:
     if "serve" not in sys.argv:
         return engine()
     from emberline.cli.__main__ import main as cli
-    from emberline.engine.stream import AsyncEngine
+    from emberline.engine.async_engine import AsyncEngine
     from emberline.server.worker import serving
 
     serving.AsyncEngine = partial(AsyncEngine, command=(sys.executable, __file__))  # type: ignore[assignment, misc]

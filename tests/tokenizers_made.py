@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from emberline.core.errors import DownloadError
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.tokens import tokenizer as ours
 
 
@@ -48,6 +48,6 @@ def pieces() -> Tokenizer:
 
 def smollm2() -> Path:
     try:
-        return resolve("smollm2", progress=False)
+        return resolve_model("smollm2", progress=False)
     except DownloadError as e:
         pytest.skip(f"SmolLM2 is not in the cache and cannot be downloaded: {e}")

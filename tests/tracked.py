@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.core.handoff import Handoff, Said
+from emberline.core.handoff import Handoff, TokenGroup
 
 
 @dataclass(frozen=True)
 class Group:
-    said: Said
+    said: TokenGroup
     events: bytes
     cached: int | None = None
 
@@ -29,7 +29,7 @@ def groups_of(stream: bytes) -> list[Group]:
         size = int(line.split()[4])
         events, stream = stream[:size], stream[size:]
         assert len(events) == size and b"\n\n:" not in events and (not events or events.endswith(b"\n\n"))
-        found.append(Group(Said.read(line), events, cached))
+        found.append(Group(TokenGroup.from_comment(line), events, cached))
         cached = None
     return found
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.ticket import Ticket
 
 
-def small(tokens: int = 4, **others: object) -> Layout:
-    return replace(Layout("m", layers=3, parts=2, heads=2, tokens=tokens, width=2, dtype="bfloat16"), **others)
+def small(tokens: int = 4, **others: object) -> KVLayout:
+    return replace(KVLayout("m", layers=3, parts=2, heads=2, tokens=tokens, width=2, dtype="bfloat16"), **others)
 
 
-def blank(layout: Layout, blocks: int) -> HostRegion:
+def blank(layout: KVLayout, blocks: int) -> HostRegion:
     size = layout.layers * blocks * layout.plane_bytes
     return HostRegion(layout, [bytearray(size) for _ in range(layout.parts)])
 
@@ -30,8 +30,8 @@ def fill(region: HostRegion, wanted: Sequence[int], seed: int) -> bytes:
     """New content, as the owner of a cache writes it: the generation first."""
     rng, blocks = np.random.default_rng(seed), np.asarray(wanted, np.int64)
     for i, block in enumerate(blocks):
-        region.renew(block)
-        for view in region.views(Piece(0, region.layout.layers, i, i + 1), blocks):
+        region.bump_generation(block)
+        for view in region.views(TransferPiece(0, region.layout.layers, i, i + 1), blocks):
             view[:] = rng.bytes(len(view))
     return content(region, wanted)
 
@@ -40,7 +40,7 @@ def content(region: HostRegion, wanted: Sequence[int]) -> bytes:
     """By token, so that block sizes do not matter: [tokens, layers, parts, heads, width]."""
     lay, found, blocks = region.layout, [], np.asarray(wanted, np.int64)
     for i in range(len(blocks)):
-        views = region.views(Piece(0, lay.layers, i, i + 1), blocks)
+        views = region.views(TransferPiece(0, lay.layers, i, i + 1), blocks)
         array = np.frombuffer(b"".join(views), np.uint8)
         found.append(array.reshape(lay.layers, lay.parts, lay.heads, lay.tokens, lay.width).transpose(3, 0, 1, 2, 4))
     return b"".join(part.tobytes() for part in found)

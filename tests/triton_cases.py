@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels.triton.activation import silu_mul
-from emberline.kernels.triton.attention import make_tiles, paged_attention, tile_queries
+from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention
 from emberline.kernels.triton.norm import rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
-from emberline.kernels.triton.rows import gather_tokens
-from emberline.kernels.triton.widen import widen
+from emberline.kernels.triton.token_gather import gather_tokens
+from emberline.kernels.triton.widen import widen_blocks
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -178,7 +178,7 @@ def check_attention(
     qkv = random(total, (q_heads + 2 * kv_heads) * dim, device=device, dtype=dtype) * 2
     out = poisoned(total, q_heads * dim, device=device, dtype=dtype)
     if block_m is None:
-        block_m = tile_queries(int(counts.max()), q_heads // kv_heads)
+        block_m = choose_tile_queries(int(counts.max()), q_heads // kv_heads)
     tiles = np.concatenate([make_tiles(counts, block_m), [[-1, 0]]]).astype(np.int32)
     starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
     context = torch.tensor([before for before, _ in lengths], dtype=torch.int32)
@@ -221,7 +221,7 @@ def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl:
     pieces = torch.tensor([[row, at] for row in range(rows) for at in range(row % 4)] + [[0, 0]] * 3).int().to(device)
     count = torch.tensor([len(pieces) - 3], dtype=torch.int32, device=device)
     keys, values = (torch.full((len(pieces), heads, size, dim), 7.0, dtype=BF16, device=device) for _ in range(2))
-    widen(k, v, keys, values, tables, pieces, count, pdl=pdl)
+    widen_blocks(k, v, keys, values, tables, pieces, count, pdl=pdl)
     blocks = tables[pieces[:-3, 0].long(), pieces[:-3, 1].long()].long()
     for cache, got in ((k, keys), (v, values)):
         assert torch.equal(got[:-3], cache.view(torch.uint8)[blocks].view(FP8).to(BF16))

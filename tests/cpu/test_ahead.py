@@ -12,14 +12,14 @@ import torch
 from racing import Racing, RacingLane
 from torch import Tensor
 
-from emberline.engine.gpu.device import HostLane, Mark
+from emberline.engine.gpu.device import DeviceEvent, HostStream
 from emberline.kernels import ops
-from emberline.kernels.ahead import Ahead
-from emberline.kernels.cuda.uw12 import Packed
-from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.cuda.uw12 import UW12Weight
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.uw12_ref import reference_pack, reference_unpack
-from emberline.models.forward import Forward
-from emberline.models.loader import load
+from emberline.kernels.weight_unpacker import WeightUnpacker
+from emberline.models.forward import ForwardBatch
+from emberline.models.loader import load_decoder
 
 SHAPES = [(128, 64), (64, 128), (192, 64), (64, 64), (64, 192)] * 2
 
@@ -31,20 +31,20 @@ def rows() -> list[Tensor]:
 
 
 def packed(weight: Tensor) -> PackedWeight:
-    made = reference_pack(weight, most_bits=99.0)
+    made = reference_pack(weight, max_bits=99.0)
     assert made is not None
-    return PackedWeight(made.planes, made.n, made.k, weight.dtype, Layout.UW12, handle=made)
+    return PackedWeight(made.planes, made.n, made.k, weight.dtype, WeightLayout.UW12, handle=made)
 
 
 def unpack(weight: PackedWeight, out: Tensor) -> None:
-    assert isinstance(weight.handle, Packed)
+    assert isinstance(weight.handle, UW12Weight)
     out.copy_(reference_unpack(weight.handle))
 
 
 class Deaf(RacingLane):
     """A lane that does not wait."""
 
-    def after(self, mark: Mark) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         return
 
 
@@ -58,25 +58,25 @@ class House:
         self.computing, self.unpacking = (
             (Deaf if who == deaf else RacingLane)(self.device, name) for who, name in names.items()
         )
-        self.ahead = Ahead(self.weights, len(rows), self.computing, self.unpacking, unpack)
+        self.ahead = WeightUnpacker(self.weights, len(rows), self.computing, self.unpacking, unpack)
         self.step()  # makes the places
         self.device.watch(places=self.places)
 
     @property
     def places(self) -> list[Tensor]:
-        return [place.memory for place in self.ahead._places]
+        return [place.memory for place in self.ahead._buffers]
 
     def step(self, skipped: int = -1) -> list[tuple[int, int]]:
         """`skipped`: one that is computed without being unpacked, so that the next was not begun. After each product:
         how much the computing lane had done, and how much of it the other one had waited for."""
-        self.ahead.anew()
-        with self.device, self.computing.working():
+        self.ahead.begin_step()
+        with self.device, self.computing.activate():
             return [self.product(i, i + 1 != skipped) for i in range(len(self.rows)) if i != skipped]
 
     def product(self, i: int, ahead: bool = True) -> tuple[int, int]:
         weight, pasts = self.weights[i], self.device.pasts
         x = torch.ones(1, weight.k, dtype=torch.bfloat16)
-        with self.ahead.rows(weight, self.ahead.following(weight) if ahead else None) as unpacked:
+        with self.ahead.unpacked_rows(weight, self.ahead.next_weight(weight) if ahead else None) as unpacked:
             product = x @ unpacked.t()
         done = pasts["steps"].get("steps", 0), pasts["lane 1"].get("steps", 0)
         assert torch.equal(product, x @ self.rows[i].t())
@@ -108,9 +108,9 @@ def test_an_interrupted_step_leaves_nothing_that_the_next_takes_for_whole(rows: 
     house.product(0)  # the second was begun
     for place in house.places:  # as a captured step, which Python does not see, would
         place.fill_(float("nan"))
-    house.ahead.anew()
+    house.ahead.begin_step()
     house.product(1)
-    house.ahead.forget()
+    house.ahead.release()
     assert not house.places
     house.step()
 
@@ -120,7 +120,7 @@ def test_a_model_uses_its_weights_in_the_order_it_tells(
     biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
-    model = load(tiny.write(tmp_path, {**tiny.CONFIGS["llama"], "mlp_bias": biased}))
+    model = load_decoder(tiny.write(tmp_path, {**tiny.CONFIGS["llama"], "mlp_bias": biased}))
     used: list[PackedWeight] = []
     for op in ("linear", "gate_up_silu"):
         real = getattr(ops, op)
@@ -128,9 +128,9 @@ def test_a_model_uses_its_weights_in_the_order_it_tells(
     c, at, one = model.config, torch.arange(6), torch.zeros(1, dtype=torch.int32)
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
     start = torch.tensor([0, 6], dtype=torch.int32)
-    model.forward(Forward(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
-    ahead = model.ahead(HostLane(), HostLane())
+    model.forward(ForwardBatch(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
+    ahead = model.ahead(HostStream(), HostStream())
     assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
-    told, last = [ahead.following(weight) for weight in used], 4 * (c.layers - 1)
+    told, last = [ahead.next_weight(weight) for weight in used], 4 * (c.layers - 1)
     assert told[:last] == used[1 : last + 1] and told[last:] == [None] * 5
     assert ahead._max_elements == max(weight.n * weight.k for weight in used[:-1])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from emberline.bench import ceiling, cpu, workload
-from emberline.bench.contender import Contender
-from emberline.bench.lineup import Ground, ours, peer
+from emberline.bench import cpu, machine_limits, workload
+from emberline.bench.contender import ContenderProcess
+from emberline.bench.contenders import BenchEnvironment, ours, peer
 from emberline.core.errors import InvalidRequest
 
 
@@ -24,12 +24,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ourselves_and_a_peer_in_one_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ceiling, "measure", lambda threads: ceiling.Ceiling({"read_sum": 5.0, "matmul_float32": 50.0}))
+    monkeypatch.setattr(
+        machine_limits,
+        "measure",
+        lambda threads: machine_limits.MachineLimits({"read_sum": 5.0, "matmul_float32": 50.0}),
+    )
     names = ["prefill_16", "decode_2", "mix_3"]
-    rules = cpu.Rules(threads=1, rounds=2, deadline=60.0, patience=0.0)
+    rules = cpu.CPUBenchRules(threads=1, rounds=2, deadline=60.0, patience=0.0)
     report = cpu.bench(str(model), ["transformers-float32", "vllm"], names, rules, tmp_path)
     report.emit()
-    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    whole = json.loads(capsys.readouterr().request.splitlines()[-1])
     results = whole["results"]
     for name in names:
         assert results[name]["value"] > 0 and results[name]["limit"] > 0
@@ -44,7 +48,7 @@ def test_ourselves_and_a_peer_in_one_run(
 
 
 def test_our_engine_makes_every_token_of_a_job(model: Path, tmp_path: Path) -> None:
-    contender = Contender(ours(Ground(model, None, 1, tmp_path)), tmp_path / "log")
+    contender = ContenderProcess(ours(BenchEnvironment(model, None, 1, tmp_path)), tmp_path / "log")
     job = workload.job([(40, 3), (5, 20), (1, 1)], 131)
     run = contender.run(job, 60.0)
     contender.stop()
@@ -54,10 +58,10 @@ def test_our_engine_makes_every_token_of_a_job(model: Path, tmp_path: Path) -> N
 
 
 def test_the_ceiling_of_this_machine_is_positive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceiling, "LEAST_BUFFER", 1 << 20)
-    monkeypatch.setattr(ceiling, "llc_bytes", lambda: 0)
-    monkeypatch.setattr(ceiling, "SQUARE", 64)
-    top = ceiling.measure(1)
+    monkeypatch.setattr(machine_limits, "MIN_BUFFER_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_limits, "llc_bytes", lambda: 0)
+    monkeypatch.setattr(machine_limits, "SQUARE", 64)
+    top = machine_limits.measure(1)
     assert top.bandwidth > 0 and top.flops > 0
     assert {"read_sum", "read_max", "read_matvec", "matmul_float32"} <= set(top.how)
 
@@ -65,8 +69,8 @@ def test_the_ceiling_of_this_machine_is_positive(monkeypatch: pytest.MonkeyPatch
 def test_unknown_peers_and_models_without_a_gguf_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ground = Ground(model, None, 1, tmp_path)
-    monkeypatch.setattr(cpu, "Contender", None)  # nobody is started before that
+    ground = BenchEnvironment(model, None, 1, tmp_path)
+    monkeypatch.setattr(cpu, "ContenderProcess", None)  # nobody is started before that
     with pytest.raises(InvalidRequest, match="no peer 'llama'"), ExitStack() as stack:
         cpu._start(ground, ["llama"], 131, stack)
     with pytest.raises(InvalidRequest, match="no peer 'llama'"):

@@ -8,21 +8,21 @@ import tiny
 import torch
 
 from emberline.bench import kv8
-from emberline.bench.report import Report
-from emberline.core.plan import Work
-from emberline.engine.batch import build
+from emberline.bench.report import BenchReport
+from emberline.core.plan import WorkItem
+from emberline.engine.batch import build_forward
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models import attention
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 
 TOKENS = np.random.default_rng(7).integers(3, 131, 75).tolist()
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])  # without and with norms of q and k
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load(tiny.write(tmp_path_factory.mktemp("model"), request.param), "float32")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_decoder(tiny.write(tmp_path_factory.mktemp("model"), request.param), "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +41,15 @@ def test_float8_is_the_nearest_and_saturates() -> None:
 
 
 @torch.inference_mode()
-def test_rounding_is_the_same_as_storing(model: Decoder) -> None:
+def test_rounding_is_the_same_as_storing(model: DecoderModel) -> None:
     """A cache that is bfloat16 by itself is the witness: no bit may differ, over several steps."""
     c = model.config
     stored = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, kv8.BLOCK, torch.bfloat16), 2)
-    ours, plain = kv8.Run(model, kv8.bfloat16), kv8.Run(model, None)
+    ours, plain = kv8.RoundingRun(model, kv8.bfloat16), kv8.RoundingRun(model, None)
     for start in range(0, 32, 8):
         chunk = TOKENS[start : start + 8]
-        work = [Work("", start, chunk, range(2), samples=True, prompt_logprobs=True)]
-        expected = model.forward(build(work, stored))
+        work = [WorkItem("", start, chunk, range(2), samples=True, prompt_logprobs=True)]
+        expected = model.forward(build_forward(work, stored))
         assert torch.equal(ours.logits(chunk, start), expected)
         assert not torch.equal(plain.logits(chunk, start), expected)  # so that the test could tell
     assert torch.equal(ours.cache.keys, stored.keys.float()) and torch.equal(ours.cache.values, stored.values.float())
@@ -57,14 +57,14 @@ def test_rounding_is_the_same_as_storing(model: Decoder) -> None:
 
 
 @torch.inference_mode()
-def test_float8_is_what_the_cache_holds(model: Decoder) -> None:
-    run = kv8.Run(model, kv8.float8)
+def test_float8_is_what_the_cache_holds(model: DecoderModel) -> None:
+    run = kv8.RoundingRun(model, kv8.float8)
     run.logits(TOKENS[:20], 0)
     for cache in (run.cache.keys, run.cache.values):
         assert cache.abs().sum() > 0 and torch.equal(cache, kv8.float8(cache))
 
 
-def test_windows_are_apart_and_every_position_counts(model: Decoder) -> None:
+def test_windows_are_apart_and_every_position_counts(model: DecoderModel) -> None:
     errors, positions, largest = kv8.compare(model, TOKENS)
     assert positions.tolist() == [i % 32 for i in range(75)]
     for name, one in errors.items():
@@ -80,13 +80,13 @@ def test_windows_are_apart_and_every_position_counts(model: Decoder) -> None:
 
 def test_errors_against_hand_made_distributions() -> None:
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]), torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]])
-    errors = kv8.Errors()
+    errors = kv8.RoundingErrors()
     errors.add(p.log(), q.log(), torch.tensor([2]))
     assert errors.kl[0].tolist() == pytest.approx([0.5 * np.log(2) - 0.25 * np.log(2), 0.0])
     assert errors.same[0].tolist() == [False, True]
     assert errors.nll[0].tolist() == pytest.approx([-np.log(0.25)])
     assert errors.most[0].tolist() == pytest.approx([np.log(2), 0.0])
-    report = Report("x")
+    report = BenchReport("x")
     kv8.add_figures(report, errors, np.array([0, 200]), "")
     assert report.results["top1_agreement"].value == 50
     assert report.results["top1_agreement_0_127"].value == 0 and report.results["top1_agreement_128_511"].value == 100

@@ -19,17 +19,17 @@ from emberline.core.errors import ModelError, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models import child_reader
 from emberline.models import reader as reading
-from emberline.models.child_reader import ChildReader, start_reader
+from emberline.models.child_reader import ChildProcessReader, start_reader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE
-from emberline.models.reader import Piece, Reader, files_of
+from emberline.models.loader import IGNORABLE_TENSORS
+from emberline.models.reader import FileChunk, FileReader, weight_file_paths
 from emberline.models.weights import Weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-def bytes_of(piece: Piece) -> bytes:
+def bytes_of(piece: FileChunk) -> bytes:
     import ctypes
 
     out = ctypes.create_string_buffer(piece.length)
@@ -38,7 +38,7 @@ def bytes_of(piece: Piece) -> bytes:
     return out.raw
 
 
-def pieces(reader: Reader) -> dict[tuple[str, int], bytes]:
+def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
     while (piece := reader.take(20)) is not None:
         assert (piece.file.name, piece.offset) not in found, "read twice"
@@ -72,9 +72,9 @@ def test_every_byte_once(piece: int, ahead: int, threads: int, tmp_path: Path) -
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     paths = [tmp_path / name for name in files]
-    with ChildReader.spawn(paths, piece=piece, ahead=ahead, threads=threads) as reader:
+    with ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ahead, threads=threads) as reader:
         found = pieces(reader)
-        assert reader.take() is None and reader.ready()
+        assert reader.take() is None and reader.is_ready()
         assert reader.stats.bytes == sum(sizes) and reader.stats.seconds > 0
         reader.close()
         reader.close()
@@ -86,10 +86,12 @@ def test_every_byte_once(piece: int, ahead: int, threads: int, tmp_path: Path) -
 def test_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
     data = random.Random(2).randbytes(25 * 4096)
     (tmp_path / "file").write_bytes(data)
-    with ChildReader.spawn([tmp_path / "file"], piece=4096, ahead=3 * 4096, threads=2) as reader:
+    with ChildProcessReader.spawn(
+        [tmp_path / "file"], chunk_bytes=4096, read_ahead_bytes=3 * 4096, threads=2
+    ) as reader:
         held = [reader.take(20) for _ in range(3)]
         time.sleep(0.2)
-        assert reader.stats.bytes == 3 * 4096 and not reader.ready()
+        assert reader.stats.bytes == 3 * 4096 and not reader.is_ready()
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
         found = {}
@@ -104,10 +106,10 @@ def test_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
 def test_the_weights_wait_for_what_is_read_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(8192))
     first = [(str(tmp_path / "file"), 0, 8192), (str(tmp_path / "gone"), 0, 5)]
-    with ChildReader.spawn([tmp_path / "file"], piece=4096, first=first) as reader:
+    with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096, prefetch=first) as reader:
         time.sleep(0.2)
         assert reader.stats.bytes == 0
-        assert reader.wait_first(10)
+        assert reader.wait_for_prefetch(10)
         assert within(10, lambda: reader.stats.bytes == 8192)  # nobody has to take any
 
 
@@ -116,18 +118,18 @@ def test_the_weights_wait_for_what_is_read_first(tmp_path: Path) -> None:
 def test_weights_from_it(dtype: torch.dtype | None, ahead: int, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=3))
     config = ModelConfig.from_hf(checkpoint.config)
-    reader = ChildReader.spawn(files_of(checkpoint), piece=4096, ahead=ahead)
+    reader = ChildProcessReader.spawn(weight_file_paths(checkpoint), chunk_bytes=4096, read_ahead_bytes=ahead)
     placed = DeviceWeights(checkpoint, dtype, "cpu", reader)
     plain = Weights(checkpoint, dtype)
     pairs = []
-    for name in [name for name in checkpoint.names() if len(checkpoint.info(name).shape) == 2]:
-        rows, columns = checkpoint.info(name).shape
+    for name in [name for name in checkpoint.tensor_names() if len(checkpoint.tensor_info(name).shape) == 2]:
+        rows, columns = checkpoint.tensor_info(name).shape
         pairs.append((placed.matrix(name, rows, columns), plain.matrix(name, rows, columns)))
         pairs[-1][0].fill_(float("nan"))
-    for name in [name for name in checkpoint.names() if len(checkpoint.info(name).shape) == 1]:
+    for name in [name for name in checkpoint.tensor_names() if len(checkpoint.tensor_info(name).shape) == 1]:
         pairs.append((placed.vector(name, config.hidden), plain.vector(name, config.hidden)))
         pairs[-1][0].fill_(float("nan"))
-    placed.finish(IGNORABLE)
+    placed.finish(IGNORABLE_TENSORS)
     assert pairs and all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert reader.process.returncode is not None
 
@@ -135,24 +137,24 @@ def test_weights_from_it(dtype: torch.dtype | None, ahead: int, tmp_path: Path) 
 def test_errors_come_from_there_as_they_would_from_here(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(40_000))
-    with ChildReader.spawn([file], piece=4096, ahead=0) as reader:
+    with ChildProcessReader.spawn([file], chunk_bytes=4096, read_ahead_bytes=0) as reader:
         os.truncate(file, 9000)
         with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000") as raised:
             pieces(reader)
         assert raised.value.hint == "download the file again"
         with pytest.raises(ModelFileError, match="ended at byte"):
             reader.take(5)
-    with ChildReader.spawn([file], piece=4096) as reader:
+    with ChildProcessReader.spawn([file], chunk_bytes=4096) as reader:
         file.unlink()
         with pytest.raises(ModelFileError, match=r"cannot read .*file: No such file"):
             reader.take(20)
     with pytest.raises(ModelFileError, match="missing"):
-        ChildReader.spawn([tmp_path / "missing"])
+        ChildProcessReader.spawn([tmp_path / "missing"])
 
 
 def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
-    with ChildReader.spawn([tmp_path / "file"], piece=4096, ahead=4096) as reader:
+    with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096, read_ahead_bytes=4096) as reader:
         piece = reader.take(20)
         assert piece is not None
         os.kill(reader.process.pid, signal.SIGKILL)
@@ -166,7 +168,7 @@ def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
 
 def test_a_stopped_process_does_not_hold_us_up(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
-    with ChildReader.spawn([tmp_path / "file"], piece=4096) as reader:
+    with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096) as reader:
         os.kill(reader.process.pid, signal.SIGSTOP)
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
@@ -193,25 +195,25 @@ reader.wait_first(1)
 def test_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
 
-    def kind() -> type[Reader]:
+    def kind() -> type[FileReader]:
         with start_reader([tmp_path / "file"]) as reader:
             assert len(pieces(reader)) == 1
             return type(reader)
 
-    assert kind() is Reader  # not worth it
-    monkeypatch.setattr(child_reader, "WORTH", 40_000)
-    assert kind() is ChildReader
+    assert kind() is FileReader  # not worth it
+    monkeypatch.setattr(child_reader, "MIN_CHILD_READ_BYTES", 40_000)
+    assert kind() is ChildProcessReader
     real = sys.executable
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert kind() is Reader
+    assert kind() is FileReader
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert kind() is Reader
+    assert kind() is FileReader
     monkeypatch.setattr(sys, "executable", real)
 
     def refuse(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(child_reader, "_copy", refuse)
-    assert kind() is Reader
+    monkeypatch.setattr(child_reader, "_copy_from_process", refuse)
+    assert kind() is FileReader
     with pytest.raises(ModelFileError, match="missing"):
         start_reader([tmp_path / "missing"])

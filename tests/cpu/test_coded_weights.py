@@ -22,34 +22,34 @@ from torch import Tensor
 
 from emberline.bench.gpu import cold
 from emberline.bench.gpu.model import write_checkpoint
-from emberline.bench.report import Report
+from emberline.bench.report import BenchReport
 from emberline.core.config import EngineConfig, GPUConfig
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.engine import memory
-from emberline.engine.fleet_boot import Weighed, taking_turns
+from emberline.engine.engine_group_boot import WeightEstimate, plan_time_sharing
 from emberline.engine.gpu import boot
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
-from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 from emberline.kernels.uw12_ref import reference_pack
-from emberline.models import carrier, coded
-from emberline.models.arrival import Arrival
-from emberline.models.coded import CheckedArrival, CodedArrival, joined_crc32
+from emberline.models import coded_tensor_load, weight_uploader
+from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad, combine_crc32
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
+from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE
-from emberline.models.reader import Reader, files_of
-from emberline.models.sleep import every
+from emberline.models.loader import IGNORABLE_TENSORS
+from emberline.models.reader import FileReader, weight_file_paths
+from emberline.models.sleep import iter_instances
+from emberline.models.tensor_load import TensorLoad
 from emberline.models.weights import Weights
 from emberline.unweight import model
-from emberline.unweight.codec import codec_of
-from emberline.unweight.format import BLOCK, blocks_of
-from emberline.unweight.plain import PlainCodec
+from emberline.unweight.codec import select_weight_codec
+from emberline.unweight.format import BLOCK_ELEMENTS, num_blocks
+from emberline.unweight.numpy_codec import NumpyWeightCodec
 from emberline.unweight.tensor import CodedTensor, is_coded
 
-CODEC = codec_of(find_library())
+CODEC = select_weight_codec(find_library())
 LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=208, num_attention_heads=12)
 TIED = {**LARGER, "tie_word_embeddings": True}
 MANY = tiny.config("llama", vocab_size=2500, hidden_size=128, intermediate_size=1040, num_hidden_layers=1)
@@ -85,7 +85,7 @@ def same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **option
     expected = take_all(Weights(checkpoint, dtype), config)
     again = DeviceWeights(Checkpoint.open(directory / "packed"), dtype, "cpu")
     found = take_all(again, config)
-    again.finish(IGNORABLE)
+    again.finish(IGNORABLE_TENSORS)
     for name, tensor in found.items():
         assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
     return placed
@@ -96,24 +96,26 @@ def same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **option
 def test_every_dtype_in_less_than_a_block(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
     written(tmp_path, dtype=file, shards=2)
     placed = same_as_unpacked(tmp_path, dtype)
-    assert placed.times is not None and placed.times.decoded_bytes > 0 and placed.times.decode_seconds > 0
-    assert "decoded" in str(placed.times)
+    assert (
+        placed.load_times is not None and placed.load_times.decoded_bytes > 0 and placed.load_times.decode_seconds > 0
+    )
+    assert "decoded" in str(placed.load_times)
 
 
 @pytest.mark.parametrize("file", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("piece", [4096, 3 * 4096, 1 << 17, 1 << 20])
 def test_many_blocks_in_ragged_pieces(file: torch.dtype, piece: int, tmp_path: Path) -> None:
     written(tmp_path, MANY, dtype=file)
-    info = Checkpoint.open(tmp_path / "packed").info(EMBEDDING)
-    assert blocks_of(info.logical_bytes // file.itemsize) > 4
+    info = Checkpoint.open(tmp_path / "packed").tensor_info(EMBEDDING)
+    assert num_blocks(info.logical_bytes // file.itemsize) > 4
     same_as_unpacked(tmp_path, piece=piece, ring=2)
 
 
 def test_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, MANY, dtype=BF16)
-    for run in (1, 2 * BLOCK, 3 * 2 * BLOCK):  # whatever it says, a block at least
-        monkeypatch.setattr(coded, "RUN", run)
-        monkeypatch.setattr(carrier, "RUN", max(run, 2 * BLOCK))
+    for run in (1, 2 * BLOCK_ELEMENTS, 3 * 2 * BLOCK_ELEMENTS):  # whatever it says, a block at least
+        monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
+        monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 2 * BLOCK_ELEMENTS))
         same_as_unpacked(tmp_path, piece=1 << 20)
 
 
@@ -130,7 +132,7 @@ def test_mixed_dtypes_and_tensors_that_stay_raw(tmp_path: Path) -> None:
     tensors[HEAD] = torch.where(noise.view(BF16).isfinite(), noise.view(BF16), 1.0)
     tensors = {n: t.float() if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
     packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
-    assert not is_coded(Checkpoint.open(tmp_path / "packed").info(HEAD))
+    assert not is_coded(Checkpoint.open(tmp_path / "packed").tensor_info(HEAD))
     same_as_unpacked_stack(tmp_path)
 
 
@@ -139,9 +141,9 @@ def same_as_unpacked_stack(directory: Path) -> None:
     found = []
     for name in ("plain", "packed"):
         checkpoint = Checkpoint.open(directory / name)
-        placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+        placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
         found.append(take_all(placed, ModelConfig.from_hf(checkpoint.config)))
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
@@ -150,10 +152,10 @@ def test_a_head_that_repeats_the_embedding(tmp_path: Path) -> None:
     tensors[HEAD] = tensors[EMBEDDING].clone()
     directory = packed(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
     placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
-    assert placed.drop_copy(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
+    assert placed.drop_duplicate(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
     config = ModelConfig.from_hf(placed.checkpoint.config)
     found = take_all(placed, config)
-    placed.finish(IGNORABLE)
+    placed.finish(IGNORABLE_TENSORS)
     assert torch.equal(found["embedding"], tensors[EMBEDDING])
 
 
@@ -161,32 +163,32 @@ def test_a_head_that_repeats_the_embedding(tmp_path: Path) -> None:
 def test_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is decoded into is not used again while the device reads it."""
     written(tmp_path, MANY, dtype=BF16, shards=2)
-    monkeypatch.setattr(coded, "RUN", 2 * BLOCK)
-    monkeypatch.setattr(carrier, "RUN", 2 * BLOCK)
-    monkeypatch.setattr(carrier, "ROOMS", 3)
+    monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
+    monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
+    monkeypatch.setattr(weight_uploader, "DECODE_SLOTS", 3)
     stream = Late(monkeypatch, chance)
-    for start, ring, ahead in ((Reader.start, 1, 0), (Reader.start, 3, 1 << 18), (by_child, 3, 0)):
+    for start, ring, ahead in ((FileReader.start, 1, 0), (FileReader.start, 3, 1 << 18), (by_child, 3, 0)):
         both(tmp_path / "packed", start=start, ring=ring, ahead=ahead, piece=1 << 16)
         assert not stream.pinned and not stream._queue
-        assert 1 <= stream.most_pinned <= ring + carrier.SLOTS + carrier.ROOMS
+        assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS + weight_uploader.DECODE_SLOTS
         stream.most_pinned = 0
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
     written(tmp_path, dtype=BF16)
-    ops.start(native=False)
+    ops.start_backend(native=False)
     try:
-        assert isinstance(codec_of(ops.describe().library), PlainCodec)
+        assert isinstance(select_weight_codec(ops.current_backend().library), NumpyWeightCodec)
         same_as_unpacked(tmp_path)
     finally:
-        ops.start()
+        ops.start_backend()
 
 
-def arrivals(directory: Path) -> tuple[CodedArrival, Tensor, bytes]:
-    info = Checkpoint.open(directory / "packed").info(EMBEDDING)
+def arrivals(directory: Path) -> tuple[CodedTensorLoad, Tensor, bytes]:
+    info = Checkpoint.open(directory / "packed").tensor_info(EMBEDDING)
     place = torch.empty(info.shape, dtype=BF16)
     stored = info.file.read_bytes()[info.offset : info.offset + info.nbytes]
-    return CodedArrival(EMBEDDING, info, BF16, place, CODEC), place, stored
+    return CodedTensorLoad(EMBEDDING, info, BF16, place, CODEC), place, stored
 
 
 def test_bytes_in_any_order(tmp_path: Path) -> None:
@@ -200,19 +202,19 @@ def test_bytes_in_any_order(tmp_path: Path) -> None:
         if trial % 3 == 0:  # between blocks
             all_of_it = np.frombuffer(stored, np.uint8)
             whole = CodedTensor.open(EMBEDDING, arrival._info, lambda begin, end, of=all_of_it: of[begin:end], CODEC)
-            cuts = sorted({*cuts, *made.sample(whole.starts.tolist(), 3)})
+            cuts = sorted({*cuts, *made.sample(whole.block_starts.tolist(), 3)})
         parts = [(a, stored[a:b]) for a, b in zip([0, *cuts], [*cuts, len(stored)], strict=True)]
         made.shuffle(parts)
-        out, blocks = np.empty(coded.RUN, np.uint8), []
+        out, blocks = np.empty(coded_tensor_load.MAX_RUN_BYTES, np.uint8), []
         for at, part in parts:
             memory = np.frombuffer(part, np.uint8).copy()
-            for run in arrival.cut(at, memory):
+            for run in arrival.take_runs(at, memory):
                 begin, end = run.decode(out)
-                arrival.land(begin, torch.from_numpy(out[: end - begin]))
+                arrival.copy_part(begin, torch.from_numpy(out[: end - begin]))
                 blocks += range(run.first, run.last)
             memory[:] = 255  # what is kept is a copy
-        assert sorted(blocks) == list(range(blocks_of(place.numel()))) and arrival.left == 0
-        assert torch.equal(place, expected) and not arrival._torn and not arrival._early
+        assert sorted(blocks) == list(range(num_blocks(place.numel()))) and arrival.remaining_bytes == 0
+        assert torch.equal(place, expected) and not arrival._partial_blocks and not arrival._early_parts
 
 
 def test_crc32_of_parts() -> None:
@@ -222,12 +224,12 @@ def test_crc32_of_parts() -> None:
         cuts = sorted(made.sample(range(1, size), min(size - 1, made.choice([0, 1, 7]))))
         parts = [(a, b - a, zlib.crc32(data[a:b])) for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
         made.shuffle(parts)
-        assert joined_crc32(parts) == zlib.crc32(data)
-        assert joined_crc32([(at, length, crc ^ 1) for at, length, crc in parts]) != zlib.crc32(data)
+        assert combine_crc32(parts) == zlib.crc32(data)
+        assert combine_crc32([(at, length, crc ^ 1) for at, length, crc in parts]) != zlib.crc32(data)
 
 
 def flip(directory: Path, name: str, where: Callable[[int], int]) -> None:
-    info = Checkpoint.open(directory).info(name)
+    info = Checkpoint.open(directory).tensor_info(name)
     data = bytearray(info.file.read_bytes())
     data[info.offset + where(info.nbytes)] ^= 1
     info.file.write_bytes(data)
@@ -242,11 +244,11 @@ def test_damage_is_the_error_that_the_cpu_has(name: str, where: Callable[[int], 
     flip(directory, name, where)
     checkpoint = Checkpoint.open(directory)
     config, said = ModelConfig.from_hf(checkpoint.config), []
-    device = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    device = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     for source in (Weights(checkpoint), device):
         with pytest.raises(ModelFileError, match=name) as refused:
             take_all(source, config)
-            source.finish(IGNORABLE)
+            source.finish(IGNORABLE_TENSORS)
         said.append((str(refused.value), refused.value.hint))
     assert said[0] == said[1] and "is damaged" in said[0][0]
 
@@ -256,29 +258,29 @@ def test_pages_are_unpinned_after_damage(tmp_path: Path, monkeypatch: pytest.Mon
     flip(directory, EMBEDDING, lambda n: n // 2)
     stream = Late(monkeypatch, 0.5)
     checkpoint = Checkpoint.open(directory)
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(ModelFileError, match="block"):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
     assert stream.most_pinned and not stream.pinned
 
 
 def test_stopped_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(written(tmp_path, MANY, dtype=BF16))
-    taken, take = [], Reader.take
+    taken, take = [], FileReader.take
 
-    def interrupted(self: Reader, *arguments: Any) -> Any:
+    def interrupted(self: FileReader, *arguments: Any) -> Any:
         taken.append(1)
         if len(taken) == 40:
             raise KeyboardInterrupt
         return take(self, *arguments)
 
-    monkeypatch.setattr(Reader, "take", interrupted)
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    monkeypatch.setattr(FileReader, "take", interrupted)
+    placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     before = {t.name for t in threading.enumerate()}
     with pytest.raises(KeyboardInterrupt):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
     assert "reader" in {name.split("_")[0] for name in before}
     assert not [t for t in threading.enumerate() if t.name.startswith(("reader", "mover", "decoder"))]
 
@@ -286,12 +288,14 @@ def test_stopped_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
     directory = written(tmp_path, MANY, dtype=BF16)
     checkpoint = Checkpoint.open(directory)
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **(SMALL | {"ring": 1})))
+    placed = DeviceWeights(
+        checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ring": 1}))
+    )
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     with (directory / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(ModelFileError, match="ended at byte"):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
 
 
 def test_a_dtype_that_nobody_reads(tmp_path: Path) -> None:
@@ -309,10 +313,10 @@ def test_what_the_cpu_refuses_for_a_gpu_is_taken_here(tmp_path: Path) -> None:
     placed = DeviceWeights(Checkpoint.open(written(tmp_path, dtype=BF16)), None, "cpu")
     placed.device = torch.device("cuda")
     placed._check(EMBEDDING, (301, 96))
-    kinds = [type(placed._arrival(n, i, torch.empty(1))) for n, i in placed.checkpoint.tensors.items()]
-    assert set(kinds) == {CodedArrival, CheckedArrival}
+    kinds = [type(placed._make_load(n, i, torch.empty(1))) for n, i in placed.checkpoint.tensors.items()]
+    assert set(kinds) == {CodedTensorLoad, CheckedTensorLoad}
     plain = DeviceWeights(Checkpoint.open(tmp_path / "plain"), None, "cpu")
-    assert type(plain._arrival(NORM, plain.checkpoint.info(NORM), torch.empty(1))) is Arrival
+    assert type(plain._make_load(NORM, plain.checkpoint.tensor_info(NORM), torch.empty(1))) is TensorLoad
 
 
 @pytest.fixture
@@ -321,12 +325,12 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
     found: list[PackedWeight] = []
 
     def settle(empty: PackedWeight, values: Tensor) -> int:
-        assert values.shape == (empty.n, empty.k) and not values.isnan().any() and empty.layout is Layout.ROWS
+        assert values.shape == (empty.n, empty.k) and not values.isnan().any() and empty.layout is WeightLayout.ROWS
         empty.data = values.clone()
         found.append(empty)
         return values.nbytes * 3 // 4
 
-    monkeypatch.setattr(ops, "settle", settle)
+    monkeypatch.setattr(ops, "fill_weight", settle)
     return found
 
 
@@ -340,9 +344,11 @@ def test_weights_kept_packed(
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     expected = take_all(Weights(checkpoint), config)
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL), packed=True)
-    decoder = Decoder.load(config, placed, 64, "")
-    placed.finish(IGNORABLE)
+    placed = DeviceWeights(
+        checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL), packed=True
+    )
+    decoder = DecoderModel.load(config, placed, 64, "")
+    placed.finish(IGNORABLE_TENSORS)
     attention, ffn, at = decoder.layers[0].attention, decoder.layers[0].ffn, "model.layers.0"
     found = {f"{at}.qkv": attention.qkv, f"{at}.o": attention.o, f"{at}.down": ffn.down, "head": decoder.head}
     weights = {name: linear.weight for name, linear in found.items()} | {f"{at}.gate_up": ffn.gate_up}
@@ -353,14 +359,14 @@ def test_weights_kept_packed(
     assert {id(weight) for weight in weights.values()} == {id(weight) for weight in settled}
     assert torch.equal(decoder.head.norm, expected["norm"])
     vectors = sum(t.nbytes for name, t in expected.items() if "norm" in name)
-    assert placed.taken_bytes == vectors + sum(weight.data.nbytes * 3 // 4 for weight in weights.values())
+    assert placed.loaded_bytes == vectors + sum(weight.data.nbytes * 3 // 4 for weight in weights.values())
 
 
 def test_what_stands_in_while_they_come(settled: list[PackedWeight], tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(written(tmp_path, TIED, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=True)
-    decoder = Decoder.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
-    other = boot._stand_in(decoder)
+    decoder = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
+    other = boot._zero_weight_model(decoder)
     assert len(settled) == 5 and all(not weight.data.any() for weight in settled)  # one of each shape
     first, last = other.layers[0], other.layers[-1]
     assert first.attention.qkv.weight is last.attention.qkv.weight and first.attention.qkv.norm is not None
@@ -384,14 +390,14 @@ def test_warms_up_while_they_come(
 ) -> None:
     checkpoint = Checkpoint.open(written(tmp_path, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=kept)
-    model = Decoder.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
-    runner, seen = SimpleNamespace(model=model), list[Decoder]()
+    model = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
+    runner, seen = SimpleNamespace(model=model), list[DecoderModel]()
     monkeypatch.setattr(boot, "compile_kernels", lambda runner: 0.0)
     monkeypatch.setattr(boot, "warm_up", lambda runner: seen.append(runner.model) or 1.5)
-    seconds = boot._fill(placed, runner)  # type: ignore[arg-type]
+    seconds = boot._load_weights(placed, runner)  # type: ignore[arg-type]
     assert seconds["warm_up"] == 1.5 and seconds["decode_threads"] > 0
     assert runner.model is model and (seen[0] is not model) is kept
-    assert not kept or all(weight.data.numel() for weight in every(PackedWeight, model))
+    assert not kept or all(weight.data.numel() for weight in iter_instances(PackedWeight, model))
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 576), (192, 4096)])
@@ -416,10 +422,10 @@ def test_who_is_packed(tmp_path: Path) -> None:
         (ours, "plain", "bfloat16", False),
         (ours, "both", "bfloat16", False),
     ):
-        assert memory.packs(checkpoint, GPUConfig(weights=weights), dtype) is answer
+        assert memory.uses_packed_weights(checkpoint, GPUConfig(weights=weights), dtype) is answer
     for weights in ("packed", "both"):
         with pytest.raises(InvalidRequest, match=f"weights is {weights}; only bfloat16"):
-            memory.packs(ours, GPUConfig(weights=weights), "float32")
+            memory.uses_packed_weights(ours, GPUConfig(weights=weights), "float32")
     assert memory.weight_dtype(ours) == "bfloat16" and memory.weight_dtype(ours, "float32") == "float32"
 
 
@@ -436,13 +442,13 @@ def test_a_server_of_several_counts_them_so(tmp_path: Path) -> None:
         ("packed", "cpu", "bfloat16", False),
         ("wide", "cuda", "float32", False),
     ):
-        found = Weighed.of(EngineConfig(str(tmp_path / name), device=device))
+        found = WeightEstimate.of(EngineConfig(str(tmp_path / name), device=device))
         size = memory.weight_bytes(shape, memory.DTYPE_BYTES[dtype], packed=ours)
-        assert (found.dtype, found.packed, found.weight_bytes) == (dtype, ours, size)
+        assert (found.dtype, found.is_packed, found.weight_bytes) == (dtype, ours, size)
     configs = {name: EngineConfig(str(tmp_path / name), device="cuda") for name in ("plain", "packed")}
-    members, _ = taking_turns(configs, 40 << 30, 0, lambda name, settings: pytest.fail("nothing is loaded yet"))
+    members, _ = plan_time_sharing(configs, 40 << 30, 0, lambda name, settings: pytest.fail("nothing is loaded yet"))
     plans = [memory.plan_for(shape, GPUConfig(), 40 << 30, "bfloat16", packed=ours) for ours in (False, True)]
-    saved = plans[0].fixed - plans[1].fixed
+    saved = plans[0].fixed_bytes - plans[1].fixed_bytes
     assert members["plain"].nbytes - members["packed"].nbytes == pytest.approx(saved, abs=1 << 20)
 
 
@@ -450,14 +456,14 @@ def test_the_bench_packs_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(cold, "_child", lambda action, where, *_: done.append(action) or acts[action](where))
     acts: dict[str, Callable[[Path], Any]] = {
         "write": lambda where: write_checkpoint(where, LARGER, device="cpu", shards=2) or {},
-        "pack": cold.pack,
+        "pack": cold.write_packed,
     }
     done: list[str] = []
-    report, plain = Report("cold"), tmp_path / "model"
-    assert cold._written(report, plain, packed=False) == plain and done == ["write"]
-    target = cold._written(report, plain, packed=True)
+    report, plain = BenchReport("cold"), tmp_path / "model"
+    assert cold._ensure_checkpoint(report, plain, packed=False) == plain and done == ["write"]
+    target = cold._ensure_checkpoint(report, plain, packed=True)
     assert done == ["write", "pack"] and target == tmp_path / "model-packed"
-    assert cold._written(report, plain, packed=True) == target and done == ["write", "pack"]
+    assert cold._ensure_checkpoint(report, plain, packed=True) == target and done == ["write", "pack"]
     assert report.config["codec"] == CODEC.name and report.config["pack_s"] > 0
     assert model.verify(target, plain, CODEC, lambda _: None) == []
 
@@ -470,8 +476,8 @@ def test_vectors_may_be_coded(tmp_path: Path) -> None:
     save_file({"bias": whole}, tmp_path / "plain" / "model.safetensors")
     checkpoint = Checkpoint.open(packed(tmp_path / "plain", tmp_path / "packed"))
     info = checkpoint.tensors["bias"]
-    checkpoint.tensors["bias"] = type(info)(info.dtype, (12800,), info.file, info.offset, info.nbytes, info.packed)
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    checkpoint.tensors["bias"] = type(info)(info.dtype, (12800,), info.file, info.offset, info.nbytes, info.packing)
+    placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     found = placed.vector("bias", 12800)
     placed.finish("")
     assert is_coded(info) and torch.equal(found, whole.flatten().float())

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import CublasError, Kind, Matmul, Problem
+from emberline.kernels.cuda.cublas import CublasError, Matmul, MatmulProblem, ProductKind
 
-PROBLEM = Problem(3, 64, 128, Kind.ADD)
+PROBLEM = MatmulProblem(3, 64, 128, ProductKind.ADD)
 SIZES = ((3, 128), (64, 128), (3, 64))
 
 
@@ -62,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 def tensors() -> tuple[torch.Tensor, ...]:
     whole = (torch.zeros(rows * columns + 128, dtype=torch.bfloat16) for rows, columns in SIZES)
     return tuple(
-        t.as_strided(size, (size[1], 1), -t.data_ptr() % cublas.ALIGNED // 2)
+        t.as_strided(size, (size[1], 1), -t.data_ptr() % cublas.ALIGNMENT_BYTES // 2)
         for t, size in zip(whole, SIZES, strict=True)
     )
 
@@ -70,9 +70,10 @@ def tensors() -> tuple[torch.Tensor, ...]:
 def test_what_it_proposes(asked: Any) -> None:
     library = asked(3)
     matmul = Matmul(PROBLEM)
-    assert library.limits == {cublas.MOST_WORKSPACE: cublas.WORKSPACE, cublas.WAYS_OF_ADDING_PARTS: 0}, (
-        "k is not to be cut: sums would be others, and what is measured must not decide on results"
-    )
+    assert library.limits == {
+        cublas.PREFERENCE_MAX_WORKSPACE: cublas.WORKSPACE_BYTES,
+        cublas.PREFERENCE_REDUCTION_SCHEMES: 0,
+    }, "k is not to be cut: sums would be others, and what is measured must not decide on results"
     for proposal in range(len(matmul)):
         matmul(*tensors(), proposal)
     assert library.ran == [(10, 1.0), (11, 1.0), (12, 1.0)]
@@ -81,12 +82,12 @@ def test_what_it_proposes(asked: Any) -> None:
 def test_what_was_measured_is_what_runs(asked: Any) -> None:
     library = asked(3)
     x, w, out = tensors()
-    cublas.product(x, w, out=out)
+    cublas.multiply(x, w, out=out)
     cublas.choices.update({PROBLEM: 2})
-    cublas.product(x, w, out=out, kind=Kind.ADD)
+    cublas.multiply(x, w, out=out, kind=ProductKind.ADD)
     assert library.ran == [(10, 0.0), (12, 1.0)], "and only what is added to counts"
     cublas.choices.update({PROBLEM: 7})
-    cublas.product(x, w, out=out, kind=Kind.ADD)
+    cublas.multiply(x, w, out=out, kind=ProductKind.ADD)
     assert library.ran[-1] == (10, 1.0), "what is no longer proposed is not asked for"
 
 

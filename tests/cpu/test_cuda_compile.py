@@ -21,13 +21,13 @@ KERNELS = [module for module in ROOM if hasattr(module, "FILE") and hasattr(modu
 def compiler() -> None:
     try:
         nvrtc._library()
-    except nvrtc.CompileError as missing:
+    except nvrtc.KernelCompileError as missing:
         pytest.skip(str(missing))
 
 
 @pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_compiles(module: ModuleType) -> None:
-    binary = nvrtc.compile(module.FILE, module.VARIANTS)
+    binary = nvrtc.compile_kernels(module.FILE, module.VARIANTS)
     assert binary.code[:4] == b"\x7fELF"
     assert set(binary.symbols) == set(module.VARIANTS)
     assert all(symbol.encode() in binary.code for symbol in binary.symbols.values())
@@ -35,17 +35,17 @@ def test_compiles(module: ModuleType) -> None:
 
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
-    first = nvrtc.compiled(sample.FILE, sample.VARIANTS)
+    first = nvrtc.compile_cached(sample.FILE, sample.VARIANTS)
     (kept,) = (tmp_path / "kernels").iterdir()
-    monkeypatch.setattr(nvrtc, "compile", lambda file, kernels: pytest.fail("compiled again"))
-    assert nvrtc.compiled(sample.FILE, sample.VARIANTS) == first and kept.suffix == ".cubin"
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda file, kernels: pytest.fail("compiled again"))
+    assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS) == first and kept.suffix == ".cubin"
     whole = kept.read_bytes()
-    monkeypatch.setattr(nvrtc, "compile", lambda file, kernels: first)
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda file, kernels: first)
     for torn in (b"", whole[:20], whole[: len(whole) // 2], b"7\n", b"{}\n", whole[:-1] + bytes([whole[-1] ^ 1])):
         kept.write_bytes(torn)
-        assert nvrtc.compiled(sample.FILE, sample.VARIANTS) == first and kept.read_bytes() == whole
+        assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS) == first and kept.read_bytes() == whole
 
 
 def test_no_source_is_left_out() -> None:
-    sources = {file.name for file in nvrtc.SOURCES.glob("*.cu")}
+    sources = {file.name for file in nvrtc.SOURCE_DIR.glob("*.cu")}
     assert sources == {module.FILE for module in KERNELS}

@@ -23,14 +23,14 @@ from torch import Tensor
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 from emberline.engine.memory import weight_bytes
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models import arrival, carrier
 from emberline.models import reader as reading
-from emberline.models.child_reader import ChildReader
+from emberline.models import tensor_load, weight_uploader
+from emberline.models.child_reader import ChildProcessReader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.layers import stacked_bias
-from emberline.models.loader import IGNORABLE
-from emberline.models.reader import Reader, files_of
+from emberline.models.layers import load_stacked_bias
+from emberline.models.loader import IGNORABLE_TENSORS
+from emberline.models.reader import FileReader, weight_file_paths
 from emberline.models.sleep import sleep
 from emberline.models.weights import Weights
 
@@ -63,17 +63,17 @@ def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
         out[f"{at}.gate_up"] = stacked(weights, gate_up, config.hidden, gated=gated)
         out[f"{at}.down"] = stacked(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn)
         if config.qkv_bias:
-            out[f"{at}.qkv_bias"] = stacked_bias(weights, qkv)
+            out[f"{at}.qkv_bias"] = load_stacked_bias(weights, qkv)
         if config.o_bias:
-            out[f"{at}.o_bias"] = stacked_bias(weights, [(f"{at}.self_attn.o_proj", config.hidden)])
+            out[f"{at}.o_bias"] = load_stacked_bias(weights, [(f"{at}.self_attn.o_proj", config.hidden)])
         if config.mlp_bias:
-            out[f"{at}.gate_up_bias"] = stacked_bias(weights, gate_up)
-            out[f"{at}.down_bias"] = stacked_bias(weights, [(f"{at}.mlp.down_proj", config.hidden)])
+            out[f"{at}.gate_up_bias"] = load_stacked_bias(weights, gate_up)
+            out[f"{at}.down_bias"] = load_stacked_bias(weights, [(f"{at}.mlp.down_proj", config.hidden)])
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{at}.{name}"] = weights.vector(f"{at}.{name}.weight", config.hidden)
         for name in ("q_norm", "k_norm") if config.qk_norm else ():
             out[f"{at}.{name}"] = weights.vector(f"{at}.self_attn.{name}.weight", config.head_dim)
-    out["embedding"] = weights.table("model.embed_tokens.weight", config.vocab, config.hidden)
+    out["embedding"] = weights.embedding_table("model.embed_tokens.weight", config.vocab, config.hidden)
     out["norm"] = weights.vector("model.norm.weight", config.hidden)
     if weights.has("lm_head.weight"):
         out["head"] = weights.matrix("lm_head.weight", config.vocab, config.hidden)
@@ -89,14 +89,14 @@ def interleaved(gate_up: Tensor) -> Tensor:
     return gate_up[rows]
 
 
-def by_child(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> Reader:
-    return ChildReader.spawn(paths, piece=piece, ahead=ring * piece + ahead, threads=threads)
+def by_child(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> FileReader:
+    return ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ring * piece + ahead, threads=threads)
 
 
 def both(
     directory: Path,
     dtype: torch.dtype | None = None,
-    start: Callable[..., Reader] = Reader.start,
+    start: Callable[..., FileReader] = FileReader.start,
     **options: int,
 ) -> tuple[Weights, DeviceWeights]:
     """Checks every tensor of one source against the other."""
@@ -104,16 +104,16 @@ def both(
     config = ModelConfig.from_hf(checkpoint.config)
     plain = Weights(checkpoint, dtype)
     expected = take_all(plain, config)
-    plain.finish(IGNORABLE)
-    placed = DeviceWeights(checkpoint, dtype, "cpu", start(files_of(checkpoint), **(SMALL | options)))
+    plain.finish(IGNORABLE_TENSORS)
+    placed = DeviceWeights(checkpoint, dtype, "cpu", start(weight_file_paths(checkpoint), **(SMALL | options)))
     found = take_all(placed, config)
-    placed.finish(IGNORABLE)
+    placed.finish(IGNORABLE_TENSORS)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
         assert tensor.dtype == wanted.dtype and tensor.is_contiguous(), name
         assert torch.equal(tensor, wanted), name
-    assert placed.taken_bytes == plain.taken_bytes
+    assert placed.loaded_bytes == plain.loaded_bytes
     return plain, placed
 
 
@@ -122,7 +122,7 @@ def test_same_values_as_from_mapped_files(name: str, tmp_path: Path) -> None:
     for shards in (1, 3):
         plain, _ = both(tiny.write(tmp_path / str(shards), name, shards=shards))
         config = ModelConfig.from_hf(plain.checkpoint.config)
-        assert weight_bytes(config, 4) == plain.taken_bytes  # the plan counts the same
+        assert weight_bytes(config, 4) == plain.loaded_bytes  # the plan counts the same
 
 
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
@@ -144,7 +144,7 @@ def test_a_stack_of_different_dtypes(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(checkpoint.config)
     placed = DeviceWeights(checkpoint, None, "cpu")
     found, expected = take_all(placed, config), take_all(Weights(checkpoint), config)
-    placed.finish(IGNORABLE)
+    placed.finish(IGNORABLE_TENSORS)
     for name, tensor in found.items():
         assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
 
@@ -182,7 +182,7 @@ class Late:
         self.most_pinned = 0
         self._queue: deque[Callable[[], None]] = deque()
         self._random, self._chance = random.Random(5), chance
-        land, made, stream = arrival.Arrival.land, carrier.Carrier.__init__, self
+        land, made, stream = tensor_load.TensorLoad.copy_part, weight_uploader.WeightUploader.__init__, self
 
         class Event:
             def record(self, _: Any) -> None:
@@ -201,10 +201,12 @@ class Late:
             stream.pinned.add(memory.data_ptr())
             stream.most_pinned = max(stream.most_pinned, len(stream.pinned))
 
-        monkeypatch.setattr(arrival.Arrival, "land", later)
-        monkeypatch.setattr(carrier.Carrier, "__init__", lambda c, r, _: made(c, r, SimpleNamespace(type="cuda")))
-        monkeypatch.setattr(carrier, "pin", pin)
-        monkeypatch.setattr(carrier, "unpin", lambda memory: stream.pinned.remove(memory.data_ptr()))
+        monkeypatch.setattr(tensor_load.TensorLoad, "copy_part", later)
+        monkeypatch.setattr(
+            weight_uploader.WeightUploader, "__init__", lambda c, r, _: made(c, r, SimpleNamespace(type="cuda"))
+        )
+        monkeypatch.setattr(weight_uploader, "pin", pin)
+        monkeypatch.setattr(weight_uploader, "unpin", lambda memory: stream.pinned.remove(memory.data_ptr()))
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
@@ -224,26 +226,26 @@ def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, mo
     directory = tiny.write(tmp_path, dtype=torch.bfloat16, shards=2)
     stream = Late(monkeypatch, chance)
     for ring, ahead, start in (
-        (1, 0, Reader.start),
-        (3, 0, Reader.start),
-        (3, 100_000, Reader.start),
+        (1, 0, FileReader.start),
+        (3, 0, FileReader.start),
+        (3, 100_000, FileReader.start),
         (3, 0, by_child),
     ):
         both(directory, start=start, ring=ring, ahead=ahead)
         assert not stream.pinned and not stream._queue
         # Those that are used once are not worth it: what they hold goes through a few that are.
-        assert 1 <= stream.most_pinned <= ring + carrier.SLOTS
+        assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS
         stream.most_pinned = 0
 
 
 def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
     stream = Late(monkeypatch, 0.5)
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     os.truncate(tmp_path / "model.safetensors", 60_000)
     with pytest.raises(ModelFileError, match="ended at byte"):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
     assert stream.most_pinned and not stream.pinned
 
 
@@ -255,21 +257,21 @@ def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no more of this")
 
     monkeypatch.setattr(reading.ctypes, "memmove", refuse)
-    reader = Reader.start(files_of(checkpoint), **(SMALL | {"ahead": 1 << 20}))
+    reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ahead": 1 << 20}))
     deadline = time.monotonic() + 30.0
     while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
         time.sleep(0.01)  # until there are buffers of those that are used once, which the movers empty
     placed = DeviceWeights(checkpoint, None, "cpu", reader)
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(RuntimeError, match="no more of this"):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
     assert not stream.pinned and not [t for t in threading.enumerate() if t.name.startswith("mover")]
 
 
 def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of other files, in pieces, before any of ours; one that is gone does no harm."""
     (tmp_path / "file").write_bytes(random.Random(6).randbytes(9000))
-    (tmp_path / "library").write_bytes(bytes(3 * reading.FIRST))
+    (tmp_path / "library").write_bytes(bytes(3 * reading.PREFETCH_CALL_BYTES))
     log: list[tuple[int, int]] = []
     real = os.preadv
 
@@ -278,28 +280,30 @@ def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", noted)
-    library, size = str(tmp_path / "library"), reading.FIRST
+    library, size = str(tmp_path / "library"), reading.PREFETCH_CALL_BYTES
     first = [(library, 5, size + 7), (str(tmp_path / "gone"), 0, 100), (library, 0, 0), (library, 2 * size, 3 * size)]
-    with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=1, ahead=1 << 20, first=first) as reader:
-        assert reader.wait_first(10)
+    with FileReader.start(
+        [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=1, read_ahead_bytes=1 << 20, prefetch=first
+    ) as reader:
+        assert reader.wait_for_prefetch(10)
         assert len(pieces(reader)) == 3
     assert log[:4] == [(5, size), (5 + size, 2), (0, 0), (2 * size, size)]
-    with Reader.start([tmp_path / "file"], first=first, threads=5) as reader:
-        assert reader.wait_first(10)
+    with FileReader.start([tmp_path / "file"], prefetch=first, threads=5) as reader:
+        assert reader.wait_for_prefetch(10)
         assert len(pieces(reader)) == 1  # large enough that its pages were asked for before
 
 
 def test_times(tmp_path: Path) -> None:
     _, placed = both(tiny.write(tmp_path, shards=2))
-    assert placed.times is not None
-    read = placed.times.read
+    assert placed.load_times is not None
+    read = placed.load_times.read
     assert read.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    assert 0 <= read.direct_bytes <= read.bytes and read.seconds > 0 and read.rate > 0
-    assert "GB/s" in str(placed.times)
+    assert 0 <= read.direct_bytes <= read.bytes and read.seconds > 0 and read.gigabytes_per_second > 0
+    assert "GB/s" in str(placed.load_times)
 
 
 def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.models.weights.COMPARED", 500)
+    monkeypatch.setattr("emberline.models.weights.COMPARE_ELEMENTS", 500)
     config, name = tiny.CONFIGS["llama-tied-mha"], "model.embed_tokens.weight"
 
     def answer(change: Callable[[Tensor], Any], dtype: torch.dtype | None = None) -> bool:
@@ -308,7 +312,7 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
         change(head)
         checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, config, {**tensors, "lm_head.weight": head}))
         placed = DeviceWeights(checkpoint, dtype, "cpu")
-        dropped = placed.drop_copy("lm_head.weight", name, 131, 48)
+        dropped = placed.drop_duplicate("lm_head.weight", name, 131, 48)
         assert placed.has("lm_head.weight") is not dropped
         return dropped
 
@@ -344,7 +348,7 @@ def test_the_same_refusals(change: Callable[[dict[str, Tensor]], Any], message: 
     for source in (Weights(checkpoint), DeviceWeights(checkpoint, None, "cpu")):
         with pytest.raises((ModelFileError, UnsupportedModel), match=message) as refused:
             take_all(source, config)
-            source.finish(IGNORABLE)
+            source.finish(IGNORABLE_TENSORS)
         said.append((type(refused.value), str(refused.value)))
     assert said[0] == said[1]
 
@@ -357,13 +361,13 @@ def test_a_file_cut_after_it_was_opened(cut: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
     with pytest.raises(ModelFileError, match=r"model\.safetensors"):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
 
 
 def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(random.Random(0).randbytes(40_000))
-    with Reader.start([file], piece=4096, ring=1, threads=2, ahead=0) as reader:
+    with FileReader.start([file], chunk_bytes=4096, ring=1, threads=2, read_ahead_bytes=0) as reader:
         first = reader.take()
         assert first is not None and first.offset == 0
         os.truncate(file, 9000)
@@ -375,13 +379,13 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="missing"):
-        Reader.start([tmp_path / "missing"])
-    with Reader.start([tmp_path], **SMALL) as reader, pytest.raises(ModelFileError, match="director"):
+        FileReader.start([tmp_path / "missing"])
+    with FileReader.start([tmp_path], **SMALL) as reader, pytest.raises(ModelFileError, match="director"):
         while reader.take(5) is not None:
             pass
 
 
-def pieces(reader: Reader) -> dict[tuple[str, int], bytes]:
+def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
     while (piece := reader.take(10)) is not None:
         assert (piece.file.name, piece.offset) not in found, "read twice"
@@ -401,7 +405,7 @@ def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).write_bytes(data)
     for piece, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
         options = {"piece": piece, "ring": ring, "threads": threads, "ahead": ahead}
-        with Reader.start([tmp_path / name for name in files], **options) as reader:
+        with FileReader.start([tmp_path / name for name in files], **options) as reader:
             found = pieces(reader)
             assert reader.take() is None
             reader.close()
@@ -426,7 +430,7 @@ def test_a_refused_direct_read_goes_on_plainly(tmp_path: Path, monkeypatch: pyte
 
     (tmp_path / "odd").write_bytes(data)
     monkeypatch.setattr(os, "preadv", refuse)
-    with Reader.start([tmp_path / "odd"], piece=8192, ring=2, threads=1, ahead=0) as reader:
+    with FileReader.start([tmp_path / "odd"], chunk_bytes=8192, ring=2, threads=1, read_ahead_bytes=0) as reader:
         assert pieces(reader) == {("odd", 0): data}
         assert reader.stats.direct_bytes == 0
 
@@ -442,14 +446,16 @@ def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return real(fd, [part], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    with Reader.start([tmp_path / "file"], piece=16384, ring=2, threads=1, ahead=0) as reader:
+    with FileReader.start([tmp_path / "file"], chunk_bytes=16384, ring=2, threads=1, read_ahead_bytes=0) as reader:
         found = pieces(reader)
     assert b"".join(found[key] for key in sorted(found)) == data
 
 
 def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
-    with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=2, ahead=10 * 4096) as reader:
+    with FileReader.start(
+        [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=2, read_ahead_bytes=10 * 4096
+    ) as reader:
         for _ in range(500):
             if reader.stats.bytes == 12 * 4096:
                 break
@@ -473,7 +479,9 @@ def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch:
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", in_turn)
-    with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=1, ahead=50 * 4096) as reader:
+    with FileReader.start(
+        [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=1, read_ahead_bytes=50 * 4096
+    ) as reader:
         first = reader.take(10)
         turns.release(100)
         threading.Event().wait(0.1)
@@ -491,7 +499,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", stuck)
-    with Reader.start([tmp_path / "file"], **SMALL) as reader:
+    with FileReader.start([tmp_path / "file"], **SMALL) as reader:
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
         reader.close(0.05)  # does not wait for the disk either
@@ -506,26 +514,29 @@ def test_any_error_of_a_thread_comes_to_the_caller(tmp_path: Path, monkeypatch: 
             raise raised
 
         monkeypatch.setattr(os, "preadv", fail)
-        with Reader.start([tmp_path / "file"], **SMALL) as reader, pytest.raises(seen, match=r"error|bug"):
+        with FileReader.start([tmp_path / "file"], **SMALL) as reader, pytest.raises(seen, match=r"error|bug"):
             reader.take(5)
 
 
 def test_no_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
 
-    def refuse(*_: Any) -> reading.Buffer:
+    def refuse(*_: Any) -> reading.ReadBuffer:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(reading, "Buffer", refuse)
-    with Reader.start([tmp_path / "file"], **SMALL) as reader, pytest.raises(EmberlineError, match="cannot allocate"):
+    monkeypatch.setattr(reading, "ReadBuffer", refuse)
+    with (
+        FileReader.start([tmp_path / "file"], **SMALL) as reader,
+        pytest.raises(EmberlineError, match="cannot allocate"),
+    ):
         reader.take(5)
 
 
 def test_a_refused_model_closes_the_reader(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     with pytest.raises(ModelFileError, match="does not use"):
-        placed.finish(IGNORABLE)
+        placed.finish(IGNORABLE_TENSORS)
 
 
 def test_starts_without_torch(tmp_path: Path) -> None:

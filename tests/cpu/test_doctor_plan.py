@@ -14,14 +14,14 @@ from emberline.cli.__main__ import main
 from emberline.core.config import EngineConfig
 from emberline.core.errors import EmberlineError, UnsupportedModel
 from emberline.engine import memory
-from emberline.engine.boot import Loaded, boot
+from emberline.engine.boot import LoadedEngine, boot
 from emberline.engine.gpu import boot as gpu_boot
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.device import HostDevice
 from emberline.kernels import gpu, ops
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.unweight import model as unweight
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 
 MEMORY = 4 << 30
 OPTIONS = (
@@ -39,14 +39,14 @@ OPTIONS = (
 def booted(monkeypatch: pytest.MonkeyPatch) -> list[memory.MemoryPlan]:
     """What was planned by each boot that comes, on a GPU that is none."""
     plans: list[memory.MemoryPlan] = []
-    plan = memory.plan
+    plan = memory.plan_memory
 
     def watched(*arguments: object, **more: object) -> memory.MemoryPlan:
         plans.append(plan(*arguments, **more))  # type: ignore[arg-type]
         return plans[-1]
 
-    monkeypatch.setattr(memory, "plan", watched)
-    monkeypatch.setattr(gpu_boot, "Cuda", Host)
+    monkeypatch.setattr(memory, "plan_memory", watched)
+    monkeypatch.setattr(gpu_boot, "CudaDevice", HostDevice)
     monkeypatch.setattr(gpu_boot, "_device_memory", lambda device: MEMORY)
     monkeypatch.setattr(gpu_boot, "warm_up", lambda runner: 0.0)  # no kernel of the CPU reads float8
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
@@ -59,22 +59,22 @@ def model(directory: Path, dtype: torch.dtype) -> Path:
     return tiny.write(directory / str(dtype), dtype=dtype)
 
 
-def serve(directory: Path, options: dict[str, object]) -> Loaded:
+def serve(directory: Path, options: dict[str, object]) -> LoadedEngine:
     return boot(EngineConfig(model=str(directory), device="cuda", **options))  # type: ignore[arg-type]
 
 
 def ask(capsys: pytest.CaptureFixture[str], directory: Path, options: dict[str, object]) -> tuple[int, str]:
     words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
     code = main(["doctor", "--model", str(directory), "--gpu-memory", str(MEMORY), *words])
-    return code, capsys.readouterr().out
+    return code, capsys.readouterr().request
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_kernels", lambda: iter(()))
-    monkeypatch.setattr(doctor, "_software", lambda: iter(()))
-    monkeypatch.setattr(doctor, "_gpu_kernels", lambda gpu: iter(()))
-    monkeypatch.setattr(doctor, "_transports", lambda gpu: iter(()))
+    monkeypatch.setattr(doctor, "_check_kernels", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_check_software", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_check_gpu", lambda gpu: iter(()))
+    monkeypatch.setattr(doctor, "_check_transports", lambda gpu: iter(()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
@@ -105,7 +105,7 @@ def test_experts_are_refused_before_anything_is_loaded(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tiny.write(tmp_path, "mixtral")
-    monkeypatch.delattr(gpu_boot, "Cuda")  # nobody opens the device
+    monkeypatch.delattr(gpu_boot, "CudaDevice")  # nobody opens the device
     with pytest.raises(UnsupportedModel, match="only supported on the CPU") as refused:
         serve(directory, {})
     assert "--device cpu" in (refused.value.hint or "")
@@ -118,7 +118,7 @@ def test_the_first_matrix_is_as_wide_as_its_widest_part(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, odd: int
 ) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
-    tensors[memory.FIRST[odd]] = tensors[memory.FIRST[odd]].float()
+    tensors[memory.FIRST_MATRIX_NAMES[odd]] = tensors[memory.FIRST_MATRIX_NAMES[odd]].float()
     directory = tiny.write_tensors(tmp_path / "mixed", tiny.CONFIGS["llama"], tensors)
     serve(directory, {})
     ask(capsys, directory, {})
@@ -141,7 +141,7 @@ def test_packed_weights(
     config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
     directory = tiny.write(tmp_path / "plain", config, dtype=dtype)
     if files == "packed":
-        unweight.pack(directory, tmp_path / "packed", codec_of(find_library()), lambda _: None)
+        unweight.pack(directory, tmp_path / "packed", select_weight_codec(find_library()), lambda _: None)
         directory = tmp_path / "packed"
     settled: list[int] = []
     beside: list[int] = []
@@ -154,8 +154,8 @@ def test_packed_weights(
         settled.append(memory.packed_bytes(empty.n, empty.k))
         return settled[-1]
 
-    monkeypatch.setattr(ops, "settle", settle)
-    monkeypatch.setattr(ops, "keep_packed", keep_packed)
+    monkeypatch.setattr(ops, "fill_weight", settle)
+    monkeypatch.setattr(ops, "add_packed_copy", keep_packed)
     options: dict[str, object] = {"weights": weights}
     if weights in ("packed", "both") and dtype is torch.float32:
         with pytest.raises(EmberlineError, match="only bfloat16"):
@@ -179,7 +179,7 @@ def test_a_cpu_refuses_packed_weights(capsys: pytest.CaptureFixture[str], tmp_pa
     with pytest.raises(EmberlineError, match="on a CPU it must be auto or plain"):
         boot(EngineConfig(model=str(directory), device="cpu", weights="packed"))
     assert main(["doctor", "--model", str(directory), "--weights", "packed"]) == 1
-    assert "on a CPU it must be auto or plain" in capsys.readouterr().out
+    assert "on a CPU it must be auto or plain" in capsys.readouterr().request
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_names_mean_the_same() -> None:
 
 
 def test_the_plan_knows_how_much_of_a_head_is_unpacked_at_a_time() -> None:
-    assert memory.UNPACKED == gpu.UNPACKED
+    assert memory.MAX_UNPACKED_WEIGHTS == gpu.MAX_UNPACKED_WEIGHTS
 
 
 def test_blocks_on_their_way_elsewhere_have_their_place(

@@ -20,14 +20,14 @@ from emberline.bench.gpu import cold
 from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine import early
+from emberline.engine import preload
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.sampler import RowMaker
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.kv.cache import KVCache, KVShape
-from emberline.models.loader import load
+from emberline.models.loader import load_decoder
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +36,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_joins_what_lies_near() -> None:
-    gap = early.GAP
-    assert early.joined([]) == []
-    assert early.joined([(0, 10), (10, 20), (15, 18), (19 + gap, 30 + gap), (31 + 2 * gap, 32 + 2 * gap)]) == [
+    gap = preload.MAX_GAP_BYTES
+    assert preload.merge_ranges([]) == []
+    assert preload.merge_ranges([(0, 10), (10, 20), (15, 18), (19 + gap, 30 + gap), (31 + 2 * gap, 32 + 2 * gap)]) == [
         (0, 30 + gap),
         (31 + 2 * gap, 32 + 2 * gap),
     ]
@@ -46,50 +46,50 @@ def test_joins_what_lies_near() -> None:
 
 def test_pages_that_are_there() -> None:
     size, there = mmap.PAGESIZE, 1 << 63
-    far = early.GAP // size + 2
+    far = preload.MAX_GAP_BYTES // size + 2
     states = array("Q", [0, there | 5, there, *([3] * far), there])
-    assert early._present(states, 8 * size) == [(9 * size, 11 * size), ((11 + far) * size, (12 + far) * size)]
+    assert preload._present_ranges(states, 8 * size) == [(9 * size, 11 * size), ((11 + far) * size, (12 + far) * size)]
 
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="needs Linux")
 def test_notes_the_pages_it_used(tmp_path: Path) -> None:
     size, file = mmap.PAGESIZE, tmp_path / "library"
-    pages = 3 * early.GAP // size
+    pages = 3 * preload.MAX_GAP_BYTES // size
     file.write_bytes(os.urandom(2 * pages * size))
     with file.open("rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as memory:
         memory.madvise(mmap.MADV_RANDOM)
         assert memory[pages * size] >= 0
-        early.remember()
-    note = early.noted()
+        preload.write_record()
+    note = preload.read_record()
     assert any(begin <= pages * size < end for begin, end in note[str(file)])
     assert sum(end - begin for begin, end in note[str(file)]) < file.stat().st_size
-    module, size = Path(early.__file__), Path(early.__file__).stat().st_size
-    compiled = Path(early.__cached__)
+    module, size = Path(preload.__file__), Path(preload.__file__).stat().st_size
+    compiled = Path(preload.__cached__)
     assert note[str(module)] == ([] if compiled.is_file() else [(0, size)])
     assert not compiled.is_file() or note[str(compiled)] == [(0, compiled.stat().st_size)]
     assert note[str(module.parent)] == []  # searched
-    before = early._note().stat().st_mtime_ns
-    early.remember()  # it still holds
-    assert early._note().stat().st_mtime_ns == before
+    before = preload._record_path().stat().st_mtime_ns
+    preload.write_record()  # it still holds
+    assert preload._record_path().stat().st_mtime_ns == before
     file.write_bytes(b"another")
-    early.remember()
-    assert str(file) not in early.noted()
+    preload.write_record()
+    assert str(file) not in preload.read_record()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": [1, [[2]]]}', "null"])
 def test_a_spoiled_note_is_none(text: str) -> None:
-    early._note().parent.mkdir(parents=True)
-    early._note().write_text(text)
-    assert early.noted() == {}
-    early.remember()
-    assert early.noted()
+    preload._record_path().parent.mkdir(parents=True)
+    preload._record_path().write_text(text)
+    assert preload.read_record() == {}
+    preload.write_record()
+    assert preload.read_record()
 
 
 def test_begins_without_torch_and_with_a_note(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path / "model", shards=2)
-    early._note().parent.mkdir(parents=True)
-    early._note().write_text(
-        json.dumps({"/nowhere": (5, [(0, 5)]), __file__: (1, [(0, 100)]), early.__file__: (1, [])})
+    preload._record_path().parent.mkdir(parents=True)
+    preload._record_path().write_text(
+        json.dumps({"/nowhere": (5, [(0, 5)]), __file__: (1, [(0, 100)]), preload.__file__: (1, [])})
     )
     code = f"""
 import sys
@@ -102,17 +102,17 @@ with early.begin(Path({str(directory)!r})) as reader:
         reader.give_back(piece)
     print(reader.stats.bytes)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(early.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(preload.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def test_notes_sources_that_were_read_and_modules_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Path(early.__file__)
+    module = Path(preload.__file__)
     linecache.getlines(str(module))
     monkeypatch.setitem(sys.modules, "emberline.engine.pacing", object())  # type: ignore[misc]
-    found = early.touched()
+    found = preload.files_in_use()
     assert found[str(module)] == [(0, module.stat().st_size)]
     assert str(module.with_name("pacing.py")) in found
 
@@ -126,13 +126,15 @@ def test_the_import_alone() -> None:
 
 
 def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    model = load(tiny.write(tmp_path), "bfloat16")
+    model = load_decoder(tiny.write(tmp_path), "bfloat16")
     c = model.config
 
     def tokens(*, warm: bool) -> list[int]:
         cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), 8)
         settings = GPUConfig(max_running=2, max_batch_tokens=64)
-        runner = GPURunner(model, cache, frozenset(), RowMaker(frozenset(), None), settings, Host(), 64)
+        runner = GPURunner(
+            model, cache, frozenset(), SamplingStateFactory(frozenset(), None), settings, HostDevice(), 64
+        )
         if warm:
             thread = threading.Thread(target=boot.warm_up, args=(runner,))
             thread.start()

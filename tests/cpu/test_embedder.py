@@ -13,7 +13,7 @@ from torch import Tensor
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.engine.embedder import EmbedderProcess
 from emberline.models import bert
-from emberline.models.bert import Embedder
+from emberline.models.bert import BertEmbedder
 
 transformers = pytest.importorskip("transformers")
 TEXTS = [[1, 5, 9, 2], [1, 2], [1, *range(3, 40), 2], [1, 5, 9, 2], [1, 7, 7, 7, 2]]
@@ -52,22 +52,22 @@ def oracle(model: Any, pooling: str) -> Tensor:
 def test_equals_transformers(
     model: Any, directory: Path, pooling: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bert, "CHUNK", chunk)
+    monkeypatch.setattr(bert, "MAX_CHUNK_TOKENS", chunk)
     mode = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}[pooling]
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({mode: True, "pooling_mode_max_tokens": False}))
-    vectors = Embedder.load(directory).embed(TEXTS)
+    vectors = BertEmbedder.load(directory).embed(TEXTS)
     torch.testing.assert_close(vectors, oracle(model, pooling), atol=2e-6, rtol=1e-5)
 
 
 def test_no_texts(directory: Path) -> None:
-    assert Embedder.load(directory).embed([]).shape == (0, 32)
+    assert BertEmbedder.load(directory).embed([]).shape == (0, 32)
 
 
 def test_length_limit_is_the_smaller_one(directory: Path) -> None:
-    assert Embedder.load(directory).max_length == 64
+    assert BertEmbedder.load(directory).max_length == 64
     (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
-    embedder = Embedder.load(directory)
+    embedder = BertEmbedder.load(directory)
     assert embedder.max_length == 20
     with pytest.raises(ContextLengthExceeded, match="21 tokens"):
         embedder.embed([[1] * 20, [1] * 21])
@@ -76,7 +76,7 @@ def test_length_limit_is_the_smaller_one(directory: Path) -> None:
 @pytest.mark.parametrize("ids", [[], [-1], [50]])
 def test_bad_ids(directory: Path, ids: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="input 1"):
-        Embedder.load(directory).embed([[1], ids])
+        BertEmbedder.load(directory).embed([[1], ids])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_wrong_config(directory: Path, changes: dict[str, Any], error: type[Exce
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(error):
-        Embedder.load(directory)
+        BertEmbedder.load(directory)
 
 
 @pytest.mark.parametrize(
@@ -107,25 +107,25 @@ def test_other_pooling_is_refused(directory: Path, said: dict[str, object], matc
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(said))
     with pytest.raises(UnsupportedModel, match=match):
-        Embedder.load(directory)
+        BertEmbedder.load(directory)
 
 
 def test_the_newer_way_to_name_it(directory: Path) -> None:
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32, "pooling_mode": "cls"}')
-    assert Embedder.load(directory).pooling == "cls"
+    assert BertEmbedder.load(directory).pooling == "cls"
 
 
 def test_modules_that_we_have_not_are_refused(directory: Path) -> None:
     kinds = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Normalize"]
     (directory / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
-    assert Embedder.load(directory).pooling == "mean"
+    assert BertEmbedder.load(directory).pooling == "mean"
     (directory / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(UnsupportedModel, match="Dense"):
-        Embedder.load(directory)
+        BertEmbedder.load(directory)
     (directory / "modules.json").write_text("{}")
     with pytest.raises(ModelFileError, match="list"):
-        Embedder.load(directory)
+        BertEmbedder.load(directory)
 
 
 def test_whoever_asks_a_process_is_told_what_is_wrong_with_its_files(directory: Path) -> None:
@@ -137,7 +137,7 @@ def test_whoever_asks_a_process_is_told_what_is_wrong_with_its_files(directory: 
             with pytest.raises(ModelFileError, match="is damaged"):
                 process.embed(TEXTS)
         (directory / "model.safetensors").write_bytes(weights)
-        expected = Embedder.load(directory).embed(TEXTS)
+        expected = BertEmbedder.load(directory).embed(TEXTS)
         assert torch.allclose(torch.tensor([list(vector) for vector in process.embed(TEXTS)]), expected, atol=1e-6)
     finally:
         process.stop()

@@ -11,16 +11,16 @@ import on_host
 import pytest
 import tiny
 
-from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
+from emberline.core.config import EngineConfig, GPUConfig, TimeSharingConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fleet import Fleet
-from emberline.engine.fleet_boot import Weighed, boot_fleet, room_for_kv, taking_turns
-from emberline.engine.gpu.boot import Booted
+from emberline.engine.engine_group import EngineGroup
+from emberline.engine.engine_group_boot import WeightEstimate, boot_engine_group, kv_bytes_per_model, plan_time_sharing
+from emberline.engine.gpu.boot import BootedGPUEngine
 from emberline.engine.gpu.device import has_hopper
-from emberline.engine.gpu.swap import Swapped, room
+from emberline.engine.gpu.swap import SwappedEngine, model_memory
 from emberline.engine.memory import plan_for
 from emberline.kernels import ops, ref
 
@@ -42,7 +42,7 @@ def configs(homes: dict[str, Path]) -> dict[str, EngineConfig]:
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_backend", ops._backend)
-    monkeypatch.setattr(ref, "uniform", ref.uniform)
+    monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
     on_host.plain_arithmetic()
 
 
@@ -68,7 +68,7 @@ def alone(engine: Engine, name: str, count: int) -> dict[str, list[int]]:
     return said
 
 
-def together(fleet: Fleet, count: int) -> dict[str, list[int]]:
+def together(fleet: EngineGroup, count: int) -> dict[str, list[int]]:
     """One after the other for each in turn, so that each is wanted while another is busy."""
     left = [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False) for name in fleet.engines]
     said: dict[str, list[int]] = {}
@@ -77,7 +77,7 @@ def together(fleet: Fleet, count: int) -> dict[str, list[int]]:
         if left:
             fleet.add(left.pop(0))
         report = fleet.step()
-        assert not report.refused
+        assert not report.rejected
         for outputs in report.outputs.values():
             for output in outputs:
                 assert output.error is None
@@ -88,54 +88,54 @@ def together(fleet: Fleet, count: int) -> dict[str, list[int]]:
 
 
 def test_on_a_cpu_all_are_loaded_and_say_what_they_say_alone(configs: dict[str, EngineConfig]) -> None:
-    fleet, loaded = boot_fleet(configs, FleetConfig())
+    fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
     assert list(fleet.engines) == list(configs) and set(loaded) == set(configs)
     assert all(fleet.is_awake(name) for name in configs)
     expected: dict[str, list[int]] = {}
     for name, config in configs.items():
-        single, one = boot_fleet({name: config}, FleetConfig())
+        single, one = boot_engine_group({name: config}, TimeSharingConfig())
         assert one[name].max_context == loaded[name].max_context == 64
         expected |= alone(single.engines[name], name, 5)
     assert together(fleet, 5) == expected
-    assert all(fleet.turns(name).wakes == 1 and fleet.turns(name).sleeps == 0 for name in configs)
+    assert all(fleet.sleep_stats(name).wakes == 1 and fleet.sleep_stats(name).sleeps == 0 for name in configs)
 
 
 def test_more_memory_for_prefixes_than_there_is(configs: dict[str, EngineConfig]) -> None:
     with pytest.raises(InvalidRequest, match=r"kv_host_memory is .* GiB of memory are free"):
-        boot_fleet({"a": replace(configs["a"], kv_host_memory=1 << 50)}, FleetConfig())
+        boot_engine_group({"a": replace(configs["a"], kv_host_memory=1 << 50)}, TimeSharingConfig())
 
 
 @pytest.mark.skipif(has_hopper(), reason="there is one")
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_a_gpu_that_is_not_there(configs: dict[str, EngineConfig], names: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no GPU with"):
-        boot_fleet({name: replace(configs[name], device="cuda") for name in names}, FleetConfig())
+        boot_engine_group({name: replace(configs[name], device="cuda") for name in names}, TimeSharingConfig())
 
 
 def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict[str, EngineConfig]) -> None:
-    weights = sum(Weighed.of(config).weight_bytes for config in configs.values())
-    assert room_for_kv(configs, weights + 6000) == 1000  # of what is left, a half for all
+    weights = sum(WeightEstimate.of(config).weight_bytes for config in configs.values())
+    assert kv_bytes_per_model(configs, weights + 6000) == 1000  # of what is left, a half for all
     with pytest.raises(ModelError, match=r"do not fit into main memory: .*\(a .*, b .*, c .*\); .* are free"):
-        room_for_kv(configs, weights - 1)
+        kv_bytes_per_model(configs, weights - 1)
     asking = {name: replace(config, kv_memory=GIB) for name, config in configs.items()}
     with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
-        room_for_kv(asking, weights + 3 * GIB - 1)
-    room_for_kv(asking, weights + 3 * GIB)
+        kv_bytes_per_model(asking, weights + 3 * GIB - 1)
+    kv_bytes_per_model(asking, weights + 3 * GIB)
     keeping = {name: replace(config, kv_host_memory=GIB) for name, config in configs.items()}
     with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
-        room_for_kv(keeping, weights + 3 * GIB - 1)
-    room_for_kv(keeping, weights + 3 * GIB)
+        kv_bytes_per_model(keeping, weights + 3 * GIB - 1)
+    kv_bytes_per_model(keeping, weights + 3 * GIB)
 
 
 def test_weights_are_as_large_as_they_will_be(homes: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
     for name, home in homes.items():
         model = on_host.booted(home).runner.model
-        found = Weighed.of(configs[name])
+        found = WeightEstimate.of(configs[name])
         assert found.dtype == "float32" and abs(found.weight_bytes / model.weight_bytes - 1) < 0.01
-        assert Weighed.of(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
+        assert WeightEstimate.of(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
 
 
-def never(name: str, settings: GPUConfig) -> Booted:
+def never(name: str, settings: GPUConfig) -> BootedGPUEngine:
     raise AssertionError("nothing is loaded yet")
 
 
@@ -145,31 +145,34 @@ def on_gpu(configs: dict[str, EngineConfig], **changes: int) -> dict[str, Engine
 
 def test_where_all_fit_a_gpu_is_shared(configs: dict[str, EngineConfig]) -> None:
     total = 40 * GIB
-    members, space = taking_turns(on_gpu(configs), total, 0, never)
+    members, space = plan_time_sharing(on_gpu(configs), total, 0, never)
     sizes = [member.nbytes for member in members.values()]
-    assert space == room(total) and 0 <= space - sum(sizes) < space / 1000
-    kv = [plan_for(Weighed.of(c).config, GPUConfig(max_running=8), total, "float32").kv_bytes for c in configs.values()]
+    assert space == model_memory(total) and 0 <= space - sum(sizes) < space / 1000
+    kv = [
+        plan_for(WeightEstimate.of(c).config, GPUConfig(max_running=8), total, "float32").kv_bytes
+        for c in configs.values()
+    ]
     assert max(sizes) < max(kv) / 2
 
 
 def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, EngineConfig]) -> None:
     large = on_gpu(configs, max_batch_tokens=1 << 20)  # activations of 2 GiB and more
     total = 9 * GIB
-    members, space = taking_turns(large, total, GIB, never)
+    members, space = plan_time_sharing(large, total, GIB, never)
     assert all(0.9 * space < member.nbytes <= space for member in members.values())
     with pytest.raises(ModelError, match="must hold while they sleep"):
-        taking_turns(large, total, 1000, never)
+        plan_time_sharing(large, total, 1000, never)
     keeping = on_gpu(configs, max_batch_tokens=1 << 20, kv_host_memory=GIB)
     with pytest.raises(ModelError, match=r"must hold while they sleep and 3\.00 GiB of KV blocks"):
-        taking_turns(keeping, total, 3 * GIB, never)
-    taking_turns(keeping, total, 4 * GIB, never)
+        plan_time_sharing(keeping, total, 3 * GIB, never)
+    plan_time_sharing(keeping, total, 4 * GIB, never)
     with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
-        taking_turns(on_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, never)
+        plan_time_sharing(on_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, never)
 
 
 def test_keys_and_values_as_asked_for(configs: dict[str, EngineConfig]) -> None:
-    members, space = taking_turns(on_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, never)
-    assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == room(40 * GIB)
+    members, space = plan_time_sharing(on_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, never)
+    assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == model_memory(40 * GIB)
 
 
 @pytest.mark.usefixtures("plain")
@@ -180,16 +183,16 @@ def test_sleepers_say_what_they_say_alone(homes: dict[str, Path]) -> None:
         expected |= alone(on_host.booted(home).engine, name, 6)
     for at_once in (1, 2):
         members = {
-            name: Swapped(on_host.planned(home), lambda home=home: on_host.booted(home))  # type: ignore[misc]
+            name: SwappedEngine(on_host.planned(home), lambda home=home: on_host.booted(home))  # type: ignore[misc]
             for name, home in homes.items()
         }
         memory = at_once * max(member.nbytes for member in members.values())
-        fleet = Fleet(members, memory, FleetConfig(turn=0.01))
+        fleet = EngineGroup(members, memory, TimeSharingConfig(turn=0.01))
         assert fleet.is_awake("a") and not fleet.is_awake("c")
         assert together(fleet, 6) == expected
         for name in members:
-            fleet.engines[name].kv.check()
-        assert all(fleet.turns(name).wakes > 1 for name in "bc")
+            fleet.engines[name].kv.check_invariants()
+        assert all(fleet.sleep_stats(name).wakes > 1 for name in "bc")
         for member in members.values():
             member.close()
 
@@ -199,4 +202,4 @@ def test_blocks_that_no_kernel_serves_are_told_before_anything_is_loaded(
     configs: dict[str, EngineConfig], size: int
 ) -> None:
     with pytest.raises(InvalidRequest, match="block_size"):
-        boot_fleet({"a": replace(configs["a"], block_size=size)}, FleetConfig())
+        boot_engine_group({"a": replace(configs["a"], block_size=size)}, TimeSharingConfig())

@@ -11,28 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.params import SamplingParams
-from emberline.core.plan import PENDING, Admission, Work
-from emberline.engine.gpu.batch import Batch
-from emberline.engine.gpu.rows import Rows
-from emberline.engine.gpu.shape import MOST_TOKENS, Shape, captured_size, most_rows
-from emberline.engine.gpu.track import Track
-from emberline.engine.sampler import Row
+from emberline.core.plan import PENDING_TOKEN, Admission, WorkItem
+from emberline.engine.gpu.batch import DeviceBatch
+from emberline.engine.gpu.graphs import StepGraphs
+from emberline.engine.gpu.rows import DeviceRows
+from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, StepShape, max_step_rows, pad_rows
+from emberline.engine.sampler import SamplingState
 
 BLOCK = 16
 CHUNKS = st.lists(st.tuples(st.integers(0, 40), st.integers(2, 50), st.booleans()), max_size=6)
 
 
-def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[Rows, list[Work]]:
-    rows = Rows(64, 32, torch.device("cpu"))
-    work = [Work(f"s{i}", start, [PENDING], [], samples=True) for i, start in enumerate(singles)]
-    work += [Work(f"c{i}", start, [7] * n, [], samples=samples) for i, (start, n, samples) in enumerate(chunks)]
+def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[DeviceRows, list[WorkItem]]:
+    rows = DeviceRows(64, 32, torch.device("cpu"))
+    work = [WorkItem(f"s{i}", start, [PENDING_TOKEN], [], samples=True) for i, start in enumerate(singles)]
+    work += [WorkItem(f"c{i}", start, [7] * n, [], samples=samples) for i, (start, n, samples) in enumerate(chunks)]
     for at, w in enumerate(work):
         params = SamplingParams()
-        rows.add(w.id, Row(Admission(w.id, [1], 1, params, 0), frozenset(), None))
+        rows.add(w.id, SamplingState(Admission(w.id, [1], 1, params, 0), frozenset(), None))
         needed = -(-(w.start + len(w.tokens)) // BLOCK)
         w.blocks = list(range(100 * at, 100 * at + needed))
-    rows.seat(work)
-    rows.news(work)
+    rows.assign_rows(work)
+    rows.table_updates(work)
     return rows, work
 
 
@@ -44,11 +44,11 @@ def test_a_shaped_step_holds_the_same_and_nothing_that_matters_besides(
     rows, work = step(singles, chunks)
     if not work:
         return
-    alone, parts = Batch.split(work)
-    plain = Batch.of(alone, parts, rows, BLOCK)
-    shape = Shape.of(alone, parts)
+    alone, parts = DeviceBatch.split(work)
+    plain = DeviceBatch.of(alone, parts, rows, BLOCK)
+    shape = StepShape.of(alone, parts)
     assert shape is not None
-    shaped = plain.shaped(shape, rows.padding)
+    shaped = plain.pad_to(shape, rows.padding_row)
     assert len(shaped.rows) == shape.rows and len(shaped.tokens) == shape.singles + shape.tokens
     assert len(shaped.logit_rows) == (shape.rows if parts else shape.singles)
     begin, real = shaped.query_start, plain.query_start
@@ -67,46 +67,53 @@ def test_a_shaped_step_holds_the_same_and_nothing_that_matters_besides(
 
 def test_slots_follow_the_block_table() -> None:
     rows, work = step([17], [(15, 3, True)])
-    batch = Batch.of(*Batch.split(work), rows, BLOCK)
+    batch = DeviceBatch.of(*DeviceBatch.split(work), rows, BLOCK)
     assert batch.slots.tolist() == [1 * BLOCK + 1, 100 * BLOCK + 15, 101 * BLOCK, 101 * BLOCK + 1]
     assert batch.logit_rows.tolist() == [0, 3]
 
 
 def test_tokens_of_chunks_follow_those_of_singles() -> None:
     rows, work = step([17], [(15, 3, True), (0, 2, False)])
-    work[1].tokens = [8, 9, PENDING]
-    assert Batch.of(*Batch.split(work), rows, BLOCK).tokens.tolist() == [PENDING, 8, 9, PENDING, 7, 7]
+    work[1].tokens = [8, 9, PENDING_TOKEN]
+    assert DeviceBatch.of(*DeviceBatch.split(work), rows, BLOCK).tokens.tolist() == [
+        PENDING_TOKEN,
+        8,
+        9,
+        PENDING_TOKEN,
+        7,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 63, 65, 200, 300, 700, 1000])
 def test_padding_is_small_and_room_is_planned_for_it(rows: int) -> None:
-    assert rows <= captured_size(rows) <= max(rows * 1.34, rows + 7)
-    assert captured_size(rows) <= most_rows(rows)
+    assert rows <= pad_rows(rows) <= max(rows * 1.34, rows + 7)
+    assert pad_rows(rows) <= max_step_rows(rows)
 
 
 def test_what_has_no_shape() -> None:
-    long = [Work("a", 0, [1] * (MOST_TOKENS + 1), [], samples=True)]
-    scored = [Work("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
-    crowd = [Work(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
-    assert Shape.of([], long) is None and Shape.of([], scored) is None and Shape.of([], crowd) is None
+    long = [WorkItem("a", 0, [1] * (MAX_CHUNK_TOKENS + 1), [], samples=True)]
+    scored = [WorkItem("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
+    crowd = [WorkItem(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
+    assert StepShape.of([], long) is None and StepShape.of([], scored) is None and StepShape.of([], crowd) is None
 
 
 def test_a_row_of_one_who_is_not_in_the_step_is_given_on_and_its_table_sent_again() -> None:
     rows, (a, b, c) = step([16], [(0, 20, True), (0, 33, True)])
-    few = Rows(2, 32, torch.device("cpu"))
+    few = DeviceRows(2, 32, torch.device("cpu"))
     for w in (a, b, c):
-        few.add(w.id, rows[w.id].row)
+        few.add(w.id, rows[w.id].sampling)
     for pair in ((a, b), (b, c), (c, a), (a, b)):
-        few.seat(pair)
-        few.news(pair)
+        few.assign_rows(pair)
+        few.table_updates(pair)
         assert len({few[w.id].index for w in pair}) == 2
         for w in pair:
-            assert few.mirror[few[w.id].index, : len(w.blocks)].tolist() == w.blocks
+            assert few.host_tables[few[w.id].index, : len(w.blocks)].tolist() == w.blocks
 
 
 def test_captured_steps_leave_their_logits_in_one_place() -> None:
     """Else what each of them was captured with would add up, beyond what was planned."""
     nobody: Any = None
-    track = Track(nobody, nobody, nobody, most_rows(200))
-    few, many = (track.logits(rows, 10, torch.device("cpu")) for rows in (8, most_rows(200)))
-    assert few.data_ptr() == many.data_ptr() and few.shape == (8, 10) and len(many) == most_rows(200)
+    track = StepGraphs(nobody, nobody, nobody, max_step_rows(200))
+    few, many = (track.logits(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
+    assert few.data_ptr() == many.data_ptr() and few.shape == (8, 10) and len(many) == max_step_rows(200)

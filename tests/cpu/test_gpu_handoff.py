@@ -18,65 +18,67 @@ import torch
 from racing import Racing
 from torch import Tensor
 
-from emberline.core.config import EngineConfig, FleetConfig, GPUConfig, SchedulerConfig, TransferConfig
+from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TimeSharingConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output, TransferStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
-from emberline.engine import fleet_boot, memory
+from emberline.engine import engine_group_boot, memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu import region as regions
-from emberline.engine.gpu.boot import region_of
-from emberline.engine.gpu.device import Device, Host
-from emberline.engine.gpu.region import DeviceRegion, Slot
+from emberline.engine.gpu.boot import make_region
+from emberline.engine.gpu.device import Device, HostDevice
+from emberline.engine.gpu.region import DeviceRegion, StagingSlot
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.sampler import RowMaker
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.transfer.dock import Dock
-from emberline.kv.transfer.errors import BadTransfer, Incompatible
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.local import LocalTransport, offer
-from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.endpoint import TransferEndpoint
+from emberline.kv.transfer.errors import BadTransfer, IncompatibleCaches
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.local import LocalTransport, advertise_local
+from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 
 BLOCK, LENGTH, OUT = 8, 41, 6
 FULL = LENGTH // BLOCK * BLOCK
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_decoder(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
 
 
 class House:
     """An engine on a device, which others can reach."""
 
-    def __init__(self, model: Decoder, name: str, *, device: Device | None = None, local: Sender | None = None) -> None:
+    def __init__(
+        self, model: DecoderModel, name: str, *, device: Device | None = None, local: Sender | None = None
+    ) -> None:
         """`local`: one in this process, from which it pulls at once, and without threads."""
         c = model.config
-        self.device = device or Host()
+        self.device = device or HostDevice()
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), 16)
         settings = GPUConfig(max_running=4, max_batch_tokens=16, transfer=True)
-        rows = RowMaker(frozenset(), None)
+        rows = SamplingStateFactory(frozenset(), None)
         self.runner = GPURunner(model, self.cache, frozenset(), rows, settings, self.device, 64)
-        self.region = region_of(self.runner, self.device)
+        self.region = make_region(self.runner, self.device)
         transfer = TransferConfig(name)
         if local is not None or device is not None:
             sender = Sender(self.region, name)
-            offer(sender, name)
+            advertise_local(sender, name)
             receiver = Receiver(self.region, [LocalTransport([local] if local is not None else [])])
-            dock = Dock(sender, receiver, config=transfer)
+            dock = TransferEndpoint(sender, receiver, config=transfer)
         else:
-            dock = Dock.opened(transfer, self.region)
+            dock = TransferEndpoint.open(transfer, self.region)
         self.sender = dock.sender
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=16, max_running=4, max_context=64)
-        self.engine = Engine(config, self.runner, dock=dock)
+        self.engine = Engine(config, self.runner, transfer_endpoint=dock)
 
     @property
     def stats(self) -> TransferStats:
@@ -86,7 +88,7 @@ class House:
 
     def step(self) -> list[Output]:
         outputs = self.engine.step()
-        self.engine.kv.check()
+        self.engine.kv.check_invariants()
         return outputs
 
     def ticket(self, submission: Submission) -> dict[str, Any]:
@@ -112,7 +114,7 @@ class House:
 def settle(*houses: House) -> None:
     """Nobody holds a block any more."""
     ends = time.monotonic() + 60
-    while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.total for h in houses):
+    while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.num_blocks for h in houses):
         assert time.monotonic() < ends, "somebody still holds blocks"
         for house in houses:
             house.step()
@@ -125,9 +127,9 @@ def ask(seed: int = 1, name: str = "r") -> Submission:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Decoder) -> Callable[[int], list[int]]:
+def alone(model: DecoderModel) -> Callable[[int], list[int]]:
     def run(seed: int) -> list[int]:
-        house = House(model, "alone", device=Host())
+        house = House(model, "alone", device=HostDevice())
         house.engine.add(ask(seed))
         return house.finish()
 
@@ -135,7 +137,7 @@ def alone(model: Decoder) -> Callable[[int], list[int]]:
 
 
 @pytest.fixture
-def pair(model: Decoder) -> Iterator[tuple[House, House]]:
+def pair(model: DecoderModel) -> Iterator[tuple[House, House]]:
     houses = House(model, "p"), House(model, "d")
     yield houses
     for house in houses:
@@ -174,9 +176,9 @@ def test_no_slot_is_free(
     pair: tuple[House, House], alone: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = pair
-    monkeypatch.setattr(regions, "PATIENCE", 0.05)
-    for seed, slots in ((1, p.region._out), (2, d.region._in)):
-        taken = [slots.get() for _ in range(memory.SLOTS)]
+    monkeypatch.setattr(regions, "SLOT_TIMEOUT_S", 0.05)
+    for seed, slots in ((1, p.region._out_slots), (2, d.region._in_slots)):
+        taken = [slots.get() for _ in range(memory.TRANSFER_SLOTS)]
         d.engine.add(replace(ask(seed), source=p.ticket(ask(seed))))
         assert d.finish(beside=p) == alone(seed)
         for slot in taken:
@@ -197,14 +199,18 @@ def test_a_damaged_block_is_computed(pair: tuple[House, House], alone: Callable[
 
 
 @pytest.fixture
-def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder, str, Sender | None], tuple[House, Racing]]:
-    def make(model: Decoder, name: str, local: Sender | None) -> tuple[House, Racing]:
+def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[DecoderModel, str, Sender | None], tuple[House, Racing]]:
+    def make(model: DecoderModel, name: str, local: Sender | None) -> tuple[House, Racing]:
         device = Racing()
         house = House(model, name, device=device, local=local)
-        slots = [slots.get() for slots in (house.region._out, house.region._in) for _ in range(memory.SLOTS)]
+        slots = [
+            slots.get()
+            for slots in (house.region._out_slots, house.region._in_slots)
+            for _ in range(memory.TRANSFER_SLOTS)
+        ]
         for i, slot in enumerate(slots):
-            (house.region._out if i < memory.SLOTS else house.region._in).put(slot)
-        device.watch(kept=house.runner.buffers(), scratch=[slot.scratch for slot in slots])
+            (house.region._out_slots if i < memory.TRANSFER_SLOTS else house.region._in_slots).put(slot)
+        device.watch(kept=house.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
         forward = house.runner._forward
 
         def noted(*inputs: Any) -> Tensor:
@@ -214,26 +220,30 @@ def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder, str, Sender | 
         house.runner._forward = noted  # type: ignore[method-assign]
         pulls = house.engine.kv.pulls
         assert pulls is not None
-        pulls._spawn = lambda work: None if work == pulls._keep else work()  # at once; nobody waits for long here
+        pulls._start_thread = lambda work: (
+            None if work == pulls._renew_while_waiting else work()
+        )  # at once; nobody waits for long here
         return house, device
 
-    def seen(act: Callable[[Slot, memoryview], None], *, writes: bool) -> Callable[[Slot, memoryview], None]:
-        def noted(slot: Slot, data: memoryview) -> None:
-            device = slot.lane.device  # type: ignore[attr-defined]
+    def seen(
+        act: Callable[[StagingSlot, memoryview], None], *, writes: bool
+    ) -> Callable[[StagingSlot, memoryview], None]:
+        def noted(slot: StagingSlot, data: memoryview) -> None:
+            device = slot.stream.device  # type: ignore[attr-defined]
             device.note("a thread", slot.pinned, writes=writes)
             act(slot, data)
 
         return noted
 
-    monkeypatch.setattr(Slot, "read", seen(Slot.read, writes=False))
-    monkeypatch.setattr(Slot, "write", seen(Slot.write, writes=True))
+    monkeypatch.setattr(StagingSlot, "read", seen(StagingSlot.read, writes=False))
+    monkeypatch.setattr(StagingSlot, "write", seen(StagingSlot.write, writes=True))
     return make
 
 
 def test_steps_and_pulls_keep_out_of_each_others_way(
-    model: Decoder,
+    model: DecoderModel,
     alone: Callable[[int], list[int]],
-    racing: Callable[[Decoder, str, Sender | None], tuple[House, Racing]],
+    racing: Callable[[DecoderModel, str, Sender | None], tuple[House, Racing]],
 ) -> None:
     """A step that knew the blocks before is under way when a pull starts; the step after it reads what has come."""
     p, sending = racing(model, "p", None)
@@ -250,7 +260,7 @@ def test_steps_and_pulls_keep_out_of_each_others_way(
             if step == 5:
                 d.engine.abort("before")  # its next step is under way; its blocks are free
                 d.engine.add(replace(ask(), source=last.ticket))
-            assert d.engine._under_way or step in (0, *range(10, 60))
+            assert d.engine._in_flight or step in (0, *range(10, 60))
             for output in d.step():
                 tokens[output.id] += output.tokens
     assert d.engine.idle and d.stats.hit_tokens == FULL
@@ -264,19 +274,19 @@ def test_pieces_are_those_of_main_memory(dtype: torch.dtype, tokens: int, monkey
     """Of any peer's block size, and cut in several if they are large."""
     rng = random.Random(5)
     shape = KVShape(5, 2, 16, BLOCK, dtype)
-    layout = shape.layout("m", turned=False)
+    layout = shape.layout("m", transposed_keys=False)
     wire = replace(layout, tokens=tokens)
-    monkeypatch.setattr(memory, "SLOT_BYTES", 2 * layout.layer_bytes)
+    monkeypatch.setattr(memory, "TRANSFER_SLOT_BYTES", 2 * layout.layer_bytes)
     cache = KVCache(shape, 24)
     parts = [part.view(torch.uint8).numpy() for part in (cache.keys, cache.values)]
-    device, host = DeviceRegion(layout, cache, Host()), HostRegion(layout, [part.copy() for part in parts])
+    device, host = DeviceRegion(layout, cache, HostDevice()), HostRegion(layout, [part.copy() for part in parts])
     for _ in range(20):
         into = np.asarray(rng.sample(range(24), 24))
         most = 24 * BLOCK // tokens
         first = rng.randrange(most)
-        wide = max(1, min(device.size // wire.layer_bytes, most - first))
+        wide = max(1, min(device.slot_bytes // wire.layer_bytes, most - first))
         last, top = first + rng.randint(1, wide), rng.randrange(5)
-        piece = Piece(top, rng.randint(top + 1, 5), first, last)
+        piece = TransferPiece(top, rng.randint(top + 1, 5), first, last)
         data = memoryview(bytearray(rng.randbytes(piece.size(wire))))
         for region in (device, host):
             region.scatter(piece, into, wire, data)
@@ -286,38 +296,38 @@ def test_pieces_are_those_of_main_memory(dtype: torch.dtype, tokens: int, monkey
         device.gather(piece, into, wire, found)
         assert found == data
     with pytest.raises(BadTransfer, match="at a time"):
-        device.gather(Piece(0, 1, 0, 24), np.arange(24), layout, memoryview(bytearray(24 * layout.layer_bytes)))
+        device.gather(TransferPiece(0, 1, 0, 24), np.arange(24), layout, memoryview(bytearray(24 * layout.layer_bytes)))
 
 
 def test_caches_of_a_cpu_and_a_gpu_do_not_pair() -> None:
     shape = KVShape(2, 2, 16, BLOCK, torch.bfloat16)
-    gpu, cpu = shape.layout("m", turned=False), shape.layout("m")
-    with pytest.raises(Incompatible, match="keys lie along the tokens here, across them there") as refused:
-        gpu.check_pair(cpu)
+    gpu, cpu = shape.layout("m", transposed_keys=False), shape.layout("m")
+    with pytest.raises(IncompatibleCaches, match="keys lie along the tokens here, across them there") as refused:
+        gpu.check_compatible(cpu)
     assert "a CPU's with a CPU's" in str(refused.value.hint) and gpu.digest != cpu.digest
-    narrow = KVShape(2, 2, 16, BLOCK, torch.float8_e4m3fn).layout("m", turned=False)
-    with pytest.raises(Incompatible):
-        gpu.check_pair(narrow)
-    replace(gpu, tokens=4 * BLOCK).check_pair(gpu)
-    assert isinstance(gpu, Layout)
+    narrow = KVShape(2, 2, 16, BLOCK, torch.float8_e4m3fn).layout("m", transposed_keys=False)
+    with pytest.raises(IncompatibleCaches):
+        gpu.check_compatible(narrow)
+    replace(gpu, tokens=4 * BLOCK).check_compatible(gpu)
+    assert isinstance(gpu, KVLayout)
 
 
-def test_scratch_is_planned_for(model: Decoder) -> None:
+def test_scratch_is_planned_for(model: DecoderModel) -> None:
     def scratch(**settings: object) -> int:
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
 
     c = model.config
     shape = KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.bfloat16)
-    region = DeviceRegion(shape.layout("m", turned=False), KVCache(shape, 2), Host())
-    slots = [slots.get() for slots in (region._out, region._in) for _ in range(slots.qsize())]
+    region = DeviceRegion(shape.layout("m", transposed_keys=False), KVCache(shape, 2), HostDevice())
+    slots = [slots.get() for slots in (region._out_slots, region._in_slots) for _ in range(slots.qsize())]
     assert scratch(transfer=True) - scratch() == sum(slot.scratch.nbytes for slot in slots)
 
 
 def test_settings_become_a_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole boot on a GPU that is none."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"Cuda": Host, "_device_memory": lambda device: 8 << 30}.items():
+    for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -339,4 +349,4 @@ def test_settings_become_a_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for engine in engines:
         engine.close()
     with pytest.raises(InvalidRequest, match="share a GPU"):
-        fleet_boot.boot_fleet({"a": config, "b": config}, FleetConfig())
+        engine_group_boot.boot_engine_group({"a": config, "b": config}, TimeSharingConfig())

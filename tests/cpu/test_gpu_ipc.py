@@ -16,15 +16,15 @@ import torch
 
 from emberline.core.config import TransferConfig
 from emberline.engine.gpu import ipc as transport
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.kernels.cuda import ipc
-from emberline.kernels.cuda.driver import DriverError
-from emberline.kernels.cuda.ipc import Exported
+from emberline.kernels.cuda.driver import CudaDriverError
+from emberline.kernels.cuda.ipc import ExportedMemory
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.transfer.dock import Dock
-from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerUnreachable, TicketOver
-from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.endpoint import TransferEndpoint
+from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerUnreachable, TicketEnded
+from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.ticket import Ticket
 
 BLOCKS, AHEAD = 12, 64  # of a cache; bytes of its allocation before each part
@@ -45,8 +45,8 @@ class Opened:
         self._among.remove(self)
 
 
-def export(part: torch.Tensor) -> Exported:
-    return Exported((part.data_ptr() - AHEAD).to_bytes(ipc.HANDLE, "little"), AHEAD)
+def export(part: torch.Tensor) -> ExportedMemory:
+    return ExportedMemory((part.data_ptr() - AHEAD).to_bytes(ipc.HANDLE_BYTES, "little"), AHEAD)
 
 
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
@@ -56,38 +56,38 @@ def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, wi
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "export", export)
+    monkeypatch.setattr(ipc, "export_memory", export)
     monkeypatch.setattr(ipc, "copy_rows", copy_rows)
-    monkeypatch.setattr(transport, "Opened", Opened)
+    monkeypatch.setattr(transport, "OpenedMemory", Opened)
     Opened.alive = set()
 
 
-def docked(name: str, tokens: int = 8) -> Dock:
+def docked(name: str, tokens: int = 8) -> TransferEndpoint:
     cache = KVCache(replace(SHAPE, block_size=tokens), BLOCKS)
-    region = DeviceRegion(cache.shape.layout("m", turned=False), cache, Host())
+    region = DeviceRegion(cache.shape.layout("m", transposed_keys=False), cache, HostDevice())
     rng = np.random.default_rng(len(name))
     for part in region.parts:
         part.copy_(torch.from_numpy(rng.integers(0, 1 << 60, part.shape)))
-    assert transport.near(region) is None, "main memory is no device's"
+    assert transport.make_ipc_transport(region) is None, "main memory is no device's"
     region.device = torch.device("cuda", 0)
-    near = transport.near(region)
+    near = transport.make_ipc_transport(region)
     region.device = torch.device("cpu")
-    return Dock.opened(TransferConfig(name), region, near)
+    return TransferEndpoint.open(TransferConfig(name), region, near)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Dock, Dock]]:
+def pair() -> Iterator[tuple[TransferEndpoint, TransferEndpoint]]:
     docks = docked("there"), docked("hi")
     yield docks
     for dock in docks:
         dock.close()
 
 
-def content(dock: Dock, blocks: list[int]) -> bytes:
+def content(dock: TransferEndpoint, blocks: list[int]) -> bytes:
     layout, found = dock.sender.region.layout, bytearray()
     for i in range(len(blocks)):
         room = memoryview(bytearray(layout.block_bytes))
-        dock.sender.region.gather(Piece(0, layout.layers, i, i + 1), np.asarray(blocks), layout, room)
+        dock.sender.region.gather(TransferPiece(0, layout.layers, i, i + 1), np.asarray(blocks), layout, room)
         found += room
     return bytes(found)
 
@@ -108,35 +108,46 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_blocks_arrive(pair: tuple[Dock, Dock]) -> None:
+def test_blocks_arrive(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    here.receiver._piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # parts of layers: to be put together again
+    here.receiver._max_piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # parts of layers: to be put together again
     side_by_side, strewn = [3, 4, 5, 6, 7], [9, 2, 0, 11, 10]
     for blocks, into in product((side_by_side, strewn), repeat=2):
         ticket = by(there.sender.publish(blocks, 30.0), "cuda")
         assert here.receiver.pull(ticket, into, soon()).complete
         assert content(here, into) == content(there, blocks)
         here.receiver.acknowledge(ticket, soon())
-    assert there.sender.traffic.bytes == 20 * SHAPE.block_bytes
+    assert there.sender.stats.bytes == 20 * SHAPE.block_bytes
     assert len(Opened.alive) == 2
-    assert here.receiver.reached == {"cuda": 1} and here.receiver.passed_over == {}
+    assert here.receiver.connected_transports == {"cuda": 1} and here.receiver.failed_transports == {}
 
 
 def test_only_what_touches_is_put_together() -> None:
-    pieces = [Piece(0, 1, 0, 2), Piece(0, 1, 2, 4), Piece(1, 3, 0, 2), Piece(2, 3, 2, 4), Piece(4, 5, 0, 2)]
-    assert transport.stacked(pieces) == [Piece(0, 3, 0, 2), Piece(4, 5, 0, 2), Piece(0, 1, 2, 4), Piece(2, 3, 2, 4)]
+    pieces = [
+        TransferPiece(0, 1, 0, 2),
+        TransferPiece(0, 1, 2, 4),
+        TransferPiece(1, 3, 0, 2),
+        TransferPiece(2, 3, 2, 4),
+        TransferPiece(4, 5, 0, 2),
+    ]
+    assert transport.merge_layers(pieces) == [
+        TransferPiece(0, 3, 0, 2),
+        TransferPiece(4, 5, 0, 2),
+        TransferPiece(0, 1, 2, 4),
+        TransferPiece(2, 3, 2, 4),
+    ]
 
 
-def test_others_blocks_are_left_alone(pair: tuple[Dock, Dock]) -> None:
+def test_others_blocks_are_left_alone(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     before = content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11])
     here.receiver.pull(by(there.sender.publish([3, 9, 1], 30.0), "cuda"), [5, 6, 7], soon())
     assert content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11]) == before
 
 
-@pytest.mark.parametrize("error", [TicketOver, BlockReused])
+@pytest.mark.parametrize("error", [TicketEnded, BlockReused])
 def test_what_was_copied_too_late_does_not_count(
-    pair: tuple[Dock, Dock], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[TransferEndpoint, TransferEndpoint], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, here = pair
     ticket = there.sender.publish([1, 2], 30.0)
@@ -144,8 +155,8 @@ def test_what_was_copied_too_late_does_not_count(
     def late(*rows: int) -> None:
         copy_rows(*rows)
         if error is BlockReused:
-            there.sender.region.renew(2)
-        elif there.sender.pinned():
+            there.sender.region.bump_generation(2)
+        elif there.sender.lease_ages():
             there.sender.close(ticket)
 
     monkeypatch.setattr(ipc, "copy_rows", late)
@@ -153,10 +164,10 @@ def test_what_was_copied_too_late_does_not_count(
         here.receiver.pull(by(ticket, "cuda"), [4, 5], soon())
 
 
-def test_memory_goes_when_its_process_does(pair: tuple[Dock, Dock]) -> None:
+def test_memory_goes_when_its_process_does(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
-    here.receiver.pair(ticket.peer, soon())
+    here.receiver.connect(ticket.peer, soon())
     assert len(Opened.alive) == 2
     there.close()
     until(lambda: not Opened.alive)
@@ -164,7 +175,9 @@ def test_memory_goes_when_its_process_does(pair: tuple[Dock, Dock]) -> None:
         here.receiver.pull(ticket, [4, 5], soon())
 
 
-def test_memory_goes_when_the_last_copy_is_over(pair: tuple[Dock, Dock], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_goes_when_the_last_copy_is_over(
+    pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process dies while blocks are copied, and the error of that is kept."""
     there, here = pair
     ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
@@ -182,57 +195,57 @@ def test_memory_goes_when_the_last_copy_is_over(pair: tuple[Dock, Dock], monkeyp
     assert error.value.__traceback__ is not None
 
 
-def test_memory_goes_when_a_peer_is_forgotten(pair: tuple[Dock, Dock]) -> None:
+def test_memory_goes_when_a_peer_is_forgotten(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    here.receiver.pair(there.sender.peer, soon())
-    here.receiver.forget(there.sender.peer)
+    here.receiver.connect(there.sender.peer, soon())
+    here.receiver.disconnect(there.sender.peer)
     until(lambda: not Opened.alive)
 
 
 def test_what_cannot_be_opened_goes_another_way(
-    pair: tuple[Dock, Dock], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     there, here = pair
 
     def refused(*_: object) -> None:
-        raise DriverError("peer access is not supported")
+        raise CudaDriverError("peer access is not supported")
 
-    monkeypatch.setattr(transport, "Opened", refused)
+    monkeypatch.setattr(transport, "OpenedMemory", refused)
     ticket = there.sender.publish([1, 2], 30.0)
     assert set(ticket.peer.endpoints) == {"cuda", "tcp"}
     with caplog.at_level(logging.WARNING):
         here.receiver.pull(ticket, [4, 5], soon())
     assert content(here, [4, 5]) == content(there, [1, 2])
-    assert here.receiver.passed_over == {"cuda": 1} and "peer=there transport=cuda" in caplog.text
+    assert here.receiver.failed_transports == {"cuda": 1} and "peer=there transport=cuda" in caplog.text
     assert "peer access is not supported" in caplog.text
 
 
-def test_a_peer_of_another_host_is_no_news(pair: tuple[Dock, Dock]) -> None:
+def test_a_peer_of_another_host_is_no_news(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     ticket = there.sender.publish([1, 2], 30.0)
     peer = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "cuda": "emberline-elsewhere"})
     here.receiver.pull(replace(ticket, peer=peer), [4, 5], soon())
-    assert content(here, [4, 5]) == content(there, [1, 2]) and here.receiver.passed_over == {}
+    assert content(here, [4, 5]) == content(there, [1, 2]) and here.receiver.failed_transports == {}
 
 
-def test_blocks_of_another_size_go_another_way(pair: tuple[Dock, Dock]) -> None:
+def test_blocks_of_another_size_go_another_way(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, large = pair[0], docked("larger", tokens=16)
     large.receiver.pull(there.sender.publish([1, 2, 3, 4], 30.0), [7, 3], soon())
-    assert large.receiver.passed_over == {"cuda": 1}
+    assert large.receiver.failed_transports == {"cuda": 1}
     large.close()
 
 
 def test_memory_that_cannot_be_shared_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(part: torch.Tensor) -> Exported:
-        raise DriverError("operation not supported")
+    def refused(part: torch.Tensor) -> ExportedMemory:
+        raise CudaDriverError("operation not supported")
 
-    monkeypatch.setattr(ipc, "export", refused)
+    monkeypatch.setattr(ipc, "export_memory", refused)
     dock = docked("there")
     assert set(dock.sender.endpoints) == {"tcp"}
     dock.close()
 
 
-def test_a_ticket_that_lies_reads_nothing(pair: tuple[Dock, Dock]) -> None:
+def test_a_ticket_that_lies_reads_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
     with pytest.raises(BadTransfer, match="does not have"):
@@ -252,7 +265,7 @@ def test_rows_too_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     class Stream:
         cuda_stream = 7
 
-    monkeypatch.setattr(ipc, "driver", Driver)
+    monkeypatch.setattr(ipc, "driver_library", Driver)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     ipc.copy_rows(100, 50, 900, 70, 20, 3)
     assert told == [(100, 900, 20, 3)]

@@ -19,28 +19,28 @@ from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
-from emberline.core.plan import Copy
+from emberline.core.plan import BlockCopy
 from emberline.core.request import Priority, Submission
 from emberline.engine import memory
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot as gpu_boot
-from emberline.engine.gpu.boot import tiers_of
+from emberline.engine.gpu.boot import make_tiers
 from emberline.engine.gpu.copier import DeviceCopier
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.device import HostDevice
+from emberline.engine.gpu.graphs import StepInputs
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.gpu.swap import forget_prefixes, sleep_runner, wake_runner
-from emberline.engine.gpu.track import Inputs
-from emberline.engine.sampler import RowMaker
+from emberline.engine.gpu.swap import reset_prefix_cache, sleep_runner, wake_runner
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops, ref
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.tiers.base import Tier, buffer_size
-from emberline.kv.tiers.copier import Copier
+from emberline.kv.tiers.base import Tier, buffer_bytes_for
+from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 
 BLOCK = 8
 OUT = 6
@@ -48,13 +48,13 @@ Folded = dict[str, tuple[list[int], list[float], int]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_decoder(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "PIECE_BYTES", 0)  # a block each: no plan of several is done in one piece
+    monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 0)  # a block each: no plan of several is done in one piece
 
 
 class House:
@@ -62,7 +62,7 @@ class House:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         disk: Path | None = None,
         *,
         tiers: bool = True,
@@ -76,11 +76,13 @@ class House:
         cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be given back
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, tiers=tiers, **settings)  # type: ignore[arg-type]
         self.device = Racing(pins=pins)
-        self.runner = GPURunner(model, cache, frozenset(), RowMaker(frozenset(), None), chosen, self.device, 64)
-        self.device.watch(kept=self.runner.buffers())
+        self.runner = GPURunner(
+            model, cache, frozenset(), SamplingStateFactory(frozenset(), None), chosen, self.device, 64
+        )
+        self.device.watch(kept=self.runner.device_buffers())
         forward = self.runner._forward
 
-        def noted(inputs: Inputs, out: Tensor | None) -> Tensor:
+        def noted(inputs: StepInputs, out: Tensor | None) -> Tensor:
             alone = self.device.at_work == "steps"  # beside each other, parts write to different blocks
             self.device.note("the model", cache.keys, cache.values, writes=alone)
             return forward(inputs, out)
@@ -88,16 +90,16 @@ class House:
         self.runner._forward = noted  # type: ignore[method-assign]
         self.tiers: TierStack | None = None
         if tiers:
-            self.tiers = tiers_of(self.runner, partial(self.make_tiers, disk))
+            self.tiers = make_tiers(self.runner, partial(self.make_tiers, disk))
             self.host = self.tiers.host
-            self.device.watch(self.host.area)
+            self.device.watch(self.host.memory)
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=64, max_running=4, max_context=64)
         self.engine = Engine(config, self.runner, tiers=self.tiers)
 
     def make_tiers(self, disk: Path | None, layout: str, shape: KVShape) -> TierStack:
         size = shape.block_bytes
         below: list[Tier] = [DiskTier(disk, layout, size, 1 << 24)] if disk is not None else []
-        return Attended(HostTier(size, 64 * buffer_size(size)), below, self.device)
+        return Attended(HostTier(size, 64 * buffer_bytes_for(size)), below, self.device)
 
     def run(self, *submissions: Submission) -> Folded:
         for submission in submissions:
@@ -112,7 +114,7 @@ class House:
         outputs: list[Output] = []
         for _ in range(1000):
             outputs += self.steps(1)
-            self.engine.kv.check()
+            self.engine.kv.check_invariants()
             if self.tiers is not None:
                 self.tiers.read_next()
             if self.engine.idle:
@@ -122,7 +124,7 @@ class House:
         if self.tiers is not None:
             while self.tiers.write_next():
                 pass
-            self.host.check()
+            self.host.check_invariants()
             assert self.host.num_pinned == 0
         return outputs
 
@@ -134,19 +136,19 @@ class Attended(TierStack):
         super().__init__(host, below, threads=False)
         self.device = device
 
-    def saved(self, digest: bytes) -> None:
-        super().saved(digest)
+    def finish_save(self, digest: bytes) -> None:
+        super().finish_save(digest)
         buffer = self.host.pin(digest)
         assert buffer is not None
         self.device.note("a reader", buffer, writes=False)
         self.host.unpin(digest)
 
-    def loaded(self, digest: bytes) -> None:
+    def release_fetched(self, digest: bytes) -> None:
         buffer = self.host.pin(digest)
         assert buffer is not None
         self.device.note("a writer", buffer, writes=True)  # the next block, as soon as this one is evicted
         self.host.unpin(digest)
-        super().loaded(digest)
+        super().release_fetched(digest)
 
 
 def fold(outputs: list[Output]) -> Folded:
@@ -180,13 +182,13 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_evicted_prefixes_come_back(model: Decoder, way: str, tmp_path: Path) -> None:
+def test_evicted_prefixes_come_back(model: DecoderModel, way: str, tmp_path: Path) -> None:
     fresh = House(model, tiers=False).run(ask(1))
     house = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
     same(house.run(ask(1)), fresh, cached=0)
     others(house)
     same(house.run(ask(1)), fresh, cached=40)
-    assert house.engine.kv.hits == 0, "the main cache had forgotten it"
+    assert house.engine.kv.hit_tokens == 0, "the main cache had forgotten it"
     assert house.engine.stats().tiers["host"].hit_tokens == 40
     after = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
     same(after.run(ask(1)), fresh, cached=40)
@@ -194,12 +196,12 @@ def test_evicted_prefixes_come_back(model: Decoder, way: str, tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Decoder) -> Folded:
+def undisturbed(model: DecoderModel) -> Folded:
     return House(model, tiers=False, blocks=40).run(*(ask(seed, f"r{seed}", tokens=20) for seed in range(4)))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_preempted_requests_come_back(model: Decoder, undisturbed: Folded, way: str) -> None:
+def test_preempted_requests_come_back(model: DecoderModel, undisturbed: Folded, way: str) -> None:
     house = House(model, blocks=14, **WAYS[way])  # type: ignore[arg-type]
     first, *rest = (ask(seed, f"r{seed}", tokens=20) for seed in range(4))
     house.engine.add(replace(first, priority=Priority.BATCH))
@@ -211,7 +213,7 @@ def test_preempted_requests_come_back(model: Decoder, undisturbed: Folded, way: 
     assert house.engine.stats().tiers["host"].hit_tokens > 0
 
 
-def test_a_step_that_fails_publishes_nothing(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_publishes_nothing(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(model)
     house.engine.add(ask(1))
     house.steps(3)  # the prompt is computed, the second token too; the third plan saves the blocks
@@ -237,14 +239,14 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
         noise = torch.randn(caches[0].keys.shape).bfloat16()
         for cache in caches:
             getattr(cache, part).copy_(noise)
-    monkeypatch.setattr(memory, "PIECE_BYTES", 3 * shape.block_bytes)
-    device, plain, size = Racing(pins=pins), Copier(caches[0]), buffer_size(shape.block_bytes)
+    monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 3 * shape.block_bytes)
+    device, plain, size = Racing(pins=pins), HostBlockCopier(caches[0]), buffer_bytes_for(shape.block_bytes)
     areas = [memoryview(bytearray(rng.randbytes(16 * size))) for _ in range(2)]
     areas[1][:] = areas[0]
     copier = DeviceCopier(caches[1], device)
-    copier.reach(areas[1])
-    device.watch(areas[1], scratch=copier.buffers(), cache=[caches[1].keys, caches[1].values])
-    with device, device.lane.working():
+    copier.attach_area(areas[1])
+    device.watch(areas[1], scratch=copier.device_buffers(), cache=[caches[1].keys, caches[1].values])
+    with device, device.step_stream.activate():
         under_way = None
         for step in range(40):
             half = step % 2 * 8  # the other buffers belong to the plan that is under way
@@ -253,7 +255,7 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
             cut = rng.randrange(9)
             copies = [
                 [
-                    Copy(block, b"", area[slot * size : (slot + 1) * size])
+                    BlockCopy(block, b"", area[slot * size : (slot + 1) * size])
                     for block, slot in zip(blocks, slots, strict=True)
                 ]
                 for area in areas
@@ -272,23 +274,23 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def movable(tmp_path: Path) -> Iterator[Decoder]:
+def movable(tmp_path: Path) -> Iterator[DecoderModel]:
     """A model whose memory can be given back."""
-    backend, uniform = ops._backend, ref.uniform
+    backend, uniform = ops._backend, ref.uniform_from_seed
     plain_arithmetic()
-    yield load(tiny.write(tmp_path, tiny.CONFIGS["llama"]), "bfloat16")
-    ops._backend, ref.uniform = backend, uniform
+    yield load_decoder(tiny.write(tmp_path, tiny.CONFIGS["llama"]), "bfloat16")
+    ops._backend, ref.uniform_from_seed = backend, uniform
 
 
-def test_lower_tiers_outlast_sleep(movable: Decoder) -> None:
+def test_lower_tiers_outlast_sleep(movable: DecoderModel) -> None:
     house = House(movable)
     fresh = house.run(ask(1))
     slept = sleep_runner(house.runner)
-    forget_prefixes(house.engine)
+    reset_prefix_cache(house.engine)
     assert house.runner.copier is not None
     assert all(piece.rows.untyped_storage().nbytes() == 0 for piece in house.runner.copier._pieces)
     wake_runner(slept)
-    house.device.watch(kept=house.runner.buffers())
+    house.device.watch(kept=house.runner.device_buffers())
     again = house.run(ask(1))
     assert again["r"][0] == fresh["r"][0] and again["r"][2] == 40
     assert house.engine.stats().tiers["host"].hit_tokens == 40
@@ -296,7 +298,7 @@ def test_lower_tiers_outlast_sleep(movable: Decoder) -> None:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_main_memory_is_pinned_until_it_is_closed(model: Decoder, pins: bool) -> None:
+def test_main_memory_is_pinned_until_it_is_closed(model: DecoderModel, pins: bool) -> None:
     house = House(model, pins=pins)
     assert len(house.device.pinned_now) == pins
     house.engine.add(ask(1))
@@ -306,15 +308,15 @@ def test_main_memory_is_pinned_until_it_is_closed(model: Decoder, pins: bool) ->
     assert house.device.pinned_now == [] and house.device.races == []
 
 
-def test_scratch_is_planned_for(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_is_planned_for(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def scratch(**settings: object) -> int:
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
 
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, 16, torch.bfloat16)
     for size in (0, 1 << 20):
-        monkeypatch.setattr(memory, "PIECE_BYTES", size)
-        numbers, *pieces = DeviceCopier(KVCache(shape, 2), Racing()).buffers()
+        monkeypatch.setattr(memory, "COPY_PIECE_BYTES", size)
+        numbers, *pieces = DeviceCopier(KVCache(shape, 2), Racing()).device_buffers()
         assert scratch(tiers=True) - scratch() == sum(piece.nbytes for piece in pieces)
         assert numbers.nbytes < 1024
 
@@ -322,7 +324,7 @@ def test_scratch_is_planned_for(model: Decoder, monkeypatch: pytest.MonkeyPatch)
 def test_settings_become_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole boot on a GPU that is none, and a second one that finds the first one's files."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"Cuda": Host, "_device_memory": lambda device: 8 << 30}.items():
+    for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

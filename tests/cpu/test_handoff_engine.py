@@ -16,7 +16,7 @@ from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 from emberline.core.config import EngineConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
-from emberline.core.params import Grammar, SamplingParams
+from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
@@ -28,9 +28,9 @@ WISHES: dict[str, dict[str, Any]] = {
     "penalties": {"seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4},
     "bias": {"temperature": 0.0, "logit_bias": {5: 3.0, 9: -4.0}},
     "minimum": {"seed": 1, "min_tokens": 5, "max_tokens": 9, "stop_token_ids": tuple(range(100))},
-    "regex": {"temperature": 0.0, "grammar": Grammar("regex", "[a-f]{4}x[0-9]{1,20}")},
-    "choice": {"seed": 2, "grammar": Grammar("choice", json.dumps(["yes", "no", "never"]))},
-    "single": {"temperature": 0.0, "grammar": Grammar("choice", json.dumps(["y"]))},
+    "regex": {"temperature": 0.0, "grammar": GrammarSpec("regex", "[a-f]{4}x[0-9]{1,20}")},
+    "choice": {"seed": 2, "grammar": GrammarSpec("choice", json.dumps(["yes", "no", "never"]))},
+    "single": {"temperature": 0.0, "grammar": GrammarSpec("choice", json.dumps(["y"]))},
     "scored": {"temperature": 0.0, "logprobs": 2},
     "short": {"temperature": 0.0, "max_tokens": 1},
     "prompt-scored": {"temperature": 0.0, "prompt_logprobs": 1},
@@ -81,7 +81,7 @@ def finished(e: Engine, beside: Engine | None = None) -> Reply:
             reply.take(output)
         if beside is not None:
             beside.step()
-    e.kv.check()
+    e.kv.check_invariants()
     return reply
 
 
@@ -105,11 +105,11 @@ def over(transport: str, ticket: dict[str, Any]) -> dict[str, Any]:
 
 def settle(*engines: Engine) -> None:
     ends = time.monotonic() + 30
-    while any(e.kv.num_free + e.kv.num_cached < e.kv.total for e in engines):
+    while any(e.kv.num_free + e.kv.num_cached < e.kv.num_blocks for e in engines):
         assert time.monotonic() < ends, "somebody still holds blocks"
         for e in engines:
             e.step()
-            e.kv.check()
+            e.kv.check_invariants()
         time.sleep(0.002)
 
 
@@ -193,7 +193,7 @@ def test_a_sender_that_goes_away_half_way(checkpoint: Path, plain: dict[str, Rep
     receiver.add(replace(submission, source=ticket))
     ends = time.monotonic() + 30
     request = next(iter(receiver.scheduler.requests.values()))
-    while request.computed < 32 and time.monotonic() < ends:
+    while request.num_computed < 32 and time.monotonic() < ends:
         receiver.step()
     sender.close()
     assert finished(receiver) == plain["seeded"]

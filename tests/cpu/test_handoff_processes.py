@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import tiny
 
-from emberline.core.config import EngineConfig, FleetConfig, TransferConfig
+from emberline.core.config import EngineConfig, TimeSharingConfig, TransferConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
-from emberline.engine.stream import AsyncEngine, State
+from emberline.engine.async_engine import AsyncEngine, EngineState
 
 PROMPT = [(31 * i) % 120 + 3 for i in range(2000)]
 WAIT = 60.0
@@ -34,7 +34,7 @@ def engine(checkpoint: Path, name: str, block: int) -> AsyncEngine:
         max_running=16,
         transfer=TransferConfig(name, lease=3.0),
     )
-    return AsyncEngine({"m": config}, FleetConfig())
+    return AsyncEngine({"m": config}, TimeSharingConfig())
 
 
 async def until(done: Any) -> None:
@@ -64,10 +64,10 @@ async def ticket_of(outputs: AsyncIterator[Output]) -> dict[str, Any]:
 
 
 async def met(p: AsyncEngine, d: AsyncEngine) -> None:
-    peer = p.ready["m"].peer
+    peer = p.model_info["m"].peer
     assert peer is not None and peer["endpoints"].keys() >= {"shm", "tcp"}
-    d.pair("m", [peer])
-    await until(lambda: "m" in d.paired and d.paired["m"].paired == [peer["incarnation"]])
+    d.set_peers("m", [peer])
+    await until(lambda: "m" in d.pairing_states and d.pairing_states["m"].paired == [peer["incarnation"]])
 
 
 async def both(p: AsyncEngine, d: AsyncEngine) -> None:
@@ -102,10 +102,10 @@ async def both(p: AsyncEngine, d: AsyncEngine) -> None:
     assert await orphan == expected
     failures = d.stats["m"].transfer.pull_failures  # type: ignore[union-attr]
     assert failures.pop("ticket_over") == 1 and sum(failures.values()) == 1
-    await until(lambda: p.state is State.READY and p.restarts == 1)
+    await until(lambda: p.state is EngineState.READY and p.restarts == 1)
     await met(p, d)  # as another incarnation
-    d.pair("m", [])
-    await until(lambda: d.paired["m"].paired == [])
+    d.set_peers("m", [])
+    await until(lambda: d.pairing_states["m"].paired == [])
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(32, 16)])

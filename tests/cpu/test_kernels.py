@@ -12,19 +12,19 @@ from torch import Tensor
 
 from emberline.kernels import ops, ref
 from emberline.kernels.mixture import Expert, Mixture
-from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(scope="module", autouse=True)
 def native() -> Iterator[None]:
-    backend = ops.start(threads=2)
+    backend = ops.start_backend(threads=2)
     if backend.library is None and "no C++ compiler" in backend.reason:
         pytest.skip(backend.reason)
     assert backend.library, backend.reason
     yield
-    ops.start(threads=2)
+    ops.start_backend(threads=2)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def assert_close(ours: Tensor, torch32: Tensor, exact: Tensor) -> None:
         assert mine <= 2 * theirs + 1e-7 * scale, f"{norm.__name__}: ours {mine:.3e}, torch {theirs:.3e}"
 
 
-def torch_linear(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+def torch_linear(x: Tensor, weight: Tensor, layout: WeightLayout) -> Tensor:
     """In the arithmetic of the kernel under test: AMX takes bf16 inputs, as torch's own bf16 product does."""
-    if layout is Layout.AMX:
+    if layout is WeightLayout.AMX:
         return torch.nn.functional.linear(x.to(BF16), weight).float()
     return torch.nn.functional.linear(x, weight.float())
 
@@ -83,7 +83,7 @@ def test_inputs_of_bf16_weights_are_rounded_once_or_never(m: int, n: int, k: int
     rounded = x.to(BF16).float()
     ours = ops.linear(rounded, packed)
     assert_close(ours, torch.nn.functional.linear(rounded, weight.float()), rounded.double() @ weight.double().T)
-    assert torch.equal(ops.linear(x, packed), ours) == (packed.layout is Layout.AMX)
+    assert torch.equal(ops.linear(x, packed), ours) == (packed.layout is WeightLayout.AMX)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -215,7 +215,9 @@ def test_attention(
         paged.write(b, 0, before)
         parts.append((b, before, paged.write(b, before, before + new)))
     ours = paged.attend(ops, parts, window)
-    if dtype is BF16 and dim % 32 == 0 and "amx" in ops.describe().isa:  # bf16 queries and weights: torch's too, then
+    if (
+        dtype is BF16 and dim % 32 == 0 and "amx" in ops.current_backend().isa
+    ):  # bf16 queries and weights: torch's too, then
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "float", lambda self: self.bfloat16())
             theirs = paged.attend(ref, [(b, before, part.bfloat16()) for b, before, part in parts], window)
@@ -247,7 +249,7 @@ def test_a_stack_of_layers_is_its_ops(tokens: tuple[int, int], wanted: list[int]
     heads, dim, hidden, ffn = (4, 2), 16, 40, 56
     shapes = {"qkv": (8 * dim, hidden), "o": (hidden, 4 * dim), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     results, rows = [], torch.tensor(wanted, dtype=torch.int64)
-    for run in (ops.dense_layers, ref.dense_layers):
+    for run in (ops.run_dense_layers, ref.run_dense_layers):
         torch.manual_seed(1)
         layers = [
             ops.DenseLayer(
@@ -352,13 +354,13 @@ def test_bitmask() -> None:
 
 def test_fallback_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.kernels.cpu.build.shutil.which", lambda name: None)
-    backend = ops.start(threads=2, cache=tmp_path)
-    assert backend.library is None and "install g++" in str(ops.describe())
+    backend = ops.start_backend(threads=2, cache_dir=tmp_path)
+    assert backend.library is None and "install g++" in str(ops.current_backend())
     x, weight = torch.randn(3, 40), torch.randn(12, 40).to(BF16)
     torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight)), x @ weight.float().T)
 
 
 def test_build_reports_a_broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.kernels.cpu.build.shutil.which", lambda name: "/bin/false")
-    assert ops.start(cache=tmp_path).library is None
+    assert ops.start_backend(cache_dir=tmp_path).library is None
     assert not list(tmp_path.iterdir())

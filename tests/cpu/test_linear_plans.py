@@ -12,13 +12,15 @@ STRIDE = 160  # bytes of the header of 16 packed rows
 @pytest.mark.parametrize("m", [1, 8, 16, 32])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096)])
 def test_no_more_ctas_come_together_than_should(m: int, n: int, k: int) -> None:
-    plan = linear.choose(m, n, k, stride=STRIDE)
-    assert plan.stages > 0 and plan.shared <= linear.SHARED_LIMIT
-    if plan.grid > linear.SMS:
-        assert linear.SHARED_LIMIT // plan.shared == 2, "all of a grid at once, and not three of them in one place"
+    plan = linear.choose_plan(m, n, k, header_stride=STRIDE)
+    assert plan.stages > 0 and plan.shared_bytes <= linear.MAX_SHARED_BYTES
+    if plan.grid > linear.NUM_SMS:
+        assert linear.MAX_SHARED_BYTES // plan.shared_bytes == 2, (
+            "all of a grid at once, and not three of them in one place"
+        )
 
 
 def test_between_large_tiles_and_small_ones_plain_weights_are_for_cublas() -> None:
     taken = [m for m in range(33, 257) if wide.supports(m, 28672, 4096)]
-    assert taken == [*range(33, 129), *range(wide.LEAST_LARGE, 257)]
+    assert taken == [*range(33, 129), *range(wide.MIN_LARGE_ROWS, 257)]
     assert all(wide.supports(m, 28672, 4096, packed=True) for m in range(33, 257))

@@ -17,7 +17,7 @@ from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
 from emberline import LLM, SamplingParams
 from emberline.core.errors import EngineUnavailable, InvalidRequest, Overloaded, UnsupportedModel
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.core.request import Submission
 from emberline.engine.grammar import GrammarCompiler
 
@@ -41,7 +41,7 @@ def llm(directory: Path) -> Iterator[LLM]:
 
 
 def params(kind: Any, text: str) -> SamplingParams:
-    return SamplingParams(max_tokens=12, temperature=0.0, grammar=Grammar(kind, text))
+    return SamplingParams(max_tokens=12, temperature=0.0, grammar=GrammarSpec(kind, text))
 
 
 def test_a_grammar_is_followed(llm: LLM) -> None:
@@ -61,7 +61,7 @@ def test_what_would_hang_or_fail_is_refused_before_the_engine_sees_it(llm: LLM, 
 def test_others_go_on_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     may, build = threading.Event(), GrammarCompiler._build
 
-    def slow(self: GrammarCompiler, grammar: Grammar, param: str) -> Any:
+    def slow(self: GrammarCompiler, grammar: GrammarSpec, param: str) -> Any:
         assert may.wait(PATIENCE)
         return build(self, grammar, param)
 
@@ -89,7 +89,7 @@ def test_a_call_that_is_broken_off_leaves_the_engine_to_the_next(llm: LLM, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm, "_take", interrupted)
+        patch.setattr(llm, "_apply_output", interrupted)
         llm.generate(["two", "three"], plain, progress=False)
     llm.engine.step()
     assert llm.engine.idle

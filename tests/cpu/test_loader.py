@@ -19,15 +19,15 @@ from torch import Tensor
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError, UnsupportedModel
 from emberline.engine import memory
 from emberline.kernels import ops
-from emberline.models.decoder import Decoder
-from emberline.models.forward import Forward
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.forward import ForwardBatch
+from emberline.models.loader import load_decoder
 
 Tensors = dict[str, Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-def logits(model: Decoder) -> Tensor:
+def logits(model: DecoderModel) -> Tensor:
     """Of the last of six tokens."""
     c, ids = model.config, [3, 1, 4, 1, 5, 9]
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
@@ -35,19 +35,19 @@ def logits(model: Decoder) -> Tensor:
     one = torch.tensor([0], dtype=torch.int32)
     start = torch.tensor([0, len(ids)], dtype=torch.int32)
     return model.forward(
-        Forward(torch.tensor(ids), at.int(), at, start, one, one[None], torch.tensor([5]), keys, values)
+        ForwardBatch(torch.tensor(ids), at.int(), at, start, one, one[None], torch.tensor([5]), keys, values)
     )
 
 
 def test_shards(tmp_path: Path) -> None:
-    one, three = load(tiny.write(tmp_path / "1")), load(tiny.write(tmp_path / "3", shards=3))
+    one, three = load_decoder(tiny.write(tmp_path / "1")), load_decoder(tiny.write(tmp_path / "3", shards=3))
     assert torch.equal(logits(one), logits(three))
     assert one.fingerprint == three.fingerprint
 
 
 def test_nothing_depends_on_the_file_afterwards(tmp_path: Path) -> None:
     for name in ("llama", "llama-tied-mha"):
-        model = load(tiny.write(tmp_path / name, name))
+        model = load_decoder(tiny.write(tmp_path / name, name))
         before = logits(model)
         file = tmp_path / name / "model.safetensors"
         with file.open("r+b") as f:
@@ -58,10 +58,10 @@ def test_nothing_depends_on_the_file_afterwards(tmp_path: Path) -> None:
 def test_weight_bytes(tmp_path: Path) -> None:
     for name in ("llama", "qwen3-moe-mixed", "llama-tied-mha"):
         tensors = tiny.tensors(tiny.CONFIGS[name])
-        model = load(tiny.write(tmp_path / name, name))
+        model = load_decoder(tiny.write(tmp_path / name, name))
         assert model.weight_bytes == sum(t.nbytes for t in tensors.values()) == memory.weight_bytes(model.config, 4)
     narrow = sum(t.numel() * (2 if t.dim() == 2 else 4) for t in tensors.values())
-    assert load(tmp_path / name, "bfloat16").weight_bytes == narrow
+    assert load_decoder(tmp_path / name, "bfloat16").weight_bytes == narrow
 
 
 def test_auto_keeps_the_dtype_of_the_file(tmp_path: Path) -> None:
@@ -71,18 +71,18 @@ def test_auto_keeps_the_dtype_of_the_file(tmp_path: Path) -> None:
         (torch.float32, torch.float32),
     ):
         directory = tiny.write(tmp_path / str(dtype), dtype=dtype)
-        assert load(directory).dtype == kept
-        assert load(directory, "float32").dtype == torch.float32
+        assert load_decoder(directory).dtype == kept
+        assert load_decoder(directory, "float32").dtype == torch.float32
 
 
 def test_tensors_at_odd_offsets(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
-    before = logits(load(directory))
+    before = logits(load_decoder(directory))
     file = directory / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     file.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
-    assert torch.equal(logits(load(directory)), before)
+    assert torch.equal(logits(load_decoder(directory)), before)
 
 
 def with_tensors(directory: Path, name: str, change: Callable[[Tensors], Any]) -> Path:
@@ -93,20 +93,20 @@ def with_tensors(directory: Path, name: str, change: Callable[[Tensors], Any]) -
 
 def test_ignorable_tensors(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.rotary_emb.inv_freq": torch.ones(4)}
-    plain = load(tiny.write(tmp_path / "a"))
-    more = load(with_tensors(tmp_path / "b", "llama", lambda t: t.update(extra)))
+    plain = load_decoder(tiny.write(tmp_path / "a"))
+    more = load_decoder(with_tensors(tmp_path / "b", "llama", lambda t: t.update(extra)))
     assert torch.equal(logits(plain), logits(more))
 
 
 def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
     """The same again is dropped; another one is believed, as transformers does."""
-    tied = load(tiny.write(tmp_path / "a", "llama-tied-mha"))
+    tied = load_decoder(tiny.write(tmp_path / "a", "llama-tied-mha"))
     embedding = "model.embed_tokens.weight"
     same = with_tensors(tmp_path / "b", "llama-tied-mha", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
     other = with_tensors(tmp_path / "c", "llama-tied-mha", lambda t: t.update({"lm_head.weight": t[embedding] * 2}))
-    assert torch.equal(logits(load(same)), logits(tied))
-    assert load(same).weight_bytes == tied.weight_bytes
-    torch.testing.assert_close(logits(load(other)), logits(tied) * 2)
+    assert torch.equal(logits(load_decoder(same)), logits(tied))
+    assert load_decoder(same).weight_bytes == tied.weight_bytes
+    torch.testing.assert_close(logits(load_decoder(other)), logits(tied) * 2)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
 )
 def test_wrong_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=message):
-        load(with_tensors(tmp_path, "llama", change))
+        load_decoder(with_tensors(tmp_path, "llama", change))
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
@@ -135,60 +135,60 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
         tensors[fused] = torch.stack([tensors.pop(f"{fused[:-9]}{i}.down_proj.weight") for i in range(7)])
 
     with pytest.raises(UnsupportedModel, match=fused):
-        load(with_tensors(tmp_path, "qwen3-moe", fuse))
+        load_decoder(with_tensors(tmp_path, "qwen3-moe", fuse))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
 def test_wrong_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=Q):
-        load(with_tensors(tmp_path, "llama", lambda t: t.update({Q: t[Q].to(dtype)})))
+        load_decoder(with_tensors(tmp_path, "llama", lambda t: t.update({Q: t[Q].to(dtype)})))
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
     with pytest.raises(InvalidRequest, match="int4"):
-        load(directory, "int4")
+        load_decoder(directory, "int4")
     for context in (-1, 0, 65):
         with pytest.raises(InvalidRequest, match="1 to 64"):
-            load(directory, max_context=context)
-    assert load(directory, max_context=16).context == 16
+            load_decoder(directory, max_context=context)
+    assert load_decoder(directory, max_context=16).context == 16
 
 
 def test_fingerprint(tmp_path: Path) -> None:
     """Equal for equal models only: whatever changes keys and values must change it."""
     base = tiny.CONFIGS["llama"]
-    same = [load(tiny.write(tmp_path / str(i))) for i in range(2)]
+    same = [load_decoder(tiny.write(tmp_path / str(i))) for i in range(2)]
     assert same[0].fingerprint == same[1].fingerprint
-    assert load(tmp_path / "0", max_context=20).fingerprint == same[0].fingerprint
-    assert load(tmp_path / "0", "float32").fingerprint == same[0].fingerprint, "which is what auto came to"
+    assert load_decoder(tmp_path / "0", max_context=20).fingerprint == same[0].fingerprint
+    assert load_decoder(tmp_path / "0", "float32").fingerprint == same[0].fingerprint, "which is what auto came to"
     others = [
-        load(tiny.write(tmp_path / "seed", seed=1)),
-        load(tiny.write(tmp_path / "theta", {**base, "rope_theta": 2000.0})),
-        load(tiny.write(tmp_path / "eps", {**base, "rms_norm_eps": 1e-6})),
-        load(tmp_path / "0", "bfloat16"),
-        load(tiny.write(tmp_path / "dynamic", "llama-dynamic")),
-        load(tmp_path / "dynamic", max_context=100),
+        load_decoder(tiny.write(tmp_path / "seed", seed=1)),
+        load_decoder(tiny.write(tmp_path / "theta", {**base, "rope_theta": 2000.0})),
+        load_decoder(tiny.write(tmp_path / "eps", {**base, "rms_norm_eps": 1e-6})),
+        load_decoder(tmp_path / "0", "bfloat16"),
+        load_decoder(tiny.write(tmp_path / "dynamic", "llama-dynamic")),
+        load_decoder(tmp_path / "dynamic", max_context=100),
     ]
     assert len({model.fingerprint for model in (same[0], *others)}) == 1 + len(others)
 
 
 def test_a_turn_ends_where_the_generation_config_says_too(tmp_path: Path) -> None:
-    plain = load(tiny.write(tmp_path))
+    plain = load_decoder(tiny.write(tmp_path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    model = load(tmp_path)
+    model = load_decoder(tmp_path)
     assert (plain.config.eos, model.config.eos) == ((2,), (2, 7))
     assert model.fingerprint == plain.fingerprint  # its keys and values are the same
 
 
 def test_fingerprint_sees_both_ends_of_every_tensor(tmp_path: Path) -> None:
-    seen = {load(tiny.write(tmp_path / "base")).fingerprint}
+    seen = {load_decoder(tiny.write(tmp_path / "base")).fingerprint}
     for name in load_file(tmp_path / "base" / "model.safetensors"):
         for place in (0, -1):
 
             def nudge(tensors: Tensors, name: str = name, place: int = place) -> None:
                 tensors[name].view(-1)[place] += 0.5
 
-            seen.add(load(with_tensors(tmp_path / f"{name}{place}", "llama", nudge)).fingerprint)
+            seen.add(load_decoder(with_tensors(tmp_path / f"{name}{place}", "llama", nudge)).fingerprint)
     assert len(seen) == 1 + 2 * len(tiny.tensors(tiny.CONFIGS["llama"]))
 
 
@@ -208,7 +208,7 @@ def test_damage_gives_a_model_or_a_typed_error(tmp_path: Path, changes: list[tup
         data[at] = value
     (directory / "model.safetensors").write_bytes(data[:cut])
     try:
-        model = load(directory)
+        model = load_decoder(directory)
     except ModelError as e:
         assert e.message
     else:
@@ -232,7 +232,7 @@ def test_sizes_that_the_file_does_not_have(changes: dict[str, Any], tmp_path: Pa
     directory = tiny.write(tmp_path)
     (directory / "config.json").write_text(json.dumps({**tiny.CONFIGS["llama"], **changes}))
     with pytest.raises(ModelFileError):
-        load(directory)
+        load_decoder(directory)
 
 
 def test_packs_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,5 +245,5 @@ def test_packs_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return pack(weight, **options)
 
     monkeypatch.setattr(ops, "pack_linear", counted)
-    load(tiny.write(tmp_path))
+    load_decoder(tiny.write(tmp_path))
     assert packed == [(80, 48), (48, 48), (160, 48), (48, 80)] * 3 + [(131, 48)]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops
-from emberline.kernels.packed import Layout
-from emberline.models.decoder import Decoder
-from emberline.models.forward import Forward
-from emberline.models.loader import load
+from emberline.kernels.packed_weight import WeightLayout
+from emberline.models.decoder import DecoderModel
+from emberline.models.forward import ForwardBatch
+from emberline.models.loader import load_decoder
 
 transformers = pytest.importorskip("transformers")
 BLOCK, BLOCKS = 8, 40
@@ -25,18 +25,18 @@ BOUND = 2e-5  # of the largest logit
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.describe()
+    before = ops.current_backend()
     if request.param == "native" and before.library is None:
         pytest.skip(f"no native kernels: {before.reason}")
-    ops.start(native=request.param == "native")
+    ops.start_backend(native=request.param == "native")
     yield request.param
-    ops.start(native=before.library is not None)
+    ops.start_backend(native=before.library is not None)
 
 
 class Cache:
     """A paged cache, its blocks handed out in random order, and the sequences that grow in it."""
 
-    def __init__(self, model: Decoder, tokens: list[list[int]], seed: int = 0) -> None:
+    def __init__(self, model: DecoderModel, tokens: list[list[int]], seed: int = 0) -> None:
         c = model.config
         self.model, self.tokens, self.done = model, tokens, [0] * len(tokens)
         self.keys = torch.full((c.layers, BLOCKS, c.kv_heads, BLOCK, c.head_dim), float("nan"))
@@ -53,7 +53,7 @@ class Cache:
         starts = [0]
         for _, span in spans:
             starts.append(starts[-1] + len(span))
-        f = Forward(
+        f = ForwardBatch(
             tokens=torch.tensor([self.tokens[b][p] for b, p in places]),
             positions=torch.tensor([p for _, p in places], dtype=torch.int32),
             slots=torch.tensor([self.tables[b][p // BLOCK] * BLOCK + p % BLOCK for b, p in places]),
@@ -109,7 +109,7 @@ def test_logits_equal_transformers(name: str, backend: str, tmp_path: Path) -> N
     directory = tiny.write(tmp_path, name)
     tokens = prompts(37, 21, 20, 50)
     theirs = oracle(directory, tokens)
-    model = load(directory)
+    model = load_decoder(directory)
     whole = [Cache(model, [ids]).step([len(ids)]) for ids in tokens]
     assert_close(whole, theirs)
     for seed in range(2):
@@ -120,7 +120,7 @@ def test_logits_equal_transformers(name: str, backend: str, tmp_path: Path) -> N
 
 
 def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
-    model = load(tiny.write(tmp_path))
+    model = load_decoder(tiny.write(tmp_path))
     tokens = prompts(12, 9)
     every = Cache(model, tokens).step([12, 9])
     some = Cache(model, tokens).step([12, 9], rows=[20, 3, 11])
@@ -134,7 +134,7 @@ def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
 
 def stretched(directory: Path, context: int, length: int) -> None:
     tokens = prompts(length)
-    model = load(directory, max_context=context)
+    model = load_decoder(directory, max_context=context)
     assert model.context == context
     assert_close([Cache(model, tokens).step([length])], oracle(directory, tokens))
 
@@ -168,7 +168,7 @@ def test_partial_rotation(tmp_path: Path) -> None:
     tokens = prompts(30)
     with torch.inference_mode():
         theirs = phi(torch.tensor(tokens)).logits[0]
-    assert_close([Cache(load(directory), tokens).step([30])], [theirs])
+    assert_close([Cache(load_decoder(directory), tokens).step([30])], [theirs])
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,14 @@ def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype,
     """Activations stay float32, so a narrow model is the float32 model of the rounded weights."""
     tensors = {name: t.to(narrow) for name, t in tiny.tensors(tiny.CONFIGS["llama"]).items()}
     wide = {name: t.float() for name, t in tensors.items()}
-    model = load(tiny.write_tensors(tmp_path / "narrow", tiny.CONFIGS["llama"], tensors))
-    exact = load(tiny.write_tensors(tmp_path / "wide", tiny.CONFIGS["llama"], wide))
+    model = load_decoder(tiny.write_tensors(tmp_path / "narrow", tiny.CONFIGS["llama"], tensors))
+    exact = load_decoder(tiny.write_tensors(tmp_path / "wide", tiny.CONFIGS["llama"], wide))
     assert (model.dtype, exact.dtype) == (kept, torch.float32)
     tokens = prompts(20)
     ours, wanted = Cache(model, tokens).step([20]), Cache(exact, tokens).step([20])
-    if model.head.weight.layout is Layout.AMX:  # it rounds activations as well, though fewer than bf16 does elsewhere
+    if (
+        model.head.weight.layout is WeightLayout.AMX
+    ):  # it rounds activations as well, though fewer than bf16 does elsewhere
         (theirs,) = oracle(tmp_path / "narrow", tokens, narrow)
         assert (ours - wanted).abs().max() <= 2 * (theirs.float() - wanted).abs().max()
     else:
@@ -193,7 +195,7 @@ def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype,
 def test_casting_rounds_the_matrices(tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     rounded = {name: t.bfloat16() if t.dim() == 2 else t for name, t in tensors.items()}
-    cast = load(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], tensors), "bfloat16")
-    kept = load(tiny.write_tensors(tmp_path / "b", tiny.CONFIGS["llama"], rounded))
+    cast = load_decoder(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], tensors), "bfloat16")
+    kept = load_decoder(tiny.write_tensors(tmp_path / "b", tiny.CONFIGS["llama"], rounded))
     tokens = prompts(20)
     assert torch.equal(Cache(cast, tokens).step([20]), Cache(kept, tokens).step([20]))

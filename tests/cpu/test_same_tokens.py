@@ -16,26 +16,26 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission
 from emberline.core.request import FinishReason, Priority, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.runner import TorchRunner
-from emberline.engine.sampler import Row, RowMaker
+from emberline.engine.sampler import SamplingState, SamplingStateFactory
 from emberline.kv.cache import KVCache, KVShape
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 
 LENGTHS = (3, 17, 40, 23, 8, 31)
 OUT = 12
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen3", "qwen3-moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     directory = tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param])
-    return load(Path(directory), "bfloat16")
+    return load_decoder(Path(directory), "bfloat16")
 
 
 def engine(
-    model: Decoder,
+    model: DecoderModel,
     blocks: int = 64,
     *,
     budget: int = 256,
@@ -52,8 +52,8 @@ def engine(
     if not ahead:
         return Engine(config, TorchRunner(model, cache, frozenset()))
     settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
-    maker = RowMaker(frozenset(), None)
-    return Engine(config, GPURunner(model, cache, frozenset(), maker, settings, Host(), 64))
+    maker = SamplingStateFactory(frozenset(), None)
+    return Engine(config, GPURunner(model, cache, frozenset(), maker, settings, HostDevice(), 64))
 
 
 def submissions(params: SamplingParams) -> list[Submission]:
@@ -71,7 +71,7 @@ def run(e: Engine, pending: list[Submission], gap: int = 0) -> dict[tuple[str, i
             outputs += e.step()
     while not e.idle:
         outputs += e.step()
-    e.kv.check()
+    e.kv.check_invariants()
     folded: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for o in outputs:
         tokens, logprobs = folded.setdefault((o.id, o.index), ([], []))
@@ -90,7 +90,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_way_gives_the_same_tokens_and_logprobs(model: Decoder, name: str) -> None:
+def test_every_way_gives_the_same_tokens_and_logprobs(model: DecoderModel, name: str) -> None:
     params = PARAMS[name]
     alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for submission in submissions(params):
@@ -117,7 +117,7 @@ def test_every_way_gives_the_same_tokens_and_logprobs(model: Decoder, name: str)
         assert got == alone, way
 
 
-def test_the_first_of_n_is_what_n_1_gives_and_all_differ(model: Decoder) -> None:
+def test_the_first_of_n_is_what_n_1_gives_and_all_differ(model: DecoderModel) -> None:
     one = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4)
     many = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4, n=4)
     single = run(engine(model), submissions(one)[2:3])
@@ -126,7 +126,7 @@ def test_the_first_of_n_is_what_n_1_gives_and_all_differ(model: Decoder) -> None
     assert len({tuple(tokens) for tokens, _ in several.values()}) == 4
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(model: Decoder) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks(model: DecoderModel) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
 
     def scores(e: Engine) -> list[list[float]]:
@@ -144,7 +144,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: Decoder) -> None:
     assert [len(s) for s in whole] == [n - 1 for n in LENGTHS]
 
 
-def test_more_requests_may_have_begun_than_can_run(model: Decoder) -> None:
+def test_more_requests_may_have_begun_than_can_run(model: DecoderModel) -> None:
     """Interactive ones overtake a batch one that was preempted: it keeps what it sampled, but no row on the device."""
     small, middle, long = (submissions(SamplingParams(max_tokens=OUT, temperature=0.0))[i] for i in (0, 1, 2))
     long = replace(long, priority=Priority.BATCH)
@@ -157,7 +157,7 @@ def test_more_requests_may_have_begun_than_can_run(model: Decoder) -> None:
     e.add(middle)
     while not e.scheduler.preemptions and not e.idle:
         outputs += e.step()
-    assert [r.parent for r in e.scheduler.waiting] == [long.id]
+    assert [r.submission_id for r in e.scheduler.waiting] == [long.id]
     e.add(small)
     while not e.idle:
         outputs += e.step()
@@ -167,26 +167,26 @@ def test_more_requests_may_have_begun_than_can_run(model: Decoder) -> None:
     assert found == {name: tokens for name, (tokens, _) in expected.items()}
 
 
-class Choosy(RowMaker):
-    def __call__(self, admission: Admission) -> Row:
+class Choosy(SamplingStateFactory):
+    def __call__(self, admission: Admission) -> SamplingState:
         if admission.id.startswith("r2"):
             raise InvalidRequest("its grammar takes too long to prepare")
         return super().__call__(admission)
 
 
-def test_who_is_refused_while_its_next_chunk_is_planned(model: Decoder) -> None:
+def test_who_is_refused_while_its_next_chunk_is_planned(model: DecoderModel) -> None:
     """The second plan names it before the result of the first has told that it failed."""
     params = PARAMS["greedy"]
     expected = run(engine(model, prefix=False), submissions(params))
     e = engine(model, budget=16, running=4, prefix=False, ahead=True)
     assert isinstance(e.runner, GPURunner)
-    e.runner._make_row = Choosy(frozenset(), None)
+    e.runner._make_state = Choosy(frozenset(), None)
     for submission in submissions(params):
         e.add(submission)
     outputs: list[Output] = []
     while not e.idle:
         outputs += e.step()
-    e.kv.check()
+    e.kv.check_invariants()
     (refused,) = (o for o in outputs if o.id == "r2")
     assert refused.finish is FinishReason.ERROR and "too long" in str(refused.error)
     for i in (0, 1, 3, 4, 5):

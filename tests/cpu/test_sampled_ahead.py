@@ -16,25 +16,25 @@ import torch
 from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 
 from emberline.core.config import GPUConfig, SchedulerConfig
-from emberline.core.params import Grammar, SamplingParams
-from emberline.core.plan import Admission, StepPlan, StepResult, Work
+from emberline.core.params import GrammarSpec, SamplingParams
+from emberline.core.plan import Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Priority, Submission
 from emberline.engine.engine import Engine, GrammarRunner
-from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.device import HostDevice
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.grammar import GrammarCompiler, fill_masks
 from emberline.engine.penalties import PenaltyCounts
 from emberline.engine.runner import TorchRunner
-from emberline.engine.sampler import RowMaker
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.kernels import ops, ref
 from emberline.kv.cache import KVCache, KVShape
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 
 OUT = 14
 CONTEXT = 64
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
-OBJECT = Grammar("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
+OBJECT = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}))
 Tokens = dict[tuple[str, int], list[int]]
 
 
@@ -46,8 +46,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> Decoder:
-    return load(directory, "float32")
+def model(directory: Path) -> DecoderModel:
+    return load_decoder(directory, "float32")
 
 
 class CountingRunner(GPURunner):
@@ -61,7 +61,7 @@ class CountingRunner(GPURunner):
 
 
 @pytest.fixture
-def engine(model: Decoder, directory: Path) -> Callable[..., Engine]:
+def engine(model: DecoderModel, directory: Path) -> Callable[..., Engine]:
     c, eos = model.config, frozenset({EOS})
     compiler = partial(GrammarCompiler, directory / "tokenizer.json", c.vocab, [EOS])
 
@@ -73,8 +73,8 @@ def engine(model: Decoder, directory: Path) -> Callable[..., Engine]:
         if not ahead:
             return Engine(config, TorchRunner(model, cache, eos, compiler))
         settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
-        rows = RowMaker(eos, compiler)
-        return Engine(config, CountingRunner(model, cache, eos, rows, settings, Host(), CONTEXT))
+        rows = SamplingStateFactory(eos, compiler)
+        return Engine(config, CountingRunner(model, cache, eos, rows, settings, HostDevice(), CONTEXT))
 
     return make
 
@@ -88,9 +88,9 @@ def requests() -> list[Submission]:
         "drawn": replace(free, **PENALTIES, logit_bias={7: 2.0}, min_tokens=3),
         "several": replace(free, **PENALTIES, n=3),
         "json": replace(free, grammar=OBJECT, ignore_eos=False),
-        "pattern": replace(free, grammar=Grammar("regex", "[a-d]{9}x?"), ignore_eos=False, logprobs=2),
-        "choice": replace(free, grammar=Grammar("choice", '["yes", "no"]')),
-        "both": replace(free, grammar=Grammar("regex", "[a-h ]{1,40}"), **PENALTIES),
+        "pattern": replace(free, grammar=GrammarSpec("regex", "[a-d]{9}x?"), ignore_eos=False, logprobs=2),
+        "choice": replace(free, grammar=GrammarSpec("choice", '["yes", "no"]')),
+        "both": replace(free, grammar=GrammarSpec("regex", "[a-h ]{1,40}"), **PENALTIES),
     }
     text = encode("the cat sat on the mat and the dog sat on the cat")
     return [Submission(name, text[: 9 + 4 * i], p) for i, (name, p) in enumerate(kinds.items())]
@@ -103,7 +103,7 @@ def run(engine: Engine, submissions: list[Submission], gap: int = 0) -> Tokens:
         outputs += [output for _ in range(gap) for output in engine.step()]
     while not engine.idle:
         outputs += engine.step()
-    engine.kv.check()
+    engine.kv.check_invariants()
     tokens: Tokens = {}
     for o in outputs:
         assert o.error is None
@@ -165,7 +165,7 @@ def test_a_row_that_another_request_took_is_counted_again(
     made.add(first)
     while not made.scheduler.preemptions and not made.idle:
         outputs += made.step()
-    assert [r.parent for r in made.scheduler.waiting] == [name]
+    assert [r.submission_id for r in made.scheduler.waiting] == [name]
     made.add(second)
     while not made.idle:
         outputs += made.step()
@@ -202,7 +202,7 @@ def test_counts_on_the_device_are_those_of_the_host() -> None:
     vocab, prompt = 301, rng.integers(0, 60, 40).tolist()
     host = PenaltyCounts(params, prompt, len(prompt))
     counts = torch.zeros(3, 304, dtype=torch.int16)
-    counts[2, prompt] = ref.IN_PROMPT
+    counts[2, prompt] = ref.IN_PROMPT_BIT
     settings = torch.tensor([[params.repetition_penalty, params.frequency_penalty, params.presence_penalty]])
     row, slot = torch.tensor([1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     for _ in range(150):
@@ -212,28 +212,28 @@ def test_counts_on_the_device_are_those_of_the_host() -> None:
         logits = torch.from_numpy(rng.standard_normal((2, vocab)).astype(np.float32))
         wanted = logits.clone()
         host.apply(wanted[1].numpy())
-        ops.penalise(logits, row, slot, settings, counts)
+        ops.apply_penalties(logits, row, slot, settings, counts)
         assert torch.equal(logits, wanted) and not counts[:2].any()
 
 
 def test_counts_stop_at_what_their_bits_hold() -> None:
     token, few = torch.tensor([4]), torch.tensor([0], dtype=torch.int32)
     counts = torch.zeros(1, 8, dtype=torch.int16)
-    counts[0, 4] = ref.IN_PROMPT + ref.MAX_COUNT
+    counts[0, 4] = ref.IN_PROMPT_BIT + ref.MAX_TOKEN_COUNT
     ops.count_tokens(counts, few, few, token)
     assert counts[0, 4] == -1
-    host = PenaltyCounts(SamplingParams(frequency_penalty=1.0), [4] * (ref.MAX_COUNT + 2), 0)
+    host = PenaltyCounts(SamplingParams(frequency_penalty=1.0), [4] * (ref.MAX_TOKEN_COUNT + 2), 0)
     logits = np.zeros(8, np.float32)
     host.apply(logits)
-    assert logits[4] == -ref.MAX_COUNT
+    assert logits[4] == -ref.MAX_TOKEN_COUNT
 
 
 def test_masks_computed_together_are_those_computed_alone(directory: Path) -> None:
     compiler = GrammarCompiler(directory / "tokenizer.json", VOCAB_SIZE, [EOS])
-    matchers = [compiler.compile(Grammar("regex", f"{c}[0-9]+")) for c in "abcde"]
+    matchers = [compiler.compile(GrammarSpec("regex", f"{c}[0-9]+")) for c in "abcde"]
     alone, together = (np.full((5, compiler.mask_words), -1, np.int32) for _ in range(2))
     for matcher, mask in zip(matchers, alone, strict=True):
-        matcher.fill(mask)
+        matcher.fill_mask(mask)
     fill_masks(matchers, together)
     assert np.array_equal(alone, together) and len(np.unique(alone, axis=0)) == 5
 
@@ -243,14 +243,14 @@ def test_progress_grows_within_a_step(directory: Path, native: bool, monkeypatch
     """At least once in each layer: so a long step can be told from one that hangs."""
     if not native:
         monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
-    elif ops.start().library is None:
+    elif ops.start_backend().library is None:
         pytest.skip("there is no native library here")
-    model = load(directory, "float32")
+    model = load_decoder(directory, "float32")
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.float32), 8)
     runner = TorchRunner(model, cache, frozenset())
-    before = ops.progress()
+    before = ops.progress_count()
     params = SamplingParams(max_tokens=1)
-    work = Work("a", 0, [1, 2, 3], [0], samples=True)
+    work = WorkItem("a", 0, [1, 2, 3], [0], samples=True)
     runner.run(StepPlan(1, [Admission("a", [1, 2, 3], 3, params, 0)], [work], []))
-    assert ops.progress() - before >= c.layers
+    assert ops.progress_count() - before >= c.layers

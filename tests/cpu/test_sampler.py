@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from emberline.core.params import SamplingParams
-from emberline.core.plan import Admission, Sampled
-from emberline.engine.sampler import RowMaker, Sampler
+from emberline.core.plan import Admission, SampledToken
+from emberline.engine.sampler import Sampler, SamplingStateFactory
 
 VOCAB = 64
 EOS = frozenset({2})
@@ -20,8 +20,8 @@ def sample(
     tokens: list[int] | None = None,
     prompt_len: int | None = None,
     seed: int = 1,
-) -> Sampled:
-    sampler = Sampler(VOCAB, RowMaker(EOS, None))
+) -> SampledToken:
+    sampler = Sampler(VOCAB, SamplingStateFactory(EOS, None))
     tokens = tokens or [5]
     assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None
     sampled, failed = sampler.sample(["a"], logits.clone()[None])

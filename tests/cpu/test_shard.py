@@ -17,13 +17,13 @@ from emberline.kernels.cpu.library import find_library
 from emberline.kernels.cuda import uw12
 from emberline.kernels.uw12_ref import reference_pack, reference_unpack
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
+from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE
+from emberline.models.loader import IGNORABLE_TENSORS
 from emberline.models.shard import Shard
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 
 LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
 MATRICES = {  # n, k
@@ -50,11 +50,11 @@ def shards(of: int) -> list[Shard]:
 @pytest.mark.parametrize("of", [1, 2, 4, 8])
 def test_parts_of_llama_8b_tile_it_and_can_be_packed(of: int) -> None:
     for kind, (n, k) in MATRICES.items():
-        parts = [shard.cut(f"{kind}.weight", (n, k)) for shard in shards(of)]
+        parts = [shard.slices(f"{kind}.weight", (n, k)) for shard in shards(of)]
         axis = 0 if parts[0][1] == slice(None) else 1
         assert [i for part in parts for i in range((n, k)[axis])[part[axis]]] == list(range((n, k)[axis])), kind
-        assert all(uw12.supports(*s.shape(f"{kind}.weight", (n, k))) for s in shards(of))
-    configs = [shard.config(LLAMA_8B) for shard in shards(of)]
+        assert all(uw12.supports(*s.shard_shape(f"{kind}.weight", (n, k))) for s in shards(of))
+    configs = [shard.shard_config(LLAMA_8B) for shard in shards(of)]
     assert sum(part.vocab for part in configs) == LLAMA_8B.vocab
     assert all((p.heads * of, p.kv_heads * of, p.ffn * of, p.hidden) == (32, 8, 14336, 4096) for p in configs)
 
@@ -68,7 +68,7 @@ def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> N
     weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()
     sums, beside = torch.zeros(3, n).double(), []
     for shard in shards(of):
-        rows, columns = shard.cut(f"model.layers.0.{kind}.weight", (n, k))
+        rows, columns = shard.slices(f"model.layers.0.{kind}.weight", (n, k))
         part = weight[rows, columns].contiguous()
         made = reference_pack(part)
         assert made is not None and torch.equal(reference_unpack(made).view(torch.int16), part.view(torch.int16))
@@ -81,14 +81,14 @@ def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> N
 
 
 def packed(source: Path, target: Path) -> Path:
-    unweight.pack(source, target, codec_of(find_library()), lambda _: None)
+    unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
 
-def loaded(weights: Weights, shard: Shard) -> Decoder:
-    config = shard.config(ModelConfig.from_hf(weights.checkpoint.config))
-    decoder = Decoder.load(config, weights, 64, "")
-    weights.finish(IGNORABLE)
+def loaded(weights: Weights, shard: Shard) -> DecoderModel:
+    config = shard.shard_config(ModelConfig.from_hf(weights.checkpoint.config))
+    decoder = DecoderModel.load(config, weights, 64, "")
+    weights.finish(IGNORABLE_TENSORS)
     return decoder
 
 
@@ -106,7 +106,7 @@ def test_a_model_loaded_in_parts(files: str, tmp_path: Path) -> None:
     parts = [loaded(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]
     again = [DeviceWeights(open_(directory), torch.float32, "cpu", shard=shard) for shard in shards(2)]
     tables = [
-        rows_of(weights.table("model.embed_tokens.weight", p.config.vocab, 128))
+        rows_of(weights.embedding_table("model.embed_tokens.weight", p.config.vocab, 128))
         for weights, p in zip(again, parts, strict=True)
     ]
     o = [w.matrix("model.layers.1.self_attn.o_proj.weight", 128, 64) for w in again]
@@ -133,9 +133,9 @@ def test_a_model_loaded_in_parts(files: str, tmp_path: Path) -> None:
 
 def test_what_is_whole() -> None:
     names = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.o_proj.bias", "odd"
-    assert all(Shard(1, 2).shape(name, (64,)) == (64,) for name in names)
-    assert Shard(1, 2).cut("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
-    assert Shard(1, 2).shape("model.layers.0.self_attn.q_proj.bias", (64,)) == (32,)
+    assert all(Shard(1, 2).shard_shape(name, (64,)) == (64,) for name in names)
+    assert Shard(1, 2).slices("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
+    assert Shard(1, 2).shard_shape("model.layers.0.self_attn.q_proj.bias", (64,)) == (32,)
 
 
 def test_what_cannot_be_cut() -> None:
@@ -143,10 +143,10 @@ def test_what_cannot_be_cut() -> None:
         Shard(2, 2)
     for of, what in ((16, "8 key heads"), (3, "32 attention heads")):
         with pytest.raises(UnsupportedModel, match=f"{what} cannot be divided into {of} equal parts"):
-            Shard(0, of).config(LLAMA_8B)
+            Shard(0, of).shard_config(LLAMA_8B)
     biased = ModelConfig.from_hf({**tiny.CONFIGS["llama-biased"], "num_attention_heads": 6, "num_key_value_heads": 2})
-    assert Shard().config(biased) == biased
+    assert Shard().shard_config(biased) == biased
     with pytest.raises(UnsupportedModel, match="biases"):
-        Shard(0, 2).config(biased)
+        Shard(0, 2).shard_config(biased)
     with pytest.raises(UnsupportedModel, match="experts"):
-        Shard(0, 2).config(ModelConfig.from_hf(tiny.CONFIGS["mixtral"]))
+        Shard(0, 2).shard_config(ModelConfig.from_hf(tiny.CONFIGS["mixtral"]))

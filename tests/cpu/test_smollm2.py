@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from emberline import LLM, SamplingParams
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 
 PROMPT = "The history of the city begins"
 STEPS = 200
@@ -20,7 +20,7 @@ def llm() -> LLM:
 def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     from transformers import AutoModelForCausalLM
 
-    oracle = AutoModelForCausalLM.from_pretrained(resolve("smollm2"), dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=torch.float32)
     prompt = llm.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, logprobs=0)
     ours = llm.generate([prompt], params, progress=False)[0]

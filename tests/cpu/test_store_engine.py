@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from emberline.bench.master import Master
+from emberline.bench.mooncake_master import MooncakeMaster
 from emberline.core.config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
@@ -26,14 +26,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
-    monkeypatch.setattr(storeclient, "CLOSE", 0.01)  # parting takes two seconds
-    started = Master().start()
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
+    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # parting takes two seconds
+    started = MooncakeMaster().start()
     yield started
     started.kill()
 
 
-def engine(model: Path, master: Master | None, codec: str = "auto") -> Engine:
+def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> Engine:
     store = master.address if master is not None else None
     return boot(
         EngineConfig(
@@ -54,14 +54,14 @@ def ask(engine: Engine, seed: int, salt: str = "") -> Answer:
             tokens += output.tokens
             logprobs += [each.logprob for each in output.logprobs]
             cached += output.cached_tokens
-        engine.kv.check()
+        engine.kv.check_invariants()
     if engine.kv.tiers is not None:
         assert engine.kv.tiers.flush(20.0)
     return tokens, logprobs, cached
 
 
 @pytest.mark.parametrize("codec", ["uw", "none"])
-def test_a_prefix_is_reused_by_another_engine(model: Path, master: Master, codec: str) -> None:
+def test_a_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster, codec: str) -> None:
     one, two, alone = engine(model, master, codec), engine(model, master), engine(model, None)
     expected = ask(alone, 1)
     assert ask(one, 1) == expected and expected[2] == 0
@@ -72,7 +72,7 @@ def test_a_prefix_is_reused_by_another_engine(model: Path, master: Master, codec
     two.close()
 
 
-def test_requests_go_on_without_the_store(model: Path, master: Master) -> None:
+def test_requests_go_on_without_the_store(model: Path, master: MooncakeMaster) -> None:
     one, alone = engine(model, master), engine(model, None)
     ask(one, 1)
     master.hang()

@@ -18,10 +18,10 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
-from emberline.engine.gpu.swap import Sleeper, Swapped, room
-from emberline.engine.memory import FRACTION, RESERVE, plan
+from emberline.engine.gpu.swap import SleepManager, SwappedEngine, model_memory
+from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, plan_memory
 from emberline.kernels import ops, ref
-from emberline.models.sleep import every, sleep
+from emberline.models.sleep import iter_instances, sleep
 
 
 @dataclass
@@ -62,7 +62,7 @@ class House:
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sleeper = Sleeper(self.memory, self.clock)
+        self.sleeper = SleepManager(self.memory, self.clock)
         self.models = {name: Fake(name, size, self.clock, self.log) for name, size in self.sizes.items()}
         for name, model in self.models.items():
             self.sleeper.add(name, model)
@@ -70,33 +70,33 @@ class House:
     def use(self, *names: str) -> list[str]:
         del self.log[:]
         for name in names:
-            self.sleeper.use(name)
+            self.sleeper.ensure_awake(name)
         self.check()
         return self.log
 
     def check(self) -> None:
         awake = {name for name, model in self.models.items() if model.awake}
-        assert set(self.sleeper.awake) == awake
-        assert self.sleeper.used == sum(self.models[name].nbytes for name in awake) <= self.memory
+        assert set(self.sleeper.awake_models) == awake
+        assert self.sleeper.used_bytes == sum(self.models[name].nbytes for name in awake) <= self.memory
 
 
 def test_the_least_recently_used_sleeps_and_no_more_than_must() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
     assert house.use("a", "b", "c") == ["wake a", "wake b", "wake c"]  # exactly full
     assert house.use("a", "a") == []
-    assert house.sleeper.awake == ("b", "c", "a")
+    assert house.sleeper.awake_models == ("b", "c", "a")
     assert house.use("d") == ["sleep b", "sleep c", "wake d"]
     assert house.use("b") == ["sleep a", "wake b"]
-    assert house.sleeper.awake == ("d", "b") and house.sleeper.used == 80
+    assert house.sleeper.awake_models == ("d", "b") and house.sleeper.used_bytes == 80
 
 
 def test_seconds_and_bytes_are_counted() -> None:
     house = House(10, {"a": 10, "b": 8})
     house.use("a", "b", "a")
-    turns = house.sleeper.turns["a"]
+    turns = house.sleeper.stats["a"]
     assert (turns.wakes, turns.wake_seconds, turns.wake_bytes) == (2, 6.0, 10)
     assert (turns.sleeps, turns.sleep_seconds, turns.sleep_bytes) == (1, 2.0, 5)
-    assert house.sleeper.turns["b"].sleep_bytes == 4
+    assert house.sleeper.stats["b"].sleep_bytes == 4
 
 
 def test_who_has_open_requests_does_not_sleep() -> None:
@@ -108,22 +108,26 @@ def test_who_has_open_requests_does_not_sleep() -> None:
     with pytest.raises(Overloaded, match=r"'b' needs .* a d"):
         house.use("b")
     house.check()
-    assert house.log == [] and house.sleeper.awake == ("a", "d")
+    assert house.log == [] and house.sleeper.awake_models == ("a", "d")
     assert house.use("a") == []
 
 
 def test_who_is_in_the_way() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
     house.use("a", "b", "c")
-    assert house.sleeper.in_the_way("d") == []
+    assert house.sleeper.busy_models_to_sleep("d") == []
     house.models["a"].idle = False
-    assert house.sleeper.in_the_way("d") == [] and house.sleeper.in_the_way("e") == ["a"]
+    assert house.sleeper.busy_models_to_sleep("d") == [] and house.sleeper.busy_models_to_sleep("e") == ["a"]
     house.models["c"].idle = False
-    assert house.sleeper.in_the_way("d") == ["a"]  # with b, enough; used longer ago than c
+    assert house.sleeper.busy_models_to_sleep("d") == ["a"]  # with b, enough; used longer ago than c
     house.models["b"].idle = False
-    assert house.sleeper.in_the_way("d") == ["a", "b"] and house.sleeper.in_the_way("e") == ["a", "b", "c"]
-    assert house.sleeper.in_the_way("c") == []  # it is awake
-    assert house.sleeper.since("a") == 3.0 and house.sleeper.since("d") is None
+    assert house.sleeper.busy_models_to_sleep("d") == ["a", "b"] and house.sleeper.busy_models_to_sleep("e") == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert house.sleeper.busy_models_to_sleep("c") == []  # it is awake
+    assert house.sleeper.awake_since("a") == 3.0 and house.sleeper.awake_since("d") is None
 
 
 def test_nothing_sleeps_for_what_cannot_be_done() -> None:
@@ -132,7 +136,7 @@ def test_nothing_sleeps_for_what_cannot_be_done() -> None:
     house.models["b"].idle = False
     with pytest.raises(Overloaded):
         house.use("c")
-    assert house.sleeper.awake == ("a", "b") and house.models["a"].awake
+    assert house.sleeper.awake_models == ("a", "b") and house.models["a"].awake
     with pytest.raises(ModelNotFound, match="'z'"):
         house.use("z")
     with pytest.raises(ModelError, match="'huge' needs"):
@@ -146,8 +150,8 @@ def test_a_failure_leaves_the_others_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         house.use("c")
     house.check()
-    assert not house.models["c"].awake and house.models["b"].awake == ("b" in house.sleeper.awake)
-    assert house.sleeper.turns["c"].wakes == 0
+    assert not house.models["c"].awake and house.models["b"].awake == ("b" in house.sleeper.awake_models)
+    assert house.sleeper.stats["c"].wakes == 0
     assert house.use("c") == ["wake c"]  # there is room already
     house.models["c"].fails = ModelError("cannot pin")
     with pytest.raises(ModelError, match="cannot pin"):
@@ -171,7 +175,7 @@ def test_any_order_keeps_to_the_memory() -> None:
         try:
             house.use(name)
             used.append(name)
-            assert house.sleeper.awake[-1] == name
+            assert house.sleeper.awake_models[-1] == name
         except (Overloaded, RuntimeError):
             pass
         house.check()
@@ -182,20 +186,25 @@ def test_any_order_keeps_to_the_memory() -> None:
 def test_room_is_what_plans_fill() -> None:
     config = boot.ModelConfig.from_hf(tiny.CONFIGS["llama"])
     total = 80 << 30
-    whole = plan(
+    whole = plan_memory(
         config, total, dtype_bytes=2, kv_dtype_bytes=2, block_size=64, max_running=8, max_batch_tokens=64,
         max_context=64,
     )  # fmt: skip
-    model = Swapped(whole, lambda: pytest.fail("not yet"))
+    model = SwappedEngine(whole, lambda: pytest.fail("not yet"))
     block = whole.kv_bytes // whole.kv_blocks
-    assert room(total) - block < model.nbytes <= room(total) == int(total * FRACTION) - RESERVE
+    assert (
+        model_memory(total) - block
+        < model.nbytes
+        <= model_memory(total)
+        == int(total * USABLE_FRACTION) - RESERVE_BYTES
+    )
     assert model.idle
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_backend", ops._backend)
-    monkeypatch.setattr(ref, "uniform", ref.uniform)
+    monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
     plain_arithmetic()
 
 
@@ -210,7 +219,7 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
         for o in engine.step():
             assert o.error is None
             found.setdefault(o.id.removeprefix(name), []).extend(o.tokens)
-    engine.kv.check()
+    engine.kv.check_invariants()
     return found
 
 
@@ -218,37 +227,39 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
 def test_an_engine_says_the_same_after_sleep(tmp_path: Path) -> None:
     kinds = {"a": "llama", "b": "qwen3"}
     homes = {name: tiny.write(tmp_path / name, kind, seed=i) for i, (name, kind) in enumerate(kinds.items())}
-    models = {name: Swapped(planned(home), lambda home=home: booted(home)) for name, home in homes.items()}
-    sleeper = Sleeper(max(m.nbytes for m in models.values()))
+    models = {name: SwappedEngine(planned(home), lambda home=home: booted(home)) for name, home in homes.items()}
+    sleeper = SleepManager(max(m.nbytes for m in models.values()))
     for name, model in models.items():
         sleeper.add(name, model)
     expected = {name: tokens(booted(home).engine, "x") for name, home in homes.items()}
     hits = dict.fromkeys(models, 0)
     for turn in range(3):
         for name, model in models.items():
-            sleeper.use(name)
-            assert sleeper.awake == (name,)
-            assert model.engine.kv.num_cached == 0 and model.engine.kv.hits == hits[name]  # forgotten, still counted
+            sleeper.ensure_awake(name)
+            assert sleeper.awake_models == (name,)
+            assert (
+                model.engine.kv.num_cached == 0 and model.engine.kv.hit_tokens == hits[name]
+            )  # forgotten, still counted
             assert tokens(model.engine, f"{turn}-") == expected[name]
             assert tokens(model.engine, f"{turn}+") == expected[name]
-            assert model.engine.kv.hits > hits[name]
-            hits[name] = model.engine.kv.hits
-    turns = sleeper.turns["a"]
+            assert model.engine.kv.hit_tokens > hits[name]
+            hits[name] = model.engine.kv.hit_tokens
+    turns = sleeper.stats["a"]
     storages = [t.untyped_storage() for t in memory_of(models["b"])]
     copied = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    assert sleeper.turns["b"].sleep_bytes == copied > 0  # once, though it slept twice
-    assert (turns.wakes, turns.sleeps, sleeper.turns["b"].sleeps) == (3, 3, 2)
+    assert sleeper.stats["b"].sleep_bytes == copied > 0  # once, though it slept twice
+    assert (turns.wakes, turns.sleeps, sleeper.stats["b"].sleeps) == (3, 3, 2)
 
 
-def memory_of(model: Swapped) -> list[torch.Tensor]:
-    assert model._booted is not None
-    return list(every(torch.Tensor, model._booted.runner.model))
+def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
+    assert model._gpu_engine is not None
+    return list(iter_instances(torch.Tensor, model._gpu_engine.runner.model))
 
 
 @pytest.mark.usefixtures("plain")
 def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m", "qwen2")
-    model = Swapped(planned(home), lambda: booted(home))
+    model = SwappedEngine(planned(home), lambda: booted(home))
     model.wake()
     expected = tokens(model.engine, "a")
     model.engine.add(Submission("open", [3, 4], SamplingParams(max_tokens=2)))
@@ -269,9 +280,9 @@ def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
     model.close()
 
 
-def fail_in_the_middle(model: Swapped) -> None:
-    assert model._slept is not None
-    one = model._slept._slept[3]
+def fail_in_the_middle(model: SwappedEngine) -> None:
+    assert model._sleep is not None
+    one = model._sleep._slept[3]
     storage = one.storage
 
     class Full:
@@ -291,12 +302,12 @@ def test_a_boot_that_fails_may_be_tried_again(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m")
     errors = [RuntimeError("out of memory")]
 
-    def make() -> boot.Booted:
+    def make() -> boot.BootedGPUEngine:
         if errors:
             raise errors.pop()
         return booted(home)
 
-    model = Swapped(planned(home), make)
+    model = SwappedEngine(planned(home), make)
     with pytest.raises(RuntimeError):
         model.wake()
     assert model.idle
@@ -314,6 +325,6 @@ def test_sleep_keeps_copies_and_zeroes_scratch() -> None:
         assert torch.equal(weights, before) and torch.equal(part, before[10:20]) and not scratch.any()
         assert slept.wake(keep=True)  # awake already: nothing moved
         scratch.fill_(7.0)
-        slept.again()
+        slept.sleep_again()
     slept.wake()
     assert slept.nbytes == 0 and torch.equal(weights, before)

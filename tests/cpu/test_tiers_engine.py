@@ -15,7 +15,7 @@ from emberline.core.config import EngineConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output, TierStats
 from emberline.core.params import SamplingParams
-from emberline.core.request import Priority, Status, Submission
+from emberline.core.request import Priority, RequestStatus, Submission
 from emberline.engine.boot import boot, gpu_settings
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner
@@ -23,8 +23,8 @@ from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 
 BLOCK = 8
 OUT = 6
@@ -32,8 +32,8 @@ Folded = dict[tuple[str, int], tuple[list[int], list[float], int]]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param]), "bfloat16")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_decoder(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param]), "bfloat16")
 
 
 class House:
@@ -41,7 +41,7 @@ class House:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         disk: Path | None = None,
         *,
         host: int = 64,
@@ -69,14 +69,14 @@ class House:
         outputs: list[Output] = []
         for _ in range(10_000):
             outputs += self.engine.step()
-            self.engine.kv.check()
+            self.engine.kv.check_invariants()
             if not self.threads:
                 self.tiers.read_next()
             if self.engine.idle:
                 break
         assert self.engine.idle
         self.flush()
-        self.host.check()
+        self.host.check_invariants()
         assert self.host.num_pinned == 0
         return outputs
 
@@ -112,7 +112,7 @@ def others(house: House) -> None:
     """Requests that push everything else out of the main cache."""
     for seed in (100, 101, 102):
         house.run(ask(seed))
-    house.engine.kv.check()
+    house.engine.kv.check_invariants()
 
 
 def same(got: Folded, expected: Folded, cached: int) -> None:
@@ -121,24 +121,24 @@ def same(got: Folded, expected: Folded, cached: int) -> None:
 
 
 @pytest.fixture
-def fresh(model: Decoder) -> Folded:
+def fresh(model: DecoderModel) -> Folded:
     """What an engine that has seen nothing says."""
     return House(model).run(ask(1))
 
 
-def test_back_from_host_memory(model: Decoder, fresh: Folded) -> None:
+def test_back_from_host_memory(model: DecoderModel, fresh: Folded) -> None:
     house = House(model)
     same(house.run(ask(1)), fresh, cached=0)
     others(house)
     same(house.run(ask(1)), fresh, cached=40)
     assert house.stats()["host"].hit_tokens == 40
-    assert house.engine.kv.hits == 0, "the main cache had forgotten it"
+    assert house.engine.kv.hit_tokens == 0, "the main cache had forgotten it"
 
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("host", [2, 3, 64])
 def test_back_from_disk_after_a_restart(
-    model: Decoder, fresh: Folded, tmp_path: Path, threads: bool, host: int
+    model: DecoderModel, fresh: Folded, tmp_path: Path, threads: bool, host: int
 ) -> None:
     before = House(model, tmp_path, threads=threads)
     before.run(ask(1))
@@ -155,7 +155,9 @@ def test_back_from_disk_after_a_restart(
 
 
 @pytest.mark.parametrize("position", [0, 10, 30, 66, 4095, 4096, 5000, -1])
-def test_a_corrupted_file_in_between_is_computed(model: Decoder, fresh: Folded, tmp_path: Path, position: int) -> None:
+def test_a_corrupted_file_in_between_is_computed(
+    model: DecoderModel, fresh: Folded, tmp_path: Path, position: int
+) -> None:
     before = House(model, tmp_path)
     before.run(ask(1))
     house = House(model, tmp_path)
@@ -175,23 +177,23 @@ def hashes(house: House, submission: Submission) -> list[bytes]:
     """Of a prompt's blocks, as an engine has them."""
     house.engine.add(submission)
     request = house.engine.scheduler.requests[f"{submission.id}#0"]
-    found = house.engine.kv._shareable(request)
+    found = house.engine.kv._shareable_hashes(request)
     house.engine.abort(submission.id)
     house.run()
     return found
 
 
-def test_another_tenant_and_another_model_find_nothing(model: Decoder, tmp_path: Path) -> None:
+def test_another_tenant_and_another_model_find_nothing(model: DecoderModel, tmp_path: Path) -> None:
     House(model, tmp_path).run(ask(1))
     house = House(model, tmp_path)
     submission = ask(1)
     stranger = Submission("r", submission.prompt, submission.params, salt="other")
     assert {cached for *_, cached in house.run(stranger).values()} == {0}
-    other = load(tiny.write(tmp_path / "model", "llama", seed=7), "bfloat16")
+    other = load_decoder(tiny.write(tmp_path / "model", "llama", seed=7), "bfloat16")
     assert {cached for *_, cached in House(other, tmp_path).run(ask(1)).values()} == {0}
 
 
-def test_several_completions_share_one_load(model: Decoder, tmp_path: Path) -> None:
+def test_several_completions_share_one_load(model: DecoderModel, tmp_path: Path) -> None:
     wish = {"n": 3, "temperature": 1.0, "seed": 5}
     expected = House(model, blocks=40).run(ask(1, **wish))
     House(model, tmp_path).run(ask(1))
@@ -201,7 +203,7 @@ def test_several_completions_share_one_load(model: Decoder, tmp_path: Path) -> N
     assert house.stats()["disk"].loaded_blocks == 5
 
 
-def test_preempted_requests_come_back_from_tiers(model: Decoder, tmp_path: Path) -> None:
+def test_preempted_requests_come_back_from_tiers(model: DecoderModel, tmp_path: Path) -> None:
     expected: Folded = {}
     for seed in range(4):
         expected |= House(model, blocks=40).run(ask(seed, f"r{seed}", max_tokens=20))
@@ -217,7 +219,7 @@ def test_preempted_requests_come_back_from_tiers(model: Decoder, tmp_path: Path)
     assert house.stats()["host"].hit_tokens > 0
 
 
-def test_abort_while_loading(model: Decoder, fresh: Folded, tmp_path: Path) -> None:
+def test_abort_while_loading(model: DecoderModel, fresh: Folded, tmp_path: Path) -> None:
     House(model, tmp_path).run(ask(1))
     house = House(model, tmp_path)
     house.engine.add(ask(1))
@@ -226,13 +228,13 @@ def test_abort_while_loading(model: Decoder, fresh: Folded, tmp_path: Path) -> N
     house.tiers.read_next()
     house.tiers.read_next()
     house.engine.abort("r")
-    assert house.engine.scheduler.num_loading == 0 and house.engine.kv.num_free == house.engine.kv.total
+    assert house.engine.scheduler.num_loading == 0 and house.engine.kv.num_free == house.engine.kv.num_blocks
     assert not house.tiers.read_next()
     house.run()
     same(house.run(ask(1)), fresh, cached=40)
 
 
-def test_others_overtake_and_who_waits_too_long_computes(model: Decoder, fresh: Folded, tmp_path: Path) -> None:
+def test_others_overtake_and_who_waits_too_long_computes(model: DecoderModel, fresh: Folded, tmp_path: Path) -> None:
     House(model, tmp_path).run(ask(1))
     clock = ManualClock()
     house = House(model, tmp_path, blocks=24, clock=clock)
@@ -244,7 +246,7 @@ def test_others_overtake_and_who_waits_too_long_computes(model: Decoder, fresh: 
         if house.tiers.stats()["disk"].loaded_blocks == 0:
             house.tiers.read_next()
     assert {o.id for o in outputs} == {"quick"} and outputs[-1].finish is not None
-    assert house.engine.scheduler.requests["r#0"].status is Status.LOADING
+    assert house.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING
     clock.advance(5.0)
     for _ in range(20):
         outputs += house.engine.step()
@@ -254,7 +256,7 @@ def test_others_overtake_and_who_waits_too_long_computes(model: Decoder, fresh: 
     same({k: v for k, v in fold(outputs).items() if k[0] == "r"}, fresh, cached=8)
 
 
-def test_scored_prompts_are_computed(model: Decoder, tmp_path: Path) -> None:
+def test_scored_prompts_are_computed(model: DecoderModel, tmp_path: Path) -> None:
     House(model, tmp_path).run(ask(1))
     house = House(model, tmp_path)
     assert {cached for *_, cached in house.run(ask(1, prompt_logprobs=1)).values()} == {0}

@@ -35,11 +35,11 @@ from triton_cases import (  # noqa: E402
 
 from emberline.kernels.triton import norm  # noqa: E402
 from emberline.kernels.triton.activation import silu_mul  # noqa: E402
-from emberline.kernels.triton.attention import make_tiles, paged_attention, tile_queries  # noqa: E402
+from emberline.kernels.triton.attention import choose_tile_queries, make_tiles, paged_attention  # noqa: E402
 from emberline.kernels.triton.norm import rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
-from emberline.kernels.triton.rows import gather_tokens  # noqa: E402
-from emberline.kernels.triton.widen import widen  # noqa: E402
+from emberline.kernels.triton.token_gather import gather_tokens  # noqa: E402
+from emberline.kernels.triton.widen import widen_blocks  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
@@ -93,7 +93,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_norm_in_the_interpreter(
     rounding: None, dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm, "MOST_WARPS", 3)  # some take three rows, some two
+    monkeypatch.setattr(norm, "MAX_GRID_WARPS", 3)  # some take three rows, some two
     check_norm(CPU, dtype, rows, columns)
 
 
@@ -175,8 +175,8 @@ def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: i
 def test_tiles() -> None:
     assert make_tiles(np.array([1, 0, 9, 4]), 4).tolist() == [[0, 0], [2, 0], [2, 4], [2, 8], [3, 0]]
     assert make_tiles(np.array([], dtype=np.int32), 4).shape == (0, 2)
-    assert [tile_queries(most, 4) for most in (1, 4, 5, 20, 1000)] == [4, 4, 8, 32, 32]
-    assert tile_queries(1, 128) == 1
+    assert [choose_tile_queries(most, 4) for most in (1, 4, 5, 20, 1000)] == [4, 4, 8, 32, 32]
+    assert choose_tile_queries(1, 128) == 1
 
 
 class Hopper:
@@ -225,7 +225,7 @@ def test_small_kernels_compile(built: list[SimpleNamespace]) -> None:
 def test_widen_compiles(built: list[Any]) -> None:
     narrow, wide = torch.zeros(2, 8, 64, 128).to(FP8), torch.zeros(2, 8, 64, 128, dtype=BF16)
     integers = torch.zeros(2, 2, dtype=torch.int32)
-    widen(narrow, narrow.clone(), wide, wide.clone(), integers, integers, integers[0], pdl=True)
+    widen_blocks(narrow, narrow.clone(), wide, wide.clone(), integers, integers, integers[0], pdl=True)
     assert "st.global.v4" in built[0].asm["ptx"]
 
 
@@ -247,7 +247,7 @@ def test_rope_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype,
 def test_attention_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype, most: int, product: str) -> None:
     qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
     integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
-    block_m = tile_queries(most, 4)
+    block_m = choose_tile_queries(most, 4)
     paged_attention(
         qkv,
         blocks,

@@ -11,11 +11,11 @@ import torch
 
 from emberline.kernels import tuning
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import OURS, CublasError, Kind, Problem
-from emberline.kernels.packed import PackedWeight
+from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, MatmulProblem, ProductKind
+from emberline.kernels.packed_weight import PackedWeight
 
-DOWN = Problem(896, 4096, 14336, Kind.ADD)
-FOUND = {DOWN: 2, Problem(1024, 28672, 4096, Kind.GATED): OURS}
+DOWN = MatmulProblem(896, 4096, 14336, ProductKind.ADD)
+FOUND = {DOWN: 2, MatmulProblem(1024, 28672, 4096, ProductKind.GATED): OWN_KERNEL}
 
 
 def weight(n: int, k: int, *, gated: bool = False, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
@@ -26,17 +26,17 @@ LAYER = [weight(6144, 4096), weight(4096, 4096), weight(28672, 4096, gated=True)
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Problem]]:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[MatmulProblem]]:
     """What was asked for, each time."""
-    asked: list[set[Problem]] = []
+    asked: list[set[MatmulProblem]] = []
 
-    def measure(problems: Collection[Problem]) -> tuning.Found:
+    def measure(problems: Collection[MatmulProblem]) -> tuning.TunedChoices:
         asked.append(set(problems))
         return dict.fromkeys(problems, 3)
 
     monkeypatch.setattr(tuning, "_measure", measure)
     monkeypatch.setattr(tuning, "_cache_file", lambda: tmp_path / "kept" / "products.json")
-    monkeypatch.setattr(cublas, "available", lambda: True)
+    monkeypatch.setattr(cublas, "is_available", lambda: True)
     monkeypatch.setattr(cublas, "choices", {})
     return asked
 
@@ -58,43 +58,43 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, damage: str) -> None:
     assert tuning._load(file) == {}
 
 
-def test_only_what_is_missing_is_measured(measured: list[set[Problem]]) -> None:
-    tuning.tune(LAYER, 4096, [64, 128, 896])
+def test_only_what_is_missing_is_measured(measured: list[set[MatmulProblem]]) -> None:
+    tuning.tune_products(LAYER, 4096, [64, 128, 896])
     assert measured == [
         {
-            Problem(896, 6144, 4096, Kind.STORE),
-            Problem(896, 4096, 4096, Kind.ADD),
-            Problem(896, 28672, 4096, Kind.GATED),
+            MatmulProblem(896, 6144, 4096, ProductKind.STORE),
+            MatmulProblem(896, 4096, 4096, ProductKind.ADD),
+            MatmulProblem(896, 28672, 4096, ProductKind.GATED),
             DOWN,
         }
     ]
-    tuning.tune(LAYER, 4096, [896])
-    tuning.tune([*LAYER, weight(4096, 4096, dtype=torch.float16)], 4096, [896, 1024])
+    tuning.tune_products(LAYER, 4096, [896])
+    tuning.tune_products([*LAYER, weight(4096, 4096, dtype=torch.float16)], 4096, [896, 1024])
     assert [{problem.m for problem in problems} for problems in measured] == [{896}, {1024}]
     assert cublas.choices[DOWN] == 3 and {problem.m for problem in cublas.choices} == {896, 1024}
 
 
-def test_what_takes_no_longer_than_its_launch_is_left_out(measured: list[set[Problem]]) -> None:
-    tuning.tune([weight(1024, 1024)], 1024, [512, 8192])
-    assert measured == [{Problem(8192, 1024, 1024, Kind.ADD)}]
+def test_what_takes_no_longer_than_its_launch_is_left_out(measured: list[set[MatmulProblem]]) -> None:
+    tuning.tune_products([weight(1024, 1024)], 1024, [512, 8192])
+    assert measured == [{MatmulProblem(8192, 1024, 1024, ProductKind.ADD)}]
 
 
 def test_a_cache_that_cannot_be_written_stops_nobody(
-    measured: list[set[Problem]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    measured: list[set[MatmulProblem]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(file: Path, found: tuning.Found) -> None:
+    def full(file: Path, found: tuning.TunedChoices) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(tuning, "_save", full)
-    tuning.tune(LAYER, 4096, [896])
+    tuning.tune_products(LAYER, 4096, [896])
     assert cublas.choices[DOWN] == 3 and "no space left" in caplog.text
 
 
 @pytest.mark.parametrize("error", [CublasError("no"), torch.OutOfMemoryError("no")])
 def test_what_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Problem(1024, 4096, 14336, Kind.ADD)
+    other = MatmulProblem(1024, 4096, 14336, ProductKind.ADD)
 
-    def fastest(problem: Problem, weights: list[torch.Tensor]) -> int:
+    def fastest(problem: MatmulProblem, weights: list[torch.Tensor]) -> int:
         if problem == DOWN:
             raise error
         return 1
@@ -106,29 +106,39 @@ def test_what_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatc
     assert tuning._measure([DOWN, other]) == {other: 1}
 
 
-def test_without_cublas_nothing_is_measured(measured: list[set[Problem]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "available", lambda: False)
-    tuning.tune(LAYER, 4096, [896])
+def test_without_cublas_nothing_is_measured(
+    measured: list[set[MatmulProblem]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas, "is_available", lambda: False)
+    tuning.tune_products(LAYER, 4096, [896])
     assert not measured and not cublas.choices
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_machine_without_a_gpu_has_none() -> None:
-    assert not cublas.available()
+    assert not cublas.is_available()
 
 
 def test_what_nobody_has_measured_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "choices", {Problem(3, 2, 4): 1, Problem(3, 2, 4, Kind.GATED): OURS})
+    monkeypatch.setattr(
+        cublas, "choices", {MatmulProblem(3, 2, 4): 1, MatmulProblem(3, 2, 4, ProductKind.GATED): OWN_KERNEL}
+    )
     x, w, wide = (torch.zeros(64, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32))
     x, w, wide = (
         t.as_strided((rows, 4), (4, 1), -t.data_ptr() % 256 // t.itemsize) for t, rows in ((x, 3), (w, 2), (wide, 3))
     )
-    assert cublas.chosen(x, w, Kind.STORE) and not cublas.chosen(x.t().contiguous().t(), w, Kind.STORE)
-    assert not cublas.chosen(x, w, Kind.ADD) and not cublas.chosen(x, w, Kind.GATED)
-    assert not cublas.chosen(x[:2], w, Kind.STORE)
-    assert not cublas.chosen(wide, w, Kind.STORE) and not cublas.chosen(x, w, Kind.STORE, wide), "of another type"
+    assert cublas.can_use_tuned(x, w, ProductKind.STORE) and not cublas.can_use_tuned(
+        x.t().contiguous().t(), w, ProductKind.STORE
+    )
+    assert not cublas.can_use_tuned(x, w, ProductKind.ADD) and not cublas.can_use_tuned(x, w, ProductKind.GATED)
+    assert not cublas.can_use_tuned(x[:2], w, ProductKind.STORE)
+    assert not cublas.can_use_tuned(wide, w, ProductKind.STORE) and not cublas.can_use_tuned(
+        x, w, ProductKind.STORE, wide
+    ), "of another type"
     askew = x.as_strided(x.shape, x.stride(), x.storage_offset() + 4)
-    assert not cublas.chosen(askew, w, Kind.STORE) and not cublas.chosen(x, w, Kind.STORE, askew)
+    assert not cublas.can_use_tuned(askew, w, ProductKind.STORE) and not cublas.can_use_tuned(
+        x, w, ProductKind.STORE, askew
+    )
 
 
 def test_the_file_is_readable(tmp_path: Path) -> None:

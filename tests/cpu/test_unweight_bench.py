@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from emberline.bench import unweight
-from emberline.unweight.format import BLOCK
+from emberline.unweight.format import BLOCK_ELEMENTS
 
 
 def test_figures_are_where_they_must_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     matrix = unweight.gaussian(256 * 512).view(256, 512).bfloat16()
     odd = unweight.student(100 * 70).view(100, 70).bfloat16()  # no multiple of 64: plain in memory
     monkeypatch.setattr(unweight, "sources", lambda: [("one", [(matrix, 2.0)]), ("odd", [(odd, 1.0)])])
-    monkeypatch.setattr(unweight, "TIMED", 3 * BLOCK)
+    monkeypatch.setattr(unweight, "TIMED", 3 * BLOCK_ELEMENTS)
     monkeypatch.setattr(unweight, "PEERS", ("zstd-none", "absent"))
     results = unweight.bench(2, tmp_path).results
     disk, memory = results["disk_bits_per_weight_one"], results["memory_bits_per_weight_one"]

@@ -14,16 +14,16 @@ from emberline import LLM, SamplingParams
 from emberline.cli.__main__ import main
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
-from emberline.models.loader import load
+from emberline.models.loader import load_decoder
 from emberline.models.weights import Weights
 from emberline.unweight import model
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.tensor import is_coded
 
-CODEC = codec_of(find_library())
+CODEC = select_weight_codec(find_library())
 LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=200, num_attention_heads=12)
 PROMPT = "The history of the city begins"
 
@@ -42,9 +42,9 @@ def packed(source: Path, target: Path) -> Path:
 def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
     source = tiny.write(tmp_path / "plain", LARGER, dtype=dtype, shards=2)
     target = packed(source, tmp_path / "packed")
-    ops.start(native=native)
+    ops.start_backend(native=native)
     try:
-        assert load(source).fingerprint == load(target).fingerprint
+        assert load_decoder(source).fingerprint == load_decoder(target).fingerprint
         plain, ours = Weights(Checkpoint.open(source)), Weights(Checkpoint.open(target))
         for name, info in plain.checkpoint.tensors.items():
             take = (name, *info.shape)
@@ -52,9 +52,9 @@ def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, n
             b = ours.vector(*take) if len(info.shape) == 1 else ours.matrix(*take)
             assert torch.equal(a, b) and a.dtype == b.dtype, name
         ours.finish("")
-        assert plain.taken_bytes == ours.taken_bytes
+        assert plain.loaded_bytes == ours.loaded_bytes
     finally:
-        ops.start()
+        ops.start_backend()
 
 
 def test_experts_say_the_same_packed(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_experts_say_the_same_packed(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "plain", config, dtype=torch.bfloat16, shards=2)
     target = packed(source, tmp_path / "packed")
     assert main(["unweight", "verify", str(target), str(source), "--quiet"]) == 0
-    assert is_coded(Checkpoint.open(target).info("model.layers.2.mlp.experts.6.down_proj.weight"))
-    plain, ours = load(source), load(target)
+    assert is_coded(Checkpoint.open(target).tensor_info("model.layers.2.mlp.experts.6.down_proj.weight"))
+    plain, ours = load_decoder(source), load_decoder(target)
     assert (plain.fingerprint, plain.weight_bytes) == (ours.fingerprint, ours.weight_bytes)
     x = torch.randn(9, 96)
     for a, b in zip(plain.layers, ours.layers, strict=True):
@@ -73,28 +73,28 @@ def test_experts_say_the_same_packed(tmp_path: Path) -> None:
 def test_another_models_identity_differs(tmp_path: Path) -> None:
     one = packed(tiny.write(tmp_path / "a", LARGER, dtype=torch.bfloat16), tmp_path / "pa")
     two = packed(tiny.write(tmp_path / "b", LARGER, dtype=torch.bfloat16, seed=1), tmp_path / "pb")
-    assert load(one).fingerprint != load(two).fingerprint
+    assert load_decoder(one).fingerprint != load_decoder(two).fingerprint
 
 
 def test_a_copy_of_the_embedding_is_found_in_packed_files(tmp_path: Path) -> None:
     config = {**LARGER, "tie_word_embeddings": True}
     tensors = tiny.tensors(config, dtype=torch.bfloat16)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    made = load(packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
+    made = load_decoder(packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
     assert made.embedding is made.head.weight
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
 def test_damage_is_a_typed_error_that_names_the_tensor(tmp_path: Path, name: str) -> None:
     target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
-    info = Checkpoint.open(target).info(name)
+    info = Checkpoint.open(target).tensor_info(name)
     with info.file.open("r+b") as file:
         file.seek(info.offset + info.nbytes // 2)
         byte = file.read(1)[0]
         file.seek(info.offset + info.nbytes // 2)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(ModelFileError, match=name):
-        load(target)
+        load_decoder(target)
 
 
 @pytest.mark.parametrize("change", [{"dtype": "I16"}, {"shape": [1 << 40, 1 << 40]}, {"codec": "zip"}])
@@ -102,7 +102,7 @@ def test_lies_about_a_tensor_are_typed_errors_too(tmp_path: Path, change: dict[s
     target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
     unweight_models.lie(target / "model.safetensors", "model.embed_tokens.weight", change)
     with pytest.raises((ModelFileError, UnsupportedModel)):
-        load(target)
+        load_decoder(target)
 
 
 def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
     for cut in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         (target / "model.safetensors").write_bytes(whole[:cut])
         with pytest.raises(ModelFileError):
-            load(target)
+            load_decoder(target)
 
 
 def test_another_device_refuses_what_it_would_misread(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_smollm2_says_the_same_packed(tmp_path: Path, capsys: pytest.CaptureFixt
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     said = [
         LLM(where, kv_memory=1 << 27).generate([PROMPT], params, progress=False)[0].tokens
-        for where in (resolve("smollm2"), tmp_path / "packed")
+        for where in (resolve_model("smollm2"), tmp_path / "packed")
     ]
     assert len(said[0]) == 50 and said[0] == said[1]
     assert main(["doctor", "--model", str(tmp_path / "packed")]) in (0, 1)
-    assert "179 MB of weights" in capsys.readouterr().out
+    assert "179 MB of weights" in capsys.readouterr().request
     shutil.rmtree(tmp_path / "packed")

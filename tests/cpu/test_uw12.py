@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.uw12 import MOST_STRIDE, Packed, fits, lists_at, stride_of
+from emberline.kernels.cuda.uw12 import MAX_HEADER_BYTES, UW12Weight, escapes_offset, header_bytes, is_worth_packing
 from emberline.kernels.uw12_ref import reference_bases, reference_decode, reference_pack, reference_unpack
 
 ANY = 99.0  # bits a weight: packed whatever it takes
@@ -28,13 +28,13 @@ def bits(weight: Tensor) -> Tensor:
     return weight.view(torch.int16)
 
 
-def packed(weight: Tensor, most_bits: float = ANY) -> Packed:
-    made = reference_pack(weight, most_bits=most_bits)
+def packed(weight: Tensor, most_bits: float = ANY) -> UW12Weight:
+    made = reference_pack(weight, max_bits=most_bits)
     assert made is not None
     return made
 
 
-def assert_exact(weight: Tensor, most_bits: float = ANY) -> Packed:
+def assert_exact(weight: Tensor, most_bits: float = ANY) -> UW12Weight:
     made = packed(weight, most_bits)
     assert torch.equal(bits(reference_unpack(made)), bits(weight))
     assert made.nbytes == made.planes.nbytes + made.headers.nbytes
@@ -79,14 +79,14 @@ def test_odd_rows_come_back() -> None:
 @pytest.mark.parametrize("n,k", [(64, 64), (64, 576), (192, 128), (128, 4160)])
 def test_ordinary_weights_take_little_more_than_12_bits(n: int, k: int) -> None:
     made = assert_exact(normal(n, k), 13.5)
-    assert made.planes.numel() == n * k * 3 // 2 and made.stride % 16 == 0
+    assert made.planes.numel() == n * k * 3 // 2 and made.header_stride % 16 == 0
 
 
 @pytest.mark.parametrize("low,high", [(-126, 127), (-100, -20), (-40, 10)])
 def test_rows_of_different_scale(low: int, high: int) -> None:
     weight = torch.randn(128, 128).double() * torch.exp2(torch.randint(low, high, (128, 1)).double())
     made = assert_exact(weight.bfloat16())
-    assert high > 10 or made.stride < lists_at(128) + 256
+    assert high > 10 or made.header_stride < escapes_offset(128) + 256
 
 
 def test_random_bits_come_back() -> None:
@@ -129,9 +129,9 @@ def test_bytes_lie_where_the_format_says() -> None:
 def test_some_rows_are_packed_weights_too() -> None:
     weight = odd_rows()
     made = packed(weight)
-    assert torch.equal(bits(reference_unpack(made.rows(64, 128))), bits(weight[64:]))
+    assert torch.equal(bits(reference_unpack(made.slice_rows(64, 128))), bits(weight[64:]))
     with pytest.raises(AssertionError):
-        made.rows(16, 128)
+        made.slice_rows(16, 128)
 
 
 def test_escapes_are_listed_in_order() -> None:
@@ -139,7 +139,7 @@ def test_escapes_are_listed_in_order() -> None:
     units = made.k // 64
     for header in made.headers:
         starts = header[64 : 64 + 2 * (units + 1)].clone().view(torch.int16).tolist()
-        entries = (header[lists_at(made.k) :].clone().view(torch.int32).long() & 0xFFFFFFFF).tolist()
+        entries = (header[escapes_offset(made.k) :].clone().view(torch.int32).long() & 0xFFFFFFFF).tolist()
         assert starts[0] == 0 and starts == sorted(starts)
         for begin, end in pairwise(starts):
             places = [entry & 0x3FF for entry in entries[begin:end]]
@@ -150,13 +150,18 @@ def test_escapes_are_listed_in_order() -> None:
 def test_one_wrong_byte_is_noticed() -> None:
     weight = odd_rows()
     made = packed(weight)
-    list_bytes = made.headers[0, lists_at(made.k) :].count_nonzero()
+    list_bytes = made.headers[0, escapes_offset(made.k) :].count_nonzero()
     assert list_bytes > 100
     for _ in range(40):
         planes = made.planes.clone()
         planes.view(-1)[torch.randint(planes.numel(), ())] ^= 0xFF
         assert not torch.equal(bits(reference_unpack(replace(made, planes=planes))), bits(weight))
-    for place in (1, 4 * 9 + 3, lists_at(made.k) + 2, lists_at(made.k) + 4 * 17 + 3):  # scales, values of escapes
+    for place in (
+        1,
+        4 * 9 + 3,
+        escapes_offset(made.k) + 2,
+        escapes_offset(made.k) + 4 * 17 + 3,
+    ):  # scales, values of escapes
         headers = made.headers.clone()
         headers[0, place] ^= 0x41
         assert not torch.equal(bits(reference_unpack(replace(made, headers=headers))), bits(weight)), place
@@ -180,12 +185,12 @@ def test_a_fragment_is_decoded_by_its_words() -> None:
 
 @pytest.mark.parametrize("n,k", [(96, 64), (64, 96), (16, 64), (0, 64)])
 def test_what_stays_plain(n: int, k: int) -> None:
-    assert reference_pack(normal(n, k), most_bits=ANY) is None
+    assert reference_pack(normal(n, k), max_bits=ANY) is None
 
 
 def test_what_would_not_be_smaller_stays_plain() -> None:
     assert reference_pack(torch.randint(-(1 << 15), 1 << 15, (64, 256), dtype=torch.int16).view(torch.bfloat16)) is None
-    assert fits(64, 4096, 200) and not fits(64, 4096, 4000)
-    most = (MOST_STRIDE - lists_at(16384)) // 4
-    assert stride_of(16384, most) == MOST_STRIDE
-    assert fits(64, 16384, most, ANY) and not fits(64, 16384, most + 1, ANY)
+    assert is_worth_packing(64, 4096, 200) and not is_worth_packing(64, 4096, 4000)
+    most = (MAX_HEADER_BYTES - escapes_offset(16384)) // 4
+    assert header_bytes(16384, most) == MAX_HEADER_BYTES
+    assert is_worth_packing(64, 16384, most, ANY) and not is_worth_packing(64, 16384, most + 1, ANY)

@@ -25,7 +25,7 @@ def can_link() -> bool:
 
 def test_every_fault_once(tmp_path: Path) -> None:
     linked = can_link()
-    kinds = {fault.name for fault in FAULTS if linked or not fault.linked}
+    kinds = {fault.name for fault in FAULTS if linked or not fault.needs_links}
     model, told = tiny_model(tmp_path / "tiny", 1024), tmp_path / "told.json"
     command = [sys.executable, "-m", "emberline.cli", "chaos", str(model), "--faults", str(len(kinds)), "--seed", "7",
                "--kv-memory", "512K", "--logs", str(tmp_path), "--json", str(told)]  # fmt: skip

@@ -13,9 +13,9 @@ from schemathesis.core.errors import InvalidSchema
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
-from emberline.api.openapi import document
+from emberline.api.openapi import build_document
 
-OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(document("test")).get_all_operations()]
+OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(build_document("test")).get_all_operations()]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 

@@ -9,12 +9,12 @@ from gateway_calls import call
 
 from emberline.core.clock import SystemClock
 from emberline.gateway.cache.embedder import HttpEmbedder
+from emberline.gateway.cache.factory import semantic_cache_factory
 from emberline.gateway.cache.memory import MemoryCache
-from emberline.gateway.cache.opening import semantic_by
-from emberline.gateway.cache.semantic import Semantic
-from emberline.gateway.call import Call, Reply
-from emberline.gateway.layers.cached import Cached
-from emberline.gateway.upstream.upstream import Upstream
+from emberline.gateway.cache.semantic import SemanticCache
+from emberline.gateway.layers.caching import CacheLayer
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.upstream.client import UpstreamClient
 
 SETTINGS = {"cache_ttl": 600, "semantic": {"mode": "on", "threshold": 0.85}}
 
@@ -25,10 +25,10 @@ def request_body(text: str) -> dict[str, Any]:
 
 def test_semantic_cache_serves_paraphrases_only(server: str) -> None:
     async def run() -> None:
-        async with Upstream() as upstream:
-            embedder = HttpEmbedder(upstream, server, "minilm", patience=60.0)  # the first call starts the embedder
-            semantic = Semantic(embedder, SystemClock())
-            handler = Cached(MemoryCache(SystemClock()), SystemClock(), lambda: semantic).layer(answer)
+        async with UpstreamClient() as upstream:
+            embedder = HttpEmbedder(upstream, server, "minilm", timeout_s=60.0)  # the first call starts the embedder
+            semantic = SemanticCache(embedder, SystemClock())
+            handler = CacheLayer(MemoryCache(SystemClock()), SystemClock(), lambda: semantic).wrap(answer)
 
             async def hit(text: str) -> bool:
                 reply = await handler(call(request_body(text), settings=SETTINGS, deadline=1e12))
@@ -42,8 +42,8 @@ def test_semantic_cache_serves_paraphrases_only(server: str) -> None:
             assert not await hit("What does the plan with 5 seats cost?")
             assert not await hit("What does the plan with 50 seats cost?")
             assert embedder.failures == 0
-            semantic_cache = semantic_by(upstream, server, "minilm", SystemClock())()
-            assert (await semantic_cache.look(call(request_body("hello"), settings=SETTINGS))) is not None
+            semantic_cache = semantic_cache_factory(upstream, server, "minilm", SystemClock())()
+            assert (await semantic_cache.look_up(call(request_body("hello"), settings=SETTINGS))) is not None
             unreachable = HttpEmbedder(upstream, "http://127.0.0.1:9", "minilm")
             assert await unreachable.embed(["x"]) is None and unreachable.failures == 1
             unknown_model = HttpEmbedder(upstream, server, "unheard-of")
@@ -52,5 +52,5 @@ def test_semantic_cache_serves_paraphrases_only(server: str) -> None:
     asyncio.run(run())
 
 
-async def answer(call: Call) -> Reply:
-    return Reply(200, {}, b"{}")
+async def answer(call: GatewayRequest) -> GatewayReply:
+    return GatewayReply(200, {}, b"{}")

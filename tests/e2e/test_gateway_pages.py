@@ -18,8 +18,8 @@ from gateway_records import DAY, made
 from gateways import Gateways
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import Record
-from emberline.gateway.providers.registry import KNOWN
+from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "tests" / ".artifacts"
@@ -306,7 +306,7 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
 
     go(page, "providers", "#store-key")
     known = page.text("#known-providers")
-    assert all(slug in known for slug in KNOWN) and "api.anthropic.com" in known
+    assert all(slug in known for slug in PROVIDERS_BY_SLUG) and "api.anthropic.com" in known
     page.click("#store-key")
     fill(page, provider="openai", secret="sk-very-secret")
     page.js("document.querySelector('#provider-key-form').requestSubmit()")
@@ -425,7 +425,7 @@ def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gat
     page.type("#prompt", "more")
     page.press("Enter")
     page.wait("document.querySelectorAll('#messages .assistant p')[1]?.textContent.includes('word2')")
-    assert [m["role"] for m in fake.asked[-1].json["messages"]] == ["user", "assistant", "user"]
+    assert [m["role"] for m in fake.requests[-1].json["messages"]] == ["user", "assistant", "user"]
     page.click("#stop")
     page.wait("document.querySelectorAll('#messages .assistant')[1].textContent.includes('stopped')")
     page.until(lambda: fake.gone == 1, "the provider was left")
@@ -434,7 +434,7 @@ def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gat
     page.type("#prompt", "and again")
     page.press("Enter")
     page.wait("document.querySelector('#messages .failed')")
-    before = len(fake.asked)
+    before = len(fake.requests)
     page.type("#model", "429")
     page.type("#prompt", "refused")
     page.press("Enter")
@@ -442,8 +442,8 @@ def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gat
     page.type("#model", "priced")
     page.type("#prompt", "at last")
     page.press("Enter")
-    page.until(lambda: len(fake.asked) > before + 1 and fake.asked[-1].json["model"] == "priced", "it is asked")
-    said = [m["content"] for m in fake.asked[-1].json["messages"] if m["role"] == "user"]
+    page.until(lambda: len(fake.requests) > before + 1 and fake.requests[-1].json["model"] == "priced", "it is asked")
+    said = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
     assert said == [HOSTILE, "more", "and again", "at last"], "a question that failed is not sent again"
 
 
@@ -469,7 +469,7 @@ def test_every_room_fits_a_phone_and_the_night(page: Chromium, gateway: Gateways
     page.prefer("light")
 
 
-def month(records: int) -> list[Record]:
+def month(records: int) -> list[LogRecord]:
     """Made up, with days and nights."""
     chance, now = random.Random(7), round(time.time() * 1e3)
     models = [("openai", "gpt-5-mini"), ("anthropic", "claude-sonnet-4-5"), ("emberline", "smollm2"), ("groq", "llama")]

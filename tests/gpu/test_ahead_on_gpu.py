@@ -15,11 +15,11 @@ from torch import Tensor
 from emberline.core.config import GPUConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.engine.gpu.device import Cuda
-from emberline.engine.scheduler import MOST_SCORED
+from emberline.engine.gpu.device import CudaDevice
+from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.kernels import ops
-from emberline.kernels.ahead import Ahead
-from emberline.kernels.packed import PackedWeight
+from emberline.kernels.packed_weight import PackedWeight
+from emberline.kernels.weight_unpacker import WeightUnpacker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -41,25 +41,25 @@ Layer = tuple[PackedWeight, ...]  # a square one, gate and up, down
 def settled(rows: Tensor, *, gated: bool = False) -> PackedWeight:
     n, k = rows.shape
     weight = ops.empty_weight(n, k, rows.dtype, rows.device, gated=gated)
-    assert ops.settle(weight, rows) < rows.nbytes
+    assert ops.fill_weight(weight, rows) < rows.nbytes
     return weight
 
 
-def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: Ahead | None) -> Tensor:
+def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: WeightUnpacker | None) -> Tensor:
     """As a model does it, without attention."""
     x = x.clone()
     norm = torch.ones(HIDDEN, device="cuda")
     for square, gate_up, down in layers:
-        mixed = ops.linear(x, square, norm=norm, eps=1e-5, ahead=ahead)
-        inner = ops.gate_up_silu(mixed, gate_up, norm=norm, eps=1e-5, ahead=ahead)
-        ops.linear(inner, down, add_to=x, ahead=ahead)
-    return ops.linear(x, head, full=True)
+        mixed = ops.linear(x, square, norm=norm, eps=1e-5, unpacker=ahead)
+        inner = ops.gate_up_silu(mixed, gate_up, norm=norm, eps=1e-5, unpacker=ahead)
+        ops.linear(inner, down, add_to=x, unpacker=ahead)
+    return ops.linear(x, head, float32_output=True)
 
 
-def repeated(work: Callable[[], Tensor], device: Cuda) -> tuple[Tensor, Callable[[], None]]:
+def repeated(work: Callable[[], Tensor], device: CudaDevice) -> tuple[Tensor, Callable[[], None]]:
     """Where a captured step leaves its result, and the step."""
     made: list[Tensor] = []
-    replay = device.lane.capture(lambda: made.append(work()))
+    replay = device.step_stream.capture(lambda: made.append(work()))
     return made[0], replay
 
 
@@ -73,46 +73,46 @@ def test_products_are_those_of_plain_rows(m: int) -> None:
     for make in (ops.pack_linear, settled):
         layers = [tuple(make(w, gated=s[2]) for w, s in zip(layer, shapes, strict=True)) for layer in rows]
         both.append((layers, make(last)))
-    device = Cuda()
+    device = CudaDevice()
     torch.cuda.synchronize()
-    with torch.inference_mode(), device.lane.working():
+    with torch.inference_mode(), device.step_stream.activate():
         expected = computed(x, *both[0], None)
         order = [weight for layer in both[1][0] for weight in layer]
-        ahead = Ahead(order, len(order), device.lane, device.beside())
+        ahead = WeightUnpacker(order, len(order), device.step_stream, device.new_stream())
         for _ in range(3):
-            assert torch.equal(computed(x, *both[1], ahead.anew()), expected)
-        places = [place.memory for place in ahead._places]
+            assert torch.equal(computed(x, *both[1], ahead.begin_step()), expected)
+        places = [place.memory for place in ahead._buffers]
         assert len(places) == 2
-        result, replay = repeated(lambda: computed(x, *both[1], ahead.anew()), device)
+        result, replay = repeated(lambda: computed(x, *both[1], ahead.begin_step()), device)
         for _ in range(20):
             for memory in (result, *places):
                 memory.fill_(torch.nan)
             replay()
             assert torch.equal(result, expected)
-        assert torch.equal(computed(x, *both[1], ahead.anew()), expected), "after a captured step"
+        assert torch.equal(computed(x, *both[1], ahead.begin_step()), expected), "after a captured step"
 
 
 def test_an_engine_says_the_same(tmp_path: Path) -> None:
     """Prompts of more rows than our own products take, some in captured steps, some not; one is scored, in a single
     chunk: with 33 to 256 rows packed weights' sums may be cut elsewhere than plain ones'."""
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path, tiny.config("llama", **SIZES), dtype=torch.bfloat16, seed=3)
     said: list[list[object]] = []
     for weights in ("plain", "packed"):
         settings = GPUConfig(max_running=4, max_batch_tokens=2048, kv_tokens=16384, weights=weights, prefix_cache=False)
-        booted = boot_from(tmp_path, settings)
+        booted = boot_from_checkpoint(tmp_path, settings)
         heard: list[object] = []
-        for i, length in enumerate((700, 701, 690, 1500, 699, 1600, MOST_SCORED)):
+        for i, length in enumerate((700, 701, 690, 1500, 699, 1600, MAX_SCORED_TOKENS)):
             prompt = [3 + (7 * i + 11 * j) % 4000 for j in range(length)]
-            scored = 1 if length == MOST_SCORED else None
+            scored = 1 if length == MAX_SCORED_TOKENS else None
             params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=scored)
             booted.engine.add(Submission(f"r{i}", prompt, params))
             while not booted.engine.idle:
                 for output in booted.engine.step():
                     assert output.error is None
                     heard += [*output.tokens, *(p.logprob for p in output.prompt_logprobs or ())]
-        assert len(booted.runner._track.ahead._places) == (2 if weights == "packed" else 0)
+        assert len(booted.runner._graphs.weight_unpacker._buffers) == (2 if weights == "packed" else 0)
         said.append(heard)
         del booted
     assert said[0] == said[1] and len(said[0]) > 7 * 12

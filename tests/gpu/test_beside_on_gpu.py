@@ -49,18 +49,20 @@ class Step:
         self.slots = torch.tensor(slots, dtype=torch.int64, device="cuda")
         angles = torch.arange(max(positions) + 1, device="cuda")[:, None] * torch.rand(DIM // 2, device="cuda")
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-        self.cutter = ops.Cutter((Q, KV, DIM), self.keys[None], torch.bfloat16, len(counts), widened=self.widened)
+        self.cutter = ops.AttentionPlanner(
+            (Q, KV, DIM), self.keys[None], torch.bfloat16, len(counts), max_widened_blocks=self.widened
+        )
         self.qkv = torch.empty(len(positions), (Q + 2 * KV) * DIM, device="cuda", dtype=torch.bfloat16)
         self.weight = ops.pack_linear(torch.randn(self.qkv.shape[1], WIDTH, device="cuda").mul_(0.25).bfloat16())
         self.tiles = self.cut(self.singles)
 
-    def cut(self, singles: int) -> ops.Tiles:
-        return self.cutter.cut(self.before, self.counts, singles, lambda x: torch.from_numpy(x).cuda())
+    def cut(self, singles: int) -> ops.AttentionPlan:
+        return self.cutter.plan(self.before, self.counts, singles, lambda x: torch.from_numpy(x).cuda())
 
-    def attend(self, tiles: ops.Tiles) -> Tensor:
+    def attend(self, tiles: ops.AttentionPlan) -> Tensor:
         return ops.paged_attention(
             self.qkv, self.keys, self.values, self.tables, self.query_start, self.context, DIM**-0.5, Q, KV, DIM,
-            window=self.window, tiles=tiles.laid(),
+            window=self.window, plan=tiles.with_block_tables(),
         )  # fmt: skip
 
     def go(self, source: Tensor, then: Callable[[], object] = lambda: None) -> Tensor:
@@ -89,7 +91,7 @@ CASES = {"few": FEW, "many": MANY, "short": SHORT, "chained": CHAINED}
 @pytest.mark.parametrize("window", [0, 150])
 def test_chunks_to_the_bit_and_single_tokens_nearly_as_alone(case: str, window: int) -> None:
     step = Step(CASES[case], window)
-    assert step.tiles.chunk_sms is not None and step.tiles.work is not None
+    assert step.tiles.prefill_sms is not None and step.tiles.decode_work is not None
     (source,) = step.sources(1)
     together = step.go(source)
     as_chunks = step.attend(step.cut(0))  # one kernel does all, whose every number test_prefill knows
@@ -115,7 +117,7 @@ def test_nothing_is_read_before_it_is_written(case: str) -> None:
         torch.cuda.synchronize()
         for mine, i in zip(got, order, strict=True):
             assert torch.equal(mine, expected[i]), turn
-    scratch = step.tiles.scratch
+    scratch = step.tiles.decode_scratch
     assert scratch is not None and not scratch.counters.any(), "the queue and the arrivals are as they were"
 
 
@@ -124,18 +126,20 @@ def test_nothing_is_read_before_it_is_written(case: str) -> None:
 def test_float8_is_widened_for_chunks(case: str, window: int) -> None:
     """As a kernel has it that reads float8 itself; and to the bit as from a cache that had the same in bf16."""
     step = Step(CASES[case], window, torch.float8_e4m3fn, widened=400)
-    assert step.tiles.widened is not None and step.tiles.general is None and step.cutter.fixed
+    assert step.tiles.widened is not None and step.tiles.general_tiles is None and step.cutter.has_static_shapes
     (source,) = step.sources(1)
     together = step.go(source)
     chunks = -(-(step.counts + step.before)[step.singles :] // BLOCK)
     for room in (1, int(chunks[0])) if len(chunks) > 1 else (1,):  # for none of them, and for the first
-        step.cutter = ops.Cutter((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), widened=room)
+        step.cutter = ops.AttentionPlanner(
+            (Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), max_widened_blocks=room
+        )
         general = step.cut(step.singles)
-        assert general.general is not None, "there is no room to widen all of these"
-        assert general.chunks is not None and (room == 1 or len(general.chunks))
+        assert general.general_tiles is not None, "there is no room to widen all of these"
+        assert general.prefill_tiles is not None and (room == 1 or len(general.prefill_tiles))
         torch.testing.assert_close(together, step.attend(general), atol=0.02, rtol=0.02)
     step.keys, step.values = step.keys.bfloat16(), step.values.bfloat16()
-    step.cutter = ops.Cutter((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts))
+    step.cutter = ops.AttentionPlanner((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts))
     assert torch.equal(together[step.singles :], step.attend(step.cut(step.singles))[step.singles :])
 
 

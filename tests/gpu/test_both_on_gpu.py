@@ -7,7 +7,7 @@ import torch
 
 from emberline.kernels import ops
 from emberline.kernels.cuda import uw12
-from emberline.kernels.packed import PackedWeight
+from emberline.kernels.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,8 +28,8 @@ def test_few_rows_and_many_have_the_numbers_of_plain_weights_to_the_bit(shape: s
     weight = random_weight(*SHAPES[shape])
     inputs = [torch.randn(m, weight.k, device="cuda").bfloat16() for m in (1, 7, 8, 16, 200, 256, 700)]
     before = [product(x, weight) for x in inputs]
-    taken = ops.keep_packed(weight)
-    assert isinstance(weight.packed, uw12.Packed) and 0.7 < taken / weight.data.nbytes < 0.8
+    taken = ops.add_packed_copy(weight)
+    assert isinstance(weight.uw12_copy, uw12.UW12Weight) and 0.7 < taken / weight.data.nbytes < 0.8
     for x, expected in zip(inputs, before, strict=True):
         assert torch.equal(product(x, weight), expected), len(x)
 
@@ -38,7 +38,7 @@ def test_few_rows_and_many_have_the_numbers_of_plain_weights_to_the_bit(shape: s
 @pytest.mark.parametrize("m", [24, 33, 64, 65, 128])
 def test_between_them_none_is_further_from_exact_sums_than_twice_torch(shape: str, m: int) -> None:
     weight = random_weight(*SHAPES[shape])
-    ops.keep_packed(weight)
+    ops.add_packed_copy(weight)
     x = torch.randn(m, weight.k, device="cuda").bfloat16()
     exact = x.double() @ weight.data.double().t()
     error, theirs = ((y.double() - exact).norm() for y in (product(x, weight), x @ weight.data.t()))
@@ -51,12 +51,12 @@ def test_packed_ones_are_read_for_few_rows_and_plain_ones_for_many() -> None:
         for m in (1, 32, 64, 128, 256):
             weight = random_weight(n, k, gated)
             x = torch.randn(m, k, device="cuda").bfloat16()
-            ops.keep_packed(weight)
+            ops.add_packed_copy(weight)
             whole = product(x, weight)
             most = {"small": 32, "large": 64, "gated": 128}[name]
-            assert isinstance(weight.packed, uw12.Packed)
-            spoilt = weight.data if m > most else weight.packed.planes
-            other = weight.packed.planes if m > most else weight.data
+            assert isinstance(weight.uw12_copy, uw12.UW12Weight)
+            spoilt = weight.data if m > most else weight.uw12_copy.planes
+            other = weight.uw12_copy.planes if m > most else weight.data
             other.zero_()
             assert torch.equal(product(x, weight), whole), (name, m)
             spoilt.zero_()
@@ -65,11 +65,11 @@ def test_packed_ones_are_read_for_few_rows_and_plain_ones_for_many() -> None:
 
 def test_a_tied_head_is_packed_once() -> None:
     weight = random_weight(*SHAPES["small"])
-    assert ops.keep_packed(weight) > 0 and ops.keep_packed(weight) == 0
+    assert ops.add_packed_copy(weight) > 0 and ops.add_packed_copy(weight) == 0
 
 
 def test_what_cannot_be_packed_stays_as_it_is() -> None:
     narrow = ops.pack_linear(torch.randn(1000, 100, device="cuda").bfloat16())
     single = ops.pack_linear(torch.randn(1024, 512, device="cuda"))
-    assert ops.keep_packed(narrow) == ops.keep_packed(single) == 0
-    assert narrow.packed is single.packed is None
+    assert ops.add_packed_copy(narrow) == ops.add_packed_copy(single) == 0
+    assert narrow.uw12_copy is single.uw12_copy is None

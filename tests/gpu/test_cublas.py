@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emberline.kernels import ops, tuning
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import Kind, Matmul, Problem
+from emberline.kernels.cuda.cublas import Matmul, MatmulProblem, ProductKind
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,29 +31,29 @@ def test_those_to_choose_from_give_the_same_bits(shape: tuple[int, int, int]) ->
     """So that what is measured decides nothing but speed. Of the sizes that layers have they are all: such proposals
     differ in their tiles alone, and sums go over k in order. Where there is little work, some cut k."""
     x, w = drawn(*shape)
-    matmul = Matmul(Problem(*shape))
+    matmul = Matmul(MatmulProblem(*shape))
     outs = [matmul(x, w, x.new_empty(shape[0], shape[1]), i) for i in range(len(matmul))]
     assert len(matmul) > 1 or shape[0] == 300
     assert error(outs[0], x, w) <= 2 * error(torch.nn.functional.linear(x, w), x, w)
     same = [i for i, out in enumerate(outs) if torch.equal(out, outs[0])]
-    assert tuning.alike(matmul, x, w) == same
+    assert tuning.bitwise_equal_proposals(matmul, x, w) == same
     assert shape[0] == 300 or len(same) == len(matmul)
 
 
 def test_what_is_added_to() -> None:
     x, w = drawn(512, 256, 1024)
     there = torch.randn(512, 256, device="cuda").bfloat16()
-    got = cublas.product(x, w, out=there.clone(), kind=Kind.ADD)
+    got = cublas.multiply(x, w, out=there.clone(), kind=ProductKind.ADD)
     torch.testing.assert_close(got, (there.float() + x.float() @ w.float().t()).bfloat16(), atol=0.02, rtol=0.02)
 
 
 def test_in_a_graph() -> None:
     x, w = drawn(512, 256, 1024)
     out = torch.zeros(512, 256, device="cuda", dtype=torch.bfloat16)
-    expected = cublas.product(x, w, out=torch.empty_like(out))
+    expected = cublas.multiply(x, w, out=torch.empty_like(out))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cublas.product(x, w, out=out)
+        cublas.multiply(x, w, out=out)
     for _ in range(3):
         out.zero_()
         graph.replay()
@@ -64,17 +64,19 @@ def test_in_a_graph() -> None:
 def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "kernel_dir", lambda: tmp_path)
     monkeypatch.setattr(cublas, "choices", {})
-    monkeypatch.setattr(tuning, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(tuning, "MIN_PRODUCT_FLOP", 0.0)
     store, gated = (ops.pack_linear(torch.zeros(n, 256, device="cuda").bfloat16(), gated=n == 512) for n in (384, 512))
     add = ops.pack_linear(torch.zeros(256, 512, device="cuda").bfloat16())
-    tuning.tune([store, gated, add], 256, [64, 384, 1024])
+    tuning.tune_products([store, gated, add], 256, [64, 384, 1024])
     (file,) = tmp_path.glob("products-*.json")
     found = tuning._load(file)
     assert {(p.m, p.n, p.kind) for p in found} == {
-        (m, n, kind) for m in (384, 1024) for n, kind in ((384, Kind.STORE), (512, Kind.GATED), (256, Kind.ADD))
+        (m, n, kind)
+        for m in (384, 1024)
+        for n, kind in ((384, ProductKind.STORE), (512, ProductKind.GATED), (256, ProductKind.ADD))
     }
     assert cublas.choices == found
     monkeypatch.setattr(tuning, "_measure", lambda problems: pytest.fail("it is known"))
     monkeypatch.setattr(cublas, "choices", {})
-    tuning.tune([store, gated, add], 256, [384])
+    tuning.tune_products([store, gated, add], 256, [384])
     assert cublas.choices == found

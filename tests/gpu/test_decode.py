@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels import worklist
-from emberline.kernels.cuda.decode import LayerCache, Scratch, Work, decode_attention
+from emberline.kernels.cuda.decode import DecodeCache, DecodeScratch, DecodeWork, decode_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,25 +83,25 @@ class Case:
         return torch.stack(exact), torch.stack(theirs)
 
 
-def listed(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> Work:
+def listed(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DecodeWork:
     rows, kv_heads = len(case.lengths), case.heads[1]
-    room = worklist.capacity(rows, kv_heads, sms)
-    made = worklist.plan(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
-    return Work(torch.from_numpy(made.data).cuda(), rows, room)
+    room = worklist.item_capacity(rows, kv_heads, sms)
+    made = worklist.plan_work(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
+    return DecodeWork(torch.from_numpy(made.data).cuda(), rows, room)
 
 
-def scratch_of(case: Case, work: Work) -> Scratch:
-    made = Scratch(work.rows, work.capacity, *case.heads, torch.device("cuda"))
+def scratch_of(case: Case, work: DecodeWork) -> DecodeScratch:
+    made = DecodeScratch(work.rows, work.capacity, *case.heads, torch.device("cuda"))
     made.partials.fill_(torch.nan)
-    made.tops.fill_(torch.nan)
+    made.max_and_sum.fill_(torch.nan)
     return made
 
 
-def run(case: Case, work: Work | None = None, *, window: int = 0, scratch: Scratch | None = None) -> Tensor:
+def run(case: Case, work: DecodeWork | None = None, *, window: int = 0, scratch: DecodeScratch | None = None) -> Tensor:
     work = work or listed(case)
     scratch = scratch or scratch_of(case, work)
     out = torch.full((len(case.qkv), case.q_heads * case.heads[2]), torch.nan, device="cuda", dtype=BF16)
-    cached = LayerCache(case.keys, case.values)
+    cached = DecodeCache(case.keys, case.values)
     decode_attention(
         case.qkv, cached, case.tables, case.context, work, case.scale, *case.heads, window=window, out=out,
         scratch=scratch, pdl=False,
@@ -169,7 +169,7 @@ def test_a_list_for_longer_rows() -> None:
 def test_rows_do_not_depend_on_each_other() -> None:
     case = Case.random(RAGGED, 32, 8, 128)
     ours, work = run(case), listed(case)
-    assert (work.row_parts[1:] > 0).any()
+    assert (work.partial_starts[1:] > 0).any()
     order = torch.randperm(len(RAGGED))
     moved = Case(
         [RAGGED[i] for i in order.tolist()], case.qkv[order], case.keys, case.values, case.tables[order],
@@ -202,8 +202,8 @@ def test_graph_replays(dtype: torch.dtype) -> None:
     longest = Case.random([3000] * rows, 32, 8, 128, dtype=dtype)
     work = listed(longest)
     scratch = scratch_of(longest, work)
-    cached = LayerCache(longest.keys, longest.values)
-    swapped = LayerCache(longest.values, longest.keys)
+    cached = DecodeCache(longest.keys, longest.values)
+    swapped = DecodeCache(longest.values, longest.keys)
     qkv, context = torch.zeros_like(longest.qkv), longest.context.clone()
     outs = [torch.empty(rows, 32 * 128, device="cuda", dtype=BF16) for _ in range(4)]
 
@@ -222,7 +222,7 @@ def test_graph_replays(dtype: torch.dtype) -> None:
     for most in (3000, 5, 700, 64, 1500):
         lengths = [int(n) for n in torch.randint(1, most + 1, (rows,))]
         context.copy_(torch.tensor(lengths) - 1)
-        work.load(worklist.plan(np.array(lengths, np.int32), 8, SMS, work.capacity))
+        work.load(worklist.plan_work(np.array(lengths, np.int32), 8, SMS, work.capacity))
         longest.qkv.normal_()
         for out in outs:
             out.fill_(torch.nan)

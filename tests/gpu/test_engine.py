@@ -36,10 +36,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def engine(checkpoint: Path, dtype: torch.dtype, **settings: object) -> Engine:
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     chosen = {"max_running": 16, "max_batch_tokens": 1024, "max_context": 2048, "kv_tokens": 64 * 1024} | settings
-    return boot_from(checkpoint, GPUConfig(**chosen), dtype=dtype).engine  # type: ignore[arg-type]
+    return boot_from_checkpoint(checkpoint, GPUConfig(**chosen), dtype=dtype).engine  # type: ignore[arg-type]
 
 
 def submissions(params: SamplingParams) -> list[Submission]:
@@ -60,7 +60,7 @@ def run(e: Engine, pending: list[Submission], gap: int = 0) -> dict[str, list[in
             break
         outputs += e.step()
     assert e.idle
-    e.kv.check()
+    e.kv.check_invariants()
     assert all(o.error is None for o in outputs)
     folded: dict[str, list[int]] = {}
     for o in outputs:
@@ -176,9 +176,9 @@ def test_random_arrivals_and_aborts_end_exactly_once(checkpoint: Path) -> None:
         if expected and rng.random() < 0.2:
             e.abort(rng.choice(expected))
         outputs += e.step()
-        e.kv.check()
+        e.kv.check_invariants()
     while not e.idle:
         outputs += e.step()
-        e.kv.check()
+        e.kv.check_invariants()
     assert Counter(o.id for o in outputs if o.finish) == Counter(expected)
-    assert e.kv.num_free + e.kv.num_cached == e.kv.total
+    assert e.kv.num_free + e.kv.num_cached == e.kv.num_blocks

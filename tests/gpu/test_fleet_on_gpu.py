@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
+from emberline.core.config import EngineConfig, GPUConfig, TimeSharingConfig
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 
@@ -71,42 +71,42 @@ def said_by(fleet, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyp
 
 @pytest.fixture(scope="module")
 def expected(configs: dict[str, EngineConfig]) -> dict[str, list[int]]:
-    from emberline.engine.fleet_boot import boot_fleet
+    from emberline.engine.engine_group_boot import boot_engine_group
 
     said: dict[str, list[int]] = {}
     for name, config in configs.items():
-        fleet, _ = boot_fleet({name: config}, FleetConfig())
+        fleet, _ = boot_engine_group({name: config}, TimeSharingConfig())
         said |= said_by(fleet, name)
     return said
 
 
 def test_beside_each_other(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
-    from emberline.engine.fleet_boot import boot_fleet
+    from emberline.engine.engine_group_boot import boot_engine_group
 
-    fleet, loaded = boot_fleet(configs, FleetConfig())
+    fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
     assert all(fleet.is_awake(name) for name in configs) and set(loaded) == set(configs)
     for _ in range(2):
         assert said_by(fleet, "abc") == expected
-    assert all(fleet.turns(name).sleeps == 0 for name in configs)
+    assert all(fleet.sleep_stats(name).sleeps == 0 for name in configs)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int) -> None:
     from emberline.core.freememory import free_memory
     from emberline.engine.boot import boot_on_gpu
-    from emberline.engine.fleet import Fleet
-    from emberline.engine.fleet_boot import taking_turns
-    from emberline.engine.gpu.boot import Booted
+    from emberline.engine.engine_group import EngineGroup
+    from emberline.engine.engine_group_boot import plan_time_sharing
+    from emberline.engine.gpu.boot import BootedGPUEngine
 
-    def load(name: str, settings: GPUConfig) -> Booted:
+    def load(name: str, settings: GPUConfig) -> BootedGPUEngine:
         return boot_on_gpu(configs[name], settings, None)
 
-    members, _ = taking_turns(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
+    members, _ = plan_time_sharing(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
     memory = at_once * max(member.nbytes for member in members.values())
-    fleet = Fleet(members, memory, FleetConfig(turn=0.02))
+    fleet = EngineGroup(members, memory, TimeSharingConfig(turn=0.02))
     for _ in range(2):
         assert said_by(fleet, "abc") == expected
-    assert all(fleet.turns(name).wakes > 1 for name in configs)
+    assert all(fleet.sleep_stats(name).wakes > 1 for name in configs)
     for member in members.values():
         member.close()
 
@@ -114,10 +114,10 @@ def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int
 def test_without_a_word_on_memory_they_share_it(
     configs: dict[str, EngineConfig], expected: dict[str, list[int]]
 ) -> None:
-    from emberline.engine.fleet_boot import boot_fleet
+    from emberline.engine.engine_group_boot import boot_engine_group
 
     plain = {name: replace(config, kv_memory=None) for name, config in configs.items()}
-    fleet, loaded = boot_fleet(plain, FleetConfig())
+    fleet, loaded = boot_engine_group(plain, TimeSharingConfig())
     assert all(fleet.is_awake(name) for name in plain)
     assert sum(one.kv_bytes for one in loaded.values()) > 0.8 * torch.cuda.mem_get_info()[1]
     assert said_by(fleet, "abc") == expected

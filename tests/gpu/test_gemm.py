@@ -11,8 +11,8 @@ from gated import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
-from emberline.kernels.cuda.gemm import PLANS, WIDTHS, Plan, choose, linear, supports
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
+from emberline.kernels.cuda.gemm import PLANS, STAGES_BY_WIDTH, GemmPlan, choose_plan, linear, supports
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,7 +28,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def run(x: Tensor, w: Weight, *, plan: Plan | None = None, pdl: bool = False) -> Tensor:
+def run(x: Tensor, w: BF16Weight, *, plan: GemmPlan | None = None, pdl: bool = False) -> Tensor:
     return linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=pdl)
 
 
@@ -67,7 +67,7 @@ def test_add(m: int, k: int, n: int) -> None:
 def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
-    w = Weight(interleaved(gate, up))
+    w = BF16Weight(interleaved(gate, up))
     ours = linear(x, w, out=poisoned(m, half), gated=True, pdl=False)
     assert torch.equal(ours, gated_parts(run(x, w)))
     plain = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
@@ -82,17 +82,17 @@ def test_every_gate() -> None:
     gates = F.pad(gates, (0, -len(gates) % m), value=1.0).view(m, -1)
     k = -(-gates.shape[1] // 64) * 64
     x, one_hot = F.pad(gates, (0, k - gates.shape[1])), torch.eye(k, device="cuda", dtype=BF16)
-    w = Weight(interleaved(one_hot, one_hot))
+    w = BF16Weight(interleaved(one_hot, one_hot))
     ours = linear(x, w, out=poisoned(m, k), gated=True, pdl=False)
     assert torch.equal(ours, F.silu(x) * x)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.width}x{plan.ctas}")
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.width}x{plan.cluster}")
 @pytest.mark.parametrize("m", (129, 385, 1000))
-def test_every_element_is_in_its_place(m: int, plan: Plan) -> None:
+def test_every_element_is_in_its_place(m: int, plan: GemmPlan) -> None:
     """Without rounding before the last: equal. Nothing is written past the last row."""
     for k, n in ((64, 64), (128, 1344), (704, 576), (192, 9792)):
-        x, w, residual = whole(m, k), Weight(whole(n, k)), whole(m, n, most=100)
+        x, w, residual = whole(m, k), BF16Weight(whole(n, k)), whole(m, n, most=100)
         exact = x.float() @ w.data.float().T
         for gated, added in ((False, None), (False, residual), (True, None)):
             room = poisoned(m + 300, n // 2 if gated else n)
@@ -154,7 +154,7 @@ def test_a_bad_row_stays_alone(m: int) -> None:
     assert torch.equal(dirty[others], clean[others]) and torch.equal(dirty_active[others], active[others])
 
 
-def layers(x: Tensor, weights: list[tuple[Weight, ...]], *, pdl: bool) -> Tensor:
+def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], *, pdl: bool) -> Tensor:
     """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
     m = len(x)
     hidden = x.clone()
@@ -186,11 +186,11 @@ def test_a_graph_with_early_launches(m: int) -> None:
 def test_what_is_not_supported(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k)
     with pytest.raises(AssertionError):
-        linear(random(m, k), Weight(random(n, k)), out=poisoned(m, n))
+        linear(random(m, k), BF16Weight(random(n, k)), out=poisoned(m, n))
 
 
 def test_the_choice_fits() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256)]:
         for m in (*ROWS, 8192, 32768):
-            plan = choose(m, n, k)
-            assert plan.shared <= SHARED_LIMIT and plan.lag < WIDTHS[plan.width]
+            plan = choose_plan(m, n, k)
+            assert plan.shared_bytes <= MAX_SHARED_BYTES and plan.lag < STAGES_BY_WIDTH[plan.width]

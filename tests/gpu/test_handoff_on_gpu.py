@@ -68,12 +68,12 @@ def prefill(pipe: Connection, checkpoint: Path, dtypes: tuple[str, str]) -> None
             if isinstance(asked, Submission):
                 engine.add(replace(asked, publish=True))
             else:
-                whole = engine.kv.num_free + engine.kv.num_cached == engine.kv.total
+                whole = engine.kv.num_free + engine.kv.num_cached == engine.kv.num_blocks
                 pipe.send(("stats", (engine.stats().transfer, whole)))
         for output in engine.step():
             if output.ticket is not None:
                 pipe.send((output.id, output.ticket))
-        engine.kv.check()
+        engine.kv.check_invariants()
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Pair:
             for output in self.decode.step():
                 assert output.error is None
                 tokens += output.tokens
-        self.decode.kv.check()
+        self.decode.kv.check_invariants()
         return tokens
 
     def ticket(self, submission: Submission, *ways: str) -> dict[str, Any]:
@@ -102,9 +102,9 @@ class Pair:
 
     def part(self) -> None:
         """The next pull finds its way anew."""
-        assert self.decode.dock is not None
-        self.decode.dock.receiver.close()
-        self.decode.dock.receiver.reached.clear()
+        assert self.decode.transfer_endpoint is not None
+        self.decode.transfer_endpoint.receiver.close()
+        self.decode.transfer_endpoint.receiver.connected_transports.clear()
 
     def told(self, what: str) -> Any:
         while self.pipe.poll(60):
@@ -153,7 +153,7 @@ def settled(pair: Pair) -> TransferStats:
         pair.decode.step()
         pair.pipe.send("stats")
         (theirs, whole), kv = pair.told("stats"), pair.decode.kv
-        if whole and kv.num_free + kv.num_cached == kv.total:
+        if whole and kv.num_free + kv.num_cached == kv.num_blocks:
             assert isinstance(theirs, TransferStats)
             return theirs
         time.sleep(0.01)
@@ -227,12 +227,12 @@ def test_aborted_while_blocks_arrive(pair: Pair, way: str) -> None:
 
 def test_memory_that_cannot_be_opened_is_passed_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from emberline.engine.gpu import ipc
-    from emberline.kernels.cuda.driver import DriverError
+    from emberline.kernels.cuda.driver import CudaDriverError
 
     def refused(*_: object) -> None:
-        raise DriverError("peer access is not supported")
+        raise CudaDriverError("peer access is not supported")
 
-    monkeypatch.setattr(ipc, "Opened", refused)
+    monkeypatch.setattr(ipc, "OpenedMemory", refused)
     pair.part()
     submission = replace(ask(60), salt="passed over")
     expected = pair.run(replace(submission, salt="passed over alone"))
@@ -245,8 +245,8 @@ def test_memory_that_cannot_be_opened_is_passed_over(pair: Pair, monkeypatch: py
 def test_a_peer_that_is_killed(pair: Pair) -> None:
     """Its memory was open here, and read a moment ago: our device is none the worse for it, and the memory is given
     back. Last: from here on nobody answers."""
-    assert pair.decode.dock is not None
-    receiver = pair.decode.dock.receiver
+    assert pair.decode.transfer_endpoint is not None
+    receiver = pair.decode.transfer_endpoint.receiver
 
     pair.part()
     submission = replace(ask(80), salt="killed")
@@ -254,7 +254,7 @@ def test_a_peer_that_is_killed(pair: Pair) -> None:
     pair.decode.add(replace(ask_again(submission), source=pair.ticket(submission, "cuda")))
     request = next(iter(pair.decode.scheduler.requests.values()))
     ends, tokens = time.monotonic() + 20, []
-    while request.computed < BLOCK and time.monotonic() < ends:
+    while request.num_computed < BLOCK and time.monotonic() < ends:
         tokens += [token for output in pair.decode.step() for token in output.tokens]
     assert pair.stats().reached == {"cuda": 1}
     (link,) = receiver._links.values()

@@ -12,7 +12,15 @@ from gated import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Plan, Weight, choose, linear, planned, supports
+from emberline.kernels.cuda.linear import (
+    MAX_SHARED_BYTES,
+    BF16Weight,
+    SkinnyPlan,
+    choose_plan,
+    linear,
+    make_plan,
+    supports,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,7 +36,9 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def run(x: Tensor, w: Weight, *, dtype: torch.dtype = BF16, plan: Plan | None = None, pdl: bool = False) -> Tensor:
+def run(
+    x: Tensor, w: BF16Weight, *, dtype: torch.dtype = BF16, plan: SkinnyPlan | None = None, pdl: bool = False
+) -> Tensor:
     return linear(x, w, out=poisoned(len(x), w.n, dtype=dtype), plan=plan, pdl=pdl)
 
 
@@ -67,7 +77,7 @@ def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     bias = random(2 * half, dtype=F32)
-    w = Weight(interleaved(gate, up))
+    w = BF16Weight(interleaved(gate, up))
     for shift in (None, bias):
         y = linear(x, w, out=poisoned(m, 2 * half), bias=shift, pdl=False)
         parts = y.view(m, half // 16, 2, 16)
@@ -98,12 +108,12 @@ def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
     n, k = 1552, 1344
     x, w = random(m, k), weight(n, k)
     expected = run(x, w, dtype=F32)
-    plan = planned(n, k, blocks, choose(m, n, k).tiles, ctas=ctas)
+    plan = make_plan(n, k, blocks, choose_plan(m, n, k).tiles, ctas=ctas)
     depths = {1, min(2, plan.stages), plan.stages}
     sets = (0, 1, 2) if plan.grid < -(-n // (16 * blocks)) else (0,)
     for stages, buffers in product(depths, sets):
         changed = replace(plan, stages=stages, buffers=buffers)
-        if changed.shared <= SHARED_LIMIT:
+        if changed.shared_bytes <= MAX_SHARED_BYTES:
             for pdl in (False, True):
                 assert torch.equal(run(x, w, dtype=F32, plan=changed, pdl=pdl), expected), changed
 
@@ -126,7 +136,7 @@ def test_a_bad_row_stays_alone() -> None:
     assert torch.equal(dirty[others], clean[others])
 
 
-def layers(x: Tensor, weights: list[tuple[Weight, ...]], head: Weight, *, pdl: bool) -> Tensor:
+def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], head: BF16Weight, *, pdl: bool) -> Tensor:
     """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
     m = len(x)
     hidden = x.clone()
@@ -158,4 +168,4 @@ def test_a_graph_with_early_launches(m: int) -> None:
 def test_what_is_not_supported(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k)
     with pytest.raises(AssertionError):
-        linear(random(m, k), Weight(random(n, k)), out=poisoned(m, n))
+        linear(random(m, k), BF16Weight(random(n, k)), out=poisoned(m, n))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from emberline.kernels.attention_plan import select_tiles_with_tokens
 from emberline.kernels.cuda import prefill
-from emberline.kernels.tiles import holding
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -50,12 +50,12 @@ class Batch:
         self.tables = torch.from_numpy(tables).cuda()
         self.query_start = torch.tensor(self.starts, dtype=torch.int32, device="cuda")
         self.context = torch.tensor(before, dtype=torch.int32, device="cuda")
-        self.work = torch.from_numpy(prefill.tiles(counts, before)).cuda()
+        self.work = torch.from_numpy(prefill.make_tiles(counts, before)).cuda()
         self.scale = self.head_dim**-0.5
 
     def ours(self, window: int = 0, *, pdl: bool = True) -> Tensor:
         out = self.qkv.new_full((len(self.qkv), self.q_heads * self.head_dim), torch.nan)
-        cached = prefill.PagedCache(self.k, self.v)
+        cached = prefill.PrefillCache(self.k, self.v)
         return prefill.prefill_attention(
             self.qkv, cached, self.tables, self.query_start, self.context, self.work, self.scale, self.q_heads,
             window=window, out=out, pdl=pdl,
@@ -130,9 +130,9 @@ def test_the_same_to_the_bit_again_and_with_other_neighbours() -> None:
     row = RAGGED.index((500, 1000))
     first, last = batch.starts[row], batch.starts[row + 1]
     alone = prefill.prefill_attention(
-        batch.qkv[first:last], prefill.PagedCache(batch.k, batch.v), batch.tables[row : row + 1],
+        batch.qkv[first:last], prefill.PrefillCache(batch.k, batch.v), batch.tables[row : row + 1],
         torch.tensor([0, 500], dtype=torch.int32, device="cuda"), batch.context[row : row + 1],
-        torch.from_numpy(prefill.tiles([500], [1000])).cuda(), batch.scale, batch.q_heads,
+        torch.from_numpy(prefill.make_tiles([500], [1000])).cuda(), batch.scale, batch.q_heads,
     )  # fmt: skip
     assert torch.equal(once[first:last], alone)
 
@@ -142,12 +142,12 @@ def test_the_same_to_the_bit_again_and_with_other_neighbours() -> None:
 def test_the_same_to_the_bit_in_chunks(window: int) -> None:
     batch = Batch([(1000, 0)], 8, 2)
     whole = batch.ours(window)
-    cached = prefill.PagedCache(batch.k, batch.v)
+    cached = prefill.PrefillCache(batch.k, batch.v)
     parts = []
     for first, last in ((0, 77), (77, 78), (78, 600), (600, 1000)):
         bounds = torch.tensor([0, last - first], dtype=torch.int32, device="cuda")
         before = torch.tensor([first], dtype=torch.int32, device="cuda")
-        work = torch.from_numpy(prefill.tiles([last - first], [first])).cuda()
+        work = torch.from_numpy(prefill.make_tiles([last - first], [first])).cuda()
         parts.append(
             prefill.prefill_attention(
                 batch.qkv[first:last], cached, batch.tables, bounds, before, work, batch.scale, 8, window=window
@@ -170,11 +170,11 @@ def test_tiles_cover_every_query_once_and_come_longest_first() -> None:
     for _ in range(50):
         counts = rng.integers(0, 700, rng.integers(1, 40))
         before = rng.integers(0, 3000, len(counts))
-        work = prefill.tiles(counts.tolist(), before.tolist())
+        work = prefill.make_tiles(counts.tolist(), before.tolist())
         assert work.dtype == np.int32 and work.flags.c_contiguous
-        covered = [(r, q) for r, first in work for q in range(first, min(first + prefill.ROWS, counts[r]))]
+        covered = [(r, q) for r, first in work for q in range(first, min(first + prefill.TILE_QUERIES, counts[r]))]
         assert sorted(covered) == [(r, q) for r, count in enumerate(counts) for q in range(count)]
-        keys = [before[r] + min(first + prefill.ROWS, counts[r]) for r, first in work]
+        keys = [before[r] + min(first + prefill.TILE_QUERIES, counts[r]) for r, first in work]
         assert keys == sorted(keys, reverse=True)
 
 
@@ -184,18 +184,18 @@ def test_tiles_that_hold_a_sought_token() -> None:
         counts = rng.integers(0, 700, rng.integers(1, 40))
         sought = np.unique(rng.integers(0, max(1, counts.sum()), rng.integers(0, 50)))
         sought = sought[sought < counts.sum()]
-        tiles = prefill.tiles(counts, np.zeros_like(counts))
+        tiles = prefill.make_tiles(counts, np.zeros_like(counts))
         begins = np.cumsum(counts) - counts
         held = [
             [r, first]
             for r, first in tiles.tolist()
-            if any(begins[r] + q in sought for q in range(first, min(first + prefill.ROWS, counts[r])))
+            if any(begins[r] + q in sought for q in range(first, min(first + prefill.TILE_QUERIES, counts[r])))
         ]
-        assert holding(tiles, counts, sought).tolist() == held
+        assert select_tiles_with_tokens(tiles, counts, sought).tolist() == held
 
 
 def test_no_new_tokens_are_no_tiles() -> None:
-    assert prefill.tiles([0, 0], [5, 0]).shape == (0, 2)
+    assert prefill.make_tiles([0, 0], [5, 0]).shape == (0, 2)
 
 
 def test_shared_memory_fits_a_multiprocessor() -> None:

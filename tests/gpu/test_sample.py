@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ref
-from emberline.kernels.cuda.sample import apply_bitmask, count_tokens, edit, log_probs, penalise, sample
+from emberline.kernels.cuda.sample import apply_bitmask, apply_penalties, count_tokens, edit_logits, log_probs, sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,7 +59,7 @@ def ours(logits: Tensor, settings: Settings, *, pdl: bool = True) -> Tensor:
 
 
 def defined(logits: Tensor, settings: Settings) -> Tensor:
-    return ref.sample(logits.clone(), *settings[:4], ref.uniform(*settings[4:]))
+    return ref.sample(logits.clone(), *settings[:4], ref.uniform_from_seed(*settings[4:]))
 
 
 def assert_agrees(logits: Tensor, settings: Settings, *, most_off: float = 0.02) -> None:
@@ -76,7 +76,7 @@ def is_near(logits: Tensor, settings: list[Tensor], got: int) -> bool:
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
     temperature, top_k, top_p, min_p = settings[:4]
-    uniform = ref.uniform(*settings[4:])
+    uniform = ref.uniform_from_seed(*settings[4:])
     around = []
     for a, b, c in product((-NEAR, 0.0, NEAR), repeat=3):
         share = torch.where(top_p < 1, top_p * (1 + a), top_p)
@@ -123,7 +123,7 @@ def test_equal_logits_show_the_uniform_number() -> None:
     rows, vocab = 64, 1 << 19
     settings = alike(rows, 0.7)
     got = ours(torch.zeros(1, vocab).cuda().expand(rows, vocab), settings)
-    assert torch.equal(got, (ref.uniform(*settings[4:]) * vocab).long())
+    assert torch.equal(got, (ref.uniform_from_seed(*settings[4:]) * vocab).long())
     signed = torch.zeros(rows, 5000)
     signed[:, ::2] = -0.0
     assert_agrees(signed, alike(rows, 0.7, 0, 0.9))
@@ -232,12 +232,12 @@ def test_edit() -> None:
     divide, add = torch.rand(count) + 0.5, torch.randn(count)
     add[::9] = -torch.inf
     theirs = logits.clone()
-    ref.edit(theirs, rows, ids, divide, add)
+    ref.edit_logits(theirs, rows, ids, divide, add)
     assert not torch.equal(theirs, logits)
     mine, padding = logits.cuda(), torch.full((37,), -1, dtype=torch.int32)
     ones = torch.ones(37)
     padded = (torch.cat(pair).cuda() for pair in ((rows, padding), (ids, padding), (divide, ones), (add, ones)))
-    edit(mine, *padded)
+    edit_logits(mine, *padded)
     assert torch.equal(mine.cpu(), theirs)
 
 
@@ -246,7 +246,7 @@ def test_nothing_to_do() -> None:
     assert len(sample(empty, *(s.cuda() for s in alike(0, 1.0)), none)) == 0
     assert log_probs(empty, none, 3)[1].shape == (0, 3)
     apply_bitmask(empty, torch.empty(0, 2, dtype=torch.int32, device="cuda"), none)
-    edit(empty, none.int(), none.int(), none.float(), none.float())
+    edit_logits(empty, none.int(), none.int(), none.float(), none.float())
 
 
 def test_captured_in_a_graph() -> None:
@@ -259,7 +259,7 @@ def test_captured_in_a_graph() -> None:
 
     def step() -> None:
         work.copy_(logits)
-        edit(work, *edits)
+        edit_logits(work, *edits)
         apply_bitmask(work, mask, places)
         sample(work, *first, out)
         log_probs(work, out, 5, out=scores)
@@ -287,15 +287,15 @@ def test_penalties_and_counts(vocab: int) -> None:
     rows, slots = torch.tensor([0, 2, 3]).int(), torch.tensor([4, 1, 0]).int()
     counts = torch.zeros(5, -(-vocab // 8) * 8, dtype=torch.int16)
     counts[:, :vocab] = torch.randint(0, 5, (5, vocab)).mul(often(vocab, 0.2)).short()
-    counts[:, :vocab][often(5 * vocab, 0.1).view(5, vocab)] += ref.IN_PROMPT
-    counts[4, vocab - 1] = ref.MAX_COUNT
+    counts[:, :vocab][often(5 * vocab, 0.1).view(5, vocab)] += ref.IN_PROMPT_BIT
+    counts[4, vocab - 1] = ref.MAX_TOKEN_COUNT
     settings = torch.tensor([[1.3, 0.2, 0.5], [0.7, -0.1, 0.0], [1.0, 0.3, -1.0]])
     logits, device = peaked(4, vocab), [counts.cuda(), slots.cuda(), rows.cuda()]
     logits[2, : vocab // 2] = -torch.inf
     ours = logits.cuda()
     for _ in range(3):
-        ref.penalise(logits, rows, slots, settings, counts)
-        penalise(ours, device[2], device[1], settings.cuda(), device[0])
+        ref.apply_penalties(logits, rows, slots, settings, counts)
+        apply_penalties(ours, device[2], device[1], settings.cuda(), device[0])
         assert torch.equal(ours.cpu(), logits)
         tokens = torch.tensor([vocab - 1, 3, 5, 0])
         ref.count_tokens(counts, slots, rows, tokens)

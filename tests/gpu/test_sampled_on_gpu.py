@@ -12,7 +12,7 @@ import torch
 from bytelevel import EOS, encode, tokenizer_file
 
 from emberline.core.config import GPUConfig
-from emberline.core.params import Grammar, SamplingParams
+from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.grammar import GrammarCompiler
@@ -32,10 +32,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(checkpoint: Path, **settings: object) -> Engine:
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     chosen = {"max_running": 16, "max_batch_tokens": 256, "max_context": 512, "kv_tokens": 16 * 1024} | settings
-    return boot_from(
+    return boot_from_checkpoint(
         checkpoint,
         GPUConfig(**chosen),  # type: ignore[arg-type]
         dtype=torch.float32,
@@ -49,9 +49,9 @@ def requests() -> list[Submission]:
         "plain": free,
         "greedy": replace(free, temperature=0.0, **PENALTIES),
         "drawn": replace(free, **PENALTIES, logit_bias={7: 2.0}, min_tokens=3),
-        "json": replace(free, grammar=Grammar("json_schema", json.dumps(OBJECT)), ignore_eos=False),
-        "pattern": replace(free, grammar=Grammar("regex", "[a-d]{30}x?"), ignore_eos=False, logprobs=2),
-        "both": replace(free, grammar=Grammar("regex", "[a-h ]{1,90}"), **PENALTIES),
+        "json": replace(free, grammar=GrammarSpec("json_schema", json.dumps(OBJECT)), ignore_eos=False),
+        "pattern": replace(free, grammar=GrammarSpec("regex", "[a-d]{30}x?"), ignore_eos=False, logprobs=2),
+        "both": replace(free, grammar=GrammarSpec("regex", "[a-h ]{1,90}"), **PENALTIES),
     }
     text = encode("the cat sat on the mat and the dog sat on the cat")
     return [Submission(f"{name} {i}", text[: 9 + i], p) for i in range(5) for name, p in kinds.items()]
@@ -67,7 +67,7 @@ def run(made: Engine, submissions: list[Submission]) -> dict[str, list[int]]:
             break
         outputs += made.step()
     assert made.idle and all(o.error is None for o in outputs)
-    made.kv.check()
+    made.kv.check_invariants()
     tokens: dict[str, list[int]] = {}
     for o in outputs:
         tokens.setdefault(o.id, []).extend(o.tokens)

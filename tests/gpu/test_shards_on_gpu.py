@@ -10,8 +10,8 @@ from linear_cases import assert_close, heavy, poisoned, random
 from torch import Tensor
 
 from emberline.kernels.cuda import wide
-from emberline.kernels.cuda.linear import Weight, linear
-from emberline.kernels.cuda.uw12 import Packed, pack
+from emberline.kernels.cuda.linear import BF16Weight, linear
+from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.models.shard import Shard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,7 +20,7 @@ F32 = torch.float32
 SHAPES = {"q_proj": (4096, 4096), "o_proj": (4096, 4096), "gate_proj": (14336, 4096), "down_proj": (4096, 14336)}
 
 
-def product(x: Tensor, w: Weight | Packed) -> Tensor:
+def product(x: Tensor, w: BF16Weight | UW12Weight) -> Tensor:
     ours = linear if len(x) <= 32 else wide.linear
     return ours(x, w, out=poisoned(len(x), w.n, dtype=F32), pdl=False)
 
@@ -35,13 +35,13 @@ def test_products_of_parts(kind: str, of: int) -> None:
         x = random(m, k)
         parts = []
         for rank in range(of):
-            rows, columns = Shard(rank, of).cut(f"{kind}.weight", (n, k))
+            rows, columns = Shard(rank, of).slices(f"{kind}.weight", (n, k))
             part = whole[rows, columns].contiguous()
             made = pack(part)
             assert made is not None
             mine = x[:, columns].contiguous()
             parts.append(product(mine, made))
-            plain = product(mine, Weight(part))
+            plain = product(mine, BF16Weight(part))
             same = torch.equal(parts[-1].view(torch.int32), plain.view(torch.int32))
             assert same or m > 32, (m, rank)  # beyond, a plan for packed weights may split k elsewhere
             assert_close(parts[-1], F.linear(mine, part), mine.double() @ part.double().t())

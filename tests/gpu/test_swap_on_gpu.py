@@ -42,14 +42,14 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore[no-untyped-def]
-    from emberline.engine.gpu.boot import boot_from
-    from emberline.engine.gpu.swap import Swapped
-    from emberline.engine.memory import plan
+    from emberline.engine.gpu.boot import boot_from_checkpoint
+    from emberline.engine.gpu.swap import SwappedEngine
+    from emberline.engine.memory import plan_memory
     from emberline.hub.checkpoint import Checkpoint
     from emberline.models.config import ModelConfig
 
     chosen = GPUConfig(**(SETTINGS | settings))  # type: ignore[arg-type]
-    planned = plan(
+    planned = plan_memory(
         ModelConfig.from_hf(Checkpoint.open(home).config),
         torch.cuda.mem_get_info()[1],
         dtype_bytes=dtype.itemsize,
@@ -60,7 +60,7 @@ def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore
         max_context=2048,
         kv_tokens=chosen.kv_tokens,
     )
-    return Swapped(planned, lambda: boot_from(home, chosen, dtype=dtype))
+    return SwappedEngine(planned, lambda: boot_from_checkpoint(home, chosen, dtype=dtype))
 
 
 def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
@@ -77,7 +77,7 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
         for o in engine.step():
             assert o.error is None
             found.setdefault(o.id.removeprefix(name), []).extend(o.tokens)
-    engine.kv.check()
+    engine.kv.check_invariants()
     return found
 
 
@@ -92,21 +92,21 @@ def poison(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_take_turns_and_say_the_same(homes: dict[str, Path], dtype: torch.dtype) -> None:
-    from emberline.engine.gpu.swap import Sleeper
+    from emberline.engine.gpu.swap import SleepManager
 
     models = {name: swapped(home, dtype) for name, home in homes.items()}
-    sleeper = Sleeper(max(model.nbytes for model in models.values()))
+    sleeper = SleepManager(max(model.nbytes for model in models.values()))
     for name, model in models.items():
         sleeper.add(name, model)
     expected: dict[str, dict[str, list[int]]] = {}
     for turn in range(3):
         for name, model in models.items():
-            sleeper.use(name)
-            assert sleeper.awake == (name,) and model.engine.kv.num_cached == 0
+            sleeper.ensure_awake(name)
+            assert sleeper.awake_models == (name,) and model.engine.kv.num_cached == 0
             said = tokens(model.engine, f"{turn}-")
             assert said == expected.setdefault(name, said), (name, turn)
     assert expected["a"] != expected["b"]
-    turns = sleeper.turns["b"]
+    turns = sleeper.stats["b"]
     assert (turns.wakes, turns.sleeps) == (3, 2) and turns.sleep_bytes >= models["b"].engine.runner.model.weight_bytes
     for model in models.values():
         model.close()
@@ -114,7 +114,7 @@ def test_two_take_turns_and_say_the_same(homes: dict[str, Path], dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_really_given_back(homes: dict[str, Path], dtype: torch.dtype) -> None:
-    from emberline.models.sleep import every
+    from emberline.models.sleep import iter_instances
 
     first = swapped(homes["a"], dtype)
     first.wake()
@@ -128,7 +128,7 @@ def test_memory_is_really_given_back(homes: dict[str, Path], dtype: torch.dtype)
     model.wake()
     expected = tokens(model.engine, "x")
     runner = model.engine.runner
-    storages = [t.untyped_storage() for t in every(torch.Tensor, runner.model)]
+    storages = [t.untyped_storage() for t in iter_instances(torch.Tensor, runner.model)]
     weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     large = sum(size for size in weights.values() if size >= SEGMENT)
     cache = runner.cache.keys.nbytes + runner.cache.values.nbytes
@@ -152,14 +152,14 @@ def test_memory_is_really_given_back(homes: dict[str, Path], dtype: torch.dtype)
 
 def test_both_awake_where_both_fit(homes: dict[str, Path]) -> None:
     """One sleeps and wakes beside the other, which is in the middle of its work."""
-    from emberline.engine.gpu.swap import Sleeper, room
+    from emberline.engine.gpu.swap import SleepManager, model_memory
 
     models = {name: swapped(home, torch.float32) for name, home in homes.items()}
-    sleeper = Sleeper(room(torch.cuda.mem_get_info()[1]))
+    sleeper = SleepManager(model_memory(torch.cuda.mem_get_info()[1]))
     for name, model in models.items():
         sleeper.add(name, model)
-        sleeper.use(name)
-    assert sleeper.awake == ("a", "b")
+        sleeper.ensure_awake(name)
+    assert sleeper.awake_models == ("a", "b")
     expected = {name: tokens(model.engine, "x") for name, model in models.items()}
     busy, other = models["a"].engine, models["b"]
     for i in range(4):

@@ -16,7 +16,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.tiers.base import Tier, buffer_size
+from emberline.kv.tiers.base import Tier, buffer_bytes_for
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
@@ -35,17 +35,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiers_on(disk: Path) -> Callable[[str, KVShape], TierStack]:
     def make(layout: str, shape: KVShape) -> TierStack:
         below: list[Tier] = [DiskTier(disk, layout, shape.block_bytes, 1 << 30)]
-        return TierStack(HostTier(shape.block_bytes, 1024 * buffer_size(shape.block_bytes)), below)
+        return TierStack(HostTier(shape.block_bytes, 1024 * buffer_bytes_for(shape.block_bytes)), below)
 
     return make
 
 
 def engine(checkpoint: Path, disk: Path | None = None, **settings: object) -> Engine:
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     chosen = {"max_running": 8, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 2048, "block_size": 16}
     config = GPUConfig(**(chosen | settings), tiers=disk is not None)  # type: ignore[arg-type]
-    return boot_from(checkpoint, config, dtype=torch.float32, tiers=tiers_on(disk) if disk else None).engine
+    return boot_from_checkpoint(checkpoint, config, dtype=torch.float32, tiers=tiers_on(disk) if disk else None).engine
 
 
 def submissions() -> list[Submission]:
@@ -64,7 +64,7 @@ def run(e: Engine) -> dict[str, list[int]]:
             break
         outputs += e.step()
     assert e.idle
-    e.kv.check()
+    e.kv.check_invariants()
     assert all(o.error is None for o in outputs)
     folded: dict[str, list[int]] = {}
     for o in outputs:
@@ -78,7 +78,7 @@ def test_the_same_tokens(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], pins: bool
 ) -> None:
     if not pins:
-        monkeypatch.setattr("emberline.engine.gpu.device.Cuda.pin", lambda self, memory: False)
+        monkeypatch.setattr("emberline.engine.gpu.device.CudaDevice.pin", lambda self, memory: False)
     expected = run(engine(checkpoint, kv_tokens=64 * 1024))
     first = engine(checkpoint, tmp_path, **settings)
     assert run(first) == expected
@@ -92,13 +92,13 @@ def test_the_same_tokens(
 
 
 def test_memory_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
-    from emberline.engine.gpu.device import Cuda
+    from emberline.engine.gpu.device import CudaDevice
 
-    device = Cuda()
-    memory = torch.frombuffer(HostTier(4096, 1 << 20).area, dtype=torch.uint8)
+    device = CudaDevice()
+    memory = torch.frombuffer(HostTier(4096, 1 << 20).memory, dtype=torch.uint8)
     assert device.pin(memory)
     assert not device.pin(memory), "it is"
-    assert torch.ones(8, device=device.torch).sum().item() == 8.0
+    assert torch.ones(8, device=device.torch_device).sum().item() == 8.0
     device.unpin(memory)
     assert device.pin(memory)
     device.unpin(memory)
@@ -107,22 +107,22 @@ def test_memory_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_there_and_back_without_waiting(dtype: torch.dtype) -> None:
     """Blocks are saved, and overwritten, while the device is busy with something else; and come back."""
-    from emberline.core.plan import Copy
+    from emberline.core.plan import BlockCopy
     from emberline.engine.gpu.copier import DeviceCopier
-    from emberline.engine.gpu.device import Cuda
+    from emberline.engine.gpu.device import CudaDevice
 
-    device, shape = Cuda(), KVShape(3, 2, 64, 16, dtype)
-    cache = KVCache(shape, 64, str(device.torch))
+    device, shape = CudaDevice(), KVShape(3, 2, 64, 16, dtype)
+    cache = KVCache(shape, 64, str(device.torch_device))
     halves = [half.view(torch.uint8) for half in (cache.keys, cache.values)]
     for half in halves:
         half.copy_(torch.randint(0, 255, half.shape, dtype=torch.uint8))
-    host, copier = HostTier(shape.block_bytes, 64 * buffer_size(shape.block_bytes)), DeviceCopier(cache, device)
-    copier.reach(host.area)
+    host, copier = HostTier(shape.block_bytes, 64 * buffer_bytes_for(shape.block_bytes)), DeviceCopier(cache, device)
+    copier.attach_area(host.memory)
     buffers = [buffer for i in range(32) if (buffer := host.reserve(bytes([i]))) is not None]
-    copies = [Copy(i, b"", buffer) for i, buffer in enumerate(buffers)]
+    copies = [BlockCopy(i, b"", buffer) for i, buffer in enumerate(buffers)]
     before = [half.clone() for half in halves]
     torch.cuda.synchronize()
-    with torch.inference_mode(), device.lane.working():
+    with torch.inference_mode(), device.step_stream.activate():
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second
         saved = copier.launch(copies, [])
         for half in halves:
@@ -130,7 +130,7 @@ def test_there_and_back_without_waiting(dtype: torch.dtype) -> None:
         busy = not torch.cuda.current_stream().query()
     assert busy, "somebody waited for it"
     saved()
-    with torch.inference_mode(), device.lane.working():
+    with torch.inference_mode(), device.step_stream.activate():
         copier.launch([], copies)()
     assert all(torch.equal(half, old) for half, old in zip(halves, before, strict=True))
-    copier.let_go()
+    copier.detach_area()

@@ -12,8 +12,8 @@ from gated import interleaved
 from linear_cases import heavy, poisoned, random
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import MOST_ROWS, SHARED_LIMIT, Weight, linear, planned
-from emberline.kernels.cuda.uw12 import MOST_STRIDE, Packed, gather, pack, unpack
+from emberline.kernels.cuda.linear import MAX_ROWS, MAX_SHARED_BYTES, BF16Weight, linear, make_plan
+from emberline.kernels.cuda.uw12 import MAX_HEADER_BYTES, UW12Weight, gather_rows, pack, unpack
 from emberline.kernels.uw12_ref import reference_pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -33,8 +33,8 @@ def bits(data: Tensor) -> Tensor:
     return data.view(torch.int16 if data.dtype is BF16 else torch.int32)
 
 
-def packed(weight: Tensor) -> Packed:
-    made = pack(weight, most_bits=ANY)
+def packed(weight: Tensor) -> UW12Weight:
+    made = pack(weight, max_bits=ANY)
     assert made is not None
     return made
 
@@ -64,8 +64,8 @@ def ragged(n: int, k: int) -> Tensor:
 @pytest.mark.parametrize("n,k", [(64, 64), (192, 576), (1024, 2048), (128, 4160), (256, 14336)])
 def test_packs_like_the_reference(n: int, k: int) -> None:
     for weight in (heavy(n, k), ragged(n, k), random(n, k, scale=2.0**-90)):
-        ours, reference = packed(weight), reference_pack(weight.cpu(), most_bits=ANY)
-        assert reference is not None and ours.stride == reference.stride
+        ours, reference = packed(weight), reference_pack(weight.cpu(), max_bits=ANY)
+        assert reference is not None and ours.header_stride == reference.header_stride
         assert torch.equal(ours.planes.cpu(), reference.planes)
         assert torch.equal(ours.headers.cpu(), reference.headers)
         again = packed(weight)
@@ -80,7 +80,7 @@ def test_every_pattern_comes_back(n: int, k: int) -> None:
     out = poisoned(n, k)
     assert torch.equal(bits(unpack(made, out, pdl=False)), bits(weight))
     ids = torch.randperm(n, device="cuda")
-    assert torch.equal(bits(gather(ids, made, poisoned(n, k), pdl=False)), bits(weight[ids]))
+    assert torch.equal(bits(gather_rows(ids, made, poisoned(n, k), pdl=False)), bits(weight[ids]))
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
@@ -91,9 +91,9 @@ def test_unpacks_and_gathers(k: int, n: int) -> None:
             assert torch.equal(bits(unpack(made, poisoned(n, k), pdl=pdl)), bits(weight))
             for m in (1, 5, 64):
                 ids = torch.randint(n, (m,), device="cuda")
-                assert torch.equal(bits(gather(ids, made, poisoned(m, k), pdl=pdl)), bits(weight[ids]))
+                assert torch.equal(bits(gather_rows(ids, made, poisoned(m, k), pdl=pdl)), bits(weight[ids]))
     none = torch.empty(0, dtype=torch.int64, device="cuda")
-    assert gather(none, made, poisoned(0, k)).shape == (0, k)
+    assert gather_rows(none, made, poisoned(0, k)).shape == (0, k)
 
 
 def test_what_stays_plain() -> None:
@@ -104,10 +104,10 @@ def test_what_stays_plain() -> None:
     assert ordinary is not None and ordinary.nbytes * 8 < 12.2 * 4096 * 4096
 
 
-def assert_same(x: Tensor, rows: Tensor, made: Packed) -> None:
+def assert_same(x: Tensor, rows: Tensor, made: UW12Weight) -> None:
     """Every epilogue, packed and not."""
     m, n = len(x), made.n
-    plain, bias, residual = Weight(rows), random(n, dtype=F32), random(m, n)
+    plain, bias, residual = BF16Weight(rows), random(n, dtype=F32), random(m, n)
     for dtype, shift, add in product((BF16, F32), (None, bias), (None, residual)):
         if dtype is F32 and add is not None:
             continue
@@ -134,8 +134,8 @@ def test_products_are_those_of_plain_rows(k: int, n: int) -> None:
 def test_any_number_of_rows() -> None:
     weight = heavy(1536, 1088)
     made = packed(weight)
-    x = random(MOST_ROWS, 1088)
-    for m in range(1, MOST_ROWS + 1):
+    x = random(MAX_ROWS, 1088)
+    for m in range(1, MAX_ROWS + 1):
         assert_same(x[:m], weight, made)
 
 
@@ -164,14 +164,14 @@ def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
     n, k = 1600, 1344
     weight, x = heavy(n, k), random(m, k)
     made = packed(weight)
-    expected = linear(x, Weight(weight), out=poisoned(m, n, dtype=F32), pdl=False)
+    expected = linear(x, BF16Weight(weight), out=poisoned(m, n, dtype=F32), pdl=False)
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
-    plan = planned(n, k, blocks, tiles, ctas=ctas, stride=made.stride)
+    plan = make_plan(n, k, blocks, tiles, ctas=ctas, header_stride=made.header_stride)
     depths = {1, min(2, plan.stages), plan.stages}
     sets = (0, 1, 2) if plan.grid < -(-n // (16 * blocks)) else (0,)
     for stages, buffers, pdl in product(depths, sets, (False, True)):
         changed = replace(plan, stages=stages, buffers=buffers)
-        if changed.shared <= SHARED_LIMIT:
+        if changed.shared_bytes <= MAX_SHARED_BYTES:
             ours = linear(x, made, out=poisoned(m, n, dtype=F32), plan=changed, pdl=pdl)
             assert torch.equal(ours, expected), (changed, pdl)
 
@@ -180,13 +180,15 @@ def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
 def test_as_many_escapes_as_may_be(m: int) -> None:
     n, k = 128, 12288
     weight = random(n, k, scale=k**-0.5)
-    weight[20, : MOST_STRIDE // 5] = 1e-30
+    weight[20, : MAX_HEADER_BYTES // 5] = 1e-30
     made = packed(weight)
-    assert made.stride > MOST_STRIDE * 3 // 4
+    assert made.header_stride > MAX_HEADER_BYTES * 3 // 4
     assert_same(random(m, k), weight, made)
 
 
-def layers(x: Tensor, weights: list[tuple[Weight | Packed, ...]], head: Weight | Packed, *, pdl: bool) -> Tensor:
+def layers(
+    x: Tensor, weights: list[tuple[BF16Weight | UW12Weight, ...]], head: BF16Weight | UW12Weight, *, pdl: bool
+) -> Tensor:
     """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
     m = len(x)
     hidden = x.clone()
@@ -203,10 +205,10 @@ def test_a_graph_with_early_launches(m: int) -> None:
     sizes = (6144, 4096, 8192, 4096)
     rows = [[heavy(n, 4096) for n in sizes] for _ in range(4)]
     head, x = heavy(16448, 4096), random(m, 4096, scale=0.5)
-    plain = [tuple(Weight(w) for w in layer) for layer in rows]
+    plain = [tuple(BF16Weight(w) for w in layer) for layer in rows]
     made = [tuple(packed(w) for w in layer) for layer in rows]
     packed_head = packed(head)
-    expected = layers(x, plain, Weight(head), pdl=False)
+    expected = layers(x, plain, BF16Weight(head), pdl=False)
     assert expected.isfinite().all()
     assert torch.equal(layers(x, made, packed_head, pdl=False), expected)
     assert torch.equal(layers(x, made, packed_head, pdl=True), expected)
@@ -226,14 +228,14 @@ def test_unpack_and_gather_in_a_graph() -> None:
     ids, scratch = torch.randint(1024, (16,), device="cuda"), poisoned(1024, 1024)
 
     def work() -> Tensor:
-        hidden = gather(ids, made[0], poisoned(16, 1024))
+        hidden = gather_rows(ids, made[0], poisoned(16, 1024))
         for one in made:
-            hidden = linear(hidden, Weight(unpack(one, scratch)), out=poisoned(16, 1024), pdl=False)
+            hidden = linear(hidden, BF16Weight(unpack(one, scratch)), out=poisoned(16, 1024), pdl=False)
         return linear(hidden, made[1], out=poisoned(16, 1024))
 
     expected = weights[0][ids]
     for weight in (*weights, weights[1]):
-        expected = linear(expected, Weight(weight), out=poisoned(16, 1024), pdl=False)
+        expected = linear(expected, BF16Weight(weight), out=poisoned(16, 1024), pdl=False)
     assert torch.equal(work(), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -19,19 +19,19 @@ from emberline.engine import memory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.cpu.library import find_library
 from emberline.kernels.cuda import uw12
-from emberline.kernels.packed import Layout, PackedWeight
-from emberline.models import carrier, coded
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.models import coded_tensor_load, weight_uploader
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
+from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE
-from emberline.models.pinned import host_bytes, pin, unpin
-from emberline.models.reader import Reader, files_of
-from emberline.models.sleep import every, sleep
+from emberline.models.loader import IGNORABLE_TENSORS
+from emberline.models.pinned import allocate_host_bytes, pin, unpin
+from emberline.models.reader import FileReader, weight_file_paths
+from emberline.models.sleep import iter_instances, sleep
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
-from emberline.unweight.codec import codec_of
-from emberline.unweight.format import BLOCK
+from emberline.unweight.codec import select_weight_codec
+from emberline.unweight.format import BLOCK_ELEMENTS
 
 pytest_plugins = ("poison",)
 pytestmark = [
@@ -47,7 +47,7 @@ READS = ({"piece": 4096 * 5, "ring": 2, "ahead": 1 << 20}, {"piece": 1 << 20, "r
 
 
 def packed(source: Path, target: Path) -> Path:
-    unweight.pack(source, target, codec_of(find_library()), lambda _: None)
+    unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
 
@@ -69,7 +69,7 @@ def taken(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
         out[f"{at}.down"] = weights.matrix(f"{at}.mlp.down_proj.weight", hidden, ffn)
         norms = [(f"{at}.{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")]
         out[f"{at}.norms"] = weights.stack_vectors(norms)
-    out["embedding"] = weights.table("model.embed_tokens.weight", config["vocab_size"], hidden)
+    out["embedding"] = weights.embedding_table("model.embed_tokens.weight", config["vocab_size"], hidden)
     out["head"] = weights.matrix("lm_head.weight", config["vocab_size"], hidden)
     out["norm"] = weights.vector("model.norm.weight", hidden)
     return out
@@ -82,12 +82,12 @@ def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype 
     plain = Weights(checkpoint, dtype)
     expected = taken(plain, WIDE)
     for options in READS:
-        placed = DeviceWeights(checkpoint, dtype, "cuda", Reader.start(files_of(checkpoint), **options))
+        placed = DeviceWeights(checkpoint, dtype, "cuda", FileReader.start(weight_file_paths(checkpoint), **options))
         found = taken(placed, WIDE)
         placed.finish("")
-        assert placed.taken_bytes == plain.taken_bytes
-        assert placed.times is not None and placed.times.read.bytes == sum(
-            f.stat().st_size for f in files_of(checkpoint)
+        assert placed.loaded_bytes == plain.loaded_bytes
+        assert placed.load_times is not None and placed.load_times.read.bytes == sum(
+            f.stat().st_size for f in weight_file_paths(checkpoint)
         )
         for name, tensor in found.items():
             wanted = expected[name]
@@ -97,19 +97,19 @@ def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype 
             assert torch.equal(tensor.cpu(), wanted), name
 
 
-@pytest.mark.parametrize("run", [2 * BLOCK, coded.RUN])
+@pytest.mark.parametrize("run", [2 * BLOCK_ELEMENTS, coded_tensor_load.MAX_RUN_BYTES])
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
 def test_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write(tmp_path / "plain", WIDE, dtype=file, shards=3, seed=8)
     checkpoint = Checkpoint.open(packed(source, tmp_path / "packed"))
     expected = taken(Weights(Checkpoint.open(source)), WIDE)
-    monkeypatch.setattr(coded, "RUN", run)
-    monkeypatch.setattr(carrier, "RUN", max(run, 4 * BLOCK))
+    monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
+    monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 4 * BLOCK_ELEMENTS))
     for options in READS:
-        placed = DeviceWeights(checkpoint, None, "cuda", Reader.start(files_of(checkpoint), **options))
+        placed = DeviceWeights(checkpoint, None, "cuda", FileReader.start(weight_file_paths(checkpoint), **options))
         found = taken(placed, WIDE)
         placed.finish("")
-        assert placed.times is not None and placed.times.decoded_bytes > 0
+        assert placed.load_times is not None and placed.load_times.decoded_bytes > 0
         for name, tensor in found.items():
             wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
             assert tensor.dtype == wanted.dtype and torch.equal(tensor.cpu(), wanted), name
@@ -118,7 +118,7 @@ def test_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: 
 def test_a_damaged_block(tmp_path: Path) -> None:
     """Another load works after it."""
     directory = packed(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
-    info = Checkpoint.open(directory).info("lm_head.weight")
+    info = Checkpoint.open(directory).tensor_info("lm_head.weight")
     for damaged in (True, False):
         data = bytearray(info.file.read_bytes())
         data[info.offset + info.nbytes // 2] ^= 1
@@ -140,11 +140,13 @@ def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
     config = ModelConfig.from_hf(checkpoint.config)
     expected = taken(Weights(Checkpoint.open(tmp_path / "plain")), EVEN)
     for options in READS:
-        placed = DeviceWeights(checkpoint, None, "cuda", Reader.start(files_of(checkpoint), **options), packed=True)
-        decoder = Decoder.load(config, placed, 64, "")
-        placed.finish(IGNORABLE)
-        assert placed.taken_bytes <= memory.weight_bytes(config, 2, packed=True)
-        assert all(weight.layout is Layout.UW12 for weight in every(PackedWeight, decoder))
+        placed = DeviceWeights(
+            checkpoint, None, "cuda", FileReader.start(weight_file_paths(checkpoint), **options), packed=True
+        )
+        decoder = DecoderModel.load(config, placed, 64, "")
+        placed.finish(IGNORABLE_TENSORS)
+        assert placed.loaded_bytes <= memory.weight_bytes(config, 2, packed=True)
+        assert all(weight.layout is WeightLayout.UW12 for weight in iter_instances(PackedWeight, decoder))
         for i, layer in enumerate(decoder.layers):
             at, attention, ffn = f"model.layers.{i}", layer.attention, layer.ffn
             assert torch.equal(unpacked(attention.qkv.weight), expected[f"{at}.qkv"])
@@ -157,13 +159,13 @@ def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
 
 
 def unpacked(weight: PackedWeight) -> Tensor:
-    assert isinstance(weight.handle, uw12.Packed)
+    assert isinstance(weight.handle, uw12.UW12Weight)
     return uw12.unpack(weight.handle, torch.empty(weight.n, weight.k, dtype=torch.bfloat16, device="cuda")).cpu()
 
 
 def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
     """Packed files, kept packed and not, beside plain ones."""
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
     packed(tmp_path / "plain", tmp_path / "packed")
@@ -171,11 +173,11 @@ def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
     ways = ("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed"), ("plain", "both")
     for files, weights in (*ways, ("packed", "both")):
         settings = GPUConfig(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
-        booted = boot_from(tmp_path / files, settings)
+        booted = boot_from_checkpoint(tmp_path / files, settings)
         engine, tokens = booted.engine, list[int]()
-        kept = [weight.layout is Layout.UW12 for weight in every(PackedWeight, booted.runner.model)]
+        kept = [weight.layout is WeightLayout.UW12 for weight in iter_instances(PackedWeight, booted.runner.model)]
         assert all(kept) if (files, weights) in (("packed", "auto"), ("plain", "packed")) else not any(kept)
-        twice = [weight.packed is not None for weight in every(PackedWeight, booted.runner.model)]
+        twice = [weight.uw12_copy is not None for weight in iter_instances(PackedWeight, booted.runner.model)]
         assert all(twice) if weights == "both" else not any(twice)
         assert booted.runner.model.weight_bytes <= booted.plan.weights
         engine.add(Submission("r", list(range(3, 23)), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
@@ -204,7 +206,7 @@ def test_a_file_cut_while_it_is_loaded(tmp_path: Path) -> None:
 
 
 def test_pinned_pages() -> None:
-    memory = host_bytes(5_000_001)
+    memory = allocate_host_bytes(5_000_001)
     assert not memory.is_pinned()
     pin(memory)
     assert memory.is_pinned()

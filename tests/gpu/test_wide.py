@@ -13,18 +13,18 @@ from gated import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
 from emberline.kernels.cuda.wide import (
     COLUMNS,
-    LARGE,
-    PLAIN,
+    LARGE_COLUMNS,
+    PLAIN_TILES,
     SHARES,
-    Plan,
-    Row,
-    choose,
-    columns_of,
+    TileConfig,
+    WidePlan,
+    choose_columns,
+    choose_plan,
     linear,
-    planned,
+    make_plan,
     supports,
 )
 
@@ -42,14 +42,16 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def run(x: Tensor, w: Weight, *, dtype: torch.dtype = BF16, plan: Plan | None = None, pdl: bool = False) -> Tensor:
+def run(
+    x: Tensor, w: BF16Weight, *, dtype: torch.dtype = BF16, plan: WidePlan | None = None, pdl: bool = False
+) -> Tensor:
     return linear(x, w, out=poisoned(len(x), w.n, dtype=dtype), plan=plan, pdl=pdl)
 
 
 def tiles(columns: int) -> Iterator[tuple[int, int]]:
     """Groups, and how many CTAs share x."""
-    groups = [groups for groups, wide in PLAIN if wide == columns]
-    return product(groups, SHARES if columns == LARGE else (1,))
+    groups = [groups for groups, wide in PLAIN_TILES if wide == columns]
+    return product(groups, SHARES if columns == LARGE_COLUMNS else (1,))
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
@@ -87,7 +89,7 @@ def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     bias = random(2 * half, dtype=F32)
-    w = Weight(interleaved(gate, up))
+    w = BF16Weight(interleaved(gate, up))
     for shift in (None, bias):
         y = linear(x, w, out=poisoned(m, 2 * half), bias=shift, pdl=False)
         parts = y.view(m, half // 16, 2, 16)
@@ -116,17 +118,17 @@ def test_a_row_is_the_same_in_any_batch(most: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("split", (1, 2, 3, 4))
 def test_every_plan_has_the_same_bits(m: int, split: int) -> None:
     """For a split of k, which is the only part of a plan that a result depends on."""
-    n, k, columns = 1600, 1344, columns_of(m)
+    n, k, columns = 1600, 1344, choose_columns(m)
     x, w, residual = random(m, k), weight(n, k), random(m, n)
     exact = x.double() @ w.data.double().T
-    expected = run(x, w, dtype=F32, plan=planned(columns, n, k, Row(next(tiles(columns))[0], split)))
+    expected = run(x, w, dtype=F32, plan=make_plan(columns, n, k, TileConfig(next(tiles(columns))[0], split)))
     assert_close(expected, torch.mm(x, w.data.T, out_dtype=F32), exact)
     for groups, share in tiles(columns):
         for ctas in (2, 5, 132) if split == 1 else (132,):
-            deep = planned(columns, n, k, Row(groups, split, share=share), ctas=ctas)
-            for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
+            deep = make_plan(columns, n, k, TileConfig(groups, split, share=share), ctas=ctas)
+            for stages in {max(2, deep.min_stages), max(3, deep.min_stages), deep.stages}:
                 plan = replace(deep, stages=stages)
-                if plan.shared > SHARED_LIMIT:
+                if plan.shared_bytes > MAX_SHARED_BYTES:
                     continue
                 for pdl in (False, True):
                     assert torch.equal(run(x, w, dtype=F32, plan=plan, pdl=pdl), expected), plan
@@ -140,7 +142,7 @@ def test_gated_with_every_plan(columns: int, split: int) -> None:
     n, k = 1600, 1344
     x, w = random(columns - 3, k), weight(n, k)
     for groups, share in tiles(columns):
-        plan = planned(columns, n, k, Row(groups, split, share=share))
+        plan = make_plan(columns, n, k, TileConfig(groups, split, share=share))
         parts = run(x, w, plan=plan).view(len(x), n // 32, 2, 16)
         expected = (F.silu(parts[:, :, 0]) * parts[:, :, 1]).reshape(len(x), n // 2)
         ours = linear(x, w, out=poisoned(len(x), n // 2), gated=True, plan=plan)
@@ -166,7 +168,7 @@ def test_a_bad_row_stays_alone(m: int) -> None:
     assert torch.equal(dirty[others], clean[others])
 
 
-def layers(x: Tensor, weights: list[tuple[Weight, ...]], head: Weight, *, pdl: bool) -> Tensor:
+def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], head: BF16Weight, *, pdl: bool) -> Tensor:
     """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
     m = len(x)
     hidden = x.clone()
@@ -203,11 +205,11 @@ def test_few_rows_are_for_packed_weights_of_many_rows() -> None:
 def test_what_is_not_supported(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k) and not supports(m, n, k, packed=True)
     with pytest.raises(AssertionError):
-        linear(random(m, k), Weight(random(n, k)), out=poisoned(m, n))
+        linear(random(m, k), BF16Weight(random(n, k)), out=poisoned(m, n))
 
 
 def test_the_choice_fits() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256)]:
         for columns in COLUMNS:
-            plan = choose(columns, n, k)
-            assert plan.shared <= SHARED_LIMIT and plan.stages > 0 and plan.split <= k // 64
+            plan = choose_plan(columns, n, k)
+            assert plan.shared_bytes <= MAX_SHARED_BYTES and plan.stages > 0 and plan.split <= k // 64

@@ -12,22 +12,22 @@ import torch.nn.functional as F
 from linear_cases import poisoned, random
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
-from emberline.kernels.cuda.uw12 import Packed, lists_at, pack
+from emberline.kernels.cuda.linear import MAX_SHARED_BYTES, BF16Weight
+from emberline.kernels.cuda.uw12 import UW12Weight, escapes_offset, pack
 from emberline.kernels.cuda.wide import (
     COLUMNS,
-    FEW,
-    LARGE,
-    LOOKS,
-    PACKED,
+    EXCHANGE_POLLS,
+    FEW_COLUMNS,
+    LARGE_COLUMNS,
+    PACKED_TILES,
     SHARES,
-    Plan,
-    Row,
+    TileConfig,
+    WidePlan,
     _table,
-    choose,
-    columns_of,
+    choose_columns,
+    choose_plan,
     linear,
-    planned,
+    make_plan,
     supports,
 )
 
@@ -65,31 +65,31 @@ def many(n: int, k: int) -> Tensor:
 KINDS = (usual, none, many)
 
 
-def both(data: Tensor) -> tuple[Weight, Packed]:
-    packed = pack(data.contiguous(), most_bits=64.0)
+def both(data: Tensor) -> tuple[BF16Weight, UW12Weight]:
+    packed = pack(data.contiguous(), max_bits=64.0)
     assert packed is not None
-    return Weight(data), packed
+    return BF16Weight(data), packed
 
 
 def width(m: int) -> int:
-    return columns_of(m, packed=True)
+    return choose_columns(m, packed=True)
 
 
-def plain(plan: Plan, n: int, k: int) -> Plan:
+def plain(plan: WidePlan, n: int, k: int) -> WidePlan:
     """The plan for plain weights that must give the same bits: their tiles are not narrower than 64."""
-    return planned(max(plan.columns, COLUMNS[0]), n, k, Row(plan.groups, plan.split))
+    return make_plan(max(plan.columns, COLUMNS[0]), n, k, TileConfig(plan.groups, plan.split))
 
 
 def tiles(m: int, split: int) -> Iterator[tuple[int, int]]:
     """Groups, and how many CTAs share x: a cluster has no more than 8."""
     wide = width(m)
-    shares = [share for share in (SHARES if wide == LARGE else (1,)) if split * share <= 8]
-    yield from product((groups for groups, columns in PACKED if columns == wide), shares)
+    shares = [share for share in (SHARES if wide == LARGE_COLUMNS else (1,)) if split * share <= 8]
+    yield from product((groups for groups, columns in PACKED_TILES if columns == wide), shares)
 
 
 def test_the_cases_are_what_they_say() -> None:
     for n, k in ((192, 320), (64, 4096)):
-        strides = {kind: both(kind(n, k))[1].stride - lists_at(k) for kind in KINDS}
+        strides = {kind: both(kind(n, k))[1].header_stride - escapes_offset(k) for kind in KINDS}
         assert strides[none] == 0 and strides[many] > 1000
         assert 0 < strides[usual] < 1000 or k < 1000
 
@@ -99,7 +99,7 @@ def test_the_cases_are_what_they_say() -> None:
 def test_the_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> None:
     w, packed = both(kind(n, k))
     for m in ROWS:
-        x, plan = random(m, k), choose(width(m), n, k, packed=True)
+        x, plan = random(m, k), choose_plan(width(m), n, k, packed=True)
         for dtype in (F32, BF16):
             expected = linear(x, w, out=poisoned(m, n, dtype=dtype), plan=plain(plan, n, k), pdl=False)
             assert expected.isfinite().all()
@@ -113,13 +113,13 @@ def test_every_plan(m: int, kind: Callable[[int, int], Tensor], split: int) -> N
     n, k = 1600, 1344
     w, packed = both(kind(n, k))
     x, residual = random(m, k), random(m, n)
-    same = plain(planned(width(m), n, k, Row(next(tiles(m, split))[0], split)), n, k)
+    same = plain(make_plan(width(m), n, k, TileConfig(next(tiles(m, split))[0], split)), n, k)
     expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=same, pdl=False)
     for (groups, share), ctas in product(tiles(m, split), (2, 5, 132) if split == 1 else (132,)):
-        deep = planned(width(m), n, k, Row(groups, split, share=share), packed=True, ctas=ctas)
-        for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
+        deep = make_plan(width(m), n, k, TileConfig(groups, split, share=share), packed=True, ctas=ctas)
+        for stages in {max(2, deep.min_stages), max(3, deep.min_stages), deep.stages}:
             plan = replace(deep, stages=stages)
-            assert plan.shared <= SHARED_LIMIT
+            assert plan.shared_bytes <= MAX_SHARED_BYTES
             for pdl in (False, True):
                 assert torch.equal(linear(x, packed, out=poisoned(m, n, dtype=F32), plan=plan, pdl=pdl), expected), plan
             added = linear(x, packed, out=poisoned(m, n), residual=residual, plan=plan)
@@ -133,7 +133,7 @@ def test_every_epilogue(m: int, split: int) -> None:
     w, packed = both(many(n, k).mul_(0.5))
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
     for groups, share in tiles(m, split):
-        plan = planned(width(m), n, k, Row(groups, split, share=share), packed=True)
+        plan = make_plan(width(m), n, k, TileConfig(groups, split, share=share), packed=True)
         same = plain(plan, n, k)
         for shift, more, dtype in product((None, bias), (None, residual), (BF16, F32)):
             if more is not None and dtype is F32:
@@ -155,7 +155,7 @@ def test_gated(n: int, k: int, m: int, split: int) -> None:
     w, packed = both(usual(n, k) * 2)
     x, bias = random(m, k), random(n, dtype=F32)
     for (groups, share), ctas in product(tiles(m, split) if split <= k // 64 else (), (7, 132)):
-        plan = planned(width(m), n, k, Row(groups, split, share=share), packed=True, ctas=ctas)
+        plan = make_plan(width(m), n, k, TileConfig(groups, split, share=share), packed=True, ctas=ctas)
         for shift in (None, bias):
             ours = linear(x, packed, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plan, pdl=False)
             same = linear(x, w, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plain(plan, n, k), pdl=False)
@@ -176,14 +176,14 @@ def test_weights_that_are_no_numbers(m: int) -> None:
     w, packed = both(data)
     x = random(m, k)
     for split in (1, 2):
-        plan = planned(width(m), n, k, Row(next(tiles(m, split))[0], split), packed=True)
+        plan = make_plan(width(m), n, k, TileConfig(next(tiles(m, split))[0], split), packed=True)
         expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=plain(plan, n, k), pdl=False)
         ours = linear(x, packed, out=poisoned(m, n, dtype=F32), plan=plan, pdl=False)
         assert not expected.isfinite().all()
         assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("most", (FEW, *COLUMNS))
+@pytest.mark.parametrize("most", (FEW_COLUMNS, *COLUMNS))
 def test_a_row_is_the_same_in_any_batch(most: int) -> None:
     n, k = 2624, 960
     _, packed = both(usual(n, k))
@@ -194,7 +194,7 @@ def test_a_row_is_the_same_in_any_batch(most: int) -> None:
         assert torch.equal(linear(x[-m:], packed, out=poisoned(m, n, dtype=F32)), whole[-m:]), m
 
 
-def layers(x: Tensor, weights: list[tuple[Packed, ...]], head: Packed, *, pdl: bool) -> Tensor:
+def layers(x: Tensor, weights: list[tuple[UW12Weight, ...]], head: UW12Weight, *, pdl: bool) -> Tensor:
     """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
     m = len(x)
     hidden = x.clone()
@@ -225,7 +225,7 @@ def test_a_graph_with_early_launches(m: int) -> None:
         assert torch.equal(captured, expected)
 
 
-@pytest.mark.parametrize("looks", (0, 1, LOOKS))
+@pytest.mark.parametrize("looks", (0, 1, EXCHANGE_POLLS))
 @pytest.mark.parametrize("split", (2, 3, 4, 6, 9))
 @pytest.mark.parametrize("m", (29, 37, 64, 90, 128, 200))
 def test_parts_that_are_no_cluster(m: int, split: int, looks: int) -> None:
@@ -234,15 +234,15 @@ def test_parts_that_are_no_cluster(m: int, split: int, looks: int) -> None:
     _, packed = both(usual(n, k))
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
     for groups in sorted({groups for groups, _ in tiles(m, 1)}):
-        plan = planned(width(m), n, k, Row(groups, split, apart=True), packed=True)
-        cluster = planned(width(m), n, k, Row(groups, min(split, 8)), packed=True)
+        plan = make_plan(width(m), n, k, TileConfig(groups, split, unclustered=True), packed=True)
+        cluster = make_plan(width(m), n, k, TileConfig(groups, min(split, 8)), packed=True)
         for shift, more, dtype in product((None, bias), (None, residual), (BF16, F32)):
             if more is not None and dtype is F32:
                 continue
             first, ours = poisoned(2, m, n, dtype=dtype)
-            linear(x, packed, out=first, bias=shift, residual=more, plan=plan, pdl=False, looks=0)
+            linear(x, packed, out=first, bias=shift, residual=more, plan=plan, pdl=False, polls=0)
             for pdl in (False, True, True):
-                linear(x, packed, out=ours.fill_(torch.nan), bias=shift, residual=more, plan=plan, pdl=pdl, looks=looks)
+                linear(x, packed, out=ours.fill_(torch.nan), bias=shift, residual=more, plan=plan, pdl=pdl, polls=looks)
                 assert torch.equal(ours, first), plan
             linear(x, packed, out=ours, bias=shift, residual=more, plan=cluster, pdl=False)
             assert torch.equal(ours, first) if split <= 8 else torch.allclose(ours, first, atol=0.1, rtol=0.1), plan
@@ -255,8 +255,8 @@ def test_parts_of_one_product_after_the_other() -> None:
     sizes = ((64, 1024, 4096), (128, 2048, 2048), (100, 1600, 1344), (200, 1024, 1024))
     cases = []
     for i, (m, n, k) in enumerate(sizes * 3):
-        row = Row(1 if width(m) < LARGE else 2, (4, 2, 3, 5, 6)[i % 5], apart=True)
-        cases.append((random(m, k), both(usual(n, k))[1], planned(width(m), n, k, row, packed=True)))
+        row = TileConfig(1 if width(m) < LARGE_COLUMNS else 2, (4, 2, 3, 5, 6)[i % 5], unclustered=True)
+        cases.append((random(m, k), both(usual(n, k))[1], make_plan(width(m), n, k, row, packed=True)))
     expected = [linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=False) for x, w, plan in cases]
     outs = [torch.empty_like(out) for out in expected]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -282,8 +282,8 @@ def test_parts_of_two_streams_that_take_each_others_place() -> None:
     """Neither has all of its CTAs at once, and whoever waits for one that cannot come goes."""
     n, k, m = 4096, 14336, 128
     _, packed = both(usual(n, k))
-    x, plan = random(m, k), choose(128, n, k, packed=True)
-    assert plan.apart
+    x, plan = random(m, k), choose_plan(128, n, k, packed=True)
+    assert plan.unclustered
     streams = [torch.cuda.Stream() for _ in range(4)]
     outs = poisoned(len(streams), m, n)
     expected = linear(x, packed, out=poisoned(m, n))
@@ -299,9 +299,12 @@ def test_parts_of_two_streams_that_take_each_others_place() -> None:
 
 def test_gates_are_not_apart_where_other_weights_are() -> None:
     n, k, m = 4096, 4096, 64
-    assert choose(64, n, k, packed=True).apart and not choose(64, n, k, packed=True, gated=True).apart
+    assert (
+        choose_plan(64, n, k, packed=True).unclustered
+        and not choose_plan(64, n, k, packed=True, gated=True).unclustered
+    )
     w, packed = both(usual(n, k))
-    x, plan = random(m, k), plain(choose(64, n, k, packed=True, gated=True), n, k)
+    x, plan = random(m, k), plain(choose_plan(64, n, k, packed=True, gated=True), n, k)
     expected = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=plan)
     assert torch.equal(linear(x, packed, out=poisoned(m, n // 2), gated=True), expected)
 
@@ -311,13 +314,13 @@ def test_a_plan_for_other_weights_is_refused() -> None:
     x = random(64, 128)
     for weights, wrong in ((w, True), (packed, False)):
         with pytest.raises(AssertionError):
-            linear(x, weights, out=poisoned(64, 128), plan=planned(64, 128, 128, Row(1), packed=wrong))
+            linear(x, weights, out=poisoned(64, 128), plan=make_plan(64, 128, 128, TileConfig(1), packed=wrong))
 
 
 def test_the_choice_fits() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256), (28672, 8192)]:
-        for wide in (FEW, *COLUMNS):
-            plan = choose(wide, n, k, packed=True)
-            assert supports(wide, n, k, packed=True) is (wide > FEW or n >= 28672)
-            assert plan.packed and (plan.groups, wide) in PACKED
-            assert plan.shared <= SHARED_LIMIT and plan.stages > 0 and plan.split <= k // 64
+        for wide in (FEW_COLUMNS, *COLUMNS):
+            plan = choose_plan(wide, n, k, packed=True)
+            assert supports(wide, n, k, packed=True) is (wide > FEW_COLUMNS or n >= 28672)
+            assert plan.packed and (plan.groups, wide) in PACKED_TILES
+            assert plan.shared_bytes <= MAX_SHARED_BYTES and plan.stages > 0 and plan.split <= k // 64

@@ -10,13 +10,13 @@ import pytest
 from scripted_engine import House
 
 from emberline.api.anthropic import request as anthropic
-from emberline.api.fields import IGNORED
+from emberline.api.fields import IGNORED_FIELDS_HEADER
 from emberline.api.openai import chat, completions
 from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.cache.entry import KEPT
-from emberline.gateway.layers.attempt import _NOT_OURS
-from emberline.server.routing.relay import _head
+from emberline.gateway.cache.entry import KEPT_HEADERS
+from emberline.gateway.layers.retries import _DROPPED_HEADERS
+from emberline.server.routing.relay import _reply_headers
 
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -204,11 +204,11 @@ def test_the_reply_names_what_had_no_effect(path: str, expected: str, stream: bo
     house = House(written)
     answer = house.post(path, {**PATHS[path], "model": "m", "stream": stream})
     assert answer.status == 200, answer.body
-    assert answer.headers[IGNORED] == expected
+    assert answer.headers[IGNORED_FIELDS_HEADER] == expected
     plain = {
         name: value for name, value in PATHS[path].items() if name in ("messages", "prompt", "input", "max_tokens")
     }
-    assert IGNORED not in house.post(path, plain).headers
+    assert IGNORED_FIELDS_HEADER not in house.post(path, plain).headers
 
 
 def test_the_only_model_need_not_be_named() -> None:
@@ -276,5 +276,7 @@ def test_a_prompt_too_long_is_refused_in_the_words_that_clients_look_for() -> No
 
 
 def test_routers_and_gateways_pass_the_header_on() -> None:
-    assert _head({IGNORED: "store", "connection": "close"})[1] == {IGNORED: "store"}
-    assert IGNORED not in _NOT_OURS and IGNORED in KEPT
+    assert _reply_headers({IGNORED_FIELDS_HEADER: "store", "connection": "close"})[1] == {
+        IGNORED_FIELDS_HEADER: "store"
+    }
+    assert IGNORED_FIELDS_HEADER not in _DROPPED_HEADERS and IGNORED_FIELDS_HEADER in KEPT_HEADERS

@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 
-from emberline.api.anthropic.request import Call, CountTokensRequest, MessagesRequest, parse, parse_count, token_count
-from emberline.api.anthropic.stream import signature
+from emberline.api.anthropic.request import (
+    CountTokensRequest,
+    MessagesCall,
+    MessagesRequest,
+    parse,
+    parse_count_tokens,
+    render_token_count,
+)
+from emberline.api.anthropic.stream import sign_thinking
 from emberline.api.call import Tool, ToolChoice
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 USER = {"role": "user", "content": "hi"}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -20,7 +27,7 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city"
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
 
 
-def ask(**fields: Any) -> Call:
+def ask(**fields: Any) -> MessagesCall:
     return parse(json.dumps({"model": "m", "max_tokens": 2048, "messages": [USER], **fields}).encode())
 
 
@@ -32,9 +39,9 @@ def refused(body: dict[str, Any] | bytes) -> str | None:
 
 def test_the_least_request() -> None:
     call = ask()
-    assert (call.caller.model, call.messages, call.stream) == ("m", [USER], False)
+    assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert (call.params.max_tokens, call.params.temperature, call.params.top_k) == (2048, 1.0, 0)
-    assert (call.generation_prompt, call.continue_last, call.show_thinking) == (True, False, True)
+    assert (call.adds_generation_prompt, call.continues_last_message, call.shows_thinking) == (True, False, True)
     assert call.template_args == {}
 
 
@@ -53,7 +60,7 @@ PARAMS = [
         "output_config",
         {"format": {"type": "json_schema", "schema": {"maximum": 10**20}}},
         "grammar",
-        Grammar("json_schema", '{"maximum":100000000000000000000}'),
+        GrammarSpec("json_schema", '{"maximum":100000000000000000000}'),
     ),
 ]
 
@@ -102,7 +109,7 @@ def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
 
 def test_who_asks() -> None:
     call = ask(metadata={"user_id": "u"}, cache_salt="s", service_tier="auto", speed="standard")
-    assert (call.caller.user, call.caller.salt) == ("u", "s")
+    assert (call.common.user, call.common.cache_salt) == ("u", "s")
 
 
 def test_tools() -> None:
@@ -135,7 +142,7 @@ def test_neighbours_of_one_role_become_one_message() -> None:
 
 
 def test_tool_use_and_its_result() -> None:
-    thinking = {"type": "thinking", "thinking": "hm", "signature": signature("hm")}
+    thinking = {"type": "thinking", "thinking": "hm", "signature": sign_thinking("hm")}
     text = {"type": "text", "text": "I look."}
     after = {"type": "text", "text": "so?"}
     assert said(
@@ -172,19 +179,19 @@ def test_tool_results(fields: dict[str, Any], text: str) -> None:
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     call = ask(messages=[USER, {"role": "assistant", "content": "The answer is ("}])
-    assert (call.continue_last, call.generation_prompt) == (True, False)
+    assert (call.continues_last_message, call.adds_generation_prompt) == (True, False)
     assert call.messages[-1] == {"role": "assistant", "content": "The answer is ("}
     empty = ask(messages=[USER, {"role": "assistant", "content": []}])  # a reply that said nothing, given back
-    assert (empty.continue_last, empty.generation_prompt, empty.messages) == (False, True, [USER])
+    assert (empty.continues_last_message, empty.adds_generation_prompt, empty.messages) == (False, True, [USER])
 
 
 def test_count_tokens() -> None:
     fields = {"model": "m", "messages": [USER], "system": "s", "tools": [WEATHER], "thinking": {"type": "disabled"}}
-    counted, asked = parse_count(json.dumps(fields).encode()), ask(**fields)
+    counted, asked = parse_count_tokens(json.dumps(fields).encode()), ask(**fields)
     for name in ("messages", "tools", "tool_choice", "template_args", "generation_prompt"):
         assert getattr(counted, name) == getattr(asked, name)
     assert "max_tokens" not in CountTokensRequest.__struct_fields__
-    assert token_count(7) == {"input_tokens": 7}
+    assert render_token_count(7) == {"input_tokens": 7}
 
 
 def block(**fields: Any) -> dict[str, Any]:

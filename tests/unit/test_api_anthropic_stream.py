@@ -21,18 +21,18 @@ from emberline.api.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
-    Started,
+    ReplyStart,
     TextDelta,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 from emberline.core.errors import EngineFailed, Overloaded
 
 EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 ASKED: dict[str, Any] = {"model": "m", "max_tokens": 2048, "messages": [{"role": "user", "content": "hi"}]}
 REPLY: list[Delta] = [
-    Started(9, 4),
+    ReplyStart(9, 4),
     ReasoningDelta(0, "hm"),
     ReasoningDelta(0, "m"),
     TextDelta(0, "Hé"),
@@ -44,15 +44,15 @@ REPLY: list[Delta] = [
     ToolCallStart(0, 1, "toolu_2", "time"),
     ToolCallArguments(0, 1, "{}"),
     Finish(0, "tool_calls"),
-    Usage(9, 20, 4, 2),
+    TokenUsage(9, 20, 4, 2),
 ]
-SERVER = Answering(anthropic.parse, anthropic_stream.Renderer, "msg_1")
+SERVER = Answering(anthropic.parse, anthropic_stream.MessagesReplyWriter, "msg_1")
 CLIENT = vendor.Anthropic(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def renderer(**fields: Any) -> anthropic_stream.Renderer:
+def renderer(**fields: Any) -> anthropic_stream.MessagesReplyWriter:
     call = anthropic.parse(json.dumps({**ASKED, **fields}).encode())
-    return anthropic_stream.Renderer(call, "msg_1", 1700000000, "fp_1")
+    return anthropic_stream.MessagesReplyWriter(call, "msg_1", 1700000000, "fp_1")
 
 
 def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_the_order_of_events() -> None:
 
 
 def test_the_prompt_is_counted_before_the_first_token() -> None:
-    [start] = renderer(stream=True).push(Started(9, 4))
+    [start] = renderer(stream=True).write(ReplyStart(9, 4))
     usage = events(start)[0]["message"]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 4, 0)
     assert plain(REPLY)["usage"] == {
@@ -101,7 +101,7 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("finish", "reason", "sequence"), ENDINGS)
 def test_endings(finish: Finish, reason: str, sequence: str | None) -> None:
-    deltas: list[Delta] = [Started(1), TextDelta(0, "a"), finish, Usage(1, 1)]
+    deltas: list[Delta] = [ReplyStart(1), TextDelta(0, "a"), finish, TokenUsage(1, 1)]
     body = plain(deltas)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
     [end] = [event for event in events(play(renderer(stream=True), deltas)) if event["type"] == "message_delta"]
@@ -109,7 +109,7 @@ def test_endings(finish: Finish, reason: str, sequence: str | None) -> None:
 
 
 def test_nothing_said() -> None:
-    deltas: list[Delta] = [Started(1), Finish(0, "stop"), Usage(1, 1)]
+    deltas: list[Delta] = [ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 1)]
     assert plain(deltas)["content"] == []
     assert [e["type"] for e in events(play(renderer(stream=True), deltas))] == [
         "message_start",
@@ -129,22 +129,22 @@ def test_omitted_thinking() -> None:
 @pytest.mark.parametrize("cut", ['{"city":', "[1]", "", '{"a":' * 100_000])
 def test_arguments_that_are_no_object_are_shown_empty(cut: str) -> None:
     deltas: list[Delta] = [
-        Started(1),
+        ReplyStart(1),
         ToolCallStart(0, 0, "toolu_1", "t"),
         ToolCallArguments(0, 0, cut),
         Finish(0, "length"),
     ]
-    assert plain([*deltas, Usage(1, 1)])["content"][0]["input"] == {}
+    assert plain([*deltas, TokenUsage(1, 1)])["content"][0]["input"] == {}
 
 
 def test_a_broken_stream_ends_with_its_error() -> None:
     reply = renderer(stream=True)
     play(reply, REPLY[:3])
-    [event] = events(reply.fail(EngineFailed("the engine died"))[0])
+    [event] = events(reply.write_error(EngineFailed("the engine died"))[0])
     assert event == {"type": "error", "error": {"type": "api_error", "message": "the engine died"}}
-    [event] = events(renderer(stream=True).fail(Overloaded("full"))[0])
+    [event] = events(renderer(stream=True).write_error(Overloaded("full"))[0])
     assert event["error"]["type"] == "rate_limit_error"
-    [event] = events(renderer(stream=True).fail(KeyError("secret"))[0])
+    [event] = events(renderer(stream=True).write_error(KeyError("secret"))[0])
     assert "secret" not in json.dumps(event)
 
 

@@ -17,25 +17,25 @@ from tokenizers import AddedToken
 
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.deltas import Delta, Finish, ReasoningDelta, Started, TextDelta, Usage
-from emberline.api.reasoning import THINK, answered, reasoned
-from emberline.api.toolstyle import HERMES
+from emberline.api.deltas import Delta, Finish, ReasoningDelta, ReplyStart, TextDelta, TokenUsage
+from emberline.api.reasoning import THINK, constrain_after_reasoning, constrain_answer
+from emberline.api.tool_style import HERMES
 from emberline.core.clock import ManualClock
 from emberline.core.config import SchedulerConfig
 from emberline.core.errors import DeadlineExceeded, Overloaded
 from emberline.core.events import Output, Stats
-from emberline.core.params import Grammar
-from emberline.core.plan import Work
+from emberline.core.params import GrammarSpec
+from emberline.core.plan import WorkItem
 from emberline.core.request import Submission
+from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.engine.stream import AsyncEngine
-from emberline.server.metrics import Metrics, exposition
+from emberline.server.metrics import ModelMetrics, render_exposition
 from emberline.server.worker.generator import Generator
-from emberline.server.worker.journey import Journey
-from emberline.server.worker.prompts import Prompts
+from emberline.server.worker.prompt_builder import PromptBuilder
+from emberline.server.worker.request_context import RequestContext
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class Thinker(FakeRunner):
         super().__init__(vocab_size=tokenizer.vocab_size, eos=frozenset({EOS}))
         self._tokenizer, self._lead, self._patience = tokenizer, lead, patience
 
-    def _next(self, work: Work) -> int:
+    def _sample(self, work: WorkItem) -> int:
         length = work.start + len(work.tokens)
         flat = [t for block in work.blocks for t in self._memory[self._slots(block)]][:length]
         reply = self._tokenizer.decode(flat, skip_special=False).partition("|")[2]
@@ -101,7 +101,7 @@ class Local:
                 self.engine.abort(submission.id)
 
     def abort_one(self, submission_id: str, index: int) -> None:
-        self.engine.abort_one(submission_id, index)
+        self.engine.abort_completion(submission_id, index)
 
 
 class House:
@@ -111,11 +111,11 @@ class House:
         if marked:
             inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
         self.tokenizer = Tokenizer(inner)
-        self.clock, self.metrics = ManualClock(100.0), Metrics("m")
-        self.checked: list[Grammar] = []
+        self.clock, self.metrics = ManualClock(100.0), ModelMetrics("m")
+        self.checked: list[GrammarSpec] = []
         config = SchedulerConfig(max_context=context, max_running=1, max_waiting=1)
         self.engine = Local(Engine(config, Thinker(self.tokenizer, **thinker), self.clock), self.clock)
-        self.prompts = Prompts(self.tokenizer, ChatTemplate({"default": template}, {}), HERMES, context)
+        self.prompts = PromptBuilder(self.tokenizer, ChatTemplate({"default": template}, {}), HERMES, context)
         self.generator = Generator(
             cast("AsyncEngine", self.engine),
             self.prompts,
@@ -127,18 +127,18 @@ class House:
             timeout=60.0,
         )
 
-    def check(self, grammar: Grammar, param: str) -> None:
+    def check(self, grammar: GrammarSpec, param: str) -> None:
         """The guard's."""
         self.checked.append(grammar)
 
-    def ask(self, budget: int, **fields: Any) -> anthropic.Call:
+    def ask(self, budget: int, **fields: Any) -> anthropic.MessagesCall:
         thinking = {"type": "enabled", "budget_tokens": budget}
         messages = [{"role": "user", "content": QUESTION}]
         body = {"model": "m", "max_tokens": 300, "thinking": thinking, "messages": messages, **fields}
         return anthropic.parse(json.dumps(body).encode())
 
     async def deltas(self, budget: int, **fields: Any) -> AsyncGenerator[Delta, None]:
-        async with aclosing(self.generator.run(self.ask(budget, **fields), Journey())) as groups:
+        async with aclosing(self.generator.generate(self.ask(budget, **fields), RequestContext())) as groups:
             async for group in groups:
                 for delta in group.deltas:
                     yield delta
@@ -149,8 +149,10 @@ class House:
                 return [delta async for delta in deltas]
 
         deltas = asyncio.run(collect())
-        assert isinstance(deltas[0], Started) and isinstance(deltas[-1], Usage) and isinstance(deltas[-2], Finish)
-        assert sum(isinstance(delta, Finish | Started | Usage) for delta in deltas) == 3
+        assert (
+            isinstance(deltas[0], ReplyStart) and isinstance(deltas[-1], TokenUsage) and isinstance(deltas[-2], Finish)
+        )
+        assert sum(isinstance(delta, Finish | ReplyStart | TokenUsage) for delta in deltas) == 3
         self.check_empty()
         return deltas
 
@@ -161,7 +163,7 @@ class House:
         assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
     def finished(self) -> int:
-        text = exposition(self.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
+        text = render_exposition(self.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
         lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
         return sum(int(line.rpartition(" ")[2]) for line in lines)
 
@@ -195,9 +197,9 @@ def test_reasoning_is_closed_and_the_reply_goes_on(marked: bool, template: str) 
     assert tail == ("<think>" if lead else "") + "abcdefghijabcdefghijabc</think>"
     assert second.params.max_tokens == 300 - lead - 23 - closing
     assert (second.params.temperature, second.params.top_k, second.params.n) == (0.5, 7, 1)
-    assert deltas[0] == Started(len(first.prompt))
+    assert deltas[0] == ReplyStart(len(first.prompt))
     written = lead + 23 + closing + len(ANSWER) + 1
-    assert deltas[-1] == Usage(len(first.prompt), written, 0, 23)
+    assert deltas[-1] == TokenUsage(len(first.prompt), written, 0, 23)
     assert house.engine.engine.stats().prefix_hits > 0  # the second did not compute the prompt again
     assert house.finished() == 1
 
@@ -206,8 +208,8 @@ def test_the_message_has_one_thinking_block_and_one_text_block() -> None:
     house = House()
     for stream in (False, True):
         call = house.ask(12, stream=stream)
-        renderer = anthropic_stream.Renderer(call, "id", 1, "fp")
-        events = b"".join(event for delta in house.reply(12) for event in renderer.push(delta))
+        renderer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
+        events = b"".join(event for delta in house.reply(12) for event in renderer.write(delta))
         body = renderer.body()
         assert [block["type"] for block in body["content"]] == ["thinking", "text"]
         assert body["content"][0]["thinking"] == "abcdefghijab" and body["content"][1]["text"] == ANSWER.strip()
@@ -251,7 +253,7 @@ def test_what_is_left_of_max_tokens_ends_the_answer() -> None:
     house = House()
     deltas = house.reply(20, max_tokens=20 + 1 + 7)
     assert text(deltas) == "Paris" and ending(deltas) == ("length", None)
-    assert isinstance(deltas[-1], Usage) and deltas[-1].completion_tokens == 28
+    assert isinstance(deltas[-1], TokenUsage) and deltas[-1].completion_tokens == 28
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_times_are_those_of_the_whole() -> None:
     house = House()
     house.engine.before_step = lambda: house.clock.advance(1.0)
     house.reply(12)
-    text = exposition(house.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
+    text = render_exposition(house.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
     told = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
     steps = 12 + len(ANSWER) + 1
     assert told["vllm:e2e_request_latency_seconds_sum"] == steps and told["vllm:time_to_first_token_seconds_sum"] == 1.0
@@ -329,7 +331,7 @@ def test_a_full_queue_does_not_keep_the_second_part_out() -> None:
         theirs = [house.deltas(12) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in theirs]
         deltas = [delta async for delta in ours]
-        assert isinstance(deltas[-1], Usage) and text(deltas) == ANSWER.strip()
+        assert isinstance(deltas[-1], TokenUsage) and text(deltas) == ANSWER.strip()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert sum(isinstance(result, Overloaded) for result in results) == 1
         for each in theirs:
@@ -345,9 +347,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"
 def test_a_format_holds_for_what_follows_the_marker() -> None:
     house = House()
     house.reply(12, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
-    asked = Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
+    asked = GrammarSpec("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
     special = {marker: house.tokenizer.token_id(marker) or 0 for marker in THINK.markers}
-    grammars = [reasoned(asked, THINK, True, special), answered(asked)]
+    grammars = [constrain_after_reasoning(asked, THINK, True, special), constrain_answer(asked)]
     assert [submission.params.grammar for submission in house.engine.submissions] == grammars == house.checked
 
 
@@ -355,10 +357,10 @@ def test_the_format_after_the_marker(tmp_path: Path) -> None:
     compiler = GrammarCompiler(tokenizer_file(tmp_path), VOCAB_SIZE, [EOS])
 
     def takes(text: str) -> bool:
-        matcher = compiler.compile(answered(Grammar("json_schema", json.dumps(SCHEMA))))
-        return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed()
+        matcher = compiler.compile(constrain_answer(GrammarSpec("json_schema", json.dumps(SCHEMA))))
+        return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed_tokens()
 
     assert takes('{"a": 1}') and takes('\n\n{"a": 1}')
     assert not takes('more</think>{"a": 1}') and not takes('\n\n{"a": 2}') and not takes("\n\n")
-    broken = Grammar("json_schema", "{")
-    assert answered(broken) is broken
+    broken = GrammarSpec("json_schema", "{")
+    assert constrain_answer(broken) is broken

@@ -84,8 +84,8 @@ def damaged(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
 
 
 PROTOCOLS = [
-    (anthropic.parse, anthropic_stream.Renderer, MESSAGES),
-    (responses.parse, responses_stream.Renderer, RESPONSES),
+    (anthropic.parse, anthropic_stream.MessagesReplyWriter, MESSAGES),
+    (responses.parse, responses_stream.ResponsesReplyWriter, RESPONSES),
 ]
 
 

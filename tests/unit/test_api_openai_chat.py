@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.openai.chat import Call, ChatRequest, parse
+from emberline.api.openai.chat import ChatRequest, OpenAIChatCall, parse
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.core.request import Priority
 
 USER = {"role": "user", "content": "hi"}
@@ -18,7 +18,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "d
 TIME = {"type": "function", "function": {"name": "time", "strict": True}}
 
 
-def chat(**fields: Any) -> Call:
+def chat(**fields: Any) -> OpenAIChatCall:
     return parse(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
 
 
@@ -30,11 +30,11 @@ def refused(**fields: Any) -> str | None:
 
 def test_the_least_request() -> None:
     call = chat()
-    assert (call.caller.model, call.messages, call.stream) == ("m", [USER], False)
+    assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert call.params.max_tokens is None
     assert call.params.temperature == 1.0
-    assert call.generation_prompt
-    assert not call.continue_last
+    assert call.adds_generation_prompt
+    assert not call.continues_last_message
 
 
 def test_null_is_as_good_as_absent() -> None:
@@ -72,17 +72,17 @@ SAMPLING = [
     ("logprobs", True, "logprobs", 0),
     ("prompt_logprobs", 2, "prompt_logprobs", 2),
     ("response_format", {"type": "text"}, "grammar", None),
-    ("response_format", {"type": "json_object"}, "grammar", Grammar("json_object")),
-    ("guided_json", {"type": "object"}, "grammar", Grammar("json_schema", '{"type":"object"}')),
-    ("guided_json", '{"type": "object"}', "grammar", Grammar("json_schema", '{"type":"object"}')),
-    ("guided_regex", "a+", "grammar", Grammar("regex", "a+")),
-    ("guided_choice", ["a", "é"], "grammar", Grammar("choice", '["a","é"]')),
-    ("guided_grammar", "start: A", "grammar", Grammar("grammar", "start: A")),
-    ("structured_outputs", {"json": {}}, "grammar", Grammar("json_schema", "{}")),
-    ("structured_outputs", {"regex": "a"}, "grammar", Grammar("regex", "a")),
-    ("structured_outputs", {"choice": ["a"]}, "grammar", Grammar("choice", '["a"]')),
-    ("structured_outputs", {"grammar": "g"}, "grammar", Grammar("grammar", "g")),
-    ("structured_outputs", {"json_object": True}, "grammar", Grammar("json_object")),
+    ("response_format", {"type": "json_object"}, "grammar", GrammarSpec("json_object")),
+    ("guided_json", {"type": "object"}, "grammar", GrammarSpec("json_schema", '{"type":"object"}')),
+    ("guided_json", '{"type": "object"}', "grammar", GrammarSpec("json_schema", '{"type":"object"}')),
+    ("guided_regex", "a+", "grammar", GrammarSpec("regex", "a+")),
+    ("guided_choice", ["a", "é"], "grammar", GrammarSpec("choice", '["a","é"]')),
+    ("guided_grammar", "start: A", "grammar", GrammarSpec("grammar", "start: A")),
+    ("structured_outputs", {"json": {}}, "grammar", GrammarSpec("json_schema", "{}")),
+    ("structured_outputs", {"regex": "a"}, "grammar", GrammarSpec("regex", "a")),
+    ("structured_outputs", {"choice": ["a"]}, "grammar", GrammarSpec("choice", '["a"]')),
+    ("structured_outputs", {"grammar": "g"}, "grammar", GrammarSpec("grammar", "g")),
+    ("structured_outputs", {"json_object": True}, "grammar", GrammarSpec("json_object")),
 ]
 
 
@@ -97,7 +97,7 @@ def test_json_schema() -> None:
     grammar = chat(response_format=form).params.grammar
     assert grammar is not None
     assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
-    assert chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}).params.grammar == Grammar(
+    assert chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}).params.grammar == GrammarSpec(
         "json_object"
     )
 
@@ -117,7 +117,7 @@ CALLER = [
 
 @pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
 def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(chat(**fields).caller, name) == meant
+    assert getattr(chat(**fields).common, name) == meant
 
 
 CALLS = [
@@ -157,8 +157,8 @@ def test_top_logprobs() -> None:
 
 def test_continuing_the_last_message() -> None:
     call = chat(messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True)
-    assert call.continue_last
-    assert not call.generation_prompt
+    assert call.continues_last_message
+    assert not call.adds_generation_prompt
 
 
 MESSAGES = [
@@ -244,7 +244,7 @@ def test_legacy_functions() -> None:
     call = chat(functions=[WEATHER["function"]], function_call={"name": "weather"})
     assert [tool.name for tool in call.tools] == ["weather"]
     assert call.tool_choice == ToolChoice("named", "weather")
-    assert call.legacy_functions
+    assert call.uses_legacy_functions
     assert not call.parallel_tool_calls
     assert chat(functions=[WEATHER["function"]]).tool_choice == ToolChoice()
 

@@ -16,12 +16,12 @@ from emberline.api.openai import completions as openai_completions
 from emberline.api.openai import embeddings as openai_embeddings
 from emberline.api.openai import models as openai_models
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 USER = {"role": "user", "content": "hi"}
 
 
-def complete(**fields: Any) -> openai_completions.Call:
+def complete(**fields: Any) -> openai_completions.OpenAICompletionCall:
     return openai_completions.parse(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
 
 
@@ -77,9 +77,9 @@ def test_completion_defaults() -> None:
 def test_completion_fields() -> None:
     assert complete(best_of=2, n=2).params.n == 2
     assert not complete(add_special_tokens=False).add_special_tokens
-    assert complete(guided_regex="a").params.grammar == Grammar("regex", "a")
+    assert complete(guided_regex="a").params.grammar == GrammarSpec("regex", "a")
     assert complete(logprobs=3).params.logprobs == 3
-    assert complete(stream=True, stream_options={"include_usage": True}).include_usage
+    assert complete(stream=True, stream_options={"include_usage": True}).includes_usage
 
 
 def test_echo_asks_for_the_prompts_logprobs() -> None:
@@ -91,7 +91,7 @@ def test_echo_asks_for_the_prompts_logprobs() -> None:
 
 def test_no_tokens_but_the_echo() -> None:
     call = complete(echo=True, logprobs=1, max_tokens=0)
-    assert call.echo_only
+    assert call.echoes_only
     assert call.params.max_tokens == 1
 
 
@@ -143,7 +143,7 @@ def test_embeddings_as_base64() -> None:
 
 def test_the_only_embedder_need_not_be_named() -> None:
     call = openai_embeddings.parse(b'{"input": "p"}')
-    assert call.caller.model == ""
+    assert call.common.model == ""
     assert openai_embeddings.render(call, VECTORS[:1], 1, "e")["model"] == "e"
 
 
@@ -205,7 +205,7 @@ def test_tokenize_messages() -> None:
     call = tokens(messages=[USER], tools=[tool], add_generation_prompt=False, chat_template_kwargs={"x": 1})
     assert isinstance(call.prompt, ChatCall)
     assert (call.prompt.messages, call.prompt.tools, call.prompt.template_args) == ([USER], (Tool("f"),), {"x": 1})
-    assert not call.prompt.generation_prompt
+    assert not call.prompt.adds_generation_prompt
     assert not call.prompt.add_special_tokens
 
 

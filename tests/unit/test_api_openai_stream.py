@@ -19,16 +19,16 @@ from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
-    Progress,
     PromptDelta,
     ReasoningDelta,
-    Renderer,
-    Started,
+    ReplyStart,
+    ReplyWriter,
+    RunningUsage,
     TextDelta,
     TokenInfo,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import chat_stream as chat_stream
@@ -40,18 +40,22 @@ USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
 
-def chat(**fields: Any) -> chat_stream.Renderer:
+def chat(**fields: Any) -> chat_stream.ChatReplyWriter:
     body = json.dumps({"model": "m", "messages": [USER], **fields}).encode()
-    return chat_stream.Renderer(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
+    return chat_stream.ChatReplyWriter(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
 
 
-def complete(**fields: Any) -> completions_stream.Renderer:
+def complete(**fields: Any) -> completions_stream.CompletionReplyWriter:
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
-    return completions_stream.Renderer(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
+    return completions_stream.CompletionReplyWriter(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
 
 
-def play(renderer: Renderer, deltas: Sequence[Delta]) -> bytes:
-    events = [*renderer.start(), *(event for delta in deltas for event in renderer.push(delta)), *renderer.end()]
+def play(renderer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
+    events = [
+        *renderer.write_start(),
+        *(event for delta in deltas for event in renderer.write(delta)),
+        *renderer.write_end(),
+    ]
     return b"".join(events)
 
 
@@ -97,22 +101,22 @@ def token(text: str, logprob: float | None = -0.5, offset: int = 0, top: Sequenc
 
 
 TALK: list[Delta] = [
-    Started(5, 2),
+    ReplyStart(5, 2),
     ReasoningDelta(0, "hm"),
     TextDelta(0, "Hé", [token("Hé", -0.25, top=[token("Hé", -0.25), token("Hi", -math.inf)])]),
     TextDelta(0, "llo", [token("llo", -0.5, 2)]),
     Finish(0, "stop", "END"),
-    Usage(5, 4, 2, 1),
+    TokenUsage(5, 4, 2, 1),
 ]
 CALLING: list[Delta] = [
-    Started(5),
+    ReplyStart(5),
     ToolCallStart(0, 0, "call_a", "weather"),
     ToolCallArguments(0, 0, '{"city":'),
     ToolCallArguments(0, 0, '"Oslo"}'),
     ToolCallStart(0, 1, "call_b", "weather"),
     ToolCallArguments(0, 1, "{}"),
     Finish(0, "tool_calls"),
-    Usage(5, 9),
+    TokenUsage(5, 9),
 ]
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -124,7 +128,7 @@ def test_golden_chat_stream() -> None:
 
 def test_golden_chat_body() -> None:
     renderer = chat(**LOGPROBS, metadata={"k": "v"})
-    assert play(renderer, TALK) == sse.DONE
+    assert play(renderer, TALK) == sse.DONE_EVENT
     goldens.check("openai_chat_body.json", sse.dumps(renderer.body()))
 
 
@@ -200,13 +204,13 @@ def test_usage_is_null_until_the_last_chunk() -> None:
 def test_running_usage_is_in_every_chunk() -> None:
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     deltas: list[Delta] = [
-        Started(5, 2),
-        Progress(1),
+        ReplyStart(5, 2),
+        RunningUsage(1),
         TextDelta(0, "a"),
-        Progress(3, 1),
+        RunningUsage(3, 1),
         TextDelta(0, "b"),
         Finish(0, "stop"),
-        Usage(5, 3, 2, 1),
+        TokenUsage(5, 3, 2, 1),
     ]
     for renderer in (chat(**options), complete(**options)):
         got = [chunk["usage"] for chunk in chunks(play(renderer, deltas))]
@@ -222,7 +226,7 @@ def test_choices_first_appear_in_order() -> None:
         Finish(2, "stop"),
         Finish(0, "length"),
         Finish(1, "stop"),
-        Usage(1, 2),
+        TokenUsage(1, 2),
     ]
     stream = play(chat(stream=True, n=3), deltas)
     assert [choice["content"] for choice in essence(fold(stream))["choices"]] == ["a", "", "c"]
@@ -238,7 +242,7 @@ def test_the_tier_says_how_it_was_served() -> None:
 def test_prompt_logprobs() -> None:
     renderer = chat(prompt_logprobs=1)
     prompt = [token("a", None), token("bb", -2.0, 1, [token("ccc", -0.1)])]
-    play(renderer, [Started(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), Usage(2, 0)])
+    play(renderer, [ReplyStart(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), TokenUsage(2, 0)])
     best = {"logprob": -0.1, "rank": 1, "decoded_token": "ccc"}
     assert renderer.body()["prompt_logprobs"] == [
         None,
@@ -248,10 +252,10 @@ def test_prompt_logprobs() -> None:
 
 def test_a_broken_stream_ends_with_its_error() -> None:
     for renderer in (chat(stream=True), complete(stream=True)):
-        renderer.push(TextDelta(0, "a"))
-        [event, done] = renderer.fail(EngineFailed("the engine died"))
+        renderer.write(TextDelta(0, "a"))
+        [event, done] = renderer.write_error(EngineFailed("the engine died"))
         assert json.loads(event[6:])["error"]["code"] == "engine_failed"
-        assert done == sse.DONE
+        assert done == sse.DONE_EVENT
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -271,7 +275,7 @@ def talks(draw: st.DrawFn) -> tuple[int, list[Delta]]:
     mixed: list[Delta] = []
     while any(queues):
         mixed.append(draw(st.sampled_from([queue for queue in queues if queue])).pop(0))
-    return n, [Started(3, 1), *mixed, Usage(3, 7, 1, 2)]
+    return n, [ReplyStart(3, 1), *mixed, TokenUsage(3, 7, 1, 2)]
 
 
 @settings(deadline=None)
@@ -293,12 +297,12 @@ def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]]
 
 
 COMPLETION: list[Delta] = [
-    Started(2),
+    ReplyStart(2),
     PromptDelta(0, "ab", [token("a", None), token("b", -1.0, 1, [token("x", -0.2), token("b", -1.0)])]),
     TextDelta(0, " c", [token(" c", -0.1, 0, [token(" c", -0.1)])]),
     TextDelta(0, "d", [token("d", -3.0, 2, [token("e", -0.3)])]),
     Finish(0, "length"),
-    Usage(2, 2),
+    TokenUsage(2, 2),
 ]
 
 
@@ -331,7 +335,7 @@ def test_a_completion_is_the_fold_of_its_stream() -> None:
 
 def test_max_tokens_zero_shows_the_echo_alone() -> None:
     renderer = complete(echo=True, logprobs=1, max_tokens=0)
-    play(renderer, [*COMPLETION[:3], Finish(0, "stop"), Usage(2, 1)])
+    play(renderer, [*COMPLETION[:3], Finish(0, "stop"), TokenUsage(2, 1)])
     [choice] = renderer.body()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b"]
@@ -343,7 +347,7 @@ def test_max_tokens_zero_shows_the_echo_alone() -> None:
 def test_prompts_times_n_choices() -> None:
     renderer = complete(prompt=["a", "b"], n=2)
     deltas: list[Delta] = [TextDelta(index, str(index)) for index in (3, 1, 0, 2)]
-    play(renderer, [Started(2), *deltas, *(Finish(index, "stop") for index in range(4)), Usage(2, 4)])
+    play(renderer, [ReplyStart(2), *deltas, *(Finish(index, "stop") for index in range(4)), TokenUsage(2, 4)])
     assert [choice["text"] for choice in renderer.body()["choices"]] == ["0", "1", "2", "3"]
 
 
@@ -358,5 +362,5 @@ def test_no_echo_no_prompt() -> None:
 
 
 @pytest.mark.parametrize("renderer", [chat(), complete()])
-def test_a_plain_reply_sends_no_chunks(renderer: Renderer) -> None:
-    assert play(renderer, [Started(1), TextDelta(0, "a"), Finish(0, "stop"), Usage(1, 1)]) == sse.DONE
+def test_a_plain_reply_sends_no_chunks(renderer: ReplyWriter) -> None:
+    assert play(renderer, [ReplyStart(1), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 1)]) == sse.DONE_EVENT

@@ -12,7 +12,16 @@ import pytest
 from emberline.api import openapi, replies, tokenize
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.deltas import Delta, Finish, PromptDelta, ReasoningDelta, Started, TextDelta, TokenInfo, Usage
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    PromptDelta,
+    ReasoningDelta,
+    ReplyStart,
+    TextDelta,
+    TokenInfo,
+    TokenUsage,
+)
 from emberline.api.deltas import ToolCallArguments as Arguments
 from emberline.api.deltas import ToolCallStart as Call
 from emberline.api.errors import anthropic_error, openai_error
@@ -26,24 +35,24 @@ from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import InvalidRequest
 
-DOCUMENT = openapi.document("1.2.3")
+DOCUMENT = openapi.build_document("1.2.3")
 USER = {"role": "user", "content": "hi"}
 TOKEN = TokenInfo(1, "a", b"a", -0.5, [TokenInfo(2, "b", b"b", -1.0)])
 DELTAS: list[Delta] = [
-    Started(3),
+    ReplyStart(3),
     ReasoningDelta(0, "r", [TOKEN]),
     TextDelta(0, "a", [TOKEN]),
     Call(0, 0, "call_1", "f"),
     Arguments(0, 0, "{}"),
     Finish(0, "tool_calls"),
-    Usage(3, 4),
+    TokenUsage(3, 4),
 ]
 TEXT_DELTAS: list[Delta] = [
-    Started(3),
+    ReplyStart(3),
     PromptDelta(0, "p", [TOKEN]),
     TextDelta(0, "a", [TOKEN]),
     Finish(0, "length"),
-    Usage(3, 4),
+    TokenUsage(3, 4),
 ]
 
 
@@ -105,7 +114,7 @@ def _fields(kind: msgspec.inspect.StructType, path: str, seen: set[Any]) -> Iter
 
 
 @pytest.mark.parametrize("endpoint", [e for e in openapi.ENDPOINTS if e.request is not None], ids=lambda e: e.path)
-def test_required_tags_are_required(endpoint: openapi.Endpoint) -> None:
+def test_required_tags_are_required(endpoint: openapi.ApiEndpoint) -> None:
     assert [*lone_tags(msgspec.inspect.type_info(endpoint.request), endpoint.path, set())] == []
 
 
@@ -124,27 +133,30 @@ def test_replies_have_their_shape() -> None:
     function = {"name": "f", "parameters": {}}
     for extra in ({"logprobs": True, "metadata": {"a": "b"}}, {"functions": [function]}):
         call = openai_chat.parse(json.dumps({**chat, **extra}).encode())
-        holds(play(chat_stream.Renderer(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
+        holds(play(chat_stream.ChatReplyWriter(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
     of_text: list[dict[str, Any]] = [{}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}]
     for extra in of_text:
         completion = openai_completions.parse(json.dumps({"model": "m", "prompt": "p", **extra}).encode())
-        holds(play(completions_stream.Renderer(completion, "id", 1, "fp"), TEXT_DELTAS), replies.Completion)
+        holds(
+            play(completions_stream.CompletionReplyWriter(completion, "id", 1, "fp"), TEXT_DELTAS),
+            replies.TextCompletion,
+        )
     message = anthropic.parse(json.dumps({**chat, "max_tokens": 9}).encode())
-    holds(play(anthropic_stream.Renderer(message, "id", 1, "fp"), DELTAS), replies.Message)
+    holds(play(anthropic_stream.MessagesReplyWriter(message, "id", 1, "fp"), DELTAS), replies.AnthropicMessage)
     response = responses.parse(b'{"model":"m","input":"hi"}')
-    holds(play(responses_stream.Renderer(response, "id", 1, "fp"), DELTAS), replies.Response)
+    holds(play(responses_stream.ResponsesReplyWriter(response, "id", 1, "fp"), DELTAS), replies.Response)
 
 
 def test_small_replies_have_their_shape() -> None:
     for form in (b"float", b"base64"):
         call = openai_embeddings.parse(b'{"model":"m","input":"p","encoding_format":"%b"}' % form)
-        holds(openai_embeddings.render(call, [[0.5]], 3, "m"), replies.Embeddings)
+        holds(openai_embeddings.render(call, [[0.5]], 3, "m"), replies.EmbeddingList)
     served = [openai_models.ServedModel("m", 1, 2)]
-    holds(openai_models.list_models(served), replies.ModelList)
+    holds(openai_models.list_models(served), replies.ModelListing)
     holds(openai_models.retrieve_model(served, "m"), replies.ModelEntry)
-    holds(tokenize.render(tokenize.parse(b'{"prompt":"a"}'), [1], ["a"], 9), replies.Tokens)
+    holds(tokenize.render(tokenize.parse(b'{"prompt":"a"}'), [1], ["a"], 9), replies.TokenizeReply)
     for body in (b'{"tokens":[1]}', b'{"tokens":[1],"model":"m"}'):
-        holds(tokenize.render_detokenized(tokenize.parse_detokenize(body), "a"), replies.Text)
-    holds(anthropic.token_count(3), replies.TokenCount)
+        holds(tokenize.render_detokenized(tokenize.parse_detokenize(body), "a"), replies.DetokenizeReply)
+    holds(anthropic.render_token_count(3), replies.TokenCount)
     holds(openai_error(InvalidRequest("x")).body, replies.OpenAIError)
     holds(anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)

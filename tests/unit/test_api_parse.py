@@ -14,18 +14,18 @@ from emberline.api.anthropic import request as anthropic
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import completions as openai_completions
 from emberline.api.openai import embeddings as openai_embeddings
-from emberline.api.parse import MAX_DEPTH, Wire, decode, decode_object, encode_text
+from emberline.api.parse import MAX_JSON_DEPTH, WireStruct, decode, decode_object, encode_text
 from emberline.api.responses import request as responses
 from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker import assembly, protocol
+from emberline.server.worker import assembly, protocols
 
 
-class Inner(Wire):
+class Inner(WireStruct):
     text: str
 
 
-class Outer(Wire):
+class Outer(WireStruct):
     name: str
     items: list[Inner] | None = None
     bias: dict[int, float] | None = None
@@ -61,7 +61,7 @@ def nested(depth: int) -> bytes:
         (b'{"name":"a","bias":{"1":1e999}}', "bias[...]"),
         (b'{"name":"a","refused":{}}', "refused"),
         (nested(100_000), None),
-        (nested(MAX_DEPTH + 1), None),
+        (nested(MAX_JSON_DEPTH + 1), None),
     ],
 )
 def test_faults_name_their_field(body: bytes, param: str | None) -> None:
@@ -72,7 +72,7 @@ def test_faults_name_their_field(body: bytes, param: str | None) -> None:
 
 
 def test_depth_counts_nesting_and_nothing_else() -> None:
-    decode(nested(MAX_DEPTH), Outer)
+    decode(nested(MAX_JSON_DEPTH), Outer)
     decode(b'{"name":"a","anything":[' + b"[]," * 5000 + b"0]}", Outer)
     decode(b'{"name":"a","anything":"' + b'[{\\"' * 5000 + b'"}', Outer)
 
@@ -103,7 +103,7 @@ PARSERS = [
     openai_embeddings.parse,
     responses.parse,
     anthropic.parse,
-    anthropic.parse_count,
+    anthropic.parse_count_tokens,
     tokenize.parse,
     tokenize.parse_detokenize,
 ]
@@ -136,9 +136,9 @@ def test_any_bytes_parse_or_are_refused(parse: Any, body: bytes) -> None:
 def test_parsers_are_prepared_before_the_first_request() -> None:
     for cached in (fields._rules_of, fields._hints):
         cached.cache_clear()
-    assembly.read_parts(ServerConfig({"m": "m"}, embedder=None), {})
+    assembly.load_parts(ServerConfig({"m": "m"}, embedder=None), {})
     tables, hints = fields._rules_of.cache_info(), fields._hints.cache_info()
-    for each in protocol.PROTOCOLS.values():
-        each.parse(each.smallest)
+    for each in protocols.PROTOCOLS.values():
+        each.parse(each.smallest_body)
     assert fields._rules_of.cache_info().misses == tables.misses
     assert fields._hints.cache_info().misses == hints.misses

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.responses.items import seal
-from emberline.api.responses.request import Call, ResponsesRequest, parse
+from emberline.api.responses.items import encode_reasoning
+from emberline.api.responses.request import ResponsesCall, ResponsesRequest, parse
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.core.request import Priority
 
 USER = {"role": "user", "content": "hi"}
@@ -21,7 +21,7 @@ CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "argume
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
 
-def ask(**fields: Any) -> Call:
+def ask(**fields: Any) -> ResponsesCall:
     return parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
 
 
@@ -33,9 +33,9 @@ def refusal(body: dict[str, Any] | bytes) -> InvalidRequest:
 
 def test_the_least_request() -> None:
     call = ask()
-    assert (call.caller.model, call.messages, call.stream) == ("m", [USER], False)
+    assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert (call.params.max_tokens, call.params.temperature, call.params.logprobs) == (None, 1.0, None)
-    assert (call.generation_prompt, call.continue_last, call.parallel_tool_calls) == (True, False, True)
+    assert (call.adds_generation_prompt, call.continues_last_message, call.parallel_tool_calls) == (True, False, True)
     assert call.template_args == {}
 
 
@@ -54,13 +54,13 @@ PARAMS = [
     ({"top_logprobs": 3}, "logprobs", 3),
     ({"top_logprobs": 0}, "logprobs", None),
     ({"text": {"format": {"type": "text"}}}, "grammar", None),
-    ({"text": {"format": {"type": "json_object"}}}, "grammar", Grammar("json_object")),
+    ({"text": {"format": {"type": "json_object"}}}, "grammar", GrammarSpec("json_object")),
     (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
         "grammar",
-        Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
+        GrammarSpec("json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
     ),
-    ({"structured_outputs": {"regex": "a+"}}, "grammar", Grammar("regex", "a+")),
+    ({"structured_outputs": {"regex": "a+"}}, "grammar", GrammarSpec("regex", "a+")),
     ({"top_k": 5}, "top_k", 5),
     ({"seed": 5}, "seed", 5),
     ({"stop": "x"}, "stop", ("x",)),
@@ -105,7 +105,7 @@ def test_allowed_tools_leave_the_others_out() -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
     call = ask(tools=[WEATHER, TIME], tool_choice=allowed)
     assert ([tool.name for tool in call.tools], call.tool_choice) == (["time"], ToolChoice("required"))
-    assert (call.echo["tool_choice"], len(call.echo["tools"])) == (allowed, 2)
+    assert (call.echoed_fields["tool_choice"], len(call.echoed_fields["tools"])) == (allowed, 2)
 
 
 CALLER = [
@@ -119,7 +119,7 @@ CALLER = [
 
 @pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
 def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(ask(**fields).caller, name) == meant
+    assert getattr(ask(**fields).common, name) == meant
 
 
 ECHO = [
@@ -143,7 +143,7 @@ ECHO = [
 
 @pytest.mark.parametrize(("fields", "name", "meant"), ECHO)
 def test_the_reply_repeats_the_request(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert ask(**fields).echo[name] == meant
+    assert ask(**fields).echoed_fields[name] == meant
 
 
 def said(*items: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def test_a_call_and_its_output() -> None:
 REASONING = [
     ({"content": [{"type": "reasoning_text", "text": "a"}], "summary": [{"type": "summary_text", "text": "b"}]}, "a"),
     ({"summary": [{"type": "summary_text", "text": "b"}]}, "b"),
-    ({"encrypted_content": seal("hé"), "summary": [{"type": "summary_text", "text": "b"}]}, "hé"),
+    ({"encrypted_content": encode_reasoning("hé"), "summary": [{"type": "summary_text", "text": "b"}]}, "hé"),
     ({"summary": []}, None),
 ]
 
@@ -232,8 +232,8 @@ def test_reasoning_given_back(fields: dict[str, Any], text: str | None) -> None:
 def test_an_unfinished_message_is_continued() -> None:
     for status, continued in (("incomplete", True), ("in_progress", True), ("completed", False)):
         call = ask(input=[USER, {"role": "assistant", "content": "a", "status": status}])
-        assert (call.continue_last, call.generation_prompt) == (continued, not continued)
-    assert not ask(input=[{**USER, "status": "incomplete"}]).continue_last
+        assert (call.continues_last_message, call.adds_generation_prompt) == (continued, not continued)
+    assert not ask(input=[{**USER, "status": "incomplete"}]).continues_last_message
 
 
 def item(**fields: Any) -> dict[str, Any]:

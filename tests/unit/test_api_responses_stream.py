@@ -20,11 +20,11 @@ from emberline.api.deltas import (
     Delta,
     Finish,
     ReasoningDelta,
-    Started,
+    ReplyStart,
     TextDelta,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
@@ -33,7 +33,7 @@ from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL: Any = {"type": "function", "name": "tool", "parameters": {"type": "object"}, "strict": False}
 REPLY: list[Delta] = [
-    Started(9, 4),
+    ReplyStart(9, 4),
     ReasoningDelta(0, "hm"),
     ReasoningDelta(0, "m"),
     TextDelta(0, "Hé", [token("Hé", -0.25, [token("Hé", -0.25), token("Hi", -math.inf)])]),
@@ -43,15 +43,15 @@ REPLY: list[Delta] = [
     ToolCallArguments(0, 0, '{"city":'),
     ToolCallArguments(0, 0, '"Oslo"}'),
     Finish(0, "tool_calls"),
-    Usage(9, 20, 4, 2),
+    TokenUsage(9, 20, 4, 2),
 ]
-SERVER = Answering(responses.parse, responses_stream.Renderer, "resp_1")
+SERVER = Answering(responses.parse, responses_stream.ResponsesReplyWriter, "resp_1")
 CLIENT = openai.OpenAI(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def renderer(**fields: Any) -> responses_stream.Renderer:
+def renderer(**fields: Any) -> responses_stream.ResponsesReplyWriter:
     call = responses.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
-    return responses_stream.Renderer(call, "resp_1", 1700000000, "fp_1")
+    return responses_stream.ResponsesReplyWriter(call, "resp_1", 1700000000, "fp_1")
 
 
 def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("finish", "status", "details"), ENDINGS)
 def test_endings(finish: Finish, status: str, details: dict[str, str] | None) -> None:
-    deltas: list[Delta] = [Started(1), ReasoningDelta(0, "a"), TextDelta(0, "b"), finish, Usage(1, 1)]
+    deltas: list[Delta] = [ReplyStart(1), ReasoningDelta(0, "a"), TextDelta(0, "b"), finish, TokenUsage(1, 1)]
     body = plain(deltas)
     assert (body["status"], body["incomplete_details"]) == (status, details)
     assert [item["status"] for item in body["output"]] == ["completed", status]
@@ -110,14 +110,14 @@ def test_endings(finish: Finish, status: str, details: dict[str, str] | None) ->
 
 
 def test_nothing_said() -> None:
-    body = plain([Started(1), Finish(0, "stop"), Usage(1, 0)])
+    body = plain([ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 0)])
     assert (body["status"], body["output"]) == ("completed", [])
 
 
 def test_logprobs_of_a_token_without_text_are_not_lost() -> None:
     half = TextDelta(0, "", [token("\ufffd")])
-    rest: list[Delta] = [TextDelta(0, "é", [token("é")]), Finish(0, "stop"), Usage(1, 2)]
-    [item] = plain([Started(1), half, *rest], top_logprobs=1)["output"]
+    rest: list[Delta] = [TextDelta(0, "é", [token("é")]), Finish(0, "stop"), TokenUsage(1, 2)]
+    [item] = plain([ReplyStart(1), half, *rest], top_logprobs=1)["output"]
     assert [entry["token"] for entry in item["content"][0]["logprobs"]] == ["\ufffd", "é"]
 
 
@@ -144,10 +144,10 @@ FAULTS = [
 @pytest.mark.parametrize(("error", "code", "message"), FAULTS)
 def test_a_broken_stream_ends_as_failed(error: Exception, code: str, message: str) -> None:
     reply = renderer(stream=True)
-    reply.start()
+    reply.write_start()
     for delta in REPLY[:5]:
-        reply.push(delta)
-    [event] = events(reply.fail(error)[0])
+        reply.write(delta)
+    [event] = events(reply.write_error(error)[0])
     EVENT.validate_python(event)
     assert event["type"] == "response.failed"
     assert event["response"]["status"] == "failed"
@@ -156,7 +156,7 @@ def test_a_broken_stream_ends_as_failed(error: Exception, code: str, message: st
 
 
 def test_a_fault_of_ours_tells_nothing() -> None:
-    assert b"secret" not in renderer(stream=True).fail(KeyError("secret"))[0]
+    assert b"secret" not in renderer(stream=True).write_error(KeyError("secret"))[0]
 
 
 @settings(deadline=None, max_examples=50)

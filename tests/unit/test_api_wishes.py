@@ -16,9 +16,9 @@ from emberline.api.anthropic import request as anthropic
 from emberline.api.call import ChatCall
 from emberline.api.openai import chat
 from emberline.api.responses import request as responses
-from emberline.api.toolstyle import HERMES
+from emberline.api.tool_style import HERMES
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker.prompts import Prompts
+from emberline.server.worker.prompt_builder import PromptBuilder
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -34,9 +34,9 @@ TEMPLATES = {
 Parse = Callable[[dict[str, Any]], ChatCall]
 
 
-def prompts(template: str, inner: Inner | None = None) -> Prompts:
+def prompts(template: str, inner: Inner | None = None) -> PromptBuilder:
     made = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
-    return Prompts(Tokenizer(inner or build()), made, HERMES, 1000)
+    return PromptBuilder(Tokenizer(inner or build()), made, HERMES, 1000)
 
 
 def of_chat(fields: dict[str, Any]) -> ChatCall:
@@ -60,7 +60,7 @@ def of_messages(fields: dict[str, Any]) -> ChatCall:
 
 def of_count(fields: dict[str, Any]) -> ChatCall:
     body = {"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}
-    return anthropic.parse_count(json.dumps(body).encode())
+    return anthropic.parse_count_tokens(json.dumps(body).encode())
 
 
 ON, OFF = {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": {"type": "disabled"}}
@@ -112,10 +112,10 @@ def test_every_field_has_an_effect_or_is_named(parse: Parse, fields: dict[str, A
             assert prompts(name).render(call), name
             continue
         if not refused[name].endswith((".style", ".x")):
-            assert prompts(name).ignored(call) == [refused[name]] and prompts(name).render(call), name
+            assert prompts(name).find_ignored_fields(call) == [refused[name]] and prompts(name).render(call), name
             continue
         with pytest.raises(InvalidRequest) as caught:
-            prompts(name).ignored(call)
+            prompts(name).find_ignored_fields(call)
         assert caught.value.param == refused[name], name
         assert refused[name] in caught.value.message and caught.value.hint
 
@@ -133,7 +133,7 @@ def test_kwargs_may_not_take_all_meaning_from_the_effort() -> None:
     both = of_chat({"reasoning_effort": "low", **kwargs(enable_thinking=False)})
     assert both.template_args == {"reasoning_effort": "low", "enable_thinking": False}
     # This template reads enable_thinking only, and there the other value.
-    assert prompts("switch").ignored(both) == ["reasoning_effort"]
+    assert prompts("switch").find_ignored_fields(both) == ["reasoning_effort"]
 
 
 def test_a_date_is_that_of_the_reply() -> None:
@@ -143,16 +143,16 @@ def test_a_date_is_that_of_the_reply() -> None:
 
 def test_a_budget_needs_a_marker_that_can_be_written() -> None:
     call = of_messages(ON)
-    assert prompts("switch").closing == byte_level().encode("</think>").ids
+    assert prompts("switch").reasoning_end_tokens == byte_level().encode("</think>").ids
     assert prompts("switch").render(call) == "q"
     words = Inner(models.WordLevel({"q": 0, "<unk>": 1}, unk_token="<unk>"))
-    assert prompts("switch", words).ignored(call) == [BUDGET]
-    assert prompts("switch").ignored(call) == []
+    assert prompts("switch", words).find_ignored_fields(call) == [BUDGET]
+    assert prompts("switch").find_ignored_fields(call) == []
 
 
 def test_the_template_for_tools_is_asked_where_it_is_used() -> None:
     template = ChatTemplate({"default": TEXT, "tool_use": TEXT + "{{ tools }}{{ enable_thinking }}"}, {})
-    asked = Prompts(Tokenizer(build()), template, HERMES, 1000)
+    asked = PromptBuilder(Tokenizer(build()), template, HERMES, 1000)
     tool = {"type": "function", "function": {"name": "f"}}
     assert asked.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
-    assert asked.ignored(of_chat(kwargs(enable_thinking=True))) == ["chat_template_kwargs.enable_thinking"]
+    assert asked.find_ignored_fields(of_chat(kwargs(enable_thinking=True))) == ["chat_template_kwargs.enable_thinking"]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from emberline.bench.contender import Contender, ContenderFailed, Spec
-from emberline.bench.job import Job
+from emberline.bench.contender import ContenderFailed, ContenderProcess, ContenderSpec
+from emberline.bench.job import BenchJob
 
 TESTS = Path(__file__).parents[1]
-JOB = Job([[1, 2, 3], [4]], [2, 5])
+JOB = BenchJob([[1, 2, 3], [4]], [2, 5])
 
 
-def start(tmp_path: Path, way: str | None = None) -> Contender:
-    spec = Spec("fake", Path(sys.executable), "fake_contender", {"way": way}, {"PYTHONPATH": str(TESTS)})
-    return Contender(spec, tmp_path / "log")
+def start(tmp_path: Path, way: str | None = None) -> ContenderProcess:
+    spec = ContenderSpec("fake", Path(sys.executable), "fake_contender", {"way": way}, {"PYTHONPATH": str(TESTS)})
+    return ContenderProcess(spec, tmp_path / "log")
 
 
 def test_a_job_gives_a_timeline_and_differences_of_counters(tmp_path: Path) -> None:
@@ -62,4 +62,4 @@ def test_a_contender_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ContenderFailed, match="no such model"):
         start(tmp_path, "no start")
     with pytest.raises(ContenderFailed, match="not installed"):
-        Contender(Spec("absent", tmp_path / "python", "x", {}), tmp_path / "log")
+        ContenderProcess(ContenderSpec("absent", tmp_path / "python", "x", {}), tmp_path / "log")

@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 from gateway_records import DAY, NOON, made
 
-from emberline.bench.gateway_logs import Plan, bench
-from emberline.bench.log_days import copy_day, moved
-from emberline.gateway.logs.record import Payload, day_of
-from emberline.gateway.store.filters import Filters
+from emberline.bench.gateway_logs import LogBenchPlan, bench
+from emberline.bench.log_days import copy_day, shift_id
+from emberline.gateway.logs.record import LogPayload, day_of
+from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import RollupQuery
 
 
 def test_it_reports() -> None:
-    results = bench(Plan(rows=1200, days=3, payload_every=20, rounds=1), None).results
+    results = bench(LogBenchPlan(rows=1200, days=3, payload_every=20, rounds=1), None).results
     assert {"append", "filled", "overview_30d_by_user", "rescued", "one_record", "drop_a_day", "disk"} <= set(results)
     assert results["slowest_of_all"].value == max(r.value for r in results.values() if r.unit == "ms")
 
@@ -28,14 +28,14 @@ def test_a_copied_day_is_like_the_first(tmp_path: Path) -> None:
 
     async def go() -> None:
         store = await open_store(f"sqlite:{tmp_path}")
-        await store.append([(each, Payload(each.id.encode(), b"said")) for each in records])
+        await store.append([(each, LogPayload(each.id.encode(), b"said")) for each in records])
         await store.close()
         copy_day(tmp_path, day_of(NOON), day_of(NOON) + timedelta(days=1))
         store = await open_store(f"sqlite:{tmp_path}")
-        later = [msgspec.structs.replace(each, id=moved(each.id, DAY)) for each in records]
-        page = await store.page(Filters("acme", since=NOON + DAY // 2, metadata={"n": "1"}), limit=100, patience=60)
+        later = [msgspec.structs.replace(each, id=shift_id(each.id, DAY)) for each in records]
+        page = await store.page(LogFilters("acme", since=NOON + DAY // 2, metadata={"n": "1"}), limit=100, timeout_s=60)
         assert page.records == [each for each in reversed(later) if each.metadata["n"] == 1]
-        assert await store.payload("acme", "main", later[3].id) == Payload(records[3].id.encode(), b"said")
+        assert await store.payload("acme", "main", later[3].id) == LogPayload(records[3].id.encode(), b"said")
         for dimension in ("all", "user"):
             days = [
                 await store.rollups(RollupQuery("acme", "day", at, at + 1, dimension=dimension))

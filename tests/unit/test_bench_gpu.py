@@ -17,11 +17,18 @@ import torch
 from emberline.bench import workload
 from emberline.bench.gpu import __main__ as command
 from emberline.bench.gpu import cold, engine, openloop, peers
-from emberline.bench.gpu.engine import Bench, Steady, attempt, drive, staircase, wanted
-from emberline.bench.gpu.model import LLAMA_8B, SCALE, RandomWeights, split, tensor_shapes, write_checkpoint
-from emberline.bench.gpu.openloop import OpenLoop, arrivals, flow, percentiles
-from emberline.bench.job import Job, Timeline
-from emberline.bench.report import Report, Result
+from emberline.bench.gpu.engine import EngineBench, SteadyPhase, is_selected, run_job, run_measurement, warm_up_lengths
+from emberline.bench.gpu.model import (
+    LLAMA_8B,
+    WEIGHT_STD,
+    GPURandomWeights,
+    split_shapes,
+    tensor_shapes,
+    write_checkpoint,
+)
+from emberline.bench.gpu.openloop import OpenLoopBench, draw_arrivals, percentiles, run_open_loop
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.report import BenchReport, BenchResult
 from emberline.core.clock import ManualClock
 from emberline.core.config import SchedulerConfig
 from emberline.core.errors import EmberlineError
@@ -29,7 +36,7 @@ from emberline.core.events import Output
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
@@ -93,7 +100,7 @@ def sleeper(clock: ManualClock) -> Callable[[float], None]:
     return lambda seconds: clock.advance(seconds + 1e-9)
 
 
-def small_job(batch: int) -> Job:
+def small_job(batch: int) -> BenchJob:
     return workload.job([(24, 20)] * batch, engine.VOCAB)
 
 
@@ -103,11 +110,11 @@ def small_job(batch: int) -> Job:
 def test_a_decode_step_is_timed_without_the_prefill_of_others() -> None:
     clock = ManualClock(5.0)
     job = small_job(6)  # 144 tokens of prompts, 64 a step: the first decode while the last prefill
-    course = drive(fake(clock), job, clock=clock.now)
-    part = Steady.of(job, course.timeline)
-    assert part.step == pytest.approx(STEP)
+    course = run_job(fake(clock), job, clock=clock.now)
+    part = SteadyPhase.from_timeline(job, course.timeline)
+    assert part.step_seconds == pytest.approx(STEP)
     assert 10 < part.steps < 19
-    whole = course.timeline.wall / (len(course.marks) - 1)
+    whole = course.timeline.wall / (len(course.step_times) - 1)
     assert whole > 1.2 * STEP  # so the test could tell
 
 
@@ -115,45 +122,45 @@ def test_an_overlapped_engine_is_timed_the_same() -> None:
     clock = ManualClock()
     job = small_job(6)
     served = Overlapped(fake(clock))
-    part = Steady.of(job, drive(served, job, clock=clock.now).timeline)
+    part = SteadyPhase.from_timeline(job, run_job(served, job, clock=clock.now).timeline)
     # the last outputs come without a step of their own, at the same time as those before
-    assert part.step == pytest.approx(STEP, rel=0.1)
+    assert part.step_seconds == pytest.approx(STEP, rel=0.1)
     assert served.idle
 
 
 def test_the_context_is_what_queries_saw() -> None:
-    job = Job([[1] * 10, [1] * 20], [4, 4])
-    timeline = Timeline([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
-    part = Steady.of(job, timeline)
+    job = BenchJob([[1] * 10, [1] * 20], [4, 4])
+    timeline = TokenTimeline([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
+    part = SteadyPhase.from_timeline(job, timeline)
     assert (part.begin, part.end, part.steps) == (2.0, 4.0, 2)
     assert part.context == np.mean([12, 13, 21, 22])
 
 
 def test_tokens_of_one_step_with_times_of_their_own_count_once() -> None:
     late = 1e-5  # the second is told a little later than the first, in every step
-    timeline = Timeline([[float(t) for t in range(1, 8)], [t + late for t in range(1, 8)]])
-    part = Steady.of(Job([[1], [1]], [7, 7]), timeline)
+    timeline = TokenTimeline([[float(t) for t in range(1, 8)], [t + late for t in range(1, 8)]])
+    part = SteadyPhase.from_timeline(BenchJob([[1], [1]], [7, 7]), timeline)
     assert part.steps == 6
-    assert part.step == pytest.approx(1.0, rel=1e-4)
+    assert part.step_seconds == pytest.approx(1.0, rel=1e-4)
 
 
 def test_requests_that_never_decode_together_are_an_error() -> None:
     with pytest.raises(EmberlineError, match="decode together"):
-        Steady.of(Job([[1], [1]], [2, 2]), Timeline([[1.0, 2.0], [3.0, 4.0]]))
+        SteadyPhase.from_timeline(BenchJob([[1], [1]], [2, 2]), TokenTimeline([[1.0, 2.0], [3.0, 4.0]]))
 
 
 def test_a_job_that_takes_too_long_ends_and_leaves_nothing_behind() -> None:
     clock = ManualClock()
     served = fake(clock)
     with pytest.raises(EmberlineError, match="timed out"):
-        drive(served, small_job(4), limit=5 * STEP, clock=clock.now)
+        run_job(served, small_job(4), timeout=5 * STEP, clock=clock.now)
     assert served.idle
     job = small_job(2)
-    drive(served, job, clock=clock.now).timeline.check(job)
+    run_job(served, job, clock=clock.now).timeline.check(job)
 
 
 def test_cpu_is_counted_over_the_steps_within() -> None:
-    course = engine.Course(Timeline([[1.0]]), [(0.0, 0.0), (1.0, 1.0), (2.0, 1.25), (4.0, 1.75), (5.0, 2.75)])
+    course = engine.JobRun(TokenTimeline([[1.0]]), [(0.0, 0.0), (1.0, 1.0), (2.0, 1.25), (4.0, 1.75), (5.0, 2.75)])
     assert course.cpu_percent(1.0, 4.0) == pytest.approx(25.0)
     assert course.cpu_percent(0.0, 5.0) == pytest.approx(55.0)
 
@@ -161,7 +168,7 @@ def test_cpu_is_counted_over_the_steps_within() -> None:
 def test_the_staircase_visits_the_sizes_that_a_falling_batch_does() -> None:
     clock = ManualClock()
     served = fake(clock, batch_tokens=4096, running=100)
-    drive(served, workload.job(staircase(100), engine.VOCAB), clock=clock.now)
+    run_job(served, workload.job(warm_up_lengths(100), engine.VOCAB), clock=clock.now)
     assert isinstance(served.runner, SlowRunner)
     seen = set(served.runner.batches)
     assert set(range(1, 17)) <= seen
@@ -179,14 +186,14 @@ def test_the_model_has_the_shape_it_is_named_after() -> None:
 
 
 def test_limits_are_bytes_and_operations_over_what_the_machine_does() -> None:
-    whole = engine.cost({})
+    whole = engine.model_cost({})
     weights = 2 * (32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 128256 * 4096)
     kv = 32 * 2 * 8 * 128 * 2
     assert engine.decode_limit_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
     assert engine.decode_limit_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
     for kept in ("packed", "both"):  # of which a step need read no more than the packed ones
-        assert engine.cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
-    half = engine.cost({"kv_dtype": "float8_e4m3fn"})
+        assert engine.model_cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
+    half = engine.model_cost({"kv_dtype": "float8_e4m3fn"})
     assert engine.decode_limit_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
     n = 8192
     linears = 2 * n * (weights // 2 - 128256 * 4096) + 2 * 128256 * 4096
@@ -203,8 +210,8 @@ def test_percentiles() -> None:
 
 
 def test_arrivals_are_seeded_and_poisson() -> None:
-    due = arrivals(8.0, 500.0, seed=3)
-    assert due == arrivals(8.0, 500.0, seed=3) != arrivals(8.0, 500.0, seed=4)
+    due = draw_arrivals(8.0, 500.0, seed=3)
+    assert due == draw_arrivals(8.0, 500.0, seed=3) != draw_arrivals(8.0, 500.0, seed=4)
     assert due == sorted(due)
     assert due[0] > 0 and due[-1] < 500.0
     assert len(due) == pytest.approx(4000, rel=0.06)
@@ -212,11 +219,11 @@ def test_arrivals_are_seeded_and_poisson() -> None:
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # as an exponential's
 
 
-def run_flow(due: list[float], limit: float = 60.0) -> tuple[openloop.Flow, Engine, ManualClock]:
+def run_flow(due: list[float], limit: float = 60.0) -> tuple[openloop.OpenLoopRun, Engine, ManualClock]:
     clock = ManualClock(100.0)
     served = fake(clock, batch_tokens=4096)
     job = workload.job([(24, 5)] * len(due), engine.VOCAB)
-    return flow(served, job, due, limit, clock=clock.now, sleep=sleeper(clock)), served, clock
+    return run_open_loop(served, job, due, limit, clock=clock.now, sleep=sleeper(clock)), served, clock
 
 
 def test_waiting_counts_from_when_a_request_was_due() -> None:
@@ -226,16 +233,16 @@ def test_waiting_counts_from_when_a_request_was_due() -> None:
     assert seen.unfinished == 0
     assert served.idle
     assert seen.added == pytest.approx([1.0, 1.0 + prefill, 3.0])
-    assert seen.first == pytest.approx([prefill, 2 * prefill - 0.005, prefill])
+    assert seen.first_token_seconds == pytest.approx([prefill, 2 * prefill - 0.005, prefill])
     # the first one's second token came with the second one's prompt; all others took a plain step
-    assert sorted(seen.gaps) == pytest.approx([STEP] * 11 + [prefill])
+    assert sorted(seen.token_gaps) == pytest.approx([STEP] * 11 + [prefill])
 
 
 def test_an_idle_engine_sleeps_until_the_next_request() -> None:
     seen, served, clock = run_flow([2.0, 30.0])
     assert clock.now() == pytest.approx(130.0 + STEP * 5 + 24 * TOKEN)
     assert served.stats().step == 10
-    assert len(seen.gaps) == 8
+    assert len(seen.token_gaps) == 8
 
 
 def test_at_the_deadline_it_stops_and_says_what_is_open() -> None:
@@ -247,34 +254,34 @@ def test_at_the_deadline_it_stops_and_says_what_is_open() -> None:
 
 def test_the_open_loop_reports_beside_both_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
-    monkeypatch.setattr(openloop, "flow", partial(flow, clock=clock.now, sleep=sleeper(clock)))
-    monkeypatch.setattr(openloop, "load", partial(openloop.load, prompt=32, output=8))
-    report = Report("open")
-    OpenLoop(report, fake(clock, batch_tokens=4096), seconds=5.0).measure(8.0)
+    monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=sleeper(clock)))
+    monkeypatch.setattr(openloop, "make_load", partial(openloop.make_load, prompt=32, output=8))
+    report = BenchReport("open")
+    OpenLoopBench(report, fake(clock, batch_tokens=4096), seconds=5.0).measure(8.0)
     assert report.results["open8_itl_p90_ms"].peer == 108.8
     assert report.results["open8_itl_p90_ms/vllm-2048"].value == 62.1
     assert report.results["open8_ttft_p99_ms"].peer is None
     assert report.results["open8_itl_p50_ms"].value == pytest.approx(1e3 * STEP, rel=0.5)
     assert report.config["open8"]["unfinished"] == 0
-    other = Report("open")
-    OpenLoop(other, fake(clock, batch_tokens=4096), seconds=5.0, who="vllm").measure(8.0)
+    other = BenchReport("open")
+    OpenLoopBench(other, fake(clock, batch_tokens=4096), seconds=5.0, peer="vllm").measure(8.0)
     assert set(other.results) == {f"open8_{kind}_p{p}_ms/vllm" for kind in ("itl", "ttft") for p in (50, 90, 99)}
 
 
 def test_what_a_warm_up_left_behind_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
-    monkeypatch.setattr(openloop, "flow", partial(flow, clock=clock.now, sleep=sleeper(clock)))
-    monkeypatch.setattr(openloop, "drive", partial(drive, clock=clock.now))
-    monkeypatch.setattr(openloop, "load", partial(openloop.load, prompt=32, output=8))
-    monkeypatch.setattr(openloop, "PROMPT", 32)
-    report = Report("open")
+    monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=sleeper(clock)))
+    monkeypatch.setattr(openloop, "run_job", partial(run_job, clock=clock.now))
+    monkeypatch.setattr(openloop, "make_load", partial(openloop.make_load, prompt=32, output=8))
+    monkeypatch.setattr(openloop, "PROMPT_TOKENS", 32)
+    report = BenchReport("open")
     served = fake(clock, batch_tokens=4096, running=128)
-    attempt(report, "open8", partial(OpenLoop(report, served, seconds=5.0), 8.0))
+    run_measurement(report, "open8", partial(OpenLoopBench(report, served, seconds=5.0), 8.0))
     assert "failed" not in report.config
     assert len(report.results) == 12
-    monkeypatch.setattr(openloop, "TAIL", -4.9)
-    late = Report("open")
-    attempt(late, "open8", partial(OpenLoop(late, served, seconds=5.0), 8.0))
+    monkeypatch.setattr(openloop, "DRAIN_TIMEOUT_S", -4.9)
+    late = BenchReport("open")
+    run_measurement(late, "open8", partial(OpenLoopBench(late, served, seconds=5.0), 8.0))
     assert "had not ended at the deadline" in late.config["failed"]["open8"]
     assert not late.results
 
@@ -283,9 +290,9 @@ def test_what_a_warm_up_left_behind_is_not_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "CONTEXT", 24)
-    monkeypatch.setattr(engine, "NEW", 12)
-    monkeypatch.setattr(engine, "CPU_AT", (8,))
+    monkeypatch.setattr(engine, "PROMPT_TOKENS", 24)
+    monkeypatch.setattr(engine, "OUTPUT_TOKENS", 12)
+    monkeypatch.setattr(engine, "CPU_BATCHES", (8,))
     clock, cpu = ManualClock(), ManualClock()
     served = fake(clock, batch_tokens=4096)
 
@@ -293,14 +300,14 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
         cpu.advance(STEP / 4)
         return cpu.now()
 
-    report = Report("engine")
-    bench = Bench(report, partial(drive, served, clock=clock.now, cpu=cpu_now), engine.cost({}), rounds=2)
+    report = BenchReport("engine")
+    bench = EngineBench(report, partial(run_job, served, clock=clock.now, cpu=cpu_now), engine.model_cost({}), rounds=2)
     for name in ("decode_b8", "prefill_2048", "chat40"):
         bench.measure(name)
     got = report.results
     assert got["decode_b8_ms"].value == pytest.approx(1e3 * STEP)
     assert got["decode_b8_ms"].peer == 5.13
-    assert got["decode_b8_ms"].limit == pytest.approx(engine.decode_limit_ms(8, 30, engine.cost({})))
+    assert got["decode_b8_ms"].limit == pytest.approx(engine.decode_limit_ms(8, 30, engine.model_cost({})))
     assert got["decode_b8_tok_s"].value == pytest.approx(8 / STEP)
     assert got["decode_b8_cpu"].value == pytest.approx(25.0)
     assert got["prefill_2048_ms"].value == pytest.approx(1e3 * (STEP + 2048 * TOKEN))
@@ -309,19 +316,19 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_names_choose_what_runs() -> None:
-    assert all(wanted(name, []) for name in engine.NAMES)
-    assert [name for name in engine.NAMES if wanted(name, ["decode_b1"])] == ["decode_b1"]
-    assert [name for name in engine.NAMES if wanted(name, ["decode_b1_ms"])] == ["decode_b1"]
-    assert [name for name in engine.NAMES if wanted(name, ["prefill_*"])] == [
+    assert all(is_selected(name, []) for name in engine.NAMES)
+    assert [name for name in engine.NAMES if is_selected(name, ["decode_b1"])] == ["decode_b1"]
+    assert [name for name in engine.NAMES if is_selected(name, ["decode_b1_ms"])] == ["decode_b1"]
+    assert [name for name in engine.NAMES if is_selected(name, ["prefill_*"])] == [
         "prefill_2048",
         "prefill_8192",
         "prefill_30000",
     ]
-    assert wanted("chat1000", ["chat1000_out_tok_s"])
+    assert is_selected("chat1000", ["chat1000_out_tok_s"])
 
 
 def test_peers_that_are_absent_are_skipped_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report("peers")
+    report = BenchReport("peers")
     peers.measure(report, "vllm")
     assert report.config["skipped"] == {"vllm": "not installed"}
     assert "peer skipped, not installed: peer=vllm" in capsys.readouterr().err
@@ -333,28 +340,28 @@ def test_peers_that_are_absent_are_skipped_and_said(capsys: pytest.CaptureFixtur
 
 
 def test_random_weights_stand_in_for_a_checkpoint() -> None:
-    weights = RandomWeights("cpu", torch.bfloat16, seed=1)
+    weights = GPURandomWeights("cpu", torch.bfloat16, seed=1)
     matrix = weights.matrix("a.weight", 300, 200)
     assert (matrix.shape, matrix.dtype) == ((300, 200), torch.bfloat16)
-    assert matrix.float().std().item() == pytest.approx(SCALE, rel=0.05)
+    assert matrix.float().std().item() == pytest.approx(WEIGHT_STD, rel=0.05)
     stack = weights.stack([("gate", 30), ("up", 20)], 64, gated=True)
     assert stack.shape == (50, 64)
     assert torch.equal(weights.vector("norm.weight", 9), torch.ones(9))
-    assert weights.taken_bytes == 2 * (300 * 200 + 50 * 64) + 4 * 9
+    assert weights.loaded_bytes == 2 * (300 * 200 + 50 * 64) + 4 * 9
     assert weights.has("a.weight") and not weights.has("a.bias")
     weights.finish()
 
 
 def test_shards_are_about_equal() -> None:
     shapes = tensor_shapes(engine.CONFIG)
-    shards = split(shapes, 4)
+    shards = split_shapes(shapes, 4)
     assert [name for shard in shards for name in shard] == list(shapes)
     sizes = [2 * sum(map(prod, shard.values())) for shard in shards]
     assert max(sizes) < 1.1 * min(sizes)
 
 
 def test_a_written_checkpoint_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.bench.gpu.model.PIECE", 1000)  # tensors are cut, with a ragged last piece
+    monkeypatch.setattr("emberline.bench.gpu.model.PIECE_BYTES", 1000)  # tensors are cut, with a ragged last piece
     write_checkpoint(tmp_path, TINY, device="cpu")
     assert len(list(tmp_path.glob("model-0000?-of-00004.safetensors"))) == 4
     write_checkpoint(tmp_path, TINY, device="cpu")  # over an earlier one, that may have been cut short
@@ -366,7 +373,7 @@ def test_a_written_checkpoint_is_one_that_loads(tmp_path: Path, monkeypatch: pyt
             assert torch.equal(weights.vector(name, *shape), torch.ones(shape))
         else:
             matrix = weights.matrix(name, *shape)
-            assert matrix.float().std().item() == pytest.approx(SCALE, rel=0.1)
+            assert matrix.float().std().item() == pytest.approx(WEIGHT_STD, rel=0.1)
     weights.finish("")
 
 
@@ -380,13 +387,13 @@ def test_a_start_that_read_too_little_is_not_called_cold(tmp_path: Path, monkeyp
         return {"entered": now, "ready": now + 2.0, "seconds": {"boot": 1.5}, "read_bytes": read}
 
     monkeypatch.setattr(cold, "_child", child)
-    monkeypatch.setattr(cold, "drop", lambda directory, everything: everything)
-    report = Report("cold")
+    monkeypatch.setattr(cold, "drop_page_cache", lambda directory, everything: everything)
+    report = BenchReport("cold")
     cold.measure(report, tmp_path)
     assert report.results["cold_ready_s"].value == pytest.approx(2.0, abs=0.5)
     assert report.results["cold_ready_s"].limit == pytest.approx(size / 4.1e9)
     assert report.results["cold_boot_s"].value == 1.5
-    read, report = size // 2, Report("cold")
+    read, report = size // 2, BenchReport("cold")
     with pytest.raises(EmberlineError, match="was not cold"):
         cold.measure(report, tmp_path)
     assert "cold_ready_s" not in report.results
@@ -396,17 +403,17 @@ def test_a_start_that_read_too_little_is_not_called_cold(tmp_path: Path, monkeyp
 
 
 def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path) -> None:
-    def measure(report: Report) -> None:
+    def measure(report: BenchReport) -> None:
         report.add("first", [3.0, 1.0, 2.0], "us", limit=0.5)
         raise RuntimeError("an illegal access")
 
     lines = tmp_path / "lines"
-    command.run_here(command.Part("kernels.linear", 1.0, measure), lines)
+    command.run_part(command.BenchPart("kernels.linear", 1.0, measure), lines)
     with lines.open("a") as file:
         file.write('{"name": "cut short')
-    report = Report("gpu")
-    config = command.take(lines, report)
-    assert report.results["first"].as_dict() == Result(2.0, "us", limit=0.5, spread=(1.0, 3.0)).as_dict()
+    report = BenchReport("gpu")
+    config = command.merge_child_lines(lines, report)
+    assert report.results["first"].as_dict() == BenchResult(2.0, "us", limit=0.5, spread=(1.0, 3.0)).as_dict()
     assert "illegal access" in config["failed"]["kernels.linear"]
 
 
@@ -418,18 +425,18 @@ def test_a_child_that_dies_or_hangs_is_one_failure(tmp_path: Path) -> None:
         "time.sleep(60) if sys.argv[1] == 'hang' else sys.exit(3)\n"
     )
     for how, why in (("die", "exited with status 3"), ("hang", "timed out after 2 s")):
-        report = Report("gpu", {"failed": {}})
-        part = command.Part("engine", 2.0, lambda report: None)
-        command.run_apart(part, [sys.executable, str(script), how], report, 2.0)
+        report = BenchReport("gpu", {"failed": {}})
+        part = command.BenchPart("engine", 2.0, lambda report: None)
+        command.run_part_in_child(part, [sys.executable, str(script), how], report, 2.0)
         assert report.config["failed"] == {"engine": why}
         assert report.results["a"].value == 1.0
 
 
 def test_the_command_line_chooses_parts() -> None:
     def chosen(*words: str) -> list[str]:
-        return [part.name for part in command.parts(command._argument_parser().parse_args(words))]
+        return [part.name for part in command.select_parts(command._argument_parser().parse_args(words))]
 
-    kernels = [f"kernels.{name}" for name in command.KERNELS]
+    kernels = [f"kernels.{name}" for name in command.KERNEL_BENCHES]
     assert chosen() == ["engine", "open", "cold", *kernels]
     assert chosen("kernels", "--only", "linear,sample") == ["kernels.linear", "kernels.sample"]
     assert chosen("all", "--only", "decode_b1") == ["engine"]
@@ -439,26 +446,26 @@ def test_the_command_line_chooses_parts() -> None:
 
 
 def test_an_attempt_records_why_it_failed() -> None:
-    report = Report("gpu")
+    report = BenchReport("gpu")
 
     def broken() -> None:
         raise ValueError("no")
 
-    attempt(report, "decode_b1", broken)
+    run_measurement(report, "decode_b1", broken)
     assert report.config["failed"] == {"decode_b1": "ValueError: no"}
     assert json.dumps(report.config)
 
 
 def test_the_soak_counts_every_ending_and_notices_a_missing_one() -> None:
-    from emberline.bench.gpu.soak import soak
+    from emberline.bench.gpu.soak import run_soak
 
     config = SchedulerConfig(block_size=64, max_batch_tokens=512, max_running=8)
-    engine = Engine(config, FakeAheadRunner(200, 64, vocab_size=200_000))
-    found = soak(engine, 0.5, rate=40.0)
+    engine = Engine(config, FakePipelinedRunner(200, 64, vocab_size=200_000))
+    found = run_soak(engine, 0.5, rate=40.0)
     assert found["requests"] > 3 and found["leaked"] == 0 and found["completions"] >= found["requests"]
 
-    lost = Engine(config, FakeAheadRunner(200, 64, vocab_size=200_000))
-    collect = lost._collect
-    lost._collect = lambda: [o for o in collect() if o.finish is None]  # type: ignore[method-assign]
+    lost = Engine(config, FakePipelinedRunner(200, 64, vocab_size=200_000))
+    collect = lost._collect_outputs
+    lost._collect_outputs = lambda: [o for o in collect() if o.finish is None]  # type: ignore[method-assign]
     with pytest.raises(EmberlineError, match="do not match"):
-        soak(lost, 0.2, rate=40.0)
+        run_soak(lost, 0.2, rate=40.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from emberline.bench import workload
-from emberline.bench.ceiling import Ceiling, Cost
-from emberline.bench.job import Job, Timeline
-from emberline.bench.task import Task
+from emberline.bench.bench_task import BenchTask
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.machine_limits import MachineLimits, TokenCost
 from emberline.core.errors import InvalidRequest
 from emberline.models.config import ModelConfig
 
@@ -49,22 +49,22 @@ def test_a_decode_job_gives_as_many_steps_as_it_says() -> None:
 
 def test_decode_counts_only_while_all_decode() -> None:
     # The first request runs alone until 3.0, when the second has its first token; it ends at 5.0.
-    timeline = Timeline([[1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 5.5, 6.0]])
+    timeline = TokenTimeline([[1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 4.0, 5.0, 5.5, 6.0]])
     assert timeline.full == (3.0, 5.0)
     assert timeline.decode_rate() == 2.0  # four tokens in two seconds
     assert timeline.step() == 1.0  # and not the half second of the second one's last steps
     assert timeline.output_rate() == 10 / 6
-    assert timeline.prefill_rate(Job([[1] * 6, [1] * 9], [5, 5])) == 5.0
+    assert timeline.prefill_rate(BenchJob([[1] * 6, [1] * 9], [5, 5])) == 5.0
 
 
 def test_limits_follow_from_bytes_and_operations() -> None:
-    cost = Cost.of(ModelConfig.from_hf(SMOLLM2))
+    cost = TokenCost.of(ModelConfig.from_hf(SMOLLM2))
     assert cost.weight_bytes == 2 * (30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536) + 49152 * 576)  # 269 MB
     assert cost.kv_bytes == 30 * 2 * 192 * 2
-    fast = Ceiling({"read_sum": 26.9, "matmul_float32": 1e9})  # arithmetic is free: memory is the limit
+    fast = MachineLimits({"read_sum": 26.9, "matmul_float32": 1e9})  # arithmetic is free: memory is the limit
     assert cost.decode_limit(fast, 1, 0) == pytest.approx(26.9e9 / cost.weight_bytes)
     assert cost.decode_limit(fast, 8, 0) == pytest.approx(8 * 26.9e9 / cost.weight_bytes)
-    slow = Ceiling({"read_sum": 1e9, "matmul_float32": 10.0})  # memory is free: arithmetic is the limit
+    slow = MachineLimits({"read_sum": 1e9, "matmul_float32": 10.0})  # memory is free: arithmetic is the limit
     one = 10e9 / (2 * cost.layers)
     assert cost.prefill_limit(slow, 512) < one
     assert cost.prefill_limit(slow, 512) > cost.prefill_limit(slow, 2048)  # attention grows
@@ -73,14 +73,17 @@ def test_limits_follow_from_bytes_and_operations() -> None:
 
 
 def test_ceilings_keep_the_best_of_each_method() -> None:
-    one, two = Ceiling({"read_sum": 3.0, "matmul_float32": 5.0}), Ceiling({"read_sum": 4.0, "matmul_float32": 4.0})
+    one, two = (
+        MachineLimits({"read_sum": 3.0, "matmul_float32": 5.0}),
+        MachineLimits({"read_sum": 4.0, "matmul_float32": 4.0}),
+    )
     both = one.or_better(two)
     assert (both.bandwidth, both.flops) == (4e9, 5e9)
 
 
 def test_a_task_is_named_as_it_is_asked_for() -> None:
     for name in ("prefill_512", "decode_4", "mix_8"):
-        assert Task.make(name, 1000).name == name
+        assert BenchTask.make(name, 1000).name == name
     for name in ("prefil_3", "decode", "decode_", "decode_x", "mix_0", ""):
         with pytest.raises(InvalidRequest, match=f"no task '{name}'"):
-            Task.make(name, 1000)
+            BenchTask.make(name, 1000)

@@ -13,7 +13,7 @@ import pytest
 
 from emberline.bench import machine, start
 from emberline.bench.plot import panels, plot
-from emberline.bench.report import Report, Result, command, digits, table
+from emberline.bench.report import BenchReport, BenchResult, command, digits, table
 from emberline.cli import bench
 from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
@@ -21,8 +21,8 @@ from emberline.core.errors import InvalidRequest
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def report() -> Report:
-    made = Report("cpu", {"model": "tiny"})
+def report() -> BenchReport:
+    made = BenchReport("cpu", {"model": "tiny"})
     made.add("decode_1", [40.0, 44.0, 42.0], "tok/s", peer=21.0, limit=84.0)
     made.add("decode_1/one", [20.0, 21.0], "tok/s")
     made.add("decode_1/two", 12.5, "tok/s")
@@ -31,20 +31,20 @@ def report() -> Report:
 
 
 def test_better_is_higher_for_rates_and_lower_for_the_rest() -> None:
-    rate, time = Result(42.0, "tok/s", peer=21.0, limit=84.0), Result(2.0, "s", peer=100.0, limit=1.0)
+    rate, time = BenchResult(42.0, "tok/s", peer=21.0, limit=84.0), BenchResult(2.0, "s", peer=100.0, limit=1.0)
     assert (rate.ratio, rate.achieved) == (2.0, 0.5)
     assert (time.ratio, time.achieved) == (50.0, 0.5)
-    assert Result(1.0, "s").ratio is None
+    assert BenchResult(1.0, "s").ratio is None
 
 
 def test_rounds_become_a_median_with_its_spread() -> None:
-    assert report().results["decode_1"] == Result(42.0, "tok/s", 21.0, 84.0, (40.0, 44.0))
+    assert report().results["decode_1"] == BenchResult(42.0, "tok/s", 21.0, 84.0, (40.0, 44.0))
 
 
 def test_the_last_line_and_the_file_are_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "deep" / "result.json"
     report().emit(file)
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().request.splitlines()
     whole = json.loads(lines[-1])
     assert whole == json.loads(file.read_text())
     assert set(whole) == {"bench", "command", "commit", "hardware", "software", "config", "results"}

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from emberline.chaos.answer import Answer
-from emberline.chaos.case import Case
-from emberline.chaos.client import Client, Ending, Verdict, judged
-from emberline.chaos.faults import FAULTS, _damage
-from emberline.chaos.ledger import Ledger
-from emberline.chaos.place import Place
-from emberline.chaos.sight import Sights, Stage
-from emberline.chaos.turns import Turn, Turns, drawn
-from emberline.chaos.wire import Line, Wire
+from emberline.chaos.chaos_process import ChaosProcess
+from emberline.chaos.chaos_report import ChaosReport
+from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict, judge_reply
+from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection
+from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw_faults
+from emberline.chaos.faults import FAULTS, _damage_disk
+from emberline.chaos.observed_reply import ObservedReply
+from emberline.chaos.reference_case import ReferenceCase
+from emberline.chaos.request_progress import RequestObserver, Stage
 from emberline.cli.__main__ import main
 from emberline.core.config import Role
 
@@ -39,9 +39,9 @@ GOOD = [chunk("one"), chunk(" two"), chunk(" three"), chunk("", "length"), USAGE
 
 
 def verdict(*events: bytes) -> Verdict:
-    right = Answer.of_stream(PATH, b"".join(GOOD))
-    case = Case(PATH, {"stream": True}, True, right)
-    return judged(case, 200, b"".join(events))[0]
+    right = ObservedReply.from_stream(PATH, b"".join(GOOD))
+    case = ReferenceCase(PATH, {"stream": True}, True, right)
+    return judge_reply(case, 200, b"".join(events))[0]
 
 
 def test_a_stream_that_is_right() -> None:
@@ -62,9 +62,9 @@ def test_one_who_stops_the_whole_run_stops_its_requests() -> None:
             pass
 
     async def do() -> None:
-        sights = Sights()
-        case = Case(PATH, {"stream": True}, True, Answer.of_stream(PATH, b"".join(GOOD)))
-        asked = Client(Hangs(), "http://nowhere", sights, 30.0).run(case, sights.new())  # type: ignore[arg-type]
+        sights = RequestObserver()
+        case = ReferenceCase(PATH, {"stream": True}, True, ObservedReply.from_stream(PATH, b"".join(GOOD)))
+        asked = ChaosClient(Hangs(), "http://nowhere", sights, 30.0).run(case, sights.track_request())  # type: ignore[arg-type]
         task = asyncio.create_task(asked)
         await asyncio.sleep(0)
         task.cancel()
@@ -101,34 +101,34 @@ def test_a_stream_that_is_wrong(events: list[bytes]) -> None:
 def test_plain_replies() -> None:
     whole = {"choices": [{"text": "one two three", "finish_reason": "length"}],
              "usage": {"prompt_tokens": 3, "completion_tokens": 4}}  # fmt: skip
-    case = Case(PATH, {}, True, Answer.of_body(200, json.dumps(whole).encode()))
-    assert judged(case, 200, json.dumps(whole).encode())[0] is Verdict.ANSWERED
-    assert judged(case, 503, b'{"error": {"code": "engine_unavailable", "message": "later"}}')[0] is Verdict.ERROR
+    case = ReferenceCase(PATH, {}, True, ObservedReply.from_body(200, json.dumps(whole).encode()))
+    assert judge_reply(case, 200, json.dumps(whole).encode())[0] is Verdict.ANSWERED
+    assert judge_reply(case, 503, b'{"error": {"code": "engine_unavailable", "message": "later"}}')[0] is Verdict.ERROR
     for status, body in ((200, json.dumps(whole)[:-9]), (502, "Bad Gateway"), (500, '{"error": {"message": ""}}')):
-        assert judged(case, status, body.encode())[0] is Verdict.WRONG
+        assert judge_reply(case, status, body.encode())[0] is Verdict.WRONG
 
 
 def test_stages_are_seen_on_the_wire() -> None:
     async def seen() -> None:
-        sights = Sights()
-        sight, other = sights.new(), sights.new()
-        to_p, to_d = sights.ear("p"), sights.ear("d")
-        p, d = Line(None, None), Line(None, None)  # type: ignore[arg-type]
-        assert (sight.stage, sight.prefill) == (Stage.QUEUED, None)
+        sights = RequestObserver()
+        sight, other = sights.track_request(), sights.track_request()
+        to_p, to_d = sights.traffic_filter("p"), sights.traffic_filter("d")
+        p, d = ProxiedConnection(None, None), ProxiedConnection(None, None)  # type: ignore[arg-type]
+        assert (sight.stage, sight.prefill_worker) == (Stage.QUEUED, None)
         to_p(p, True, b'POST /cluster/prefill HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.name.encode())
-        assert (sight.stage, sight.prefill) == (Stage.PREFILL, "p")
+        assert (sight.stage, sight.prefill_worker) == (Stage.PREFILL, "p")
         to_p(p, False, b'{"ticket":{}}\n')
-        assert (sight.stage, sight.decode) == (Stage.TRANSFER, None)
+        assert (sight.stage, sight.decode_worker) == (Stage.TRANSFER, None)
         to_d(d, True, b'POST /cluster/resume HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.name.encode())
         to_d(d, False, b": sa")
-        assert (sight.stage, sight.decode) == (Stage.TRANSFER, "d")
+        assert (sight.stage, sight.decode_worker) == (Stage.TRANSFER, "d")
         to_d(d, False, b"id 0 5 0\n\n")
-        assert (sight.stage, sight.said) == (Stage.FIRST, 1)
+        assert (sight.stage, sight.group_count) == (Stage.FIRST, 1)
         to_d(d, False, b": said 0 5 0\n\n" * 3)
         assert (sight.stage, other.stage) == (Stage.DECODE, Stage.QUEUED)
-        await asyncio.wait_for(sight.reached(Stage.FIRST), 1)
+        await asyncio.wait_for(sight.wait_for_stage(Stage.FIRST), 1)
         sights.forget(other)
-        await asyncio.wait_for(other.reached(Stage.DECODE), 1)
+        await asyncio.wait_for(other.wait_for_stage(Stage.DECODE), 1)
 
     asyncio.run(seen())
 
@@ -137,34 +137,40 @@ def test_somebody_who_can_answer_is_always_left() -> None:
     """Of three faults at a time, whatever they are and whoever is away."""
     dice = random.Random(5)
     places = [place("prefill-1", "prefill"), place("decode-1", "decode"), place("decode-2", "decode", mapped=True)]
-    turns, names, both = Turns(places, dice), {place.name for place in places}, 0
-    faults, going, kinds = drawn(FAULTS, dice), list[Turn](), set[str]()
+    turns, names, both = FaultScheduler(places, dice), {place.name for place in places}, 0
+    faults, going, kinds = draw_faults(FAULTS, dice), list[ScheduledFault](), set[str]()
     for _ in range(3000):
-        while len(turns.ahead) < 10:
-            turns.ahead.append(next(faults))
-        harsh = {name for name, fault in turns.struck.items() if not fault.gentle}
+        while len(turns.pending) < 10:
+            turns.pending.append(next(faults))
+        harsh = {name for name, fault in turns.active_claims.items() if not fault.keeps_workers_available}
         absent = {
-            name for name in ("prefill-1", "decode-1", "store") if dice.random() < 0.1 and name not in turns.struck
+            name
+            for name in ("prefill-1", "decode-1", "store")
+            if dice.random() < 0.1 and name not in turns.active_claims
         }
         if names <= harsh | absent:
             absent.clear()
-        while len(going) < 3 and (turn := turns.next(absent)) is not None:
+        while len(going) < 3 and (turn := turns.next_fault(absent)) is not None:
             going.append(turn)
             kinds.add(turn.fault.name)
-            assert turn.home.name not in absent | harsh and not (turn.fault.wired and turn.home.mapped)
-            assert not set(turn.claims) & absent
-        away = absent | {name for name, fault in turns.struck.items() if not fault.gentle}
+            assert turn.answering_worker.name not in absent | harsh and not (
+                turn.fault.needs_tcp_transfer and turn.answering_worker.uses_shared_memory
+            )
+            assert not set(turn.claimed) & absent
+        away = absent | {name for name, fault in turns.active_claims.items() if not fault.keeps_workers_available}
         assert not names <= away
         both += {"decode-1", "decode-2"} <= away - absent
         assert "router" not in away or len(going) == 1
-        assert sorted(turns.struck) == sorted(claim for turn in going for claim in turn.claims), "one at a time each"
+        assert sorted(turns.active_claims) == sorted(claim for turn in going for claim in turn.claimed), (
+            "one at a time each"
+        )
         if going:
-            turns.over(going.pop(dice.randrange(len(going))))
+            turns.finish(going.pop(dice.randrange(len(going))))
     assert both and kinds == {fault.name for fault in FAULTS}
 
 
-def place(name: str, role: Role, *, mapped: bool = False) -> Place:
-    return Place(name, role, 0, None, None, mapped=mapped)  # type: ignore[arg-type]
+def place(name: str, role: Role, *, mapped: bool = False) -> ChaosProcess:
+    return ChaosProcess(name, role, 0, None, None, uses_shared_memory=mapped)  # type: ignore[arg-type]
 
 
 def test_a_wire_breaks_and_mends() -> None:
@@ -175,25 +181,25 @@ def test_a_wire_breaks_and_mends() -> None:
 
     async def tried() -> None:
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
-        wire = await Wire("127.0.0.1", 0, server.sockets[0].getsockname()).start()
+        wire = await FaultProxy("127.0.0.1", 0, server.sockets[0].getsockname()).start()
         reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
         writer.write(b"hello")
         assert await reader.readexactly(5) == b"hello"
-        wire.spoil = 1
+        wire.bytes_to_corrupt = 1
         writer.write(b"hello")
-        assert await reader.readexactly(5) != b"hello" and wire.spoiled == 1
-        wire.hold()
+        assert await reader.readexactly(5) != b"hello" and wire.corrupted_bytes == 1
+        wire.pause()
         writer.write(b"hello")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.readexactly(5), 0.05)
-        wire.mend()
+        wire.restore()
         assert await reader.readexactly(5) == b"hello"
-        wire.cut()
+        wire.refuse_connections()
         with pytest.raises(ConnectionResetError):
             await reader.read()
         with pytest.raises(OSError):
             await _exchange(wire.port)
-        wire.mend()
+        wire.restore()
         assert await _exchange(wire.port) == b"again"
         wire.stop()
         with pytest.raises(ConnectionRefusedError):
@@ -216,7 +222,7 @@ def test_a_wire_breaks_and_mends() -> None:
 WALL = {
     "core/clock.py",
     "server/tracing.py",  # when a span began, as others read it
-    "server/worker/journey.py",  # when a reply was made, as its client is told
+    "server/worker/request_context.py",  # when a reply was made, as its client is told
     "server/routing/relay.py",  # the same
     "server/routing/router_app.py",  # since when it runs
     "server/worker/engine_app.py",
@@ -249,12 +255,12 @@ def test_files_of_any_size_are_damaged(tmp_path: Path) -> None:
     sizes = (0, 1, 5000, 100_000)
     for size in sizes:
         (folder / str(size)).write_bytes(bytes(size))
-    _damage(tmp_path, "spoil")
+    _damage_disk(tmp_path, "spoil")
     assert [sum((folder / str(size)).read_bytes()) for size in sizes] == [0, 16, 16, 16]
-    _damage(tmp_path, "tear")
+    _damage_disk(tmp_path, "tear")
     assert [(folder / str(size)).stat().st_size < size for size in sizes] == [False, True, True, True]
-    _damage(tmp_path, "spoil")
-    _damage(tmp_path, "fail")
+    _damage_disk(tmp_path, "spoil")
+    _damage_disk(tmp_path, "fail")
     for size in sizes:
         with pytest.raises(OSError):
             (folder / str(size)).read_bytes()
@@ -266,15 +272,15 @@ def test_a_model_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture
 
 
 def test_one_that_is_stopped_tells_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play(scene: object, ledger: Ledger, *_: object) -> None:
-        ending = Ending(Verdict.ANSWERED, "", 0.0, 1.5)
-        ledger.struck("kill router", "queued", ending, moved=0, noticed=0, excused=False)
+    async def play(scene: object, ledger: ChaosReport, *_: object) -> None:
+        ending = RequestOutcome(Verdict.ANSWERED, "", 0.0, 1.5)
+        ledger.record_fault("kill router", "queued", ending, moved=0, noticed=0, excused=False)
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr("emberline.chaos.play.play", play)
-    monkeypatch.setattr("emberline.chaos.scene.Scene", lambda settings, home: None)
-    monkeypatch.setattr("emberline.hub.source.resolve", lambda model: tmp_path)
+    monkeypatch.setattr("emberline.chaos.chaos_run.run_chaos", play)
+    monkeypatch.setattr("emberline.chaos.chaos_cluster.ChaosCluster", lambda settings, home: None)
+    monkeypatch.setattr("emberline.hub.source.resolve_model", lambda model: tmp_path)
     assert main(["chaos", "m", "--logs", str(tmp_path), "--json", str(tmp_path / "told.json")]) == 128 + signal.SIGTERM
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["all"] == {"count": 1, "answered": 1} and told["slowest_request_seconds"] == 1.5

@@ -8,22 +8,22 @@ from typing import cast
 from bytelevel import build
 
 from emberline.api.deltas import Delta, Finish, TextDelta
-from emberline.api.splitter import Splitter
-from emberline.api.toolstyle import HERMES
+from emberline.api.output_parser import OutputParser
+from emberline.api.tool_style import HERMES
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
 from emberline.server.worker.choice import Choice
-from emberline.server.worker.groups import Groups
+from emberline.server.worker.delta_assembler import DeltaAssembler
 from emberline.tokens.tokenizer import Tokenizer
 
 
 def told(params: SamplingParams, text: str) -> list[Delta]:
     tokenizer = Tokenizer(build())
-    choice = Choice(0, tokenizer, params, None, kept=frozenset(), continuing=False)
+    choice = Choice(0, tokenizer, params, None, visible_special_tokens=frozenset(), continues_prompt=False)
     ids = [i for letter in text for i in tokenizer.encode(letter, add_special=False)]
-    return [delta for i in ids for delta in choice.take(Output("a", 0, [i]))]
+    return [delta for i in ids for delta in choice.process_output(Output("a", 0, [i]))]
 
 
 def test_the_least_of_tokens_comes_before_stop_strings() -> None:
@@ -37,8 +37,8 @@ def test_an_echos_tokens_are_where_it_is_said() -> None:
     tokenizer = Tokenizer(build())
     text = "a \U0001f600 b \xfc c"
     ids = tokenizer.encode(text, add_special=False)
-    groups = cast("Groups", SimpleNamespace(_tokenizer=tokenizer))
-    echoed = Groups._prompt_delta(groups, 0, ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
+    groups = cast("DeltaAssembler", SimpleNamespace(_tokenizer=tokenizer))
+    echoed = DeltaAssembler._prompt_delta(groups, 0, ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
     assert echoed.text == text
     for info in echoed.tokens:
         if "\ufffd" not in info.text:
@@ -49,9 +49,11 @@ def test_an_echos_tokens_are_where_it_is_said() -> None:
 def test_the_head_of_a_call_that_max_tokens_cut_off_is_not_told() -> None:
     tokenizer = Tokenizer(build())
     for finish, text in ((FinishReason.LENGTH, "Well. "), (FinishReason.STOP, 'Well. <tool_call>{"name": "f')):
-        splitter = Splitter(0, lambda: "x" * 24, HERMES)
-        choice = Choice(0, tokenizer, SamplingParams(), splitter, kept=frozenset(), continuing=False)
+        splitter = OutputParser(0, lambda: "x" * 24, HERMES)
+        choice = Choice(
+            0, tokenizer, SamplingParams(), splitter, visible_special_tokens=frozenset(), continues_prompt=False
+        )
         ids = tokenizer.encode('Well. <tool_call>{"name": "f', add_special=False)
-        deltas = [delta for i in ids for delta in choice.take(Output("a", 0, [i]))]
-        deltas += choice.take(Output("a", 0, [], finish=finish))
+        deltas = [delta for i in ids for delta in choice.process_output(Output("a", 0, [i]))]
+        deltas += choice.process_output(Output("a", 0, [], finish=finish))
         assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == text

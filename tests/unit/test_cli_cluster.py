@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from emberline.cli import cluster, drain, serve, service
-from emberline.cluster.supervisor import children
-from emberline.core.config import EngineConfig, TransferConfig, WorkerConfig, cluster_key
+from emberline.cluster.supervisor import build_processes
+from emberline.core.config import EngineConfig, TransferConfig, WorkerConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.core.gpus import Gpu, usable_gpus
 
@@ -20,7 +20,7 @@ from emberline.core.gpus import Gpu, usable_gpus
 def counts(*options: str) -> dict[str, int]:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
-    return {role: n for role, n in cluster._workers(parser.parse_args(["up", *options, "m"])).items() if n}
+    return {role: n for role, n in cluster._worker_counts(parser.parse_args(["up", *options, "m"])).items() if n}
 
 
 def test_how_many_of_each() -> None:
@@ -37,12 +37,19 @@ def test_who_has_no_router_exchanges_nothing(option: str) -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     with pytest.raises(InvalidRequest, match="for a worker of a router"):
-        serve._worker(parser.parse_args(["m", option]))
-    assert serve._worker(parser.parse_args(["m", option, "--router", "http://r"])) is not None
+        serve._worker_config(parser.parse_args(["m", option]))
+    assert serve._worker_config(parser.parse_args(["m", option, "--router", "http://r"])) is not None
 
 
 def test_the_key_is_in_no_command() -> None:
-    made = children(["--port", "1"], {"prefill": 1, "decode": 2}, ["m"], url="http://r", key="hush", logs=Path("/logs"))
+    made = build_processes(
+        ["--port", "1"],
+        {"prefill": 1, "decode": 2},
+        ["m"],
+        router_url="http://r",
+        cluster_key="hush",
+        log_dir=Path("/logs"),
+    )
     assert [child.name for child in made] == ["router", "prefill-1", "decode-1", "decode-2"]
     assert made[2].arguments == ["worker", "m", "--role", "decode", "--router", "http://r", "--worker-name", "decode-1"]
     assert all("hush" not in child.arguments and "hush" not in repr(child) for child in made)
@@ -51,10 +58,12 @@ def test_the_key_is_in_no_command() -> None:
 
 def test_every_worker_has_kv_ports_of_its_own() -> None:
     counts = {"prefill": 1, "both": 2}
-    made = children([], counts, ["m"], url="http://r", key="k", logs=Path("/logs"), kv_port=7000)
+    made = build_processes(
+        [], counts, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), kv_port=7000
+    )
     assert [child.arguments[-2:] for child in made[1:]] == [["--kv-port", str(port)] for port in (7000, 7008, 7016)]
     with pytest.raises(InvalidRequest, match="every worker's"):
-        cluster._worker(argparse.Namespace(options=["--kv-port=7000"], model="m"), 2, [])
+        cluster._worker_options(argparse.Namespace(options=["--kv-port=7000"], model="m"), 2, [])
 
 
 def test_engines_of_one_worker_have_kv_ports_of_their_own() -> None:
@@ -72,8 +81,8 @@ def test_checksums_come_with_mooncake_unless_they_are_switched_off() -> None:
     serve.add_arguments(parser)
 
     def sealed(*options: str) -> bool:
-        given = service.given(parser.parse_args(["m", *options]), EngineConfig) | {"model": ""}
-        return EngineConfig(**given).seals_blocks
+        given = service.config_options(parser.parse_args(["m", *options]), EngineConfig) | {"model": ""}
+        return EngineConfig(**given).checksums_blocks
 
     assert not sealed() and sealed("--kv-checksums") and sealed("--kv-mooncake")
     assert not sealed("--kv-mooncake", "--no-kv-checksums")
@@ -86,9 +95,9 @@ def test_an_address_for_mooncake_needs_mooncake() -> None:
 
 def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "hush")
-    assert cluster_key() == "hush"
+    assert cluster_key_from_environment() == "hush"
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
-    assert cluster_key() is None and WorkerConfig("http://r").role == "both"
+    assert cluster_key_from_environment() is None and WorkerConfig("http://r").role == "both"
 
 
 def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
@@ -98,9 +107,9 @@ def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
         {"name": "vllm", "health": "ready", "open": 4, "transfer": None, "seconds_since_beat": 0.25},
     ]
     rows = [{**row, "incarnation": row["name"]} for row in rows]
-    left = {name: drain._left({"workers": rows}, name, name) for name in ("p", "d", "vllm", "gone")}
+    left = {name: drain._remaining_work({"workers": rows}, name, name) for name in ("p", "d", "vllm", "gone")}
     assert left == {"p": (0, 2, 0.5), "d": (1, 0, -1.0), "vllm": (4, 0, 0.25), "gone": (0, 0, -1.0)}
-    assert drain._left({"workers": rows}, "vllm", "the one before") == (0, 0, -1.0)
+    assert drain._remaining_work({"workers": rows}, "vllm", "the one before") == (0, 0, -1.0)
 
 
 def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:
@@ -116,9 +125,9 @@ def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:
 
         thread = threading.Thread(target=half)
         thread.start()
-        assert cluster._status(url, "key") is None
+        assert cluster._fetch_status(url, "key") is None
         with pytest.raises(EmberlineError, match="no router"):
-            drain._ask(url, "/cluster/status")
+            drain._call_router(url, "/cluster/status")
         thread.join()
 
 
@@ -127,8 +136,12 @@ def test_what_is_the_clusters_is_refused_after_the_model(late: list[str]) -> Non
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     with pytest.raises(InvalidRequest, match="before the model"):
-        cluster._worker(parser.parse_args(["up", "m", *late]), 2, [])
-    assert cluster._worker(parser.parse_args(["up", "m", "--", "--threads", "3"]), 2, []) == ["m", "--threads", "3"]
+        cluster._worker_options(parser.parse_args(["up", "m", *late]), 2, [])
+    assert cluster._worker_options(parser.parse_args(["up", "m", "--", "--threads", "3"]), 2, []) == [
+        "m",
+        "--threads",
+        "3",
+    ]
 
 
 def up(*words: str) -> argparse.Namespace:
@@ -161,12 +174,14 @@ def test_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_workers_get_of_the_machine() -> None:
     gpus = [Gpu("0", 100 << 30), Gpu("2", 80 << 30)]
-    assert cluster._worker(up("m"), 2, [], gpus) == ["m"], "each has a GPU of its own, and plans its memory"
-    assert cluster._worker(up("m"), 4, [], gpus) == ["m", "--kv-memory", str(20 << 30)]
-    assert cluster._worker(up("m", "--kv-memory", "1G"), 4, [], gpus) == ["m", "--kv-memory", "1G"]
-    assert cluster._worker(up("m"), 1, [])[-2:] == ["--device", "cpu"]
+    assert cluster._worker_options(up("m"), 2, [], gpus) == ["m"], "each has a GPU of its own, and plans its memory"
+    assert cluster._worker_options(up("m"), 4, [], gpus) == ["m", "--kv-memory", str(20 << 30)]
+    assert cluster._worker_options(up("m", "--kv-memory", "1G"), 4, [], gpus) == ["m", "--kv-memory", "1G"]
+    assert cluster._worker_options(up("m"), 1, [])[-2:] == ["--device", "cpu"]
     may = {words: cluster._may_use_gpus(up("m", *words)) for words in ((), ("--device", "cpu"), ("--threads=2",))}
     assert may == {(): True, ("--device", "cpu"): False, ("--threads=2",): False}
     assert cluster._may_use_gpus(up("m", "--device", "cuda")) and cluster._may_use_gpus(up("m", "--device=cuda"))
-    made = children([], {"both": 3}, ["m"], url="http://r", key="k", logs=Path("/logs"), gpus=["0", "2"])
+    made = build_processes(
+        [], {"both": 3}, ["m"], router_url="http://r", cluster_key="k", log_dir=Path("/logs"), gpus=["0", "2"]
+    )
     assert [child.environment.get("CUDA_VISIBLE_DEVICES") for child in made[1:]] == ["0", "2", "0"]

@@ -16,13 +16,13 @@ from llama_8b import LLAMA_8B
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.engine.memory import FIRST, kv_token_bytes, plan
+from emberline.engine.memory import FIRST_MATRIX_NAMES, kv_token_bytes, plan_memory
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.kv import mooncake
 from emberline.models.config import ModelConfig
 
-H200 = doctor.GPU("NVIDIA H200", 150_123_642_880, (9, 0))
+H200 = doctor.DetectedGPU("NVIDIA H200", 150_123_642_880, (9, 0))
 Run = Callable[..., tuple[int, str]]
 
 
@@ -31,7 +31,7 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     data = os.urandom(6 * DTYPE_BYTES[dtype])
-    write_tensors(directory / "model.safetensors", {FIRST[0]: (dtype, (2, 3))}, [data])
+    write_tensors(directory / "model.safetensors", {FIRST_MATRIX_NAMES[0]: (dtype, (2, 3))}, [data])
     return directory
 
 
@@ -41,12 +41,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     monkeypatch.setattr(mooncake, "probe", lambda: None)  # starts a process
 
-    def go(*arguments: object, gpu: doctor.GPU | None = None) -> tuple[int, str]:
-        monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
-        monkeypatch.setattr(doctor, "_kernels", lambda: iter(()))  # builds; not what is tested here
-        monkeypatch.setattr(doctor, "_software", lambda: iter(()))
+    def go(*arguments: object, gpu: doctor.DetectedGPU | None = None) -> tuple[int, str]:
+        monkeypatch.setattr(doctor, "_detect_gpu", lambda: gpu)
+        monkeypatch.setattr(doctor, "_check_kernels", lambda: iter(()))  # builds; not what is tested here
+        monkeypatch.setattr(doctor, "_check_software", lambda: iter(()))
         code = main(["doctor", *map(str, arguments)])
-        return code, capsys.readouterr().out
+        return code, capsys.readouterr().request
 
     return go
 
@@ -60,7 +60,7 @@ def kv_tokens(output: str) -> int:
 def test_the_plan_is_the_engines_own(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, output = run("--model", model, "--gpu-memory", "141G")
-    expected = plan(
+    expected = plan_memory(
         ModelConfig.from_hf(LLAMA_8B), 141 << 30, dtype_bytes=2, kv_dtype_bytes=2, block_size=64, max_running=256,
         max_batch_tokens=8192, max_context=131072,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def test_the_gpu_here_is_planned_for_unless_told_otherwise(run: Run, tmp_path: P
     code, here = run("--model", model, gpu=H200)
     assert code == 0
     assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: supported", here, re.M)
-    _, told = run("--model", model, "--gpu-memory", H200.memory, gpu=None)
+    _, told = run("--model", model, "--gpu-memory", H200.memory_bytes, gpu=None)
     assert kv_tokens(here) == kv_tokens(told)
     _, other = run("--model", model, "--gpu-memory", "80G", gpu=H200)
     assert kv_tokens(other) < kv_tokens(here)
@@ -140,14 +140,14 @@ def test_no_gpu_and_another_gpu(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, output = run("--model", model)
     assert code == 0 and "gpu memory" not in output and "kB per token" in output
-    code, output = run("--model", model, gpu=doctor.GPU("NVIDIA B200", 180 << 30, (10, 0)))
+    code, output = run("--model", model, gpu=doctor.DetectedGPU("NVIDIA B200", 180 << 30, (10, 0)))
     assert code == 0 and "gpu memory" not in output
     assert re.search(r"^--  gpu +NVIDIA B200, .* capability 10.0: not supported, the kernels need 9.0", output, re.M)
 
 
 def test_a_gpu_needs_its_compilers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> None:
-        raise nvrtc.CompileError("there is no libnvrtc")
+        raise nvrtc.KernelCompileError("there is no libnvrtc")
 
     monkeypatch.setattr(nvrtc, "_library", nothing)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -169,12 +169,12 @@ def test_transports_are_named_and_a_broken_one_is_no_error(
     assert re.search(
         r"^ok  transport cuda +built in, for GPU workers on this machine", run("--model", model, gpu=H200)[1], re.M
     )
-    _, output = run("--model", model, gpu=replace(H200, out_of_reach=(1, 3)))
+    _, output = run("--model", model, gpu=replace(H200, unreachable_gpus=(1, 3)))
     assert re.search(r"^--  transport cuda +GPU 0 cannot read the memory of GPU 1, 3$", output, re.M)
     monkeypatch.setattr(mooncake, "probe", lambda: "it died of signal 11")
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^--  transport mooncake .*does not work: it died of signal 11", output, re.M)
-    monkeypatch.setattr(mooncake, "distribution", lambda: None)
+    monkeypatch.setattr(mooncake, "installed_distribution", lambda: None)
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^--  transport mooncake +not installed", output, re.M)
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from emberline.cli import started
+from emberline.cli import startup_summary
 from emberline.core.gateway_config import GatewayConfig
 
 EMBEDDER = {"id": "minilm", "kind": "embedding"}
@@ -40,7 +40,7 @@ def serving(status: int) -> Iterator[int]:
 
 def test_urls_the_key_file_and_a_request_to_try(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(200) as port:
-        assert started.main([str(port), str(port)]) == 0
+        assert startup_summary.main([str(port), str(port)]) == 0
     told = capsys.readouterr().err
     url = f"http://127.0.0.1:{port}"
     assert f"Playground   {url}/" in told and f"Dashboard    {url}/" in told
@@ -51,7 +51,7 @@ def test_urls_the_key_file_and_a_request_to_try(capsys: pytest.CaptureFixture[st
 
 def test_the_request_to_try_is_a_shell_command(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(200) as port:
-        started.main([str(port)])
+        startup_summary.main([str(port)])
     told = capsys.readouterr().err
     command = told[told.index("curl ") : told.index("  Stop")].replace("curl ", "printf '%s\\n' ", 1)
     words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -60,13 +60,13 @@ def test_the_request_to_try_is_a_shell_command(capsys: pytest.CaptureFixture[str
 
 def test_a_server_with_keys_is_asked_with_one(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(401) as port:
-        started.main([str(port)])
+        startup_summary.main([str(port)])
     told = capsys.readouterr().err
     assert "Authorization: Bearer API_KEY" in told and "Dashboard" not in told
 
 
 def test_without_its_parent_it_ends() -> None:
-    assert not started.wait_until_ready("http://127.0.0.1:9", lambda: False)
+    assert not startup_summary.wait_until_ready("http://127.0.0.1:9", lambda: False)
 
 
 def test_a_server_that_is_loading_is_waited_for() -> None:
@@ -83,7 +83,7 @@ def test_a_server_that_is_loading_is_waited_for() -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.05}).start()
-    assert started.wait_until_ready(f"http://127.0.0.1:{server.server_port}", lambda: next(waits))
+    assert startup_summary.wait_until_ready(f"http://127.0.0.1:{server.server_port}", lambda: next(waits))
     assert statuses == []
     server.shutdown()
     server.server_close()

@@ -12,16 +12,16 @@ from scripted_engine import House
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.router.upstream import Upstream
-from emberline.server.crosssite import MAX_KNOWN_HOSTS, CrossSiteGuard, CrossSitePolicy
-from emberline.server.listening import bind, check_exposed
+from emberline.router.worker_client import WorkerClient
+from emberline.server.cross_site import MAX_KNOWN_HOSTS, CrossSiteGuard, CrossSitePolicy
+from emberline.server.listener import bind_listener, check_exposure
+from emberline.server.routing.main import run_router
 from emberline.server.routing.router_app import RouterApp
-from emberline.server.routing.routing import route
 from emberline.server.worker.engine_app import EngineApp
 from emberline.server.worker.serving import serve
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "why"}]}
-OPEN = CrossSitePolicy.of((), (), loopback=True, authenticated=False)
+OPEN = CrossSitePolicy.build((), (), loopback=True, authenticated=False)
 
 
 class Page:
@@ -76,15 +76,15 @@ def test_a_name_that_another_site_pointed_here_is_refused(host: str, method: str
 
 
 def test_hosts_that_are_configured_or_vouched_for_are_served() -> None:
-    named = CrossSitePolicy.of((), ("Proxy.Example",), loopback=True, authenticated=False)
+    named = CrossSitePolicy.build((), ("Proxy.Example",), loopback=True, authenticated=False)
     assert Page(named, "POST", {"host": "proxy.example:443"}).reached
     assert not Page(named, "POST", {"host": "other.example"}).reached
     assert Page(OPEN, "POST", {"host": "any.example"}, vouched=True).reached
-    keyed = CrossSitePolicy.of((), (), loopback=True, authenticated=True)
+    keyed = CrossSitePolicy.build((), (), loopback=True, authenticated=True)
     assert Page(keyed, "POST", {"host": "any.example"}).reached
-    beyond = CrossSitePolicy.of((), (), loopback=False, authenticated=False)
+    beyond = CrossSitePolicy.build((), (), loopback=False, authenticated=False)
     assert Page(beyond, "POST", {"host": "any.example"}).reached
-    listed = CrossSitePolicy.of((), ("any.example",), loopback=False, authenticated=True)
+    listed = CrossSitePolicy.build((), ("any.example",), loopback=False, authenticated=True)
     assert not Page(listed, "POST", {"host": "evil.example"}).reached
 
 
@@ -140,7 +140,7 @@ def test_preflights_are_answered_by_the_list() -> None:
     refused = Page(OPEN, "OPTIONS", asked)
     assert refused.status == 403 and not refused.reached and "access-control-allow-origin" not in refused.headers
     for origins in (("https://chat.example/",), ("*",)):
-        policy = CrossSitePolicy.of(origins, (), loopback=True, authenticated=False)
+        policy = CrossSitePolicy.build(origins, (), loopback=True, authenticated=False)
         page = Page(policy, "OPTIONS", asked)
         assert page.status == 204 and not page.reached
         assert page.headers["access-control-allow-origin"] == "https://chat.example"
@@ -149,7 +149,7 @@ def test_preflights_are_answered_by_the_list() -> None:
         page = Page(policy, "POST", {"host": "localhost", "origin": "https://chat.example"})
         assert page.reached and page.headers["access-control-allow-origin"] == "https://chat.example"
         assert page.headers["vary"] == "origin"
-    other = Page(CrossSitePolicy.of(("https://chat.example",), (), loopback=True, authenticated=True), "POST", {
+    other = Page(CrossSitePolicy.build(("https://chat.example",), (), loopback=True, authenticated=True), "POST", {
         "host": "localhost", "origin": "https://other.example"})  # fmt: skip
     assert other.status == 403
 
@@ -162,7 +162,7 @@ def test_replies_are_not_readable_by_pages_whatever_a_provider_wrote() -> None:
 @pytest.mark.parametrize("text", ["chat.example", "https://chat.example/path", ""])
 def test_what_is_no_origin_is_refused_at_the_start(text: str) -> None:
     with pytest.raises(InvalidRequest, match="not an origin"):
-        CrossSitePolicy.of((text,), (), loopback=True, authenticated=False)
+        CrossSitePolicy.build((text,), (), loopback=True, authenticated=False)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
@@ -195,7 +195,7 @@ def app_with(**config: Any) -> EngineApp:
 
 def routing(**config: Any) -> RouterApp:
     async def make() -> RouterApp:
-        return RouterApp(RouterConfig(**config), Upstream(), SystemClock(), {})
+        return RouterApp(RouterConfig(**config), WorkerClient(), SystemClock(), {})
 
     return asyncio.run(make())
 
@@ -228,13 +228,13 @@ def test_a_worker_beyond_this_machine_answers_its_router() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_listener_beyond_this_machine_needs_authentication(host: str) -> None:
     for authenticated, is_open in ((True, False), (False, True)):
-        listener = bind(host, 0)
-        check_exposed(listener, authenticated=authenticated, is_open=is_open, hint="")
+        listener = bind_listener(host, 0)
+        check_exposure(listener, is_authenticated=authenticated, allows_anyone=is_open, hint="")
         listener.close()
     with pytest.raises(InvalidRequest, match=r"without authentication.*--open"):
-        check_exposed(bind(host, 0), authenticated=False, is_open=False, hint="give --api-key KEY")
-    local = bind("127.0.0.1", 0)
-    check_exposed(local, authenticated=False, is_open=False, hint="")
+        check_exposure(bind_listener(host, 0), is_authenticated=False, allows_anyone=False, hint="give --api-key KEY")
+    local = bind_listener("127.0.0.1", 0)
+    check_exposure(local, is_authenticated=False, allows_anyone=False, hint="")
     local.close()
 
 
@@ -244,4 +244,4 @@ def test_engine_router_and_worker_refuse_to_start_open() -> None:
         with pytest.raises(InvalidRequest, match="without authentication"):
             asyncio.run(serve(config, None, None, 0.0))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="without authentication"):
-        asyncio.run(route(RouterConfig(host="0.0.0.0", port=0, cluster_key="for workers")))
+        asyncio.run(run_router(RouterConfig(host="0.0.0.0", port=0, cluster_key="for workers")))

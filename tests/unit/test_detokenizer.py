@@ -82,7 +82,7 @@ def test_stop_strings_wherever_tokens_end(
             shown += detokenizer.push(run)
             assert expected.startswith(shown)
         assert shown + detokenizer.flush() == expected
-        assert detokenizer.stopped == found
+        assert detokenizer.matched_stop == found
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_what_may_become_a_stop_string_waits(tokenizer: Tokenizer) -> None:
     assert [detokenizer.push(letters[c]) for c in "xEN"] == ["x", "", ""]
     assert detokenizer.push(letters["x"]) == "ENx"
     assert [detokenizer.push(letters[c]) for c in "END"] == ["", "", ""]
-    assert detokenizer.stopped == "END"
+    assert detokenizer.matched_stop == "END"
     assert detokenizer.push(letters["x"]) == detokenizer.flush() == ""
 
 
@@ -109,10 +109,10 @@ def test_tokens_after_the_stop_are_not_taken(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("sizes", [[], [2], [3], [7]])
 def test_stop_strings_wait_for_the_least_of_tokens(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = [i for c in "abcabxab" for i in tokenizer.encode(c)]
-    detokenizer = Detokenizer(tokenizer, stop=("ab",), at_least=4)
+    detokenizer = Detokenizer(tokenizer, stop=("ab",), min_tokens=4)
     assert "".join(detokenizer.push(run) for run in cut(ids, sizes)) == "abcabx"  # the second begins too soon
-    assert detokenizer.stopped == "ab" and len(detokenizer.offsets) == 8
-    early = Detokenizer(tokenizer, stop=("ab",), at_least=4)
+    assert detokenizer.matched_stop == "ab" and len(detokenizer.offsets) == 8
+    early = Detokenizer(tokenizer, stop=("ab",), min_tokens=4)
     assert [early.push([i]) for i in ids[:4]] == [*"abca"]  # nothing is held back
     assert early.flush() == ""
 
@@ -139,7 +139,7 @@ def test_the_first_space_of_sentencepiece(all_three: list[Tokenizer]) -> None:
     pieces = all_three[1]
     ids = pieces.encode("the", add_special=False)
     assert Detokenizer(pieces).push(ids) == "the"
-    assert Detokenizer(pieces, continuing=True).push(ids) == " the"
+    assert Detokenizer(pieces, continues_prompt=True).push(ids) == " the"
 
 
 def test_opaque_vocabularies_do_not_stream(tmp_path_factory: pytest.TempPathFactory) -> None:

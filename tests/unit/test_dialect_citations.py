@@ -22,27 +22,27 @@ from dialect_cases import MODELS, PAIRS, data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.gateway.dialects.citations import pieces, spread
-from emberline.gateway.dialects.inner import Citation, Spoken, Text
+from emberline.gateway.dialects.canonical import ChatDialect, Citation, TextContent
+from emberline.gateway.dialects.citations import assign_citations, split_at_citations
 from emberline.gateway.dialects.translate import (
-    Asked,
-    Recipient,
+    ReplyContext,
     StreamTranslator,
+    TargetModel,
     translate_reply,
     translate_request,
 )
 
-CONTEXT = Asked(created=1700000000, id="made-1")
+CONTEXT = ReplyContext(created=1700000000, id="made-1")
 FoundCitation = tuple[str, str, str | None]  # cited text, URL, title
 CITATION: FoundCitation = (CITED, PAGE["url"], PAGE["title"])
 
 
-def translate_reply_body(reply: dict[str, Any], source: Spoken, target: Spoken) -> tuple[Any, set[str]]:
+def translate_reply_body(reply: dict[str, Any], source: ChatDialect, target: ChatDialect) -> tuple[Any, set[str]]:
     body, changed = translate_reply(json.dumps(reply).encode(), source, target, CONTEXT)
     return json.loads(body), {change.field for change in changed}
 
 
-def translate_stream(stream: bytes, source: Spoken, target: Spoken) -> list[Any]:
+def translate_stream(stream: bytes, source: ChatDialect, target: ChatDialect) -> list[Any]:
     translator = StreamTranslator(source, target, CONTEXT)
     output = translator.push(stream) + translator.end()
     rows = [line[6:] for line in output.split(b"\n") if line.startswith(b"data: ")]
@@ -64,7 +64,7 @@ def read_grounding(parts: list[bytes], metadata: Any) -> list[FoundCitation]:
     return citations
 
 
-def find_citations(reply: Any, dialect: Spoken) -> list[FoundCitation]:
+def find_citations(reply: Any, dialect: ChatDialect) -> list[FoundCitation]:
     """Return the citations as a client of the wire format finds them."""
     match dialect:
         case "openai-chat":
@@ -82,7 +82,7 @@ def find_citations(reply: Any, dialect: Spoken) -> list[FoundCitation]:
             return read_grounding(parts, candidate.get("groundingMetadata", {}))
 
 
-def find_citations_in_stream(events: list[Any], dialect: Spoken) -> list[FoundCitation]:
+def find_citations_in_stream(events: list[Any], dialect: ChatDialect) -> list[FoundCitation]:
     match dialect:
         case "openai-chat":
             pieces = [row["delta"] for event in events for row in event["choices"]]
@@ -108,14 +108,14 @@ def find_citations_in_stream(events: list[Any], dialect: Spoken) -> list[FoundCi
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_reply_keeps_citation(source: Spoken, target: Spoken) -> None:
+def test_reply_keeps_citation(source: ChatDialect, target: ChatDialect) -> None:
     body, changed = translate_reply_body(CITING[source], source, target)
     assert find_citations(body, target) == [CITATION]
     assert changed == ({"reply.citations.cited_text"} if source == "anthropic" else set())
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_stream_keeps_citation(source: Spoken, target: Spoken) -> None:
+def test_stream_keeps_citation(source: ChatDialect, target: ChatDialect) -> None:
     """In an Anthropic stream a citation refers to the whole open block."""
     words = {"openai-responses": FIRST + BEFORE + CITED}.get(source, TEXT) if target == "anthropic" else CITED
     got = find_citations_in_stream(translate_stream(CITING_STREAMS[source], source, target), target)
@@ -123,7 +123,7 @@ def test_stream_keeps_citation(source: Spoken, target: Spoken) -> None:
 
 
 @pytest.mark.parametrize("source", ["openai-chat", "openai-responses", "anthropic", "gemini"])
-def test_citation_survives_anthropic_round_trip(source: Spoken) -> None:
+def test_citation_survives_anthropic_round_trip(source: ChatDialect) -> None:
     """Anthropic's blocks are split where the cited text starts and ends, so that the offsets survive."""
     body, _ = translate_reply_body(CITING[source], source, "anthropic")
     assert "".join(block.get("text", "") for block in body["content"]) == TEXT
@@ -212,7 +212,7 @@ def responses_reply(*annotations: Any) -> dict[str, Any]:
     return {**CITING["openai-responses"], "output": [{"type": "message", "role": "assistant", "content": content}]}
 
 
-WITHOUT_URL: list[tuple[Spoken, Any, set[str]]] = [
+WITHOUT_URL: list[tuple[ChatDialect, Any, set[str]]] = [
     ("anthropic", anthropic_reply(DOCUMENT), {"reply.citations"}),
     ("anthropic", anthropic_reply({**RESULT, "source": "shelf 4"}), {"reply.citations"}),
     ("openai-responses", responses_reply(FILE), {"reply.annotations"}),
@@ -231,7 +231,7 @@ WITHOUT_URL: list[tuple[Spoken, Any, set[str]]] = [
 
 
 @pytest.mark.parametrize(("source", "reply", "reported"), WITHOUT_URL)
-def test_citation_without_url_is_reported(source: Spoken, reply: Any, reported: set[str]) -> None:
+def test_citation_without_url_is_reported(source: ChatDialect, reply: Any, reported: set[str]) -> None:
     for target in [target for other, target in PAIRS if other == source]:
         body, changed = translate_reply_body(reply, source, target)
         assert changed == reported and not find_citations(body, target)
@@ -277,7 +277,7 @@ MALFORMED: list[Any] = [
 def test_malformed_citation_does_not_fail_reply(malformed: Any) -> None:
     chat = json.loads(json.dumps(CITING["openai-chat"]))
     chat["choices"][0]["message"]["annotations"] = malformed
-    replies: list[tuple[Spoken, Any]] = [
+    replies: list[tuple[ChatDialect, Any]] = [
         ("openai-chat", chat),
         ("openai-responses", responses_reply() | {"output": [{"type": "message", "role": "assistant", "content": [
             {"type": "output_text", "text": "x", "annotations": malformed}]}]}),
@@ -322,7 +322,7 @@ def test_gemini_chunk_indices_count_over_events(repeats_all: bool) -> None:
 # -- earlier messages --------------------------------------------------------------------------------------------------
 
 
-def conversation(source: Spoken) -> dict[str, Any]:
+def conversation(source: ChatDialect) -> dict[str, Any]:
     user = {"role": "user", "content": "so?"}
     if source == "openai-chat":
         return {"model": "m", "messages": [CITING[source]["choices"][0]["message"], user]}
@@ -332,15 +332,15 @@ def conversation(source: Spoken) -> dict[str, Any]:
     return {"model": "m", "input": [*CITING[source]["output"], user]}
 
 
-def translate_conversation(source: Spoken, target: Spoken) -> tuple[Any, set[str]]:
+def translate_conversation(source: ChatDialect, target: ChatDialect) -> tuple[Any, set[str]]:
     body, changed = translate_request(
-        json.dumps(conversation(source)).encode(), source, target, Recipient(MODELS[target])
+        json.dumps(conversation(source)).encode(), source, target, TargetModel(MODELS[target])
     )
     return json.loads(body), {change.field for change in changed if "annot" in change.field or "cit" in change.field}
 
 
 @pytest.mark.parametrize("source", ["openai-chat", "anthropic"])
-def test_responses_request_keeps_earlier_citations(source: Spoken) -> None:
+def test_responses_request_keeps_earlier_citations(source: ChatDialect) -> None:
     body, changed = translate_conversation(source, "openai-responses")
     parts = body["input"][0]["content"]
     assert [citation for part in parts for citation in read_annotations(part["text"], part.get("annotations", []))] == [
@@ -349,7 +349,7 @@ def test_responses_request_keeps_earlier_citations(source: Spoken) -> None:
     assert changed == ({"messages[].citations.cited_text"} if source == "anthropic" else set())
 
 
-DROPPED_FIELDS: list[tuple[Spoken, Spoken, str]] = [
+DROPPED_FIELDS: list[tuple[ChatDialect, ChatDialect, str]] = [
     ("openai-chat", "anthropic", "messages[].annotations"),
     ("openai-chat", "gemini", "messages[].annotations"),
     ("openai-responses", "openai-chat", "input[].content[].annotations"),
@@ -360,7 +360,7 @@ DROPPED_FIELDS: list[tuple[Spoken, Spoken, str]] = [
 
 
 @pytest.mark.parametrize(("source", "target", "reported"), DROPPED_FIELDS)
-def test_dropped_earlier_citations_are_reported(source: Spoken, target: Spoken, reported: str) -> None:
+def test_dropped_earlier_citations_are_reported(source: ChatDialect, target: ChatDialect, reported: str) -> None:
     body, changed = translate_conversation(source, target)
     assert changed == {reported} and PAGE["url"] not in json.dumps(body)
 
@@ -375,14 +375,14 @@ texts = st.text(st.sampled_from("aé🙂 \n"), max_size=8)
 def test_assigned_citations_keep_their_text(part_texts: list[str], spans: list[tuple[int, int]]) -> None:
     """Assigned to several texts and split into blocks, all text stays, no block is blank, and no citation is lost."""
     whole_text = "".join(part_texts)
-    parts = [Text(text) for text in part_texts]
+    parts = [TextContent(text) for text in part_texts]
     citations = [Citation(f"https://{at}", start=min(span), end=max(span)) for at, span in enumerate(spans)]
-    spread(parts, citations)
+    assign_citations(parts, citations)
     assert all(0 <= each.start <= each.end <= len(part.text) for part in parts for each in part.citations)
-    blocks = [block for part in parts for block in pieces(part)]
+    blocks = [block for part in parts for block in split_at_citations(part)]
     assert "".join(text for text, _ in blocks) == whole_text
     for part in parts:
-        assert all(text.strip() for text, _ in pieces(part)) or not part.text.strip()
+        assert all(text.strip() for text, _ in split_at_citations(part)) or not part.text.strip()
     for citation in citations if whole_text else ():
         words = "".join(text for text, cited in blocks if citation.url in [each.url for each in cited])
         assert words and whole_text[citation.start : citation.end].strip() in words
@@ -390,5 +390,11 @@ def test_assigned_citations_keep_their_text(part_texts: list[str], spans: list[t
 
 def test_overlapping_citations_split_text() -> None:
     one, two = Citation("https://1", start=0, end=4), Citation("https://2", start=2, end=6)
-    assert pieces(Text("abcdef", citations=[one, two])) == [("ab", [one]), ("cd", [one, two]), ("ef", [two])]
-    assert pieces(Text("  ab  ", citations=[Citation("https://1", start=2, end=4)]))[0][0] == "  ab  "
+    assert split_at_citations(TextContent("abcdef", citations=[one, two])) == [
+        ("ab", [one]),
+        ("cd", [one, two]),
+        ("ef", [two]),
+    ]
+    assert (
+        split_at_citations(TextContent("  ab  ", citations=[Citation("https://1", start=2, end=4)]))[0][0] == "  ab  "
+    )

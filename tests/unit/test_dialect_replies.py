@@ -12,19 +12,19 @@ from dialect_cases import DIALECTS, PAIRS, REPLIES, REQUESTS
 
 from emberline.gateway import dialects
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects.inner import Spoken
-from emberline.gateway.dialects.translate import Asked, asked_of, translate_error, translate_reply
-from emberline.gateway.errors import Broken, UpstreamFailed
+from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.gateway.dialects.translate import ReplyContext, read_reply_context, translate_error, translate_reply
+from emberline.gateway.errors import UpstreamBroken, UpstreamFailed
 
-ASKED = Asked(created=1700000000, id="made-1")
+ASKED = ReplyContext(created=1700000000, id="made-1")
 
 
-def translate(reply: dict[str, Any], source: Spoken, target: Spoken) -> tuple[dict[str, Any], set[str]]:
+def translate(reply: dict[str, Any], source: ChatDialect, target: ChatDialect) -> tuple[dict[str, Any], set[str]]:
     body, changed = translate_reply(json.dumps(reply).encode(), source, target, ASKED)
     return json.loads(body), {change.field for change in changed}
 
 
-def edited(dialect: Spoken, **fields: Any) -> dict[str, Any]:
+def edited(dialect: ChatDialect, **fields: Any) -> dict[str, Any]:
     """The reply with fields of its one answer replaced."""
     reply = json.loads(json.dumps(REPLIES[dialect]))
     place = {"openai-chat": "choices", "gemini": "candidates"}.get(dialect)
@@ -32,7 +32,7 @@ def edited(dialect: Spoken, **fields: Any) -> dict[str, Any]:
     return reply
 
 
-def stop_of(reply: dict[str, Any], dialect: Spoken) -> str | None:
+def stop_of(reply: dict[str, Any], dialect: ChatDialect) -> str | None:
     match dialect:
         case "openai-chat":
             return reply["choices"][0]["finish_reason"]
@@ -44,7 +44,7 @@ def stop_of(reply: dict[str, Any], dialect: Spoken) -> str | None:
             return (reply["incomplete_details"] or {}).get("reason")
 
 
-STOPS: list[tuple[Spoken, dict[str, Any], tuple[str | None, ...]]] = [  # chat, responses, anthropic, gemini
+STOPS: list[tuple[ChatDialect, dict[str, Any], tuple[str | None, ...]]] = [  # chat, responses, anthropic, gemini
     ("openai-chat", {"finish_reason": "length"}, ("length", "max_output_tokens", "max_tokens", "MAX_TOKENS")),
     ("openai-chat", {"finish_reason": "content_filter"}, ("content_filter", "content_filter", "refusal", "SAFETY")),
     ("openai-chat", {"finish_reason": "stop"}, ("tool_calls", None, "tool_use", "STOP")),  # it has calls
@@ -75,7 +75,7 @@ STOPS: list[tuple[Spoken, dict[str, Any], tuple[str | None, ...]]] = [  # chat, 
 
 
 @pytest.mark.parametrize(("source", "fields", "row"), STOPS)
-def test_why_it_ended(source: Spoken, fields: dict[str, Any], row: tuple[str | None, ...]) -> None:
+def test_why_it_ended(source: ChatDialect, fields: dict[str, Any], row: tuple[str | None, ...]) -> None:
     for target, want in zip(DIALECTS, row, strict=True):
         body, _ = translate(edited(source, **fields), source, target)
         assert stop_of(body, target) == want, target
@@ -84,10 +84,10 @@ def test_why_it_ended(source: Spoken, fields: dict[str, Any], row: tuple[str | N
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_usage(source: Spoken, target: Spoken) -> None:
+def test_usage(source: ChatDialect, target: ChatDialect) -> None:
     """Cached tokens are in OpenAI's and Gemini's input and beside Anthropic's; thoughts are beside Gemini's output."""
     body, changed = translate(REPLIES[source], source, target)
-    assert Usage.found(target, body) == Usage(30, 10, 0, 20, 5) and not changed
+    assert Usage.find_in(target, body) == Usage(30, 10, 0, 20, 5) and not changed
     said = body.get("usage") or body["usageMetadata"]
     first, last = {
         "openai-chat": ("prompt_tokens", "completion_tokens"),
@@ -163,16 +163,16 @@ def test_what_has_no_place_is_told() -> None:
 
 @pytest.mark.parametrize("source", DIALECTS)
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"choices":5,"output":5,"content":5,"candidates":5}'])
-def test_what_is_no_reply_is_broken(source: Spoken, body: bytes) -> None:
+def test_what_is_no_reply_is_broken(source: ChatDialect, body: bytes) -> None:
     for target in DIALECTS:
         if target != source:
-            with pytest.raises(Broken):
+            with pytest.raises(UpstreamBroken):
                 translate_reply(body, source, target, ASKED)
 
 
 def test_no_answer_in_a_reply_is_broken() -> None:
     for target in ("anthropic", "openai-responses"):
-        with pytest.raises(Broken):
+        with pytest.raises(UpstreamBroken):
             translate(edited("openai-chat") | {"choices": []}, "openai-chat", target)  # type: ignore[arg-type]
     with pytest.raises(UpstreamFailed, match="out of luck"):
         translate(
@@ -210,13 +210,13 @@ def test_an_errors_code_is_kept() -> None:
 
 def test_what_a_reply_knows_of_its_request() -> None:
     body = json.dumps(REQUESTS["openai-responses"]).encode()
-    asked = asked_of(body, "openai-responses", model="m", created=5, id="resp_9")
+    asked = read_reply_context(body, "openai-responses", model="m", created=5, id="resp_9")
     made, _ = translate_reply(json.dumps(REPLIES["gemini"]).encode(), "gemini", "openai-responses", asked)
     reply = json.loads(made)
     assert reply["instructions"] == "Be brief." and reply["tools"][0]["name"] == "weather" and reply["created_at"] == 5
     assert "input" not in reply and reply["model"] == "m"
-    assert asked_of(json.dumps(REQUESTS["openai-chat"]).encode(), "openai-chat").include_usage
-    assert not asked_of(b'{"stream":true}', "openai-chat").include_usage
+    assert read_reply_context(json.dumps(REQUESTS["openai-chat"]).encode(), "openai-chat").include_usage
+    assert not read_reply_context(b'{"stream":true}', "openai-chat").include_usage
 
 
 def test_dialects_are_pure() -> None:

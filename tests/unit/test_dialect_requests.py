@@ -10,10 +10,10 @@ import pytest
 from dialect_cases import ANTHROPIC, CHAT, DIALECTS, GEMINI, MODELS, PAIRS, PIXEL, REQUESTS, RESPONSES
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.inner import Spoken
-from emberline.gateway.dialects.translate import Recipient, translate_request
+from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.gateway.dialects.translate import TargetModel, translate_request
 
-HI: dict[Spoken, dict[str, Any]] = {
+HI: dict[ChatDialect, dict[str, Any]] = {
     "openai-chat": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     "openai-responses": {"model": "m", "input": "hi"},
     "anthropic": {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]},
@@ -22,22 +22,22 @@ HI: dict[Spoken, dict[str, Any]] = {
 
 
 def translate(
-    request: dict[str, Any], source: Spoken, target: Spoken, to: Recipient | str | None = None, **more: Any
+    request: dict[str, Any], source: ChatDialect, target: ChatDialect, to: TargetModel | str | None = None, **more: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    to = Recipient(to or MODELS[target]) if not isinstance(to, Recipient) else to
+    to = TargetModel(to or MODELS[target]) if not isinstance(to, TargetModel) else to
     body, changed = translate_request(json.dumps(request).encode(), source, target, to, **more)
-    return json.loads(body), {change.field: change.why for change in changed}
+    return json.loads(body), {change.field: change.reason for change in changed}
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_translated_requests_match_goldens(source: Spoken, target: Spoken) -> None:
+def test_translated_requests_match_goldens(source: ChatDialect, target: ChatDialect) -> None:
     body, changed = translate(REQUESTS[source], source, target)
     text = json.dumps({"body": body, "changed": changed}, indent=1, ensure_ascii=False) + "\n"
     goldens.check(f"dialects/{source}_to_{target}.json", text.encode())
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_minimal_request(source: Spoken, target: Spoken) -> None:
+def test_minimal_request(source: ChatDialect, target: ChatDialect) -> None:
     body, changed = translate(HI[source], source, target, "m")
     want = HI[target] | ({"store": False} if target == "openai-responses" else {})
     if source == "anthropic":
@@ -52,13 +52,13 @@ def test_minimal_request(source: Spoken, target: Spoken) -> None:
 
 
 def test_anthropic_max_tokens_from_catalogue() -> None:
-    body, changed = translate(HI["openai-chat"], "openai-chat", "anthropic", Recipient("m", max_output=64000))
+    body, changed = translate(HI["openai-chat"], "openai-chat", "anthropic", TargetModel("m", max_output=64000))
     assert body["max_tokens"] == 64000 and "64000" in changed["max_completion_tokens"]
     assert translate({**HI["openai-chat"], "max_tokens": 9}, "openai-chat", "anthropic")[0]["max_tokens"] == 9
 
 
 def test_older_chat_providers_get_max_tokens() -> None:
-    body, _ = translate(HI["anthropic"], "anthropic", "openai-chat", Recipient("m", max_tokens_name="max_tokens"))
+    body, _ = translate(HI["anthropic"], "anthropic", "openai-chat", TargetModel("m", max_tokens_field="max_tokens"))
     assert body["max_tokens"] == 50 and "max_completion_tokens" not in body
 
 
@@ -109,7 +109,7 @@ def test_claude_effort(model: str, effort: str, thinking: Any, output: Any) -> N
 def test_gpt_effort_is_nearest_supported(model: str, asked: str, got: str | None) -> None:
     """An effort level that the model would reject is replaced by the nearest supported one."""
     thinking = {"thinking": {"type": "disabled"}} if asked == "none" else {"output_config": {"effort": asked}}
-    sources: list[tuple[Spoken, dict[str, Any]]] = [("anthropic", thinking)]
+    sources: list[tuple[ChatDialect, dict[str, Any]]] = [("anthropic", thinking)]
     if asked == "minimal":
         sources = [("gemini", {"generationConfig": {"thinkingConfig": {"thinkingLevel": "MINIMAL"}}})]
     for source, reasoning in sources:
@@ -222,7 +222,7 @@ def test_n_is_rejected_without_support() -> None:
         ("anthropic", {"container": "c"}),
     ],
 )
-def test_essential_fields_are_rejected(source: Spoken, field: dict[str, Any]) -> None:
+def test_essential_fields_are_rejected(source: ChatDialect, field: dict[str, Any]) -> None:
     for target in DIALECTS:
         if target != source:
             with pytest.raises(InvalidRequest) as raised:
@@ -385,7 +385,7 @@ def test_reasoning_is_sent_only_to_its_origin() -> None:
             assert "A city." not in json.dumps(body) and any(
                 "only the provider that produced" in why for why in changed.values()
             )
-            welcome, changed = translate(request, source, target, Recipient("qwen3", takes_thoughts=True))
+            welcome, changed = translate(request, source, target, TargetModel("qwen3", accepts_reasoning=True))
             assert "A city." in json.dumps(welcome) and not any(
                 "only the provider that produced" in why for why in changed.values()
             )
@@ -445,7 +445,7 @@ MEDIA = [  # part of a chat message, and the wire formats that accept it
 
 
 @pytest.mark.parametrize(("part", "takers"), MEDIA)
-def test_media_is_translated_or_dropped(part: Any, takers: set[Spoken]) -> None:
+def test_media_is_translated_or_dropped(part: Any, takers: set[ChatDialect]) -> None:
     request = {
         "model": "m",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}],
@@ -517,7 +517,7 @@ def test_cache_control_is_dropped_and_reported() -> None:
 
 def test_every_dropped_field_is_reported() -> None:
     """An unknown field is reported wherever it stands in the request."""
-    unknown_places: dict[Spoken, list[tuple[list[Any], str]]] = {
+    unknown_places: dict[ChatDialect, list[tuple[list[Any], str]]] = {
         "openai-chat": [
             ([], ""),
             (["messages", 1, "content", 0], "messages[].content[]."),
@@ -575,8 +575,8 @@ def test_every_dropped_field_is_reported() -> None:
         ("gemini", {"contents": [5]}, "contents[0]"),
     ],
 )
-def test_invalid_request_names_field(source: Spoken, request_: dict[str, Any], param: str) -> None:
-    target: Spoken = "anthropic" if source != "anthropic" else "gemini"
+def test_invalid_request_names_field(source: ChatDialect, request_: dict[str, Any], param: str) -> None:
+    target: ChatDialect = "anthropic" if source != "anthropic" else "gemini"
     with pytest.raises(InvalidRequest) as raised:
         translate(request_, source, target)
     assert raised.value.param == param

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.adapt import merged
-from emberline.gateway.dialects.inner import Conversation, Image, Spoken, Text, ToolCall, ToolResult
-from emberline.gateway.dialects.translate import GRAMMARS, Recipient, translate_request
+from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.canonical import (
+    CanonicalRequest,
+    ChatDialect,
+    ImageContent,
+    TextContent,
+    ToolCallContent,
+    ToolResultContent,
+)
+from emberline.gateway.dialects.translate import CODECS, TargetModel, translate_request
 
 JsonObject = dict[str, Any]
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -400,7 +407,7 @@ gemini_requests = json_objects_without_null(
         "cachedContent": words,
     },
 )
-REQUEST_STRATEGIES: dict[Spoken, st.SearchStrategy[JsonObject]] = {
+REQUEST_STRATEGIES: dict[ChatDialect, st.SearchStrategy[JsonObject]] = {
     "openai-chat": chat_requests,
     "openai-responses": responses_requests,
     "anthropic": anthropic_requests,
@@ -409,12 +416,12 @@ REQUEST_STRATEGIES: dict[Spoken, st.SearchStrategy[JsonObject]] = {
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_same_format_loses_nothing(dialect: Spoken) -> None:
+def test_same_format_loses_nothing(dialect: ChatDialect) -> None:
     @given(REQUEST_STRATEGIES[dialect])
     @settings(max_examples=60, deadline=None)
     def check(request: JsonObject) -> None:
         body, changed = translate_request(
-            json.dumps(request).encode(), dialect, dialect, Recipient(request.get("model", ""))
+            json.dumps(request).encode(), dialect, dialect, TargetModel(request.get("model", ""))
         )
         assert json.loads(body) == request and not changed
 
@@ -422,32 +429,34 @@ def test_same_format_loses_nothing(dialect: Spoken) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_valid_request_translates_to_valid_request(source: Spoken, target: Spoken) -> None:
+def test_valid_request_translates_to_valid_request(source: ChatDialect, target: ChatDialect) -> None:
     """Any valid request is translated or rejected with a reason; the parser of the target accepts the result."""
 
     @given(REQUEST_STRATEGIES[source])
     @settings(max_examples=12, deadline=None)
     def check(request: JsonObject) -> None:
         try:
-            body, _ = translate_request(json.dumps(request).encode(), source, target, Recipient(MODELS[target]))
+            body, _ = translate_request(json.dumps(request).encode(), source, target, TargetModel(MODELS[target]))
         except InvalidRequest as error:
             assert error.param
             return
-        GRAMMARS[target].parse(json.loads(body))
+        CODECS[target].parse_request(json.loads(body))
 
     check()
 
 
 def test_example_requests_survive_same_format() -> None:
     for dialect, request in REQUESTS.items():
-        body, _ = translate_request(json.dumps(request).encode(), dialect, dialect, Recipient(request.get("model", "")))
+        body, _ = translate_request(
+            json.dumps(request).encode(), dialect, dialect, TargetModel(request.get("model", ""))
+        )
         assert json.loads(body) == request
 
 
 def test_reasoning_field_is_kept() -> None:
     message = {"role": "assistant", "content": "so", "reasoning": "hm"}
     request = {"model": "m", "messages": [message]}
-    body, _ = translate_request(json.dumps(request).encode(), "openai-chat", "openai-chat", Recipient("m"))
+    body, _ = translate_request(json.dumps(request).encode(), "openai-chat", "openai-chat", TargetModel("m"))
     assert json.loads(body) == request
 
 
@@ -458,7 +467,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @given(st.sampled_from(PAIRS), st.data())
 @settings(max_examples=150, deadline=None)
-def test_mutated_request_is_translated_or_rejected(pair: tuple[Spoken, Spoken], draw: st.DataObject) -> None:
+def test_mutated_request_is_translated_or_rejected(pair: tuple[ChatDialect, ChatDialect], draw: st.DataObject) -> None:
     """A request with one value replaced by another raises nothing but InvalidRequest."""
     source, target = pair
     request = json.loads(json.dumps(REQUESTS[source]))
@@ -468,7 +477,7 @@ def test_mutated_request_is_translated_or_rejected(pair: tuple[Spoken, Spoken], 
         place = place[step]
     place[name] = draw.draw(jsons)
     try:
-        translate_request(json.dumps(request).encode(), source, target, Recipient(MODELS[target]))
+        translate_request(json.dumps(request).encode(), source, target, TargetModel(MODELS[target]))
     except InvalidRequest as error:
         assert error.param
 
@@ -512,29 +521,29 @@ def conversation(system: str, turns: list[Any]) -> JsonObject:
     return {"model": "m", "messages": messages, "max_completion_tokens": 5000, "stream": False}
 
 
-def content_of(request: Conversation) -> list[Any]:
+def content_of(request: CanonicalRequest) -> list[Any]:
     """Return the content of a canonical request in a form that is equal for all wire formats."""
-    rows: list[Any] = [("system", part.text) for part in request.system if isinstance(part, Text)]
+    rows: list[Any] = [("system", part.text) for part in request.system if isinstance(part, TextContent)]
     calls: dict[str, int] = {}
-    for message in merged(request.messages, roles=("user", "assistant")):
+    for message in merge_adjacent(request.messages, roles=("user", "assistant")):
         for part in message.parts:
             match part:
-                case Text():
+                case TextContent():
                     rows.append((message.role, part.text))
-                case Image():
+                case ImageContent():
                     rows.append((message.role, part.mime, part.data))
-                case ToolCall():
+                case ToolCallContent():
                     calls[part.id] = len(calls)
                     rows.append(("call", calls[part.id], part.name, json.loads(part.arguments)))
-                case ToolResult():
-                    text = "\n".join(inner.text for inner in part.parts if isinstance(inner, Text))
+                case ToolResultContent():
+                    text = "\n".join(inner.text for inner in part.parts if isinstance(inner, TextContent))
                     rows.append(("result", calls[part.id], text))
     return rows
 
 
 @pytest.mark.parametrize("via", DIALECTS)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_conversation_survives_round_trip(dialect: Spoken, via: Spoken) -> None:
+def test_conversation_survives_round_trip(dialect: ChatDialect, via: ChatDialect) -> None:
     """Texts, images, calls and results survive every wire format; ids only where the format has ids."""
 
     @given(words, plain_turns)
@@ -542,11 +551,11 @@ def test_conversation_survives_round_trip(dialect: Spoken, via: Spoken) -> None:
     def check(system: str, turns: list[Any]) -> None:
         first = json.dumps(conversation(system, turns)).encode()
         if dialect != "openai-chat":
-            first, _ = translate_request(first, "openai-chat", dialect, Recipient("m"))
-        there, _ = translate_request(first, dialect, via, Recipient("m"))
-        back, _ = translate_request(there, via, dialect, Recipient("m"))
-        want = content_of(GRAMMARS[dialect].parse(json.loads(first)))
-        assert content_of(GRAMMARS[via].parse(json.loads(there))) == want
-        assert content_of(GRAMMARS[dialect].parse(json.loads(back))) == want
+            first, _ = translate_request(first, "openai-chat", dialect, TargetModel("m"))
+        there, _ = translate_request(first, dialect, via, TargetModel("m"))
+        back, _ = translate_request(there, via, dialect, TargetModel("m"))
+        want = content_of(CODECS[dialect].parse_request(json.loads(first)))
+        assert content_of(CODECS[via].parse_request(json.loads(there))) == want
+        assert content_of(CODECS[dialect].parse_request(json.loads(back))) == want
 
     check()

@@ -14,31 +14,31 @@ from hypothesis import strategies as st
 
 from emberline.core.errors import Overloaded
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import seals
-from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects import signatures
+from emberline.gateway.dialects.canonical import ChatDialect, Citation, ReasoningContent, TextContent, ToolCallContent
+from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.deltas import (
-    Cited,
-    Counted,
+    CitationDelta,
     Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
+    Finish,
+    ReasoningDelta,
+    RefusalDelta,
+    SignatureDelta,
+    StreamEnd,
+    StreamStart,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    UsageUpdate,
 )
-from emberline.gateway.dialects.gemini.content import found_seal
-from emberline.gateway.dialects.inner import Citation, Spoken, Text, Thinking, ToolCall
-from emberline.gateway.dialects.translate import GRAMMARS, Asked, StreamTranslator, translate_reply
-from emberline.gateway.errors import Broken, UpstreamFailed
+from emberline.gateway.dialects.gemini.content import decode_gemini_signature
+from emberline.gateway.dialects.translate import CODECS, ReplyContext, StreamTranslator, translate_reply
+from emberline.gateway.errors import UpstreamBroken, UpstreamFailed
 
-CONTEXT = Asked(model="asked", created=1700000000, id="made-1")
+CONTEXT = ReplyContext(model="asked", created=1700000000, id="made-1")
 
 
-def translate_stream(stream: bytes, source: Spoken, target: Spoken, context: Asked = CONTEXT) -> bytes:
+def translate_stream(stream: bytes, source: ChatDialect, target: ChatDialect, context: ReplyContext = CONTEXT) -> bytes:
     translator = StreamTranslator(source, target, context)
     return translator.push(stream) + translator.end()
 
@@ -48,40 +48,40 @@ def payloads(stream: bytes) -> list[Any]:
     return [json.loads(row) if row != b"[DONE]" else "[DONE]" for row in rows]
 
 
-def deltas(stream: bytes, dialect: Spoken) -> list[Delta]:
+def deltas(stream: bytes, dialect: ChatDialect) -> list[Delta]:
     """Parse a stream with the event reader of its own wire format."""
-    reader = GRAMMARS[dialect].reader()
+    reader = CODECS[dialect].make_reader()
     rows = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
     return [delta for row in rows for delta in reader.read(row)] + list(reader.end())
 
 
-def fold(stream: bytes, dialect: Spoken) -> dict[str, Any]:
+def fold(stream: bytes, dialect: ChatDialect) -> dict[str, Any]:
     """Return the whole content of a stream, in the same form for all wire formats."""
     content: dict[str, Any] = {"text": "", "thinking": "", "refusal": "", "calls": {}}
     for delta in deltas(stream, dialect):
         match delta:
-            case TextPiece():
+            case TextDelta():
                 content["text"] += delta.text
-            case ThinkingPiece():
+            case ReasoningDelta():
                 content["thinking"] += delta.text
-            case RefusalPiece():
+            case RefusalDelta():
                 content["refusal"] += delta.text
-            case ToolOpened():
+            case ToolCallStart():
                 content["calls"][delta.slot] = [delta.id, delta.name, ""]
-            case ToolPiece():
+            case ToolCallArguments():
                 content["calls"][delta.slot][2] += delta.text
-            case Finished():
+            case Finish():
                 content["reason"] = delta.reason
-            case Counted():
+            case UsageUpdate():
                 content["usage"] = delta.usage
-            case Ended():
+            case StreamEnd():
                 content["ended"] = True
     content["calls"] = [(id, name, json.loads(text)) for id, name, text in content["calls"].values()]
     return content
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_every_translation_keeps_content(source: Spoken, target: Spoken) -> None:
+def test_every_translation_keeps_content(source: ChatDialect, target: ChatDialect) -> None:
     got = fold(translate_stream(STREAMS[source], source, target), target)
     assert got["text"] == "Hé!" and got["thinking"] == "Hmm." and got["ended"] and got["reason"] == "tool_calls"
     assert got["calls"] == [("c1", "weather", {"city": "Oslo"}), ("c2", "now", {})]
@@ -90,27 +90,27 @@ def test_every_translation_keeps_content(source: Spoken, target: Spoken) -> None
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_translated_streams_match_goldens(source: Spoken, target: Spoken) -> None:
+def test_translated_streams_match_goldens(source: ChatDialect, target: ChatDialect) -> None:
     goldens.check(f"dialects/{source}_to_{target}.sse", translate_stream(STREAMS[source], source, target))
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_stream_equals_unstreamed_reply(source: Spoken, target: Spoken) -> None:
+def test_stream_equals_unstreamed_reply(source: ChatDialect, target: ChatDialect) -> None:
     plain, _ = translate_reply(json.dumps(REPLIES[source]).encode(), source, target, CONTEXT)
-    answer = GRAMMARS[target].parse_reply(json.loads(plain), Changes(target))
+    answer = CODECS[target].parse_reply(json.loads(plain), ChangeReport(target))
     got = fold(translate_stream(STREAMS[source], source, target), target)
     parts = answer.choices[0].parts
-    text = "".join(part.text for part in parts if isinstance(part, Text))
-    thinking = "".join(part.text for part in parts if isinstance(part, Thinking))
+    text = "".join(part.text for part in parts if isinstance(part, TextContent))
+    thinking = "".join(part.text for part in parts if isinstance(part, ReasoningContent))
     assert (text, thinking) == (got["text"], got["thinking"])
-    assert answer.choices[0].reason == got["reason"] and answer.usage == got["usage"]
-    calls = [(part.id, part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]
+    assert answer.choices[0].finish_reason == got["reason"] and answer.usage == got["usage"]
+    calls = [(part.id, part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCallContent)]
     assert calls == got["calls"]
 
 
 @given(st.sampled_from(PAIRS), st.data())
 @settings(max_examples=60, deadline=None)
-def test_output_is_independent_of_chunk_boundaries(pair: tuple[Spoken, Spoken], draw: st.DataObject) -> None:
+def test_output_is_independent_of_chunk_boundaries(pair: tuple[ChatDialect, ChatDialect], draw: st.DataObject) -> None:
     source, target = pair
     stream = STREAMS[source]
     if draw.draw(st.booleans()):
@@ -123,7 +123,7 @@ def test_output_is_independent_of_chunk_boundaries(pair: tuple[Spoken, Spoken], 
 
 
 pieces = st.one_of(
-    st.builds(TextPiece, st.text(min_size=1, max_size=5)),
+    st.builds(TextDelta, st.text(min_size=1, max_size=5)),
     st.sampled_from(["think", "call", "refuse", "seal", "cite"]),
 )
 
@@ -134,39 +134,43 @@ pieces = st.one_of(
 @settings(max_examples=80, deadline=None)
 def test_writers_keep_event_order(pieces: list[Any], reason: Any) -> None:
     """Any sequence of deltas gives one start, blocks that close before the next opens, and one end."""
-    sequence: list[Delta] = [Opened("i", "m", 1)]
+    sequence: list[Delta] = [StreamStart("i", "m", 1)]
     slot = 0
     for piece in pieces:
         match piece:
             case "think":
-                sequence.append(ThinkingPiece("t"))
+                sequence.append(ReasoningDelta("t"))
             case "refuse":
-                sequence.append(RefusalPiece("no"))
+                sequence.append(RefusalDelta("no"))
             case "seal":
-                sequence.append(Sealed("s", "gemini"))
+                sequence.append(SignatureDelta("s", "gemini"))
             case "cite":
-                begin = sum(len(before.text) for before in sequence if isinstance(before, TextPiece))
-                sequence += [TextPiece("c"), Cited(Citation("https://x", start=begin, end=begin + 1))]
+                begin = sum(len(before.text) for before in sequence if isinstance(before, TextDelta))
+                sequence += [TextDelta("c"), CitationDelta(Citation("https://x", start=begin, end=begin + 1))]
             case "call":
-                sequence += [ToolOpened(slot, f"c{slot}", "f"), ToolPiece(slot, '{"a":'), ToolPiece(slot, "1}")]
+                sequence += [
+                    ToolCallStart(slot, f"c{slot}", "f"),
+                    ToolCallArguments(slot, '{"a":'),
+                    ToolCallArguments(slot, "1}"),
+                ]
                 slot += 1
             case _:
                 sequence.append(piece)
-    sequence += [Finished(reason), Counted(Usage(3, output=2)), Ended()]
+    sequence += [Finish(reason), UsageUpdate(Usage(3, output=2)), StreamEnd()]
     for dialect in DIALECTS:
-        writer = GRAMMARS[dialect].writer(CONTEXT)
-        stream = b"".join(writer.push(delta) for delta in sequence)
+        writer = CODECS[dialect].make_writer(CONTEXT)
+        stream = b"".join(writer.write(delta) for delta in sequence)
         _check_order(dialect, payloads(stream))
         again = fold(stream, dialect)
         assert again["ended"] and len(again["calls"]) == slot
-        want = "".join(piece.text for piece in sequence if isinstance(piece, TextPiece))
+        want = "".join(piece.text for piece in sequence if isinstance(piece, TextDelta))
         if dialect in ("openai-chat", "openai-responses"):
             assert again["text"] == want
         else:  # these formats have refusals as text
-            assert again["text"] == "".join(p.text for p in sequence if isinstance(p, TextPiece | RefusalPiece))
+            assert again["text"] == "".join(p.text for p in sequence if isinstance(p, TextDelta | RefusalDelta))
 
 
-def _check_order(dialect: Spoken, events: list[Any]) -> None:
+def _check_order(dialect: ChatDialect, events: list[Any]) -> None:
     if dialect == "openai-chat":
         assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
         finishes = [e for e in events[:-1] if e["choices"] and e["choices"][0]["finish_reason"]]
@@ -206,7 +210,7 @@ STOPS = [  # equivalent reasons in chat, Responses, Anthropic, Gemini
 ]
 
 
-def stream_ending_with(dialect: Spoken, row: tuple[str, str | None, str, str]) -> bytes:
+def stream_ending_with(dialect: ChatDialect, row: tuple[str, str | None, str, str]) -> bytes:
     chat, responses, anthropic, gemini = row
     if dialect == "openai-chat":
         return data(chunk({"content": "a"}), chunk({}, chat), b"[DONE]")
@@ -227,7 +231,7 @@ def stream_ending_with(dialect: Spoken, row: tuple[str, str | None, str, str]) -
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 @pytest.mark.parametrize("row", STOPS)
-def test_finish_reasons(source: Spoken, target: Spoken, row: tuple[str, str | None, str, str]) -> None:
+def test_finish_reasons(source: ChatDialect, target: ChatDialect, row: tuple[str, str | None, str, str]) -> None:
     events = payloads(translate_stream(stream_ending_with(source, row), source, target))
     match target:
         case "openai-chat":
@@ -252,33 +256,33 @@ def test_stop_sequence_is_kept() -> None:
 
 @pytest.mark.parametrize("target", DIALECTS)
 @pytest.mark.parametrize("source", DIALECTS)
-def test_cut_stream_is_never_complete(source: Spoken, target: Spoken) -> None:
+def test_cut_stream_is_never_complete(source: ChatDialect, target: ChatDialect) -> None:
     events = STREAMS[source].split(b"\n\n")[:-1]
     for count in range(len(events)):
         translator = StreamTranslator(source, target, CONTEXT)
         translator.push(b"\n\n".join(events[:count]) + b"\n\n")
-        with pytest.raises(Broken, match="was cut off"):
+        with pytest.raises(UpstreamBroken, match="was cut off"):
             translator.end()
-        output = translator.fail(Broken("the provider left"))
-        assert b"the provider left" in output and not translator.ended
+        output = translator.write_error(UpstreamBroken("the provider left"))
+        assert b"the provider left" in output and not translator.has_ended
 
 
 @pytest.mark.parametrize("source", DIALECTS)
 @pytest.mark.parametrize(
     "bad", [b'{"choices": [', b"[]", b"\xff", b'"text"', b'{"type": 5, "candidates": 3, "choices": 3}']
 )
-def test_malformed_event_raises(source: Spoken, bad: bytes) -> None:
+def test_malformed_event_raises(source: ChatDialect, bad: bytes) -> None:
     translator = StreamTranslator(source, "anthropic", CONTEXT)
     before = translator.push(b"\n\n".join(STREAMS[source].split(b"\n\n")[:3]) + b"\n\n")
     good = STREAMS[source].split(b"\n\n")[3] + b"\n\n"
     before += translator.push(good)
-    with pytest.raises(Broken):
+    with pytest.raises(UpstreamBroken):
         translator.push(good + b"data: " + bad + b"\n\n" + good)
-    after = translator.fail(Broken("x"))
+    after = translator.write_error(UpstreamBroken("x"))
     assert after.count(b"event: error") == 1 and b"message_stop" not in before + after
 
 
-ERRORS: dict[Spoken, Any] = {
+ERRORS: dict[ChatDialect, Any] = {
     "openai-chat": {"error": {"message": "too many", "type": "rate_limit_error", "code": "rate_limit_exceeded"}},
     "openai-responses": {
         "type": "response.failed",
@@ -290,13 +294,13 @@ ERRORS: dict[Spoken, Any] = {
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_error_event_within_stream(source: Spoken, target: Spoken) -> None:
+def test_error_event_within_stream(source: ChatDialect, target: ChatDialect) -> None:
     translator = StreamTranslator(source, target, CONTEXT)
     translator.push(STREAMS[source].split(b"\n\n")[0] + b"\n\n")
     with pytest.raises(UpstreamFailed, match="too many") as raised:
         translator.push(data(ERRORS[source]))
     assert raised.value.status == 429
-    events = payloads(translator.fail(raised.value))
+    events = payloads(translator.write_error(raised.value))
     match target:
         case "openai-chat":
             assert events[0]["error"]["type"] == "rate_limit_error" and events[1] == "[DONE]"
@@ -310,13 +314,13 @@ def test_error_event_within_stream(source: Spoken, target: Spoken) -> None:
 
 
 @pytest.mark.parametrize("target", DIALECTS)
-def test_error_before_any_content(target: Spoken) -> None:
-    output = payloads(StreamTranslator("openai-chat", target, CONTEXT).fail(Overloaded("full")))
+def test_error_before_any_content(target: ChatDialect) -> None:
+    output = payloads(StreamTranslator("openai-chat", target, CONTEXT).write_error(Overloaded("full")))
     assert "full" in json.dumps(output)
 
 
 @pytest.mark.parametrize("source", DIALECTS)
-def test_stream_signature_returns_to_its_origin(source: Spoken) -> None:
+def test_stream_signature_returns_to_its_origin(source: ChatDialect) -> None:
     """A signature that a client in another wire format returns unchanged is recognised as its origin's."""
     if source == "openai-chat":
         return  # chat has no signatures
@@ -331,15 +335,15 @@ def test_stream_signature_returns_to_its_origin(source: Spoken) -> None:
         match target:
             case "anthropic":
                 seal = next(e["delta"]["signature"] for e in events if "signature" in e.get("delta", {}))
-                assert seals.found(seal, target) == ("c2lnbmVk", source)
+                assert signatures.decode_signature(seal, target) == ("c2lnbmVk", source)
             case "openai-responses":
                 items = events[-1]["response"]["output"]
                 seal = next(item["encrypted_content"] for item in items if item.get("encrypted_content"))
-                assert seals.found(seal, target) == ("c2lnbmVk", source)
+                assert signatures.decode_signature(seal, target) == ("c2lnbmVk", source)
             case "gemini":
                 parts = [part for e in events for part in e["candidates"][0]["content"]["parts"]]
                 seal = next(part["thoughtSignature"] for part in parts if "thoughtSignature" in part)
-                assert found_seal(seal) == ("c2lnbmVk", source)
+                assert decode_gemini_signature(seal) == ("c2lnbmVk", source)
             case "openai-chat":
                 assert '"extra_content": {"google": {"thought_signature": "c2lnbmVk"}}' in text
 
@@ -351,7 +355,7 @@ def test_several_choices_between_chat_and_gemini() -> None:
     output = translate_stream(stream, "openai-chat", "gemini")
     last = payloads(output)[-1]["candidates"]
     assert [(row["index"], row["finishReason"]) for row in last] == [(0, "STOP"), (1, "STOP")]
-    assert [d.choice for d in deltas(output, "gemini") if isinstance(d, TextPiece)] == [0, 1]
+    assert [d.choice for d in deltas(output, "gemini") if isinstance(d, TextDelta)] == [0, 1]
 
 
 def test_tool_calls_that_all_have_index_0() -> None:
@@ -362,9 +366,9 @@ def test_tool_calls_that_all_have_index_0() -> None:
 
 
 @pytest.mark.parametrize("target", DIALECTS)
-def test_content_after_finish_raises(target: Spoken) -> None:
+def test_content_after_finish_raises(target: ChatDialect) -> None:
     stream = data(chunk({"content": "a"}), chunk({}, "stop"), chunk({"content": "b"}), b"[DONE]")
-    with pytest.raises(Broken, match="after its finish reason"):
+    with pytest.raises(UpstreamBroken, match="after its finish reason"):
         StreamTranslator("openai-chat", target, CONTEXT).push(stream)
 
 
@@ -373,7 +377,7 @@ def test_interleaved_tool_calls_raise() -> None:
     rows = [{"index": at, "id": id, "function": {"name": name, "arguments": "{"}} for at, id, name in mixed]
     stream = data(*(chunk({"tool_calls": [row]}) for row in rows))
     for target in ("anthropic", "openai-responses"):
-        with pytest.raises(Broken, match="interleaves"):
+        with pytest.raises(UpstreamBroken, match="interleaves"):
             StreamTranslator("openai-chat", target, CONTEXT).push(stream)  # type: ignore[arg-type]
 
 
@@ -393,18 +397,18 @@ def test_prompt_blocked_by_gemini() -> None:
 
 def test_malformed_gemini_function_call_raises() -> None:
     stream = data({"candidates": [{"content": {}, "finishReason": "MALFORMED_FUNCTION_CALL"}]})
-    with pytest.raises(Broken, match="MALFORMED_FUNCTION_CALL"):
+    with pytest.raises(UpstreamBroken, match="MALFORMED_FUNCTION_CALL"):
         StreamTranslator("gemini", "openai-chat", CONTEXT).push(stream)
 
 
 def test_usage_only_if_requested() -> None:
-    silent = Asked(include_usage=False)
+    silent = ReplyContext(include_usage=False)
     assert b"usage" not in translate_stream(STREAMS["anthropic"], "anthropic", "openai-chat", silent)
 
 
 @given(st.sampled_from(DIALECTS), st.data())
 @settings(max_examples=150, deadline=None)
-def test_corrupted_stream_is_translated_or_raises(source: Spoken, draw: st.DataObject) -> None:
+def test_corrupted_stream_is_translated_or_raises(source: ChatDialect, draw: st.DataObject) -> None:
     """Duplicated, lost, swapped or corrupted events raise nothing but UpstreamFailed."""
     events = STREAMS[source].split(b"\n\n")[:-1]
     for _ in range(draw.draw(st.integers(1, 3))):
@@ -424,9 +428,9 @@ def test_corrupted_stream_is_translated_or_raises(source: Spoken, draw: st.DataO
         try:
             translator.push(b"\n\n".join(events) + b"\n\n")
             translator.end()
-            assert translator.ended
+            assert translator.has_ended
         except UpstreamFailed as error:
-            assert translator.fail(error) and not translator.ended
+            assert translator.write_error(error) and not translator.has_ended
 
 
 def _corrupt(event: bytes, draw: st.DataObject) -> bytes:

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from emberline.core.config import EngineConfig, FleetConfig
+from emberline.core.config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Stats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
-from emberline.engine import stream
-from emberline.engine.messages import Start, encode
-from emberline.engine.stream import AsyncEngine, State
+from emberline.engine import async_engine
+from emberline.engine.async_engine import AsyncEngine, EngineState
+from emberline.engine.messages import StartEngine, encode_message
 
 BEGUN = """
 import socket, sys, time
@@ -52,7 +52,7 @@ report_progress(engine, lambda: next(done, 12), interval=0.25)
 )
 BOOTS_FOR_EVER = """
 import sys, threading, types
-boots = types.ModuleType("emberline.engine.fleet_boot")
+boots = types.ModuleType("emberline.engine.engine_group_boot")
 boots.boot_fleet = lambda *_: (print("boots", flush=True), threading.Event().wait())
 sys.modules[boots.__name__] = boots
 from emberline.engine import process
@@ -65,7 +65,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 @asynccontextmanager
 async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
     command = sys.executable, "-c", script
-    engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), stall_timeout=stall_timeout, command=command)
+    engine = AsyncEngine({"m": EngineConfig("m")}, TimeSharingConfig(), stall_timeout=stall_timeout, command=command)
     try:
         await asyncio.wait_for(engine.start(), 60)
         yield engine
@@ -83,17 +83,17 @@ async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
             async for _ in engine.submit(submission):
                 pass
     except EmberlineError as e:
-        engine.pair("m", [])
-        engine.watch()
-        engine.abort_one(name, 0)
+        engine.set_peers("m", [])
+        engine.watch_blocks()
+        engine.abort_completion(name, 0)
         return e
     raise AssertionError("it ended well")
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(stream, "REAP", 0.05)
+    monkeypatch.setattr(async_engine, "MAX_RESTART_PAUSE_S", 0.01)
+    monkeypatch.setattr(async_engine, "REAP_TIMEOUT_S", 0.05)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -137,7 +137,7 @@ def test_what_cannot_be_started_again_now_is_tried_later(hasty: None, monkeypatc
         spawning = Spawning(monkeypatch, 1, 2)
         async with started(THEN_DIES) as engine:
             assert isinstance(await ask(engine), EngineFailed)
-            while engine.state is not State.READY:
+            while engine.state is not EngineState.READY:
                 await asyncio.sleep(0.01)
             assert spawning.count == 4 and engine.restarts == 3
 
@@ -183,7 +183,7 @@ def test_a_pause_of_the_whole_machine_is_no_silence(hasty: None) -> None:
             time.sleep(1.2)  # nor does the loop go on
             asyncio.get_running_loop().call_later(0.05, os.kill, pid, signal.SIGCONT)
             await asyncio.sleep(1.2)
-            assert engine.pid == pid and engine.restarts == 0 and engine.state is State.READY
+            assert engine.pid == pid and engine.restarts == 0 and engine.state is EngineState.READY
             os.kill(pid, signal.SIGSTOP)  # it alone
             assert isinstance(await ask(engine), EngineFailed)
 
@@ -205,7 +205,7 @@ def test_it_does_not_load_for_nobody_nor_end_before_its_client() -> None:
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process:
         try:
             theirs.close()
-            ours.sendall(encode(Start({"m": EngineConfig("m", device="cpu")}, FleetConfig())))
+            ours.sendall(encode_message(StartEngine({"m": EngineConfig("m", device="cpu")}, TimeSharingConfig())))
             assert process.stdout is not None and process.stdout.readline() == b"boots\n"
             process.terminate()  # as who stops a service tells all of its processes
             ours.close()

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import FleetConfig, SchedulerConfig
+from emberline.core.config import SchedulerConfig, TimeSharingConfig
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, ModelNotFound, Overloaded
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
-from emberline.engine import fleet
+from emberline.engine import engine_group
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
-from emberline.engine.fleet import Fleet, Report
+from emberline.engine.engine_group import EngineGroup, StepReport
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Fake:
     def __post_init__(self) -> None:
         model = self
 
-        class Runner(FakeAheadRunner if self.ahead else FakeRunner):  # type: ignore[misc]
+        class Runner(FakePipelinedRunner if self.ahead else FakeRunner):  # type: ignore[misc]
             def run(self, plan: StepPlan) -> StepResult:
                 assert model.awake, f"{model.name} was used in its sleep"
                 result: StepResult = super().run(plan)
@@ -72,20 +72,20 @@ class Fake:
 class House:
     memory: int
     sizes: dict[str, int]
-    rules: FleetConfig = field(default_factory=lambda: FleetConfig(turn=5.0, wait=60.0))
+    rules: TimeSharingConfig = field(default_factory=lambda: TimeSharingConfig(turn=5.0, wait=60.0))
     ahead: bool = False
 
     def __post_init__(self) -> None:
         self.clock, self.log = ManualClock(100.0), list[str]()
         self.models = {n: Fake(n, size, self.clock, self.log, self.ahead) for n, size in self.sizes.items()}
-        self.fleet = Fleet(self.models, self.memory, self.rules, self.clock)
+        self.fleet = EngineGroup(self.models, self.memory, self.rules, self.clock)
         del self.log[:]
         self.tokens: dict[str, list[int]] = {}
         self.endings: Counter[str] = Counter()
         self.timings: dict[str, float] = {}
         self.refused: dict[str, EmberlineError] = {}
         self.open: dict[str, int] = {}  # completions that have not ended
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
 
     def ask(self, model: str, tokens: int = 3, n: int = 1, timeout: float = 600.0) -> str:
         name = f"{model}{len(self.open)}"
@@ -102,7 +102,7 @@ class House:
             for output in outputs:
                 assert output.id.startswith(model)
                 self.take(output)
-        for name, error in report.refused:
+        for name, error in report.rejected:
             assert self.open[name] > 0 and name not in self.tokens
             self.refused[name], self.open[name] = error, 0
         awake = [model for model in self.models.values() if model.awake]
@@ -131,20 +131,20 @@ class House:
 
 
 def two(**rules: float) -> House:
-    return House(10, {"a": 10, "b": 8}, FleetConfig(**({"turn": 5.0, "wait": 60.0} | rules)))  # type: ignore[arg-type]
+    return House(10, {"a": 10, "b": 8}, TimeSharingConfig(**({"turn": 5.0, "wait": 60.0} | rules)))  # type: ignore[arg-type]
 
 
 def test_all_are_loaded_at_the_start_and_the_first_is_awake() -> None:
     clock, log = ManualClock(), list[str]()
     models = {name: Fake(name, 10, clock, log) for name in "abc"}
-    fleet = Fleet(models, 10, FleetConfig(), clock)
+    fleet = EngineGroup(models, 10, TimeSharingConfig(), clock)
     assert log == ["wake c", "sleep c", "wake b", "sleep b", "wake a"]
     assert list(fleet.engines) == ["a", "b", "c"] and fleet.is_awake("a") and not fleet.is_awake("b")
-    assert fleet.step().turned == {"a", "b", "c"} and fleet.step().turned == set()
+    assert fleet.step().sleep_changes == {"a", "b", "c"} and fleet.step().sleep_changes == set()
     models = {name: Fake(name, 10, clock, log) for name in "abc"}
     models["b"].fails = RuntimeError("torn file")
     with pytest.raises(RuntimeError, match="torn file"):
-        Fleet(models, 10, FleetConfig(), clock)
+        EngineGroup(models, 10, TimeSharingConfig(), clock)
 
 
 def test_a_name_that_nobody_has() -> None:
@@ -166,11 +166,11 @@ def test_a_request_wakes_its_model_and_those_idle_longest_sleep(ahead: bool) -> 
     house.step()
     name = house.ask("c")
     house.step()
-    assert house.log == ["sleep a", "wake c"] and house.reports[-1].turned == {"a", "c"}
+    assert house.log == ["sleep a", "wake c"] and house.reports[-1].sleep_changes == {"a", "c"}
     assert set(house.reports[-1].outputs) >= {"a", "c"}
     house.finish()
     assert len(house.tokens[name]) == 3 and house.endings[name] == 1
-    assert (house.fleet.turns("a").sleeps, house.fleet.turns("c").wakes) == (1, 2)
+    assert (house.fleet.sleep_stats("a").sleeps, house.fleet.sleep_stats("c").wakes) == (1, 2)
 
 
 def test_tokens_are_those_of_a_model_alone() -> None:
@@ -338,7 +338,7 @@ def test_a_model_that_cannot_be_woken_tells_those_who_waited_and_nobody_else() -
     house.step()
     assert all(isinstance(house.refused[name], EngineUnavailable) for name in names)
     assert "out of memory" not in str(house.refused[names[0]]), "that is for the log"
-    assert house.reports[-1].turned == {"b"}
+    assert house.reports[-1].sleep_changes == {"b"}
     again, other = house.ask("c"), house.ask("a")
     house.finish()
     assert house.endings[again] == house.endings[other] == house.endings[going] == 1
@@ -353,7 +353,7 @@ def test_a_device_that_is_lost_ends_the_process(monkeypatch: pytest.MonkeyPatch)
     house = two()
     house.models["b"].fails = RuntimeError("an illegal memory access")
     house.ask("b")
-    monkeypatch.setattr(fleet, "check_device", lost)
+    monkeypatch.setattr(engine_group, "check_device", lost)
     with pytest.raises(RuntimeError, match="illegal"):
         house.step()
 
@@ -400,14 +400,14 @@ def test_one_completion_aborted_while_it_waits() -> None:
     house.ask("a", tokens=5)
     house.step()
     name = house.ask("b", n=3, tokens=4)
-    house.fleet.abort_one(name, 1)
+    house.fleet.abort_completion(name, 1)
     house.finish()
     assert house.endings[name] == 3 and len(house.tokens[name]) == 8
     house.ask("a", tokens=5)
     house.step()
     name = house.ask("b", n=2)
     for index in (0, 0, 1):
-        house.fleet.abort_one(name, index)
+        house.fleet.abort_completion(name, index)
     house.finish()
     assert house.endings[name] == 2 and house.log.count("wake b") == 1, "nobody was left to wake it for"
 
@@ -461,7 +461,7 @@ def test_only_models_with_news_are_reported() -> None:
 def test_any_order_ends_every_request_once(seed: int, ahead: bool) -> None:
     rng = random.Random(seed)
     sizes = {name: rng.randrange(3, 11) for name in "abcde"}
-    house = House(12, sizes, FleetConfig(turn=1.0, wait=3.0, max_waiting=4), ahead=ahead)
+    house = House(12, sizes, TimeSharingConfig(turn=1.0, wait=3.0, max_waiting=4), ahead=ahead)
     full, asked = 0, dict[str, int]()
     for _ in range(1500):
         if rng.random() < 0.4:
@@ -472,7 +472,7 @@ def test_any_order_ends_every_request_once(seed: int, ahead: bool) -> None:
                 full += 1
         if rng.random() < 0.05 and (left := [name for name, n in house.open.items() if n]):
             name = rng.choice(left)
-            _ = house.fleet.abort(name) if rng.random() < 0.7 else house.fleet.abort_one(name, 0)
+            _ = house.fleet.abort(name) if rng.random() < 0.7 else house.fleet.abort_completion(name, 0)
         if rng.random() < 0.02:
             house.models[rng.choice("abcde")].fails = RuntimeError("no")
         house.step(rng.choice((0.0, 0.05, 0.3)))
@@ -485,4 +485,4 @@ def test_any_order_ends_every_request_once(seed: int, ahead: bool) -> None:
     assert all(house.endings[name] == n for name, n in asked.items() if name in done)
     assert len(done) > 100 and {name[0] for name in done} == set("abcde")
     for model in house.models.values():
-        model.engine.kv.check()
+        model.engine.kv.check_invariants()

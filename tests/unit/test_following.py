@@ -12,8 +12,8 @@ import pytest
 
 from emberline.core.blockbatch import BlockBatch
 from emberline.router.kvindex import KVIndex
-from emberline.server.routing import following
-from emberline.server.routing.following import Following
+from emberline.server.routing import kv_event_subscriber
+from emberline.server.routing.kv_event_subscriber import KVEventSubscriber
 
 WORKER: Any = SimpleNamespace(id="w", name="w")
 
@@ -38,14 +38,14 @@ class Telling:
 
 @pytest.mark.parametrize(("blocks", "often"), [(2, True), (3, False)])
 def test_who_holds_too_much_is_asked_once(blocks: int, often: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "PAUSE", 0.001)
+    monkeypatch.setattr(kv_event_subscriber, "RECONNECT_PAUSE_S", 0.001)
     worker: Any = Telling(blocks)
     dispatch: Any = SimpleNamespace(url=lambda worker: "http://w")
 
     async def follow() -> None:
         with pytest.raises(TimeoutError) if often else nullcontext():
             async with asyncio.timeout(0.5):
-                await Following(dispatch, KVIndex(2, 8), worker, None)._follow(WORKER)
+                await KVEventSubscriber(dispatch, KVIndex(2, 8), worker, None)._subscribe(WORKER)
 
     asyncio.run(follow())
     assert worker.asked > 1 if often else worker.asked == 1

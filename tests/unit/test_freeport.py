@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from emberline.core import freeport
-from emberline.core.freeport import PORTS, free_port
+from emberline.core.freeport import PORT_RANGE, free_port
 
 
 def test_nobody_has_it_at_any_of_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = free_port("127.0.0.1", "127.0.0.2")
-    monkeypatch.setattr(freeport, "PORTS", [taken])
+    monkeypatch.setattr(freeport, "PORT_RANGE", [taken])
     with socket.socket() as bound:
         bound.bind(("127.0.0.2", taken))  # it does not listen yet
         assert free_port("127.0.0.1") == free_port() == taken
@@ -34,4 +34,4 @@ def test_connections_are_given_others() -> None:
     least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if least < 32_768:
         pytest.skip("this machine gives connections nearly all ports")
-    assert max(PORTS) < least
+    assert max(PORT_RANGE) < least

@@ -14,24 +14,24 @@ from gateway_records import DAY, NOON, made
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError, InvalidRequest
-from emberline.gateway.admin.admin import Admin
-from emberline.gateway.admin.desk import Desk
+from emberline.gateway.admin.admin import AdminAPI
+from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.costs.catalogue import Catalogue
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.gateway.keys.keys import Keys
-from emberline.gateway.keys.masterkeys import KeyFile
-from emberline.gateway.keys.vault import Vault
+from emberline.gateway.keys.key_store import KeyStore
+from emberline.gateway.keys.master_keys import MasterKeyFile
+from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.limits.rule import Rule
-from emberline.gateway.logs.record import Payload, new_id
-from emberline.gateway.providers.registry import KNOWN
-from emberline.gateway.settings import ProviderSettings, Settings
+from emberline.gateway.limits.rule import LimitRule
+from emberline.gateway.logs.record import LogPayload, new_record_id
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
+from emberline.gateway.settings import GatewaySettings, ProviderSettings
 from emberline.gateway.store.sqlite import SQLiteStore
-from emberline.gateway.store.watch import Watch
+from emberline.gateway.store.version_watch import StoreVersionWatch
 
-ROOT = Identity("root", "root", "token", admin=True)
-ACME = Identity("a1", "acme's", "token", admin=True, account="acme")
+ROOT = Identity("root", "root", "token", is_admin=True)
+ACME = Identity("a1", "acme's", "token", is_admin=True, account="acme")
 USER = Identity("u1", "a user", "virtual", account="acme")
 A = "/admin/accounts/acme"
 CF = "/client/v4/accounts/acme/ai-gateway"
@@ -43,12 +43,12 @@ class World:
         self.run: Any = self._runner.run
         self.store = self.run(SQLiteStore.open(directory / "store"))
         self.clock, self.wall = ManualClock(), ManualClock(NOON / 1e3)
-        self.watch = Watch(self.store, self.clock)
-        self.vault = Vault(self.store, self.watch, KeyFile(directory / "master.key"))
+        self.watch = StoreVersionWatch(self.store, self.clock)
+        self.vault = ProviderKeyVault(self.store, self.watch, MasterKeyFile(directory / "master.key"))
         self.limiter = LocalLimiter()
         provider = ProviderSettings(base_url="http://127.0.0.1:8000", key="sk-in-the-file")
-        fixed = {("acme", "filed"): Settings(account="acme", gateway="filed", providers={"emberline": provider})}
-        self.admin = Admin(Desk(self.store, self.vault, self.wall, self.limiter, fixed=fixed), "1.0")
+        fixed = {("acme", "filed"): GatewaySettings(account="acme", gateway="filed", providers={"emberline": provider})}
+        self.admin = AdminAPI(AdminContext(self.store, self.vault, self.wall, self.limiter, configured=fixed), "1.0")
 
     def __call__(
         self, method: str, path: str, body: Any = None, query: str = "", who: Identity = ACME
@@ -117,14 +117,14 @@ def test_what_is_not_there_and_what_is_not_taken(world: World) -> None:
 
 def test_which_paths_are_its_own() -> None:
     for path in (f"{A}/keys", f"{CF}/gateways", "/accounts/a/ai-gateway/logs"):
-        assert Admin.owns(path)
+        assert AdminAPI.handles_path(path)
     for path in (
         "/accounts/a/ai/v1/chat/completions",
         "/client/v4/accounts/a/ai/run/m",
         "/v1/a/g/openai",
         "/administer",
     ):
-        assert not Admin.owns(path)
+        assert not AdminAPI.handles_path(path)
 
 
 # Keys
@@ -137,7 +137,7 @@ def test_a_key_is_shown_once_works_and_is_revoked(world: World) -> None:
     assert secret.startswith(key["shown"]) and len(secret) > 40
     shown = [world.ok("GET", f"{A}/keys/{id}"), world.ok("GET", f"{A}/keys"), world.ok("GET", f"{A}/audit")]
     assert secret not in str(shown) and "hash" not in str(shown)
-    keys = Keys(world.store, world.watch, world.wall)
+    keys = KeyStore(world.store, world.watch, world.wall)
     who = world.run(keys.identify(secret))
     assert (who.account, who.user, who.limits, who.admin) == ("acme", "bot", ("small",), False)
     patched = world.ok("PATCH", f"{A}/keys/{id}", {"disabled": True, "metadata": {"team": None, "x": "y"}})
@@ -195,17 +195,17 @@ def test_another_accounts_key_is_not_there(world: World) -> None:
 def test_a_providers_key_goes_in_and_never_out(world: World) -> None:
     path = f"{A}/provider-keys/openai/default"
     world.ok("PUT", path, {"secret": "sk-one"})
-    assert world.run(world.vault.reveal("acme", "openai", "default")) == "sk-one"
+    assert world.run(world.vault.get_key("acme", "openai", "default")) == "sk-one"
     world.ok("PUT", path, {"secret": "sk-two"})
     world.clock.advance(1.0)
-    assert world.run(world.vault.reveal("acme", "openai", "default")) == "sk-two"
+    assert world.run(world.vault.get_key("acme", "openai", "default")) == "sk-two"
     everything = str([world.ok("GET", f"{A}/provider-keys"), world.ok("GET", f"{A}/audit")])
     assert "sk-" not in everything and "'openai'" in everything
     for wrong in ("", " sk", "sk\n", "sk-ü"):
         world.refused(400, "PUT", path, {"secret": wrong})
     world.ok("DELETE", path)
     world.clock.advance(1.0)
-    assert world.run(world.vault.reveal("acme", "openai", "default")) is None
+    assert world.run(world.vault.get_key("acme", "openai", "default")) is None
     assert [action for _, action, _ in world.audits()] == [f"provider_key.{a}" for a in ("delete", "update", "create")]
 
 
@@ -309,11 +309,11 @@ def test_what_budgets_have_spent(world: World) -> None:
     world.ok("PUT", f"{A}/gateways/side", {})
     world.ok("PUT", f"{A}/budgets/each", {"rule": each, "gateways": ["main"]})
     world.ok("PUT", f"{A}/budgets/off", {"rule": {"name": "off", "limit": 1}, "enabled": False})
-    rules = Rule.read([whole, each])
+    rules = LimitRule.parse([whole, each])
 
     async def use(metadata: str, micros: int, tokens: int) -> None:
         facts = {"gateway": "acme/main", "metadata.n": metadata}
-        claims = [rule.claim(facts, 100) for rule in rules]
+        claims = [rule.make_claim(facts, 100) for rule in rules]
         made = await world.limiter.reserve(claims, NOON / 1e3, 9)
         world.limiter.settle(made, {"micros": micros, "tokens": tokens})
 
@@ -476,7 +476,7 @@ def fill(world: World) -> list[str]:
         )
         for i in range(10)
     ]
-    payloads = {1: Payload(b'{"messages": []}', b"data: [DONE]\n\n"), 3: Payload(b'"\xff"', b"\xfe")}
+    payloads = {1: LogPayload(b'{"messages": []}', b"data: [DONE]\n\n"), 3: LogPayload(b'"\xff"', b"\xfe")}
     world.run(world.store.append([(each, payloads.get(i)) for i, each in enumerate(records)]))
     return [each.id for each in records]
 
@@ -553,7 +553,7 @@ def test_one_record_its_payload_and_feedback(world: World) -> None:
     assert world.ok("GET", f"{A}/logs/{ids[1]}/response") == "data: [DONE]\n\n"
     assert "\ufffd" in world.ok("GET", f"{A}/logs/{ids[3]}/request"), "what is neither is shown as far as it goes"
     world.refused(404, "GET", f"{A}/logs/{ids[2]}/request")
-    for id in (new_id(NOON), "7", "g" * 32):
+    for id in (new_record_id(NOON), "7", "g" * 32):
         world.refused(404, "GET", f"{A}/logs/{id}")
     assert world.ok("PATCH", f"{A}/logs/{ids[1]}", {"feedback": -1, "score": 20})["feedback"] == -1
     assert world.ok("PATCH", f"{A}/logs/{ids[1]}", {"metadata": {"good": True}})["metadata"] == {"n": 1, "good": True}
@@ -767,9 +767,9 @@ def test_cloudflares_provider_configs(world: World) -> None:
     assert (made["alias"], made["default_config"], made["provider_slug"]) == ("prod", True, "openai")
     assert made["gateway_id"] == "filed" and {"id", "modified_at", "secret_id", "secret_preview"} <= made.keys()
     for alias in ("prod", "default"):
-        assert world.run(world.vault.reveal("acme", "openai", alias)) == "sk-very-secret"
+        assert world.run(world.vault.get_key("acme", "openai", alias)) == "sk-very-secret"
     world.ok("POST", configs, {**wish, "alias": "test", "default_config": False, "secret": "sk-2"})
-    assert world.run(world.vault.reveal("acme", "openai", "default")) == "sk-very-secret"
+    assert world.run(world.vault.get_key("acme", "openai", "default")) == "sk-very-secret"
     listed = world.ok("GET", configs, query="page=1&per_page=2")
     assert listed["result_info"]["total_count"] == 3 and len(listed["result"]) == 2
     assert "sk-" not in str(listed) + str(made) + str(world.ok("GET", f"{A}/audit"))
@@ -864,7 +864,7 @@ def test_every_endpoint_is_in_the_document_and_it_is_sound(world: World) -> None
 def test_every_provider_that_exists_is_listed(world: World) -> None:
     world.ok("PUT", f"{A}/provider-keys/openai/default", {"secret": "sk-1"})
     rows = {row["slug"]: row for row in world.ok("GET", f"{A}/providers")["items"]}
-    assert set(rows) == set(KNOWN)
+    assert set(rows) == set(PROVIDERS_BY_SLUG)
     assert rows["openai"]["has_key"] and not rows["anthropic"]["has_key"]
     assert rows["anthropic"]["base_url"] == "https://api.anthropic.com" and rows["anthropic"]["needs_key"]
     assert not rows["emberline"]["needs_key"]

@@ -10,7 +10,7 @@ import pytest
 
 from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.net.turn import CutOff
+from emberline.net.request_response_cycle import ReplyInterrupted
 from emberline.server.gateway import gateway_app
 from emberline.server.gateway.gateway_app import GatewayApp
 
@@ -67,7 +67,7 @@ def run(work: Any) -> None:
 
 
 def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_app, "BODY", 0.01)
+    monkeypatch.setattr(gateway_app, "BODY_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         client = Client("POST", "/admin/accounts/default/keys")
@@ -91,7 +91,7 @@ def test_who_leaves_ends_its_export() -> None:
 
 
 def test_who_does_not_take_its_export_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_app, "TAKEN", 0.01)
+    monkeypatch.setattr(gateway_app, "EXPORT_SEND_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         client = Client("GET", EXPORT)
@@ -99,7 +99,7 @@ def test_who_does_not_take_its_export_is_cut_off(monkeypatch: pytest.MonkeyPatch
         while len(client.heard) < 3:
             await asyncio.sleep(0)
         client.reads = False
-        with pytest.raises(CutOff):
+        with pytest.raises(ReplyInterrupted):
             await task
 
     run(work)

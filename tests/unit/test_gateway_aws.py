@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import Broken
-from emberline.gateway.providers.aws_bedrock import Bedrock, _key
-from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
-from emberline.gateway.providers.converse import converse
-from emberline.gateway.providers.sigv4 import Credentials, _path, signed, signing_key
-from emberline.gateway.streams.eventstream import EventStream, message
-from emberline.gateway.upstream.decoder import Given
-from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.providers.aws_bedrock import Bedrock, _parse_key
+from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
+from emberline.gateway.providers.converse import render_converse_request
+from emberline.gateway.providers.sigv4 import AwsCredentials, _canonical_path, sign_headers, signing_key
+from emberline.gateway.streams.aws_eventstream import EventStreamParser, encode_message
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.gateway.upstream.reply_decoder import BufferedReply
 
 # Examples from AWS's test suite of Signature Version 4 and from the IAM user guide.
-EXAMPLE = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
+EXAMPLE = AwsCredentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
 NOW = 1440938160.0  # 2015-08-30T12:36:00Z
 HOST = "https://example.amazonaws.com"
 AWS = '{"accessKeyId": "AKIAEXAMPLE", "secretAccessKey": "a/secret"}'
@@ -43,7 +43,7 @@ FORM = {"content-type": "application/x-www-form-urlencoded"}
     ],
 )  # fmt: skip
 def test_published_signatures(method: str, path: str, headers: dict[str, str], body: bytes, signature: str) -> None:
-    output = signed(method, HOST + path, headers, body, EXAMPLE, region="us-east-1", service="service", now=NOW)
+    output = sign_headers(method, HOST + path, headers, body, EXAMPLE, region="us-east-1", service="service", now=NOW)
     assert output["authorization"].endswith(f"Signature={signature}")
     assert output["x-amz-date"] == "20150830T123600Z"
 
@@ -53,7 +53,7 @@ def test_signing_key_of_iam_guide() -> None:
     assert key.hex() == "c4afb1cc5771d871763a393e44b703571b55cc28424d1a5e86da6ed3c154a4b9"
     headers = {"content-type": "application/x-www-form-urlencoded; charset=utf-8"}
     url = "https://iam.amazonaws.com/?Action=ListUsers&Version=2010-05-08"
-    output = signed("GET", url, headers, b"", EXAMPLE, region="us-east-1", service="iam", now=NOW)
+    output = sign_headers("GET", url, headers, b"", EXAMPLE, region="us-east-1", service="iam", now=NOW)
     assert output["authorization"] == (
         "AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/20150830/us-east-1/iam/aws4_request, "
         "SignedHeaders=content-type;host;x-amz-date, "
@@ -63,11 +63,11 @@ def test_signing_key_of_iam_guide() -> None:
 
 def test_path_is_encoded_twice() -> None:
     plain, sent = (
-        signed("POST", f"{HOST}/model/a{colon}0/converse", {}, b"", EXAMPLE, region="r", service="s", now=NOW)
+        sign_headers("POST", f"{HOST}/model/a{colon}0/converse", {}, b"", EXAMPLE, region="r", service="s", now=NOW)
         for colon in (":", "%3A")
     )
     assert plain["authorization"] != sent["authorization"]
-    assert _path("/model/a%3A0/converse") == "/model/a%253A0/converse"
+    assert _canonical_path("/model/a%3A0/converse") == "/model/a%253A0/converse"
 
 
 @pytest.mark.parametrize(
@@ -83,29 +83,29 @@ def test_path_is_encoded_twice() -> None:
 )  # fmt: skip
 def test_bedrock_credentials(url: str, key: str, name: str, sent: str) -> None:
     class Sender:
-        async def send(self, out: Outgoing, seconds: float) -> Given:
+        async def send(self, out: ProviderRequest, seconds: float) -> BufferedReply:
             assert sent in out.headers[name] and "a/secret" not in str(out.headers)
             assert name == "authorization" or "authorization" not in out.headers
-            return Given(200, {}, b"{}")
+            return BufferedReply(200, {}, b"{}")
 
     sender: Any = Sender()
-    asyncio.run(Bedrock().ask(Outgoing("POST", url, {"authorization": f"Bearer {key}"}, b"{}"), sender, 1, NOW))
+    asyncio.run(Bedrock().send(ProviderRequest("POST", url, {"authorization": f"Bearer {key}"}, b"{}"), sender, 1, NOW))
 
 
 def test_session_token_is_signed() -> None:
-    session = Credentials("ASIA", "secret", "its-token")
-    output = signed("GET", HOST, {}, b"", session, region="r", service="s", now=NOW)
+    session = AwsCredentials("ASIA", "secret", "its-token")
+    output = sign_headers("GET", HOST, {}, b"", session, region="r", service="s", now=NOW)
     assert output["x-amz-security-token"] == "its-token" and "x-amz-security-token" in output["authorization"]
 
 
 def test_key_formats() -> None:
-    given = _key('{"accessKeyId": "AKIA", "secretAccessKey": "s", "region": "eu-west-1"}')
+    given = _parse_key('{"accessKeyId": "AKIA", "secretAccessKey": "s", "region": "eu-west-1"}')
     assert given is not None and given.region == "eu-west-1" and given.session_token == ""
-    plain = _key("AKIAIOSFODNN7EXAMPLE:a/secret+1:token")
+    plain = _parse_key("AKIAIOSFODNN7EXAMPLE:a/secret+1:token")
     assert plain is not None and (plain.secret_access_key, plain.session_token) == ("a/secret+1", "token")
-    assert _key("ABSKQmVkcm9ja0FQSUtleS1") is None and _key("") is None
+    assert _parse_key("ABSKQmVkcm9ja0FQSUtleS1") is None and _parse_key("") is None
     with pytest.raises(InvalidRequest, match="accessKeyId"):
-        _key("{}")
+        _parse_key("{}")
 
 
 # -- event streams -----------------------------------------------------------------------------------------------------
@@ -113,38 +113,40 @@ def test_key_formats() -> None:
 
 def test_published_messages() -> None:
     empty = bytes.fromhex("000000100000000005c248eb7d98c8ff")
-    assert EventStream().push(empty) == [({}, b"")]
-    assert message({}, b"") == empty
+    assert EventStreamParser().push(empty) == [({}, b"")]
+    assert encode_message({}, b"") == empty
     # A payload without headers: {'foo':'bar'}
     payload = bytes.fromhex("0000001d00000000fd528c5a7b27666f6f273a27626172277dc3653936")
-    assert EventStream().push(payload) == [({}, b"{'foo':'bar'}")]
+    assert EventStreamParser().push(payload) == [({}, b"{'foo':'bar'}")]
 
 
 def test_event_stream_split_anywhere() -> None:
-    data = message({":event-type": "a", ":message-type": "event"}, b"one") + message({":event-type": "b"}, b"")
+    data = encode_message({":event-type": "a", ":message-type": "event"}, b"one") + encode_message(
+        {":event-type": "b"}, b""
+    )
     for size in range(1, len(data)):
-        stream, found = EventStream(), []
+        stream, found = EventStreamParser(), []
         for at in range(0, len(data), size):
             found += stream.push(data[at : at + size])
         stream.end()
-        assert [(each.event, each.payload) for each in found] == [("a", b"one"), ("b", b"")]
+        assert [(each.event_type, each.payload) for each in found] == [("a", b"one"), ("b", b"")]
 
 
 def test_damaged_message_raises() -> None:
-    data = message({":event-type": "a"}, b"payload")
+    data = encode_message({":event-type": "a"}, b"payload")
     for at in range(len(data)):
         damaged = bytearray(data)
         damaged[at] ^= 1
-        with pytest.raises(Broken):
-            EventStream().push(bytes(damaged))
-    stream = EventStream()
+        with pytest.raises(UpstreamBroken):
+            EventStreamParser().push(bytes(damaged))
+    stream = EventStreamParser()
     assert stream.push(data[:-1]) == []
-    with pytest.raises(Broken, match="within"):
+    with pytest.raises(UpstreamBroken, match="within"):
         stream.end()
 
 
 def event_message(kind: str, payload: Any) -> bytes:
-    return message({":event-type": kind, ":message-type": "event"}, json.dumps(payload).encode())
+    return encode_message({":event-type": kind, ":message-type": "event"}, json.dumps(payload).encode())
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
@@ -153,17 +155,19 @@ def events(data: bytes) -> list[dict[str, Any]]:
 
 def test_invoke_stream_is_unwrapped() -> None:
     payload = b'{"type":"message_stop"}'
-    output = Unwrapped().push(event_message("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abc"}))
+    output = InvokeReplyDecoder().push(
+        event_message("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abc"})
+    )
     assert output == b"event: message_stop\ndata: " + payload + b"\n\n"
-    with pytest.raises(Broken):
-        Unwrapped().push(event_message("chunk", {"bytes": "*"}))
+    with pytest.raises(UpstreamBroken):
+        InvokeReplyDecoder().push(event_message("chunk", {"bytes": "*"}))
     headers = {":message-type": "exception", ":exception-type": "throttlingException"}
-    errors = events(Unwrapped().push(message(headers, b'{"message":"slowly"}')))
+    errors = events(InvokeReplyDecoder().push(encode_message(headers, b'{"message":"slowly"}')))
     assert errors == [{"type": "error", "error": {"type": "rate_limit_error", "message": "slowly"}}]
 
 
 def test_converse_stream() -> None:
-    decoder = Conversed("m")
+    decoder = ConverseReplyDecoder("m")
     tool = {"toolUse": {"toolUseId": "t", "name": "f"}}
     output = b"".join(
         decoder.push(event_message(kind, payload))
@@ -189,10 +193,10 @@ def test_converse_stream() -> None:
 
 
 def test_converse_stream_without_usage_ends() -> None:
-    decoder = Conversed("m")
+    decoder = ConverseReplyDecoder("m")
     decoder.push(event_message("messageStop", {"stopReason": "guardrail_intervened"}))
     assert events(decoder.end())[0]["delta"]["stop_reason"] == "refusal"
-    assert Conversed("m").end() == b"", "a cut stream gets no end event"
+    assert ConverseReplyDecoder("m").end() == b"", "a cut stream gets no end event"
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -222,7 +226,7 @@ def test_converse_request() -> None:
         "tool_choice": {"type": "tool", "name": "f"},
     }
     reported: dict[str, str] = {}
-    body = converse(request, reported.__setitem__)
+    body = render_converse_request(request, reported.__setitem__)
     assert reported.keys() == {"top_k", "messages[].content[].odd"}
     assert body["inferenceConfig"] == {"maxTokens": 9, "temperature": 0.5, "stopSequences": ["x"]}
     assert body["system"] == [{"text": "s"}, {"cachePoint": {"type": "default"}}]
@@ -239,4 +243,4 @@ def test_converse_request() -> None:
 def test_converse_rejects_image_url() -> None:
     picture = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
     with pytest.raises(InvalidRequest, match="does not accept this image"):
-        converse({"messages": [{"role": "user", "content": [picture]}]}, lambda field, why: None)
+        render_converse_request({"messages": [{"role": "user", "content": [picture]}]}, lambda field, why: None)

@@ -12,93 +12,95 @@ from gateway_calls import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.gateway.call import Attempted, Call, Reply
 from emberline.gateway.costs.cost import Price
-from emberline.gateway.costs.estimate import estimated_input
+from emberline.gateway.costs.estimate import estimate_input_tokens
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden, UpstreamFailed
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.layers.balanced import balanced
-from emberline.gateway.layers.hedge import hedged
-from emberline.gateway.routes.balance import ENOUGH, EXPLORED, Balance
-from emberline.gateway.routes.pool import Member, Pool
-from emberline.gateway.settings import Settings
+from emberline.gateway.layers.hedging import hedge_slow_calls
+from emberline.gateway.layers.load_balancing import balance_pools
+from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
+from emberline.gateway.routes.load_balancer import EXPLORATION_SHARE, MIN_SAMPLES, LoadBalancer
+from emberline.gateway.routes.pool import ModelPool, PoolMember
+from emberline.gateway.settings import GatewaySettings
 
-A, B, C = (Member(provider=name, model="m", weight=weight) for name, weight in (("a", 6), ("b", 3), ("c", 1)))
+A, B, C = (PoolMember(provider=name, model="m", weight=weight) for name, weight in (("a", 6), ("b", 3), ("c", 1)))
 ABC = (A, B, C)
 
 
-def first(balance: Balance, choose: Any, costs: Any = (None, None, None), seed: Any = 1, now: float = 0.0) -> str:
-    pool = Pool(members=ABC, choose=choose)
+def first(balance: LoadBalancer, choose: Any, costs: Any = (None, None, None), seed: Any = 1, now: float = 0.0) -> str:
+    pool = ModelPool(members=ABC, choose=choose)
     chance = random.Random(seed).random
     return balance.order(pool, ABC, costs, chance, stream=True, now=now)[0].provider
 
 
 def test_each_as_often_as_it_weighs() -> None:
-    counts = Counter(first(Balance(), "weighted", seed=i) for i in range(3000))
+    counts = Counter(first(LoadBalancer(), "weighted", seed=i) for i in range(3000))
     assert abs(counts["a"] - 1800) < 120 and abs(counts["b"] - 900) < 120 and abs(counts["c"] - 300) < 120
 
 
 def test_who_weighs_nothing_is_asked_last() -> None:
-    pool = Pool(members=(Member(provider="z", model="m", weight=0), A))
+    pool = ModelPool(members=(PoolMember(provider="z", model="m", weight=0), A))
     for seed in range(50):
-        order = Balance().order(pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0)
+        order = LoadBalancer().order(pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0)
         assert [member.provider for member in order] == ["a", "z"]
 
 
 def test_the_cheapest_and_what_has_no_price_last() -> None:
-    balance = Balance()
+    balance = LoadBalancer()
     assert {first(balance, "cheapest", (30, 20, None), i) for i in range(50)} == {"b"}
-    order = balance.order(Pool(members=ABC, choose="cheapest"), ABC, (None, 20, 10), random.random, stream=True, now=0)
+    order = balance.order(
+        ModelPool(members=ABC, choose="cheapest"), ABC, (None, 20, 10), random.random, stream=True, now=0
+    )
     assert [member.provider for member in order] == ["c", "b", "a"]
 
 
 def test_the_fastest_is_asked_and_the_others_now_and_then() -> None:
-    balance = Balance()
+    balance = LoadBalancer()
     for seconds, member in ((0.5, A), (0.1, B), (0.3, C)):
         for _ in range(5):
-            balance.answered(member.place, seconds, stream=True)
+            balance.record_success(member.member_key, seconds, stream=True)
     counts = Counter(first(balance, "fastest", seed=i) for i in range(4000))
     elsewhere = 4000 - counts["b"]
-    assert 0.4 * EXPLORED < elsewhere / 4000 < EXPLORED and counts["a"] > counts["c"] > 0
+    assert 0.4 * EXPLORATION_SHARE < elsewhere / 4000 < EXPLORATION_SHARE and counts["a"] > counts["c"] > 0
     for _ in range(30):
-        balance.answered(B.place, 2.0, stream=True)
+        balance.record_success(B.member_key, 2.0, stream=True)
     assert Counter(first(balance, "fastest", seed=i) for i in range(200)).most_common(1)[0][0] == "c"
 
 
 def test_who_was_never_asked_is_tried() -> None:
-    balance = Balance()
-    balance.answered(A.place, 0.01, stream=True)
-    balance.answered(B.place, 0.01, stream=False)  # of whole replies: another thing
+    balance = LoadBalancer()
+    balance.record_success(A.member_key, 0.01, stream=True)
+    balance.record_success(B.member_key, 0.01, stream=False)  # of whole replies: another thing
     assert "a" not in {first(balance, "fastest", seed=i) for i in range(2, 20)}
 
 
 def test_who_fails_rests_longer_each_time_and_comes_back() -> None:
-    balance = Balance()
-    balance.failed(B.place, 503, 100.0)
+    balance = LoadBalancer()
+    balance.record_failure(B.member_key, 503, 100.0)
     costs = (30, 20, 40)
     assert first(balance, "cheapest", costs, now=100.5) == "a"
     assert first(balance, "cheapest", costs, now=101.0) == "b"
-    balance.failed(B.place, 0, 101.0)
+    balance.record_failure(B.member_key, 0, 101.0)
     assert first(balance, "cheapest", costs, now=102.5) == "a"
-    balance.answered(B.place, 0.1, stream=True)
+    balance.record_success(B.member_key, 0.1, stream=True)
     assert first(balance, "cheapest", costs, now=102.5) == "b"
-    balance.failed(B.place, 400, 103.0)
+    balance.record_failure(B.member_key, 400, 103.0)
     assert first(balance, "cheapest", costs, now=103.0) == "b", "that was the request's own fault"
     for _ in range(50):
-        balance.failed(B.place, 429, 200.0)
+        balance.record_failure(B.member_key, 429, 200.0)
     assert first(balance, "cheapest", costs, now=231.0) == "b", "nobody rests for ever"
 
 
 def test_how_long_it_nearly_always_takes() -> None:
-    balance = Balance()
-    for i in range(ENOUGH - 1):
-        balance.answered(A.place, i / 100, stream=True)
-    assert balance.slow(A, True) is None, "too little is known"
-    for i in range(ENOUGH - 1, 100):
-        balance.answered(A.place, i / 100, stream=True)
-    assert balance.slow(A, True) == pytest.approx(0.94)
-    assert balance.slow(A, False) is None
+    balance = LoadBalancer()
+    for i in range(MIN_SAMPLES - 1):
+        balance.record_success(A.member_key, i / 100, stream=True)
+    assert balance.hedge_delay(A, True) is None, "too little is known"
+    for i in range(MIN_SAMPLES - 1, 100):
+        balance.record_success(A.member_key, i / 100, stream=True)
+    assert balance.hedge_delay(A, True) == pytest.approx(0.94)
+    assert balance.hedge_delay(A, False) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_how_long_it_nearly_always_takes() -> None:
 )
 def test_what_is_no_pool(members: Any) -> None:
     with pytest.raises(InvalidRequest):
-        Settings.read({"pools": {"p": {"members": members}}})
+        GatewaySettings.parse({"pools": {"p": {"members": members}}})
 
 
 # -- the layer ---------------------------------------------------------------------------------------------------------
@@ -117,24 +119,24 @@ POOL = {"p": {"choose": "cheapest", "hedge": True, "members": [
 
 
 class Costs:
-    def at_most(self, call: Call) -> int | None:
+    def max_cost(self, call: GatewayRequest) -> int | None:
         return {"a": 5, "b": 3}[call.provider]
 
 
-def pooled(**more: Any) -> Call:
+def pooled(**more: Any) -> GatewayRequest:
     return call({"model": "p"}, provider="pool", model=more.pop("model", "p"), settings={"pools": POOL}, **more)
 
 
 def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
-    seen: list[Call] = []
+    seen: list[GatewayRequest] = []
 
-    async def inner(call: Call) -> Reply:
+    async def inner(call: GatewayRequest) -> GatewayReply:
         seen.append(call)
-        call.trail.append(Attempted("b", "y", 0, 0, 503, "upstream_refused", 0.1, "second"))
-        call.trail.append(Attempted("a", "x", 1, 0, 200, "answered", 0.2))
-        return Reply(200, {}, b"{}")
+        call.attempts.append(ProviderAttempt("b", "y", 0, 0, 503, "upstream_refused", 0.1, "second"))
+        call.attempts.append(ProviderAttempt("a", "x", 1, 0, 200, "answered", 0.2))
+        return GatewayReply(200, {}, b"{}")
 
-    layer = balanced(Costs(), ManualClock())(inner)
+    layer = balance_pools(Costs(), ManualClock())(inner)
     asyncio.run(layer(pooled(headers={"authorization": "Bearer of-another"})))
     one = seen[0]
     assert (one.provider, one.model, one.options.byok_alias, one.headers) == ("b", "y", "second", {})
@@ -142,17 +144,17 @@ def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
         ("b", "y", "second"),
         ("a", "x", None),
     ]
-    assert one.hedge is None, "nothing is known yet"
+    assert one.hedge_delay_s is None, "nothing is known yet"
     asyncio.run(layer(pooled()))
     assert seen[1].provider == "a", "the other one failed"
 
 
 def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
-    async def inner(call: Call) -> Reply:
+    async def inner(call: GatewayRequest) -> GatewayReply:
         assert [step.provider for step in call.steps] == ["a"]
-        return Reply(200, {}, b"{}")
+        return GatewayReply(200, {}, b"{}")
 
-    layer = balanced(Costs(), ManualClock())(inner)
+    layer = balance_pools(Costs(), ManualClock())(inner)
     asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("a",)))))
     with pytest.raises(Forbidden):
         asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("z",)))))
@@ -160,12 +162,12 @@ def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
         asyncio.run(layer(pooled(model="q")))
     seen = []
 
-    async def every(call: Call) -> Reply:
+    async def every(call: GatewayRequest) -> GatewayReply:
         seen.append({step.provider for step in call.steps})
-        return Reply(200, {}, b"{}")
+        return GatewayReply(200, {}, b"{}")
 
-    asked = pooled(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).moved(cleared=True)
-    asyncio.run(balanced(Costs(), ManualClock())(every)(asked))
+    asked = pooled(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).with_changes(cleared=True)
+    asyncio.run(balance_pools(Costs(), ManualClock())(every)(asked))
     assert seen == [{"a", "b"}], "a route led there"
 
 
@@ -173,7 +175,7 @@ def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
 
 
 class Prices:
-    def price(self, settings: Settings, provider: str, model: str) -> Price | None:
+    def price(self, settings: GatewaySettings, provider: str, model: str) -> Price | None:
         return Price(input=1_000_000, output=2_000_000)  # 1 micro-dollar a token of input
 
     def max_output(self, provider: str, model: str) -> int | None:
@@ -189,7 +191,7 @@ class Racers:
         self.begun: list[str] = []
         self.cancelled: list[str] = []
 
-    async def __call__(self, call: Call) -> Reply:
+    async def __call__(self, call: GatewayRequest) -> GatewayReply:
         self.begun.append(call.provider)
         try:
             await self.go[call.provider].wait()
@@ -199,21 +201,21 @@ class Racers:
         does = self.does[call.provider]
         if isinstance(does, Exception):
             raise does
-        reply = Reply(200, {}, does, provider=call.provider, step=call.step)
+        reply = GatewayReply(200, {}, does, provider=call.provider, step_index=call.step_index)
         reply.usage, reply.micros = Usage(input=10, output=5), 20
         return reply
 
 
-def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[Reply, Racers, Call]:
+def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[GatewayReply, Racers, GatewayRequest]:
     """`go`: who may answer, in this order."""
 
-    async def run() -> tuple[Reply, Racers, Call]:
+    async def run() -> tuple[GatewayReply, Racers, GatewayRequest]:
         racers = Racers(**does)
         asked = pooled()
-        steps = balanced(Costs(), ManualClock())
+        steps = balance_pools(Costs(), ManualClock())
 
-        async def with_hedge(call: Call) -> Reply:
-            return await hedged(Prices(), ManualClock())(racers)(call.moved(hedge=hedge))
+        async def with_hedge(call: GatewayRequest) -> GatewayReply:
+            return await hedge_slow_calls(Prices(), ManualClock())(racers)(call.with_changes(hedge=hedge))
 
         task = asyncio.ensure_future(steps(with_hedge)(asked))
         for name in go:
@@ -228,19 +230,19 @@ def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[Reply
     return asyncio.run(run())
 
 
-INPUT = estimated_input(pooled().body)
+INPUT = estimate_input_tokens(pooled().body)
 
 
 def test_the_second_wins_and_the_first_is_hung_up_on_and_paid() -> None:
     reply, racers, asked = race({"b": b"1", "a": b"2"}, ["a"])
-    assert (reply.body, reply.step, racers.begun, racers.cancelled) == (b"2", 1, ["b", "a"], ["b"])
+    assert (reply.body, reply.step_index, racers.begun, racers.cancelled) == (b"2", 1, ["b", "a"], ["b"])
     assert (reply.micros, reply.usage, reply.estimated) == (20 + INPUT, Usage(input=10 + INPUT, output=5), True)
-    assert [(tried.provider, tried.outcome, tried.key) for tried in asked.trail] == [("b", "outrun", "second")]
+    assert [(tried.provider, tried.outcome, tried.key) for tried in asked.attempts] == [("b", "outrun", "second")]
 
 
 def test_the_first_wins_after_all() -> None:
     reply, racers, _ = race({"b": b"1", "a": b"2"}, ["b"])
-    assert (reply.body, reply.step, racers.cancelled, reply.micros) == (b"1", 0, ["a"], 20 + INPUT)
+    assert (reply.body, reply.step_index, racers.cancelled, reply.micros) == (b"1", 0, ["a"], 20 + INPUT)
 
 
 def test_in_time_nobody_else_is_asked() -> None:
@@ -258,12 +260,12 @@ def test_one_fails_and_the_other_answers() -> None:
 def test_both_at_once_one_is_closed_and_paid() -> None:
     streams = {"b": Pieces(b"1"), "a": Pieces(b"2")}
 
-    async def run() -> Reply:
+    async def run() -> GatewayReply:
         racers = Racers(**streams)
         asked = pooled()
-        layer = hedged(Prices(), ManualClock())(racers)
-        steps = balanced(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.moved(hedge=0.0)))(asked))
+        layer = hedge_slow_calls(Prices(), ManualClock())(racers)
+        steps = balance_pools(Costs(), ManualClock())
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge=0.0)))(asked))
         await asyncio.sleep(0.01)
         for go in racers.go.values():
             go.set()
@@ -278,9 +280,9 @@ def test_both_at_once_one_is_closed_and_paid() -> None:
 def test_when_the_client_leaves_both_are_left() -> None:
     async def run() -> list[str]:
         racers = Racers(b=b"1", a=b"2")
-        layer = hedged(Prices(), ManualClock())(racers)
-        steps = balanced(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.moved(hedge=0.0)))(pooled()))
+        layer = hedge_slow_calls(Prices(), ManualClock())(racers)
+        steps = balance_pools(Costs(), ManualClock())
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge=0.0)))(pooled()))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -11,15 +11,22 @@ import pytest
 from gateway_calls import call
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.call import Attempted, Call, Reply
-from emberline.gateway.errors import Broken, Refused, Resting, TimedOut, Unreached, UpstreamFailed
-from emberline.gateway.layers.balanced import balanced
+from emberline.gateway.errors import (
+    CircuitBreakerOpen,
+    ProviderErrorReply,
+    UpstreamBroken,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from emberline.gateway.layers.load_balancing import balance_pools
 from emberline.gateway.providers import breakers as module
-from emberline.gateway.providers.breakers import Breakers
+from emberline.gateway.providers.breakers import ProviderBreakers
 from emberline.gateway.providers.openai import OpenAI
+from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
 
 SHORT = {"cf-aig-request-timeout": "1"}
-BAD_KEY = Refused("no", kind="access", status=401)
+BAD_KEY = ProviderErrorReply("no", reason="access", status=401)
 
 
 def _attempt(outcome: Exception | None) -> Callable[[Any], Any]:
@@ -34,20 +41,28 @@ def _attempt(outcome: Exception | None) -> Callable[[Any], Any]:
 class GuardedProvider:
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.breakers = Breakers(self.clock)
+        self.breakers = ProviderBreakers(self.clock)
 
-    def ask(self, outcome: Exception | None, one: Call, key: str | None = "gateway-key") -> str:
+    def ask(self, outcome: Exception | None, one: GatewayRequest, key: str | None = "gateway-key") -> str:
         try:
             return asyncio.run(self.breakers.guard(one, OpenAI(), key, _attempt(outcome)))
         except UpstreamFailed as e:
             return type(e).__name__
 
-    def fail(self, outcome: Exception, one: Call, key: str | None = "gateway-key", times: int = 5) -> None:
+    def fail(self, outcome: Exception, one: GatewayRequest, key: str | None = "gateway-key", times: int = 5) -> None:
         for _ in range(times):
             self.ask(outcome, one, key)
 
 
-@pytest.mark.parametrize("outcome", [TimedOut("slow"), Broken("cut"), Unreached("gone"), Refused("oops", status=500)])
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        UpstreamTimeout("slow"),
+        UpstreamBroken("cut"),
+        UpstreamUnreachable("gone"),
+        ProviderErrorReply("oops", status=500),
+    ],
+)
 def test_provider_failures_open_breaker(outcome: Exception) -> None:
     provider = GuardedProvider()
     provider.fail(outcome, call())
@@ -57,7 +72,7 @@ def test_provider_failures_open_breaker(outcome: Exception) -> None:
     assert provider.ask(None, call()) == "answered" and dict(provider.breakers) == {}
 
 
-@pytest.mark.parametrize("outcome", [TimedOut("slow"), Unreached("no connection within 0.001 s")])
+@pytest.mark.parametrize("outcome", [UpstreamTimeout("slow"), UpstreamUnreachable("no connection within 0.001 s")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_caller_timeout_is_not_counted(outcome: Exception, stream: bool) -> None:
     provider = GuardedProvider()
@@ -68,24 +83,24 @@ def test_caller_timeout_is_not_counted(outcome: Exception, stream: bool) -> None
 def test_route_timeout_is_counted() -> None:
     provider, one = GuardedProvider(), call(headers=SHORT)
     one.options = replace(one.options, timeout_configured=True)
-    provider.fail(TimedOut("slow"), one)
+    provider.fail(UpstreamTimeout("slow"), one)
     assert provider.ask(None, call()) == "Resting"
 
 
 def test_failing_model_blocks_only_itself() -> None:
     provider = GuardedProvider()
-    provider.fail(Refused("oops", status=500), call(model="broken"))
+    provider.fail(ProviderErrorReply("oops", status=500), call(model="broken"))
     assert provider.ask(None, call(model="broken")) == "Resting"
     assert provider.ask(None, call(model="good")) == "answered"
 
 
 def test_failing_path_blocks_only_itself() -> None:
     provider = GuardedProvider()
-    provider.fail(Broken("a redirection"), call(dialect="raw", endpoint="v1/odd", model=""))
+    provider.fail(UpstreamBroken("a redirection"), call(dialect="raw", endpoint="v1/odd", model=""))
     assert provider.ask(None, call(dialect="raw", endpoint="v1/files", model="")) == "answered"
 
 
-@pytest.mark.parametrize("outcome", [BAD_KEY, Refused("oops", status=500)])
+@pytest.mark.parametrize("outcome", [BAD_KEY, ProviderErrorReply("oops", status=500)])
 def test_callers_own_key_is_counted_separately(outcome: Exception) -> None:
     provider, own = GuardedProvider(), call(headers={"authorization": "Bearer junk"})
     provider.fail(outcome, own, key=None)
@@ -95,14 +110,14 @@ def test_callers_own_key_is_counted_separately(outcome: Exception) -> None:
 
 def test_invalid_key_does_not_close_breaker_of_gateway_key() -> None:
     provider = GuardedProvider()
-    provider.fail(Broken("cut"), call())
+    provider.fail(UpstreamBroken("cut"), call())
     provider.ask(BAD_KEY, call(headers={"authorization": "Bearer junk"}), key=None)
     assert provider.ask(None, call()) == "Resting"
 
 
 def test_failures_block_only_their_gateway() -> None:
     provider = GuardedProvider()
-    provider.fail(Broken("cut"), call(settings={"gateway": "one"}))
+    provider.fail(UpstreamBroken("cut"), call(settings={"gateway": "one"}))
     assert provider.ask(None, call(settings={"gateway": "two"})) == "answered"
 
 
@@ -110,29 +125,29 @@ def test_number_of_breakers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BREAKERS", 8)
     provider = GuardedProvider()
     for number in range(100):
-        provider.ask(Broken("cut"), call(model=f"made-up-{number}"))
-    assert len(provider.breakers._failing) == 8
+        provider.ask(UpstreamBroken("cut"), call(model=f"made-up-{number}"))
+    assert len(provider.breakers._breakers) == 8
 
 
 POOL = {"p": {"members": [{"provider": "a", "model": "x"}, {"provider": "b", "model": "y"}], "choose": "cheapest"}}
 
 
 class Costs:
-    def at_most(self, call: Call) -> int | None:
+    def max_cost(self, call: GatewayRequest) -> int | None:
         return {"a": 1, "b": 2}[call.provider]
 
 
-def _first_choices(*asked: tuple[Call, int, str]) -> list[str]:
+def _first_choices(*asked: tuple[GatewayRequest, int, str]) -> list[str]:
     """Return the pool member that each request tries first; `asked` gives the status and code of that attempt."""
     chosen: list[str] = []
-    layer_of = balanced(Costs(), ManualClock())
+    layer_of = balance_pools(Costs(), ManualClock())
     met: dict[str, tuple[int, str]] = {}
 
-    async def inner(call: Call) -> Reply:
+    async def inner(call: GatewayRequest) -> GatewayReply:
         chosen.append(call.provider)
         status, outcome = met["now"]
-        call.trail.append(Attempted(call.provider, call.model, 0, 0, status, outcome, 0.1))
-        return Reply(200, {}, b"{}")
+        call.attempts.append(ProviderAttempt(call.provider, call.model, 0, 0, status, outcome, 0.1))
+        return GatewayReply(200, {}, b"{}")
 
     layer = layer_of(inner)
     for one, status, outcome in asked:
@@ -141,7 +156,7 @@ def _first_choices(*asked: tuple[Call, int, str]) -> list[str]:
     return chosen
 
 
-def _pool_request(gateway: str = "default", **more: Any) -> Call:
+def _pool_request(gateway: str = "default", **more: Any) -> GatewayRequest:
     settings = {"pools": POOL, "gateway": gateway}
     return call({"model": "p"}, provider="pool", model="p", settings=settings, **more)
 
@@ -161,11 +176,11 @@ def test_pool_failures_affect_only_their_gateway() -> None:
 
 def test_slow_trial_blocks_others_for_longest_pause_at_most() -> None:
     provider = GuardedProvider()
-    provider.fail(Broken("cut"), call())
+    provider.fail(UpstreamBroken("cut"), call())
     provider.clock.advance(1.1)
 
     async def trial(_: object) -> str:
-        with pytest.raises(Resting):
+        with pytest.raises(CircuitBreakerOpen):
             await provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
         provider.clock.advance(30.0)
         return await provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None))
@@ -175,6 +190,6 @@ def test_slow_trial_blocks_others_for_longest_pause_at_most() -> None:
 
 def test_open_breaker_raises_resting() -> None:
     provider = GuardedProvider()
-    provider.fail(Broken("cut"), call())
-    with pytest.raises(Resting, match="5 times in a row for this model and key"):
+    provider.fail(UpstreamBroken("cut"), call())
+    with pytest.raises(CircuitBreakerOpen, match="5 times in a row for this model and key"):
         asyncio.run(provider.breakers.guard(call(), OpenAI(), "gateway-key", _attempt(None)))

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache import sqlite as sqlite_cache
 from emberline.gateway.cache.base import CacheStore
-from emberline.gateway.cache.entry import Entry
-from emberline.gateway.cache.key import cache_key, canonical
-from emberline.gateway.cache.memory import OVERHEAD, MemoryCache
+from emberline.gateway.cache.entry import CacheEntry
+from emberline.gateway.cache.key import cache_key, canonical_body
+from emberline.gateway.cache.memory import ENTRY_OVERHEAD_BYTES, MemoryCache
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.call import Call, Reply, Step
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Broken
+from emberline.gateway.errors import UpstreamBroken
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.gateway.layers.cached import Cached, lifetime
-from emberline.gateway.providers.base import CREDENTIALS
+from emberline.gateway.layers.caching import CacheLayer, cache_ttl_s
+from emberline.gateway.providers.base import CREDENTIAL_HEADERS
+from emberline.gateway.request import GatewayReply, GatewayRequest, RequestStep
 
 ON = {"cache_ttl": 60}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
@@ -53,17 +53,17 @@ JSON = st.recursive(
 @given(JSON, st.booleans(), st.integers(0, 3))
 def test_canonical_json_ignores_formatting(value: Any, ascii_: bool, indent: int) -> None:
     written = json.dumps(value, ensure_ascii=ascii_, indent=indent or None).encode("utf-8", "surrogatepass")
-    compact = canonical(json.dumps(value).encode())
-    if canonical(written).startswith(b"json:") and compact.startswith(b"json:"):
-        assert canonical(written) == compact
+    compact = canonical_body(json.dumps(value).encode())
+    if canonical_body(written).startswith(b"json:") and compact.startswith(b"json:"):
+        assert canonical_body(written) == compact
     else:  # lone surrogate, or a quote in an escape
-        assert canonical(written) == b"bytes:" + written or compact.startswith(b"bytes:")
+        assert canonical_body(written) == b"bytes:" + written or compact.startswith(b"bytes:")
 
 
 @given(JSON, JSON)
 def test_canonical_json_differs_for_different_values(one: Any, two: Any) -> None:
     texts = [json.dumps(value, sort_keys=True).encode() for value in (one, two)]
-    assert (canonical(texts[0]) == canonical(texts[1])) == (texts[0] == texts[1])
+    assert (canonical_body(texts[0]) == canonical_body(texts[1])) == (texts[0] == texts[1])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_canonical_json_differs_for_different_values(one: Any, two: Any) -> None
     ],
 )
 def test_ambiguous_json_counts_as_its_bytes(tricky: bytes) -> None:
-    assert canonical(tricky) == b"bytes:" + tricky
+    assert canonical_body(tricky) == b"bytes:" + tricky
 
 
 def test_parts_of_the_cache_key() -> None:
@@ -126,11 +126,13 @@ def test_custom_key_replaces_the_body_but_not_the_tenant() -> None:
 def test_custom_key_replaces_the_steps_but_not_their_credentials() -> None:
     def key(headers: dict[str, str], endpoint: str = "chat/completions", identity: Identity = ANONYMOUS) -> str:
         made = call(b"[]", headers={"cf-aig-cache-key": "answer"}, identity=identity)
-        first = Step("openai", "m", endpoint="chat/completions", headers={"authorization": "Bearer shared"}, body=b"{}")
-        made.steps = (first, Step("openai", "m", endpoint=endpoint, headers=headers, body=b"{}"))
+        first = RequestStep(
+            "openai", "m", endpoint="chat/completions", headers={"authorization": "Bearer shared"}, body=b"{}"
+        )
+        made.steps = (first, RequestStep("openai", "m", endpoint=endpoint, headers=headers, body=b"{}"))
         return cache_key(made)
 
-    keys = [key({}), *(key({name: one}) for name in CREDENTIALS for one in ("alice's", "bob's"))]
+    keys = [key({}), *(key({name: one}) for name in CREDENTIAL_HEADERS for one in ("alice's", "bob's"))]
     keys += [key({}, f"chat/completions?{name}={one}") for name in ("key", "api_key") for one in ("alice's", "bob's")]
     assert len(set(keys)) == len(keys)
     assert key({"user-agent": "x"}, "elsewhere?alt=sse") == key({})
@@ -144,7 +146,10 @@ def test_replies_are_not_shared_across_credentials() -> None:
         return cache_key(call(BODY, identity=identity, headers=headers))
 
     for identity in (ANONYMOUS, ALICE):
-        keys = [key(identity, {}), *(key(identity, {name: one}) for name in CREDENTIALS for one in ("good", "wrong"))]
+        keys = [
+            key(identity, {}),
+            *(key(identity, {name: one}) for name in CREDENTIAL_HEADERS for one in ("good", "wrong")),
+        ]
         keys += [key(identity, {"cf-aig-byok-alias": alias}) for alias in ("one", "two")]
         assert len(set(keys)) == len(keys)
     assert key(ALICE, {}) == key(BOB, {}), "the gateway's own credential is shared"
@@ -167,7 +172,7 @@ def test_replies_are_not_shared_across_credentials() -> None:
     ],
 )
 def test_cache_ttl(settings: dict[str, Any], headers: dict[str, str], seconds: int) -> None:
-    assert lifetime(call(BODY, settings=settings, headers=headers)) == seconds
+    assert cache_ttl_s(call(BODY, settings=settings, headers=headers)) == seconds
 
 
 # The layer
@@ -176,8 +181,8 @@ def test_cache_ttl(settings: dict[str, Any], headers: dict[str, str], seconds: i
 class CacheBench:
     def __init__(self, store: CacheStore | None = None, **options: Any) -> None:
         self.clock = ManualClock()
-        self.cached = Cached(store or MemoryCache(self.clock), self.clock, **options)
-        self.handler = self.cached.layer(self._inner)
+        self.cached = CacheLayer(store or MemoryCache(self.clock), self.clock, **options)
+        self.handler = self.cached.wrap(self._inner)
         self.sent = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -185,26 +190,26 @@ class CacheBench:
         self.failure: Exception | None = None
         self.status = 200
 
-    async def _inner(self, call: Call) -> Reply:
+    async def _inner(self, call: GatewayRequest) -> GatewayReply:
         self.sent += 1
         number = self.sent
         await self.gate.wait()
         if self.failure is not None and not call.stream:
             raise self.failure
-        reply = Reply(self.status, {"content-type": "x/y", "date": "today"}, f"reply {number}".encode())
+        reply = GatewayReply(self.status, {"content-type": "x/y", "date": "today"}, f"reply {number}".encode())
         reply.usage, reply.micros, reply.model, reply.provider = Usage(input=9, output=5), 7, "m-2026", "openai"
         if call.stream:
             reply.body = Pieces(*self.chunks, reply=reply, error=self.failure)
         return reply
 
-    async def ask(self, **about: Any) -> tuple[Reply, list[bytes]]:
+    async def ask(self, **about: Any) -> tuple[GatewayReply, list[bytes]]:
         reply = await self.handler(call(**{"body": BODY, "settings": ON, **about}))
         chunks = [reply.body] if isinstance(reply.body, bytes) else []
         try:
             if not isinstance(reply.body, bytes):
                 async for chunk in reply.body:
                     chunks.append(chunk)
-        except Broken:
+        except UpstreamBroken:
             pass
         finally:
             await reply.close()
@@ -249,8 +254,8 @@ def test_failed_or_incomplete_reply_is_not_cached(how: str) -> None:
         bench = CacheBench(largest=10) if how == "large" else CacheBench()
         stream = how in ("cut", "left", "large")
         if how == "error":
-            bench.failure = Broken("down")
-            with pytest.raises(Broken):
+            bench.failure = UpstreamBroken("down")
+            with pytest.raises(UpstreamBroken):
                 await bench.ask()
         elif how == "left":
             reply = await bench.handler(call(BODY, settings=ON, stream=True))
@@ -259,11 +264,11 @@ def test_failed_or_incomplete_reply_is_not_cached(how: str) -> None:
             await reply.close()
         else:
             bench.status = 500 if how == "status" else 200
-            bench.failure = Broken("cut") if how == "cut" else None
+            bench.failure = UpstreamBroken("cut") if how == "cut" else None
             await bench.ask(stream=stream)
         bench.failure, bench.status = None, 200
         reply, _ = await bench.ask(stream=stream)
-        assert not reply.cached and bench.sent == 2 and len(bench.cached._flights) == 0
+        assert not reply.cached and bench.sent == 2 and len(bench.cached._in_flight) == 0
 
     asyncio.run(run())
 
@@ -288,10 +293,10 @@ def test_waiting_calls_are_sent_when_the_first_fails() -> None:
         bench.gate.clear()
         tasks = [asyncio.create_task(bench.ask()) for _ in range(3)]
         await asyncio.sleep(0.01)
-        bench.failure = Broken("down")
+        bench.failure = UpstreamBroken("down")
         bench.gate.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert bench.sent == 3 and all(isinstance(result, Broken) for result in results)
+        assert bench.sent == 3 and all(isinstance(result, UpstreamBroken) for result in results)
 
     asyncio.run(run())
 
@@ -323,7 +328,7 @@ def test_wait_for_an_equal_call_is_bounded() -> None:
             await asyncio.sleep(0.005)
         bench.gate.set()
         assert (await first_call)[1] == [b"reply 1"] and (await second)[1] == [b"reply 2"]
-        assert len(bench.cached._flights) == 0
+        assert len(bench.cached._in_flight) == 0
 
     asyncio.run(run())
 
@@ -374,25 +379,25 @@ def test_store_keeps_expires_and_evicts(kind: str, tmp_path: Path) -> None:
 
 def test_memory_cache_counts_its_bytes() -> None:
     async def run() -> None:
-        cache = MemoryCache(ManualClock(), most=10_000)
+        cache = MemoryCache(ManualClock(), max_bytes=10_000)
         for i in range(100):
             await cache.put(str(i % 30), b"x" * (37 * i % 900), 60)
-        assert cache.size == sum(len(value) + OVERHEAD for _, value in cache._entries.values()) <= 10_000
+        assert cache.size == sum(len(value) + ENTRY_OVERHEAD_BYTES for _, value in cache._entries.values()) <= 10_000
 
     asyncio.run(run())
 
 
 def test_sqlite_measures_its_size_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_cache, "COUNTED", 50)
+    monkeypatch.setattr(sqlite_cache, "RECOUNT_AFTER_PUTS", 50)
     counted = 0
-    count = SqliteCache._count
+    count = SqliteCache._measure_size
 
     def counting(self: SqliteCache, base: sqlite3.Connection) -> None:
         nonlocal counted
         counted += 1
         count(self, base)
 
-    monkeypatch.setattr(SqliteCache, "_count", counting)
+    monkeypatch.setattr(SqliteCache, "_measure_size", counting)
 
     async def run() -> None:
         async with store_of("sqlite", ManualClock(1000.0), tmp_path, most=1 << 20, largest=4_000) as store:
@@ -423,4 +428,4 @@ def test_sqlite_survives_restart_and_damage(tmp_path: Path) -> None:
 
 
 def test_entry_of_another_version_is_ignored() -> None:
-    assert Entry.decoded(b"\x93\x01\x02\x03") is None and Entry.decoded(b"") is None
+    assert CacheEntry.decode(b"\x93\x01\x02\x03") is None and CacheEntry.decode(b"") is None

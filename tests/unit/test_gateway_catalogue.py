@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.costs.catalogue import Catalogue, CatalogueFiles, Model
-from emberline.gateway.costs.cost import Price, cost
+from emberline.gateway.costs.catalogue import Catalogue, CatalogueFiles, CatalogueModel
+from emberline.gateway.costs.cost import Price, compute_cost
 from emberline.gateway.costs.usage import Usage
 
 OURS = Catalogue.load()
@@ -27,7 +27,7 @@ def prices(price: Price) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("model", OURS.models(), ids=lambda model: f"{model.provider}/{model.name}")
-def test_every_row_is_sane(model: Model) -> None:
+def test_every_row_is_sane(model: CatalogueModel) -> None:
     assert model.kind in ("chat", "embedding")
     assert model.source.startswith("https://") or model.source == "self-hosted"
     assert date(2026, 1, 1) <= model.as_of <= date(2026, 12, 31)
@@ -57,7 +57,7 @@ def test_prices_are_exact() -> None:
     model = OURS.model("openai", "gpt-5.4-mini")
     assert model is not None and model.price is not None
     assert (model.price.input, model.price.cached_read, model.price.output) == (750_000, 75_000, 4_500_000)
-    assert cost(Usage(input=2422, cached_read=2304, output=4), model.price) == 279
+    assert compute_cost(Usage(input=2422, cached_read=2304, output=4), model.price) == 279
     assert OURS.price("cohere", "command-r7b-12-2024") == Price(37_500, 150_000)
 
 
@@ -151,7 +151,7 @@ def test_files_are_followed_and_a_broken_one_changes_nothing(tmp_path: Path) -> 
 
 
 def test_names_that_callers_make_up_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.gateway.costs.catalogue.MAX_FOUND", 8)
+    monkeypatch.setattr("emberline.gateway.costs.catalogue.MAX_CACHED_LOOKUPS", 8)
     found = Catalogue.load()
     known = found.model("openai", "gpt-4o")
     assert known is not None

@@ -12,39 +12,44 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from emberline.api import sse
-from emberline.gateway.call import Call, Reply, Step
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.assistant_prefill import AssistantPrefill, prefill_fields
+from emberline.gateway.dialects.canonical import ChatDialect, Citation
 from emberline.gateway.dialects.deltas import (
-    Cited,
-    Counted,
+    CitationDelta,
     Delta,
-    Ended,
-    Finished,
-    Opened,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
+    Finish,
+    ReasoningDelta,
+    SignatureDelta,
+    StreamEnd,
+    StreamStart,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    UsageUpdate,
 )
-from emberline.gateway.dialects.events import EventSplitter
-from emberline.gateway.dialects.inner import Citation, Spoken
-from emberline.gateway.dialects.prefill import Prefill, marked
-from emberline.gateway.dialects.translate import GRAMMARS
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.events import EventDataSplitter
+from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.translate import CODECS
+from emberline.gateway.errors import UpstreamBroken
 from emberline.gateway.guardrails.policy import Guardrails, PatternRule
 from emberline.gateway.keys.identity import ANONYMOUS
-from emberline.gateway.layers.continued import Continued
-from emberline.gateway.options import NOTHING, Options
-from emberline.gateway.providers.registry import Registry
-from emberline.gateway.settings import Settings
-from emberline.gateway.streams.continuation import GO_ON, claude_goes_on, continuable, continued
-from emberline.gateway.streams.seam import LEAST, Seam
-from emberline.gateway.streams.spliced import Spliced
+from emberline.gateway.layers.continuation import ContinuationLayer
+from emberline.gateway.options import NO_OPTIONS, RequestOptions
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request import GatewayReply, GatewayRequest, RequestStep
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.streams.continuation import (
+    CONTINUE_INSTRUCTION,
+    build_continuation,
+    claude_accepts_prefill,
+    parse_continuable,
+)
+from emberline.gateway.streams.continued_stream import ContinuedStream
+from emberline.gateway.streams.repetition_filter import MIN_REPEATED_CHARACTERS, RepetitionFilter
 
-DIALECTS: tuple[Spoken, ...] = get_args(Spoken)
-ASKED: dict[Spoken, dict[str, Any]] = {
+DIALECTS: tuple[ChatDialect, ...] = get_args(ChatDialect)
+ASKED: dict[ChatDialect, dict[str, Any]] = {
     "openai-chat": {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 100,
@@ -58,8 +63,8 @@ ASKED: dict[Spoken, dict[str, Any]] = {
 # -- repetition filter -------------------------------------------------------------------------------------------------
 
 
-def filter_repetition(sent: str, new: str, prefill: Prefill, cut: int = 1) -> str:
-    repetition_filter = Seam(sent, prefill)
+def filter_repetition(sent: str, new: str, prefill: AssistantPrefill, cut: int = 1) -> str:
+    repetition_filter = RepetitionFilter(sent, prefill)
     pieces = [new[at : at + cut] for at in range(0, len(new), cut)]
     return sent + "".join(map(repetition_filter.push, pieces)) + repetition_filter.end()
 
@@ -90,7 +95,7 @@ def filter_repetition(sent: str, new: str, prefill: Prefill, cut: int = 1) -> st
         ("", "One", "", "One"),
     ],
 )
-def test_repeated_text_is_removed(sent: str, new: str, prefill: Prefill, want: str, cut: int) -> None:
+def test_repeated_text_is_removed(sent: str, new: str, prefill: AssistantPrefill, want: str, cut: int) -> None:
     assert filter_repetition(sent, new, prefill, cut) == want
 
 
@@ -99,7 +104,7 @@ def test_repeated_text_is_removed(sent: str, new: str, prefill: Prefill, want: s
 def test_restart_at_any_word_is_removed(count: int, data: st.DataObject) -> None:
     text = " ".join(f"<{i}th-word>" for i in range(count))  # no word ends like another starts
     at = data.draw(st.integers(1, len(text) - 1))
-    begins = [i for i in range(at) if (i == 0 or text[i - 1] == " ") and at - i >= LEAST + 1]
+    begins = [i for i in range(at) if (i == 0 or text[i - 1] == " ") and at - i >= MIN_REPEATED_CHARACTERS + 1]
     begin = data.draw(st.sampled_from([*begins, at]))
     assert filter_repetition(text[:at], text[begin:], "", data.draw(st.integers(1, 9))) == text
 
@@ -109,17 +114,17 @@ def test_restart_at_any_word_is_removed(count: int, data: st.DataObject) -> None
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("prefill", ["", "bare"])
-def test_sent_text_is_last_message(dialect: Spoken, prefill: Prefill) -> None:
+def test_sent_text_is_last_message(dialect: ChatDialect, prefill: AssistantPrefill) -> None:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
-    request = continuable(body, dialect)
+    request = parse_continuable(body, dialect)
     assert request is not None
-    again = continued(body, request, "x" * 40 + " ", prefill)
-    read = GRAMMARS[dialect].parse(json.loads(again))
+    again = build_continuation(body, request, "x" * 40 + " ", prefill)
+    read = CODECS[dialect].parse_request(json.loads(again))
     turns = [(message.role, getattr(message.parts[0], "text", None)) for message in read.messages]
-    assert turns == [("user", "hi"), ("assistant", "x" * 40), *([] if prefill else [("user", GO_ON)])]
+    assert turns == [("user", "hi"), ("assistant", "x" * 40), *([] if prefill else [("user", CONTINUE_INSTRUCTION)])]
     assert read.max_output == 100 - 11
-    assert continued(body, request, " ", prefill) == body, "nothing was sent"
-    short = GRAMMARS[dialect].parse(json.loads(continued(body, request, "x" * 4000, prefill)))
+    assert build_continuation(body, request, " ", prefill) == body, "nothing was sent"
+    short = CODECS[dialect].parse_request(json.loads(build_continuation(body, request, "x" * 4000, prefill)))
     assert short.max_output == 1
 
 
@@ -137,30 +142,32 @@ def test_sent_text_is_last_message(dialect: Spoken, prefill: Prefill) -> None:
     ids=str,
 )
 def test_requests_that_cannot_be_continued(more: dict[str, Any]) -> None:
-    assert continuable(json.dumps({"model": "m", **ASKED["openai-chat"], **more}).encode(), "openai-chat") is None
+    assert parse_continuable(json.dumps({"model": "m", **ASKED["openai-chat"], **more}).encode(), "openai-chat") is None
 
 
 def test_reasoning_budget_is_kept() -> None:
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 90}}
     body = json.dumps({"model": "m", **ASKED["anthropic"], **thinking}).encode()
-    request = continuable(body, "anthropic")
-    assert request is not None and not claude_goes_on("claude-sonnet-4-5", request)
-    assert json.loads(continued(body, request, "x" * 400, ""))["max_tokens"] == 91
+    request = parse_continuable(body, "anthropic")
+    assert request is not None and not claude_accepts_prefill("claude-sonnet-4-5", request)
+    assert json.loads(build_continuation(body, request, "x" * 400, ""))["max_tokens"] == 91
 
 
 def test_claude_versions_that_accept_prefill() -> None:
-    request = continuable(json.dumps({"model": "m", **ASKED["anthropic"]}).encode(), "anthropic")
+    request = parse_continuable(json.dumps({"model": "m", **ASKED["anthropic"]}).encode(), "anthropic")
     assert request is not None
-    accepts = {model: claude_goes_on(model, request) for model in ("claude-3-5-haiku", "claude-sonnet-4-5-20250929")}
+    accepts = {
+        model: claude_accepts_prefill(model, request) for model in ("claude-3-5-haiku", "claude-sonnet-4-5-20250929")
+    }
     assert all(accepts.values())
-    assert not any(claude_goes_on(model, request) for model in ("claude-opus-4-6", "claude-next", "some-model"))
+    assert not any(claude_accepts_prefill(model, request) for model in ("claude-opus-4-6", "claude-next", "some-model"))
 
 
 def test_prefill_fields() -> None:
     body = b'{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}'
-    assert marked(body, "flag") == {"continue_final_message": True, "add_generation_prompt": False}
-    assert marked(body, "prefix")["messages"][-1] == {"role": "assistant", "content": "b", "prefix": True}
-    assert marked(body, "bare") == {}
+    assert prefill_fields(body, "flag") == {"continue_final_message": True, "add_generation_prompt": False}
+    assert prefill_fields(body, "prefix")["messages"][-1] == {"role": "assistant", "content": "b", "prefix": True}
+    assert prefill_fields(body, "bare") == {}
 
 
 # -- stream ------------------------------------------------------------------------------------------------------------
@@ -173,7 +180,7 @@ class BrokenReply:
         self._chunks = chunks
         self._error = error
         self.closed = False
-        self.reply = Reply(200, {}, self, usage=Usage(input=10, output=5), micros=7, estimated=error is not None)
+        self.reply = GatewayReply(200, {}, self, usage=Usage(input=10, output=5), micros=7, estimated=error is not None)
         self.reply.provider, self.reply.model, self.reply.ended = "p", "m", "cut" if error else "complete"
 
     def __aiter__(self) -> BrokenReply:
@@ -190,34 +197,34 @@ class BrokenReply:
         self.closed = True
 
 
-def events(dialect: Spoken, deltas: list[Delta]) -> list[bytes]:
-    writer = GRAMMARS[dialect].writer(Asked())
-    return [event for delta in deltas if (event := writer.push(delta))]
+def events(dialect: ChatDialect, deltas: list[Delta]) -> list[bytes]:
+    writer = CODECS[dialect].make_writer(ReplyContext())
+    return [event for delta in deltas if (event := writer.write(delta))]
 
 
 def answer(id: str, *content: Delta) -> list[Delta]:
-    return [Opened(id, "m"), *content, Finished("stop"), Counted(Usage(input=20, output=3)), Ended()]
+    return [StreamStart(id, "m"), *content, Finish("stop"), UsageUpdate(Usage(input=20, output=3)), StreamEnd()]
 
 
-def gateway_request(dialect: Spoken, settings: Settings | None = None) -> Call:
+def gateway_request(dialect: ChatDialect, settings: GatewaySettings | None = None) -> GatewayRequest:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
-    return Call("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None, NOTHING, ANONYMOUS,
-                settings or Settings(), 0.0, 60.0)  # fmt: skip
+    return GatewayRequest("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None, NO_OPTIONS, ANONYMOUS,
+                settings or GatewaySettings(), 0.0, 60.0)  # fmt: skip
 
 
-def run_continued_stream(dialect: Spoken, *replies: BrokenReply) -> tuple[bytes, Reply, list[str]]:
+def run_continued_stream(dialect: ChatDialect, *replies: BrokenReply) -> tuple[bytes, GatewayReply, list[str]]:
     """Return the client's bytes, the reply, and the text sent before each continuation."""
     sent_texts: list[str] = []
     rest = list(replies[1:])
 
-    async def find_continuation(sent: str, broken: Reply) -> tuple[Reply, Seam] | None:
+    async def find_continuation(sent: str, broken: GatewayReply) -> tuple[GatewayReply, RepetitionFilter] | None:
         sent_texts.append(sent)
-        return (rest.pop(0).reply, Seam(sent, "")) if rest else None
+        return (rest.pop(0).reply, RepetitionFilter(sent, "")) if rest else None
 
     call = gateway_request(dialect)
 
-    async def run() -> tuple[bytes, Reply]:
-        reply = Spliced(call, dialect, replies[0].reply, find_continuation).reply
+    async def run() -> tuple[bytes, GatewayReply]:
+        reply = ContinuedStream(call, dialect, replies[0].reply, find_continuation).reply
         assert not isinstance(reply.body, bytes)
         got = b"".join([chunk async for chunk in reply.body])
         await reply.close()
@@ -228,44 +235,44 @@ def run_continued_stream(dialect: Spoken, *replies: BrokenReply) -> tuple[bytes,
     return got, reply, sent_texts
 
 
-def is_continuable(call: Call) -> bool:
-    async def inner(call: Call) -> Reply:
+def is_continuable(call: GatewayRequest) -> bool:
+    async def inner(call: GatewayRequest) -> GatewayReply:
         return BrokenReply([]).reply
 
-    return isinstance(asyncio.run(Continued(inner, Registry()).layer(inner)(call)).body, Spliced)  # type: ignore[arg-type]
+    return isinstance(asyncio.run(ContinuationLayer(inner, ProviderRegistry()).wrap(inner)(call)).body, ContinuedStream)  # type: ignore[arg-type]
 
 
 def test_which_streams_are_continued() -> None:
-    on = Settings(continuation=True)
+    on = GatewaySettings(continuation=True)
     rule = PatternRule(name="mail", find=("email",), on="prompt")
     guarded = structs.replace(on, guardrails=Guardrails(patterns=(rule,)))
     assert not is_continuable(gateway_request("anthropic")) and is_continuable(gateway_request("anthropic", on))
-    assert is_continuable(gateway_request("gemini").moved(options=Options(continuation=True)))
-    assert not is_continuable(gateway_request("gemini", on).moved(options=Options(continuation=False)))
+    assert is_continuable(gateway_request("gemini").with_changes(options=RequestOptions(continuation=True)))
+    assert not is_continuable(gateway_request("gemini", on).with_changes(options=RequestOptions(continuation=False)))
     assert not is_continuable(gateway_request("anthropic", guarded)), "guardrails would not see the sent text"
-    assert not is_continuable(gateway_request("anthropic", on).moved(steps=(Step("p", "m", body=b"{}"),))), (
-        "the step sends another request"
-    )
-    assert not is_continuable(gateway_request("openai-chat", on).moved(dialect="raw"))
-    assert not is_continuable(gateway_request("openai-chat", on).moved(stream=False))
+    assert not is_continuable(
+        gateway_request("anthropic", on).with_changes(steps=(RequestStep("p", "m", body=b"{}"),))
+    ), "the step sends another request"
+    assert not is_continuable(gateway_request("openai-chat", on).with_changes(dialect="raw"))
+    assert not is_continuable(gateway_request("openai-chat", on).with_changes(stream=False))
 
 
 @pytest.mark.parametrize(("sent", "prefill"), [("a ", "flag"), ("", ""), (" ", "")])
-def test_continuation_at_same_provider(sent: str, prefill: Prefill) -> None:
-    first = [Opened("one", "m"), ThinkingPiece("hm"), *([TextPiece(sent)] if sent else [])]
+def test_continuation_at_same_provider(sent: str, prefill: AssistantPrefill) -> None:
+    first = [StreamStart("one", "m"), ReasoningDelta("hm"), *([TextDelta(sent)] if sent else [])]
     replies = [
-        BrokenReply(events("openai-chat", first), Broken("cut")),
-        BrokenReply(events("openai-chat", answer("two", TextPiece("b")))),
+        BrokenReply(events("openai-chat", first), UpstreamBroken("cut")),
+        BrokenReply(events("openai-chat", answer("two", TextDelta("b")))),
     ]
-    requests: list[Call] = []
+    requests: list[GatewayRequest] = []
 
-    async def attempts(call: Call) -> Reply:
+    async def attempts(call: GatewayRequest) -> GatewayReply:
         requests.append(call)
         return replies[len(requests) - 1].reply
 
     async def run() -> bytes:
-        call = gateway_request("openai-chat", Settings(continuation=True)).moved(provider="emberline")
-        reply = await Continued(attempts, Registry()).layer(attempts)(call)
+        call = gateway_request("openai-chat", GatewaySettings(continuation=True)).with_changes(provider="emberline")
+        reply = await ContinuationLayer(attempts, ProviderRegistry()).wrap(attempts)(call)
         assert not isinstance(reply.body, bytes)
         return b"".join([chunk async for chunk in reply.body])
 
@@ -273,115 +280,124 @@ def test_continuation_at_same_provider(sent: str, prefill: Prefill) -> None:
     assert requests[1].prefill == prefill and (requests[1].body == requests[0].body) == (prefill == "")
 
 
-def read(dialect: Spoken, data: bytes) -> list[Delta]:
-    reader = GRAMMARS[dialect].reader()
-    deltas_read = [delta for event in EventSplitter().push(data) for delta in reader.read(event)]
+def read(dialect: ChatDialect, data: bytes) -> list[Delta]:
+    reader = CODECS[dialect].make_reader()
+    deltas_read = [delta for event in EventDataSplitter().push(data) for delta in reader.read(event)]
     return [*deltas_read, *reader.end()]
 
 
 def text_of(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas if isinstance(delta, TextPiece))
+    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
 
 WORDS = [f"word{i} " for i in range(14)]  # more than three broken replies send
 
 
-def cut_reply(dialect: Spoken, sent: int, more: int, restart: bool) -> tuple[BrokenReply, int]:
+def cut_reply(dialect: ChatDialect, sent: int, more: int, restart: bool) -> tuple[BrokenReply, int]:
     """Return a reply that continues after `sent` words, or restarts, and the number of words sent with it.
 
     It is cut `more` events after its first word, because a stream is passed on only from its first content.
     """
     begin = 0 if restart else sent
-    whole = events(dialect, answer(f"after-{sent}", *map(TextPiece, WORDS[begin:])))
+    whole = events(dialect, answer(f"after-{sent}", *map(TextDelta, WORDS[begin:])))
     first = next(at for at, event in enumerate(whole) if b"word" in event)
     kept = whole[: min(first + 1 + more, len(whole) - 1)]
-    reader = GRAMMARS[dialect].reader()
-    deltas_read = [delta for event in EventSplitter().push(b"".join(kept)) for delta in reader.read(event)]
-    return BrokenReply(kept, Broken("cut")), max(sent, begin + len(text_of(deltas_read).split()))
+    reader = CODECS[dialect].make_reader()
+    deltas_read = [delta for event in EventDataSplitter().push(b"".join(kept)) for delta in reader.read(event)]
+    return BrokenReply(kept, UpstreamBroken("cut")), max(sent, begin + len(text_of(deltas_read).split()))
 
 
 @given(st.sampled_from(DIALECTS), st.lists(st.integers(0, 3), max_size=3), st.booleans())
 @settings(deadline=None, max_examples=150)
-def test_continued_stream_is_one_stream(dialect: Spoken, cuts: list[int], restart: bool) -> None:
+def test_continued_stream_is_one_stream(dialect: ChatDialect, cuts: list[int], restart: bool) -> None:
     sent, replies = 0, []
     for more in cuts:
         broken, sent = cut_reply(dialect, sent, more, restart)
         replies.append(broken)
-    replies.append(BrokenReply(events(dialect, answer("last", *map(TextPiece, WORDS[0 if restart else sent :])))))
+    replies.append(BrokenReply(events(dialect, answer("last", *map(TextDelta, WORDS[0 if restart else sent :])))))
     data, reply, request = run_continued_stream(dialect, *replies)
     deltas_read = read(dialect, data)
     assert text_of(deltas_read) == "".join(WORDS) and len(request) == len(cuts)
     kinds = [type(delta) for delta in deltas_read]
-    assert kinds.count(Opened) == kinds.count(Finished) == kinds.count(Ended) == 1 and kinds[-1] is Ended
+    assert kinds.count(StreamStart) == kinds.count(Finish) == kinds.count(StreamEnd) == 1 and kinds[-1] is StreamEnd
     assert reply.ended == "complete" and reply.error == "" and reply.micros == 7 * len(replies)
     assert reply.usage == Usage(input=10 * len(replies), output=5 * len(replies))
-    counted = [delta.usage for delta in deltas_read if isinstance(delta, Counted)]
+    counted = [delta.usage for delta in deltas_read if isinstance(delta, UsageUpdate)]
     assert counted[-1] == Usage(input=20 + 10 * len(cuts), output=3 + 5 * len(cuts))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_continued_stream_keeps_first_id(dialect: Spoken) -> None:
-    first = events(dialect, [Opened("one", "m"), TextPiece("a ")])
+def test_continued_stream_keeps_first_id(dialect: ChatDialect) -> None:
+    first = events(dialect, [StreamStart("one", "m"), TextDelta("a ")])
     data, reply, request = run_continued_stream(
-        dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, answer("two", TextPiece("b"))))
+        dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, answer("two", TextDelta("b"))))
     )
-    opened = [delta for delta in read(dialect, data) if isinstance(delta, Opened)]
+    opened = [delta for delta in read(dialect, data) if isinstance(delta, StreamStart)]
     assert [delta.id for delta in opened] == ["one"] and b"two" not in data
-    assert request == ["a "] and reply.continued == "p/m" and reply.estimated
+    assert request == ["a "] and reply.continued_by == "p/m" and reply.estimated
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_continuation_adds_no_reasoning(dialect: Spoken) -> None:
-    first = events(dialect, [Opened("one", "m"), ThinkingPiece("hm"), TextPiece("a ")])
-    second = answer("two", ThinkingPiece("once more"), Sealed("s", "anthropic"), TextPiece("b"))
+def test_continuation_adds_no_reasoning(dialect: ChatDialect) -> None:
+    first = events(dialect, [StreamStart("one", "m"), ReasoningDelta("hm"), TextDelta("a ")])
+    second = answer("two", ReasoningDelta("once more"), SignatureDelta("s", "anthropic"), TextDelta("b"))
     data, _, request = run_continued_stream(
-        dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, second))
+        dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, second))
     )
     deltas_read = read(dialect, data)
     assert request == ["a "] and text_of(deltas_read) == "a b"
-    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ThinkingPiece)) == "hm"
+    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ReasoningDelta)) == "hm"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_continuation_citations_are_dropped(dialect: Spoken) -> None:
+def test_continuation_citations_are_dropped(dialect: ChatDialect) -> None:
     """A continuation's citation offsets count from its own start."""
-    first = events(dialect, [Opened("one", "m"), TextPiece("a ")])
-    second = answer("two", TextPiece("b"), Cited(Citation("https://x", start=0, end=1)))
+    first = events(dialect, [StreamStart("one", "m"), TextDelta("a ")])
+    second = answer("two", TextDelta("b"), CitationDelta(Citation("https://x", start=0, end=1)))
     assert b"https://x" in b"".join(events(dialect, second))
-    data, _, _ = run_continued_stream(dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, second)))
+    data, _, _ = run_continued_stream(
+        dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, second))
+    )
     assert text_of(read(dialect, data)) == "a b" and b"https://x" not in data
 
 
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic", "openai-responses"])  # Gemini sends calls in one piece
-def test_incomplete_tool_call_is_not_continued(dialect: Spoken) -> None:
-    half = events(dialect, [Opened("one", "m"), TextPiece("a"), ToolOpened(0, "c1", "weather"), ToolPiece(0, '{"ci')])
-    data, reply, request = run_continued_stream(
-        dialect, BrokenReply(half, Broken("cut")), BrokenReply(events(dialect, answer("two", TextPiece("b"))))
+def test_incomplete_tool_call_is_not_continued(dialect: ChatDialect) -> None:
+    half = events(
+        dialect,
+        [StreamStart("one", "m"), TextDelta("a"), ToolCallStart(0, "c1", "weather"), ToolCallArguments(0, '{"ci')],
     )
-    assert not request and (reply.ended, reply.error) == ("cut", "upstream_broken") and reply.continued == ""
-    assert b"cut" in data.splitlines()[-2] and sse.DONE not in data, "the stream must not look complete"
+    data, reply, request = run_continued_stream(
+        dialect, BrokenReply(half, UpstreamBroken("cut")), BrokenReply(events(dialect, answer("two", TextDelta("b"))))
+    )
+    assert not request and (reply.ended, reply.error) == ("cut", "upstream_broken") and reply.continued_by == ""
+    assert b"cut" in data.splitlines()[-2] and sse.DONE_EVENT not in data, "the stream must not look complete"
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_continuation_may_call_tools(dialect: Spoken) -> None:
-    first = events(dialect, [Opened("one", "m"), TextPiece("I look ")])
-    call = answer("two", TextPiece("I look it up"), ToolOpened(0, "c1", "weather"), ToolPiece(0, '{"city":"Paris"}'))
-    data, _, _ = run_continued_stream(dialect, BrokenReply(first, Broken("cut")), BrokenReply(events(dialect, call)))
+def test_continuation_may_call_tools(dialect: ChatDialect) -> None:
+    first = events(dialect, [StreamStart("one", "m"), TextDelta("I look ")])
+    call = answer(
+        "two", TextDelta("I look it up"), ToolCallStart(0, "c1", "weather"), ToolCallArguments(0, '{"city":"Paris"}')
+    )
+    data, _, _ = run_continued_stream(
+        dialect, BrokenReply(first, UpstreamBroken("cut")), BrokenReply(events(dialect, call))
+    )
     deltas_read = read(dialect, data)
     assert text_of(deltas_read) == "I look it up"
-    assert [delta.name for delta in deltas_read if isinstance(delta, ToolOpened)] == ["weather"]
-    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ToolPiece)) == '{"city":"Paris"}'
+    assert [delta.name for delta in deltas_read if isinstance(delta, ToolCallStart)] == ["weather"]
+    assert "".join(delta.text for delta in deltas_read if isinstance(delta, ToolCallArguments)) == '{"city":"Paris"}'
 
 
 def test_stream_with_finish_reason_is_completed() -> None:
-    done = events("openai-chat", answer("one", TextPiece("a")))[:-1]
-    data, reply, request = run_continued_stream("openai-chat", BrokenReply(done, Broken("cut")))
-    assert not request and data.endswith(sse.DONE) and text_of(read("openai-chat", data)) == "a"
-    assert reply.ended == "complete" and reply.continued == "ended here" and reply.estimated
+    done = events("openai-chat", answer("one", TextDelta("a")))[:-1]
+    data, reply, request = run_continued_stream("openai-chat", BrokenReply(done, UpstreamBroken("cut")))
+    assert not request and data.endswith(sse.DONE_EVENT) and text_of(read("openai-chat", data)) == "a"
+    assert reply.ended == "complete" and reply.continued_by == "ended here" and reply.estimated
 
 
 def test_stream_without_continuation_ends_with_error() -> None:
-    first = events("anthropic", [Opened("one", "m"), TextPiece("a")])
-    data, reply, request = run_continued_stream("anthropic", BrokenReply(first, Broken("it was cut")))
+    first = events("anthropic", [StreamStart("one", "m"), TextDelta("a")])
+    data, reply, request = run_continued_stream("anthropic", BrokenReply(first, UpstreamBroken("it was cut")))
     assert request == ["a"] and data.count(b"it was cut") == 1 and b"message_stop" not in data
     assert (reply.ended, reply.error, reply.micros) == ("cut", "upstream_broken", 7)

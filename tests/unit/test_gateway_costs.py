@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.costs.cost import LongPrice, Price, cost
+from emberline.gateway.costs.cost import LongPrice, Price, compute_cost
 from emberline.gateway.costs.usage import Usage
 
 MINI = Price(input=750_000, cached_read=75_000, output=4_500_000)
@@ -18,19 +18,19 @@ def test_a_cache_hit_costs_less_than_a_miss() -> None:
     miss = Usage(input=2422, output=4)
     hit = Usage(input=2422, cached_read=2304, output=4)
     assert miss.input * MINI.input + miss.output * MINI.output == 1_834_500_000
-    assert cost(miss, MINI) == 1835  # 1,834.5, half up
+    assert compute_cost(miss, MINI) == 1835  # 1,834.5, half up
     assert (2422 - 2304) * 750_000 + 2304 * 75_000 + 4 * 4_500_000 == 279_300_000
-    assert cost(hit, MINI) == 279
+    assert compute_cost(hit, MINI) == 279
 
 
 def test_unknown_is_not_free() -> None:
-    assert cost(Usage(input=10**9), None) is None
-    assert cost(Usage(input=10**9, output=5), Price(input=0, output=0)) == 0
+    assert compute_cost(Usage(input=10**9), None) is None
+    assert compute_cost(Usage(input=10**9, output=5), Price(input=0, output=0)) == 0
 
 
 def test_a_kind_without_its_own_price_is_input() -> None:
     usage = Usage(input=1000, cached_read=100, cache_write=200, audio=300, image=400)
-    assert cost(usage, Price(input=1_000_000, output=0)) == 1000
+    assert compute_cost(usage, Price(input=1_000_000, output=0)) == 1000
 
 
 def test_every_kind_has_its_price() -> None:
@@ -47,13 +47,13 @@ def test_every_kind_has_its_price() -> None:
         input=10_000, cached_read=1000, cache_write=3000, cache_write_long=2000, audio=500, image=100, output=10
     )
     by_hand = 1000 * 3 // 10 + 1000 * 15 // 4 + 2000 * 6 + 500 * 9 + 100 * 4 + 5400 * 3 + 10 * 15
-    assert cost(usage, price) == by_hand
+    assert compute_cost(usage, price) == by_hand
 
 
 def test_a_long_prompt_has_the_long_price() -> None:
     price = Price(input=1_250_000, output=10_000_000, long=LongPrice(200_000, Price(2_500_000, 15_000_000)))
-    assert cost(Usage(input=200_000, output=100), price) == 250_000 + 1000
-    assert cost(Usage(input=200_001, output=100), price) == 500_003 + 1500  # 500,002.5 half up
+    assert compute_cost(Usage(input=200_000, output=100), price) == 250_000 + 1000
+    assert compute_cost(Usage(input=200_001, output=100), price) == 500_003 + 1500  # 500,002.5 half up
 
 
 COUNTS = st.integers(0, 10**7)
@@ -83,11 +83,11 @@ def test_equal_to_fractions(counts: tuple[int, ...], plain: tuple[int, int], own
         "output": (output, price.output),
     }
     exact = sum(Fraction(tokens * rate, 10**6) for tokens, rate in rates.values())
-    assert cost(usage, price) == int(exact + Fraction(1, 2))
+    assert compute_cost(usage, price) == int(exact + Fraction(1, 2))
 
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS)
 def test_overlapping_parts_never_bill_more_tokens_than_came(input: int, read: int, audio: int, image: int) -> None:
     usage = Usage(input=input, cached_read=min(read, input), audio=min(audio, input), image=min(image, input))
     price = Price(1_000_000, 0, cached_read=1_000_000, audio=1_000_000, image=1_000_000)
-    assert cost(usage, price) == input
+    assert compute_cost(usage, price) == input

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.call import Call, Reply
-from emberline.gateway.gateway import Gateway, Request
-from emberline.gateway.providers.registry import Registry
-from emberline.gateway.settings import Settings
+from emberline.gateway.gateway import Gateway, InboundRequest
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.settings import GatewaySettings
 
 
 class Known:
-    async def settings(self, account: str, gateway: str) -> Settings:
-        return Settings()
+    async def get_settings(self, account: str, gateway: str) -> GatewaySettings:
+        return GatewaySettings()
 
     async def identify(self, token: str) -> None:
         return None
@@ -28,16 +28,16 @@ class Known:
     [("openai/gpt-5", 400), ("google-ai-studio/gemini-2.5-pro", 400), ("anthropic/claude-sonnet-4-5", 200), ("m", 200)],
 )
 def test_count_tokens(model: str, status: int) -> None:
-    sent: list[Call] = []
+    sent: list[GatewayRequest] = []
 
-    async def handler(call: Call) -> Reply:
+    async def handler(call: GatewayRequest) -> GatewayReply:
         sent.append(call)
-        return Reply(200, {}, b"{}")
+        return GatewayReply(200, {}, b"{}")
 
     known: Any = Known()
-    gateway = Gateway(handler, handler, Registry(), known, known, ManualClock(), ManualClock())
+    gateway = Gateway(handler, handler, ProviderRegistry(), known, known, ManualClock(), ManualClock())
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hi"}]}).encode()
-    reply = asyncio.run(gateway.answer(Request("POST", "/v1/messages/count_tokens", "", {}, body)))
+    reply = asyncio.run(gateway.answer(InboundRequest("POST", "/v1/messages/count_tokens", "", {}, body)))
     assert reply.status == status and len(sent) == (status == 200)
     if status == 400:
         assert isinstance(reply.body, bytes) and model in reply.body.decode() and b"count_tokens" in reply.body

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberline.core.gateway_config import GatewayConfig
-from emberline.server.gateway.gatewaying import _configured_keys
+from emberline.server.gateway.main import _configured_keys
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_it_is_made_once_and_manages(cache: Path) -> None:
     (token, who), *others = _configured_keys(GatewayConfig()).items()
-    assert who.admin and not others and len(token) >= 24
+    assert who.is_admin and not others and len(token) >= 24
     assert list(_configured_keys(GatewayConfig())) == [token]
     file = cache / "gateway" / "admin.key"
     assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600

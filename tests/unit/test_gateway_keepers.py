@@ -14,7 +14,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.logs import retention
 from emberline.gateway.logs.retention import Retention
-from emberline.gateway.redislink import RedisLink
+from emberline.gateway.redis_client import RedisClient
 
 
 class Store:
@@ -36,7 +36,7 @@ class Store:
 
 
 def test_old_records_are_dropped_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "EVERY", 0.0)
+    monkeypatch.setattr(retention, "RUN_INTERVAL_S", 0.0)
 
     async def run() -> None:
         store = Store()
@@ -60,7 +60,7 @@ def test_a_catalogue_may_go_between_two_looks(tmp_path: Path, monkeypatch: pytes
 
 def test_a_name_that_is_none_is_asked_for_again() -> None:
     async def run() -> None:
-        link = RedisLink("redis://no..name", SystemClock())
+        link = RedisClient("redis://no..name", SystemClock())
         assert not await link.start(0.2)
         assert link._connecting is not None and not link._connecting.done()
         await link.close()
@@ -71,4 +71,4 @@ def test_a_name_that_is_none_is_asked_for_again() -> None:
 @pytest.mark.parametrize("wrong", ["redis://h:x", "redis://h:70000", "redis://[h"])
 def test_an_address_that_is_none_is_told_at_once(wrong: str) -> None:
     with pytest.raises(InvalidRequest):
-        RedisLink(wrong, SystemClock())
+        RedisClient(wrong, SystemClock())

@@ -17,16 +17,24 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Conflict, StoreFailed
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, shown_of
-from emberline.gateway.keys.masterkeys import FixedKeys, KeyFile, MasterKey, MasterKeys
-from emberline.gateway.keys.secretfile import SecretFile
-from emberline.gateway.keys.vault import Place, Sealed, Vault, forget_old, rotate, seal, unseal
-from emberline.gateway.store import watch
-from emberline.gateway.store.base import Audit, Change, Document, Store
+from emberline.gateway.keys.key_store import KeyStore, StoredKey, hash_secret, new_secret, visible_prefix
+from emberline.gateway.keys.master_keys import EnvironmentMasterKeys, MasterKey, MasterKeyFile, MasterKeys
+from emberline.gateway.keys.provider_key_vault import (
+    EncryptedKey,
+    ProviderKeyID,
+    ProviderKeyVault,
+    decrypt_key,
+    encrypt_key,
+    remove_old_master_keys,
+    rotate_master_key,
+)
+from emberline.gateway.keys.secret_file import SecretFile
+from emberline.gateway.store import version_watch
+from emberline.gateway.store.base import AuditEntry, Document, GatewayStore, StoreChange
 from emberline.gateway.store.sqlite import SQLiteStore
-from emberline.gateway.store.watch import Watch
+from emberline.gateway.store.version_watch import StoreVersionWatch
 
-AUDIT = Audit(0, "acme", "test", "test", "it")
+AUDIT = AuditEntry(0, "acme", "test", "test", "it")
 
 
 class World:
@@ -35,23 +43,25 @@ class World:
     def __init__(self, directory: Path) -> None:
         self._runner = asyncio.Runner()
         self.run: Any = self._runner.run
-        self.store: Store = self.run(SQLiteStore.open(directory / "store"))
+        self.store: GatewayStore = self.run(SQLiteStore.open(directory / "store"))
         self.clock, self.wall = ManualClock(), ManualClock(1_000_000.0)
-        self.file = KeyFile(directory / "master.key")
+        self.file = MasterKeyFile(directory / "master.key")
 
-    def keys(self, **more: Any) -> Keys:
-        return Keys(self.store, Watch(self.store, self.clock), self.wall, **more)
+    def keys(self, **more: Any) -> KeyStore:
+        return KeyStore(self.store, StoreVersionWatch(self.store, self.clock), self.wall, **more)
 
-    def vault(self) -> Vault:
-        return Vault(self.store, Watch(self.store, self.clock), self.file)
+    def vault(self) -> ProviderKeyVault:
+        return ProviderKeyVault(self.store, StoreVersionWatch(self.store, self.clock), self.file)
 
-    def put(self, key: Key) -> None:
+    def put(self, key: StoredKey) -> None:
         old = self.run(self.store.get("key", key.account, key.id))
         document = Document("key", key.account, key.id, msgspec.json.encode(key), old.version if old else 0)
-        self.run(self.store.commit(Change(AUDIT, put=[document])))
+        self.run(self.store.commit(StoreChange(AUDIT, put=[document])))
 
-    def keep(self, place: Place, secret: str) -> None:
-        self.run(self.store.commit(Change(AUDIT, put=[self.run(self.vault().document(place, secret, 0))])))
+    def keep(self, place: ProviderKeyID, secret: str) -> None:
+        self.run(
+            self.store.commit(StoreChange(AUDIT, put=[self.run(self.vault().encrypted_document(place, secret, 0))]))
+        )
 
     def close(self) -> None:
         self.run(self.store.close())
@@ -65,9 +75,9 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def made(secret: str, **fields: Any) -> Key:
+def made(secret: str, **fields: Any) -> StoredKey:
     given = {"name": "k", "kind": "virtual", "account": "acme", "created": 0}
-    return Key(hash=hash_of(secret), shown=shown_of(secret), **given | fields)
+    return StoredKey(hash=hash_secret(secret), shown=visible_prefix(secret), **given | fields)
 
 
 def test_a_key_is_who_it_was_made_for(world: World) -> None:
@@ -75,8 +85,12 @@ def test_a_key_is_who_it_was_made_for(world: World) -> None:
     world.put(made(secret, user="ann", scopes=("use",), allowed_models=("gpt-*",), allowed_providers=("openai",)))
     who = world.run(world.keys().identify(secret))
     assert (who.user, who.kind, who.admin, who.account) == ("ann", "virtual", False, "acme")
-    assert who.may_use("openai", "gpt-4o") and not who.may_use("openai", "o3") and not who.may_use("groq", "gpt-4o")
-    assert who.may_enter("acme", "any") and not who.may_enter("other", "any")
+    assert (
+        who.may_use_model("openai", "gpt-4o")
+        and not who.may_use_model("openai", "o3")
+        and not who.may_use_model("groq", "gpt-4o")
+    )
+    assert who.may_use_gateway("acme", "any") and not who.may_use_gateway("other", "any")
     stored = world.run(world.store.documents("key", "acme"))[0].body.decode()
     assert secret not in stored and secret[12:] not in stored
 
@@ -93,7 +107,7 @@ def test_an_id_alone_does_not_open(world: World) -> None:
     key = made(secret)
     forged = msgspec.structs.replace(key, hash=key.hash[:16] + "0" * 48)
     document = Document("key", "acme", key.id, msgspec.json.encode(forged))
-    world.run(world.store.commit(Change(AUDIT, put=[document])))
+    world.run(world.store.commit(StoreChange(AUDIT, put=[document])))
     assert world.run(world.keys().identify(secret)) is None
 
 
@@ -151,7 +165,7 @@ def test_who_has_nothing_to_go_on_with_waits_for_one_answer(
     world: World, monkeypatch: pytest.MonkeyPatch, slept: bool
 ) -> None:
     """When it is new, and when nobody asked for longer than the grace: a disk may take its time to wake up."""
-    monkeypatch.setattr(watch, "LONGEST", 0.001)
+    monkeypatch.setattr(version_watch, "VERSION_TIMEOUT_S", 0.001)
     secret, keys = new_secret("virtual"), world.keys()
     world.put(made(secret))
     if slept:
@@ -177,7 +191,7 @@ def test_who_has_nothing_to_go_on_with_waits_for_one_answer(
 
 
 def test_nor_do_they_wait_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PATIENCE", 0.01)
+    monkeypatch.setattr(version_watch, "FIRST_VERSION_TIMEOUT_S", 0.01)
     secret, keys, version = new_secret("virtual"), world.keys(), world.store.version
     world.put(made(secret))
 
@@ -196,7 +210,7 @@ def test_nor_do_they_wait_for_ever(world: World, monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_of_the_configuration(world: World) -> None:
-    root = Identity("root", "root", "token", admin=True)
+    root = Identity("root", "root", "token", is_admin=True)
     keys = world.keys(fixed={"a-long-secret-of-the-operator": root})
     assert world.run(keys.identify("a-long-secret-of-the-operator")) is root
     with pytest.raises(InvalidRequest, match="short"):
@@ -204,14 +218,14 @@ def test_keys_of_the_configuration(world: World) -> None:
 
 
 def kept(file: Path) -> str:
-    return SecretFile(file).read(lambda: new_secret("token"))
+    return SecretFile(file).read_or_create(lambda: new_secret("token"))
 
 
 def test_the_operators_token_is_made_once(world: World, tmp_path: Path) -> None:
     file = tmp_path / "new" / "operator.token"
     token = kept(file)
     assert kept(file) == token and file.stat().st_mode & 0o777 == 0o600
-    root = Identity("operator", "operator", "token", admin=True)
+    root = Identity("operator", "operator", "token", is_admin=True)
     assert world.run(world.keys(fixed={token: root}).identify(token)) is root
 
 
@@ -223,17 +237,17 @@ def test_of_many_that_make_a_secret_one_wins(tmp_path: Path) -> None:
 
 # Vault
 
-PLACE = Place("acme", "openai")
+PLACE = ProviderKeyID("acme", "openai")
 
 
 def test_a_secret_comes_back_and_is_nowhere_readable(world: World, tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.DEBUG)
     world.keep(PLACE, "sk-very-secret")
-    world.keep(Place("acme", "openai", "second"), "sk-other")
+    world.keep(ProviderKeyID("acme", "openai", "second"), "sk-other")
     vault = world.vault()
-    assert world.run(vault.reveal("acme", "openai")) == "sk-very-secret"
-    assert world.run(vault.reveal("acme", "openai", "second")) == "sk-other"
-    assert world.run(vault.reveal("other", "openai")) is None
+    assert world.run(vault.get_key("acme", "openai")) == "sk-very-secret"
+    assert world.run(vault.get_key("acme", "openai", "second")) == "sk-other"
+    assert world.run(vault.get_key("other", "openai")) is None
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"sk-very-secret" not in everything and "secret" not in caplog.text
     assert "secret" not in repr(vault) + repr(MasterKeys((MasterKey(b"secret" * 5 + b"12"),)))
@@ -251,43 +265,47 @@ def test_the_master_key_is_made_once_and_only_its_owner_reads_it(world: World, t
 
 def test_a_ciphertext_is_bound_to_its_place() -> None:
     masters = MasterKeys((MasterKey(bytes(32)),))
-    sealed = seal("sk", PLACE, masters.current, 0)
-    assert unseal(sealed, PLACE, masters) == "sk"
-    for other in (Place("acme", "openai", "x"), Place("acme", "groq"), Place("other", "openai")):
+    sealed = encrypt_key("sk", PLACE, masters.current, 0)
+    assert decrypt_key(sealed, PLACE, masters) == "sk"
+    for other in (
+        ProviderKeyID("acme", "openai", "x"),
+        ProviderKeyID("acme", "groq"),
+        ProviderKeyID("other", "openai"),
+    ):
         with pytest.raises(StoreFailed, match="damaged or copied"):
-            unseal(sealed, other, masters)
+            decrypt_key(sealed, other, masters)
     for field in ("wrapped", "sealed"):
         whole = getattr(sealed, field)
         broken = msgspec.structs.replace(sealed, **{field: whole[:-1] + bytes([whole[-1] ^ 1])})
         with pytest.raises(StoreFailed, match="damaged or copied"):
-            unseal(broken, PLACE, masters)
+            decrypt_key(broken, PLACE, masters)
     with pytest.raises(StoreFailed, match="not available"):
-        unseal(sealed, PLACE, MasterKeys((MasterKey(b"1" * 32),)))
+        decrypt_key(sealed, PLACE, MasterKeys((MasterKey(b"1" * 32),)))
 
 
 def test_rotation_wraps_everything_anew(world: World) -> None:
     for i in range(5):
-        world.keep(Place("acme", f"p{i}"), f"sk-{i}")
-        world.keep(Place("other", f"p{i}"), f"sk-other-{i}")
+        world.keep(ProviderKeyID("acme", f"p{i}"), f"sk-{i}")
+        world.keep(ProviderKeyID("other", f"p{i}"), f"sk-other-{i}")
     running = world.vault()
-    assert world.run(running.reveal("acme", "p0")) == "sk-0"
+    assert world.run(running.get_key("acme", "p0")) == "sk-0"
     old = world.file.read().current
-    assert world.run(rotate(world.store, world.file, 1)) == 10
-    assert world.run(forget_old(world.store, world.file)) == 1
+    assert world.run(rotate_master_key(world.store, world.file, 1)) == 10
+    assert world.run(remove_old_master_keys(world.store, world.file)) == 1
     assert world.file.read().current != old and len(world.file.read().keys) == 1
     world.clock.advance(1.0)
     for i in range(5):  # also for who was running all the time
-        assert world.run(running.reveal("acme", f"p{i}")) == f"sk-{i}"
-        assert world.run(world.vault().reveal("other", f"p{i}")) == f"sk-other-{i}"
+        assert world.run(running.get_key("acme", f"p{i}")) == f"sk-{i}"
+        assert world.run(world.vault().get_key("other", f"p{i}")) == f"sk-other-{i}"
 
 
 @pytest.mark.parametrize("commits", range(4))
 def test_an_interrupted_rotation_leaves_everything_readable(world: World, commits: int) -> None:
     for i in range(4):
-        world.keep(Place("acme", f"p{i}"), f"sk-{i}")
+        world.keep(ProviderKeyID("acme", f"p{i}"), f"sk-{i}")
     real, done = world.store.commit, 0
 
-    async def breaks(change: Change) -> int:
+    async def breaks(change: StoreChange) -> int:
         nonlocal done
         if done == commits:
             raise StoreFailed("power cut")
@@ -296,32 +314,34 @@ def test_an_interrupted_rotation_leaves_everything_readable(world: World, commit
 
     world.store.commit = breaks  # type: ignore[method-assign]
     with pytest.raises(StoreFailed, match="power cut"):
-        world.run(rotate(world.store, world.file, 1))
+        world.run(rotate_master_key(world.store, world.file, 1))
     world.store.commit = real  # type: ignore[method-assign]
     with pytest.raises(Conflict, match="old master key"):
-        world.run(forget_old(world.store, world.file))
-    assert [world.run(world.vault().reveal("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]
-    world.run(rotate(world.store, world.file, 2))
+        world.run(remove_old_master_keys(world.store, world.file))
+    assert [world.run(world.vault().get_key("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]
+    world.run(rotate_master_key(world.store, world.file, 2))
     masters = world.file.read()
-    sealed = [msgspec.json.decode(d.body, type=Sealed) for d in world.run(world.store.documents("provider_key", ""))]
+    sealed = [
+        msgspec.json.decode(d.body, type=EncryptedKey) for d in world.run(world.store.documents("provider_key", ""))
+    ]
     assert {each.master for each in sealed} == {masters.current.id}
-    assert world.run(forget_old(world.store, world.file)) == 2
-    assert [world.run(world.vault().reveal("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]
+    assert world.run(remove_old_master_keys(world.store, world.file)) == 2
+    assert [world.run(world.vault().get_key("acme", f"p{i}")) for i in range(4)] == [f"sk-{i}" for i in range(4)]
 
 
 def test_a_key_stored_while_rotation_runs_is_not_lost(world: World) -> None:
     world.keep(PLACE, "sk-old")
     real = world.store.commit
 
-    async def beside(change: Change) -> int:
+    async def beside(change: StoreChange) -> int:
         world.store.commit = real  # type: ignore[method-assign]
-        document = await world.vault().document(PLACE, "sk-new", 1)
-        await real(Change(AUDIT, put=[document]))
+        document = await world.vault().encrypted_document(PLACE, "sk-new", 1)
+        await real(StoreChange(AUDIT, put=[document]))
         return await real(change)  # loses: the version has gone on
 
     world.store.commit = beside  # type: ignore[method-assign]
-    world.run(rotate(world.store, world.file, 1))
-    assert world.run(world.vault().reveal("acme", "openai")) == "sk-new"
+    world.run(rotate_master_key(world.store, world.file, 1))
+    assert world.run(world.vault().get_key("acme", "openai")) == "sk-new"
 
 
 @pytest.mark.parametrize("text", ["", "@@@", "AAAA"])
@@ -332,21 +352,21 @@ def test_a_master_key_has_32_bytes(text: str) -> None:
 
 def test_master_keys_from_the_environment(world: World) -> None:
     two = MasterKeys((MasterKey(b"1" * 32), MasterKey(b"2" * 32)))
-    assert MasterKeys.parse(two.text().replace("\n", ",")) == two
-    vault = Vault(world.store, Watch(world.store, world.clock), FixedKeys(two))
-    document = world.run(vault.document(PLACE, "sk", 0))
-    world.run(world.store.commit(Change(AUDIT, put=[replace(document)])))
-    assert world.run(vault.reveal("acme", "openai")) == "sk"
+    assert MasterKeys.parse(two.to_text().replace("\n", ",")) == two
+    vault = ProviderKeyVault(world.store, StoreVersionWatch(world.store, world.clock), EnvironmentMasterKeys(two))
+    document = world.run(vault.encrypted_document(PLACE, "sk", 0))
+    world.run(world.store.commit(StoreChange(AUDIT, put=[replace(document)])))
+    assert world.run(vault.get_key("acme", "openai")) == "sk"
 
 
 def test_who_holds_a_key_is_known_by_its_id_as_it_is_now(world: World) -> None:
     secret, fixed = new_secret("virtual"), Identity("configured-0", "c", "token")
     key, keys = made(secret, allowed_models=("a",), expires=1_000_060_000), world.keys(fixed={"x" * 16: fixed})
     world.put(key)
-    assert world.run(keys.holder(key.id)) == world.run(keys.identify(secret)) == key.identity
-    assert world.run(keys.holder("configured-0")) is fixed and world.run(keys.holder("f" * 16)) is None
+    assert world.run(keys.identity_of(key.id)) == world.run(keys.identify(secret)) == key.identity
+    assert world.run(keys.identity_of("configured-0")) is fixed and world.run(keys.identity_of("f" * 16)) is None
     world.put(made(secret, allowed_models=("b",), expires=1_000_060_000))
     world.clock.advance(1)
-    assert world.run(keys.holder(key.id)).allowed_models == ("b",)
+    assert world.run(keys.identity_of(key.id)).allowed_models == ("b",)
     world.wall.advance(60)
-    assert world.run(keys.holder(key.id)) is None
+    assert world.run(keys.identity_of(key.id)) is None

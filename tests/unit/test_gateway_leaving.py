@@ -11,22 +11,22 @@ from gateway_calls import Pieces, call
 from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.gateway.cache.memory import MemoryCache
-from emberline.gateway.call import Call, Reply
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.gateway.costs.prices import Prices
+from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.layers.balanced import balanced
-from emberline.gateway.layers.cached import Cached
-from emberline.gateway.layers.dynamic import Dynamic
-from emberline.gateway.layers.guarded import Guarded
-from emberline.gateway.layers.hedge import hedged
-from emberline.gateway.layers.limited import limited
-from emberline.gateway.layers.logged import logged
-from emberline.gateway.layers.routed import routed
-from emberline.gateway.layers.told import told
-from emberline.gateway.limits.claims import Claims
+from emberline.gateway.layers.caching import CacheLayer
+from emberline.gateway.layers.call_logging import log_calls
+from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
+from emberline.gateway.layers.errors_to_replies import errors_to_replies
+from emberline.gateway.layers.fallbacks import try_fallbacks
+from emberline.gateway.layers.guardrail_checks import GuardrailLayer
+from emberline.gateway.layers.hedging import hedge_slow_calls
+from emberline.gateway.layers.load_balancing import balance_pools
+from emberline.gateway.layers.rate_limiting import limit_calls
+from emberline.gateway.limits.claims import ClaimBuilder
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.stack import stacked
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.stack import stack_layers
 
 ANSWER = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}
 FILES = CatalogueFiles()
@@ -64,9 +64,9 @@ class SlowCache(MemoryCache):
         await run_steps(1)
         return await super().get(key)
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         await run_steps(2)
-        await super().put(key, value, seconds)
+        await super().put(key, value, ttl_s)
 
 
 class Providers:
@@ -75,23 +75,25 @@ class Providers:
     def __init__(self) -> None:
         self.opened = self.closed = 0
 
-    async def __call__(self, call: Call) -> Reply:
+    async def __call__(self, call: GatewayRequest) -> GatewayReply:
         try:
             await run_steps(3 if call.provider == "groq" else 5)
         except asyncio.CancelledError:
             await run_steps(2)
             raise
-        reply = Reply(200, {}, b"", usage=Usage(input=1, output=1), micros=1, provider=call.provider, step=call.step)
+        reply = GatewayReply(
+            200, {}, b"", usage=Usage(input=1, output=1), micros=1, provider=call.provider, step_index=call.step_index
+        )
         if call.stream:
             reply.headers["content-type"] = "text/event-stream"
-            reply.body = Pieces(sse.data(ANSWER), sse.DONE, reply=reply)
+            reply.body = Pieces(sse.data_event(ANSWER), sse.DONE_EVENT, reply=reply)
         else:
             reply.body, reply.ended = sse.dumps(ANSWER), "complete"
         self.opened += 1
-        reply.endings.append(self._end)
+        reply.close_callbacks.append(self._end)
         return reply
 
-    async def _end(self, reply: Reply) -> None:
+    async def _end(self, reply: GatewayReply) -> None:
         self.closed += 1
         await run_steps(2)
 
@@ -100,29 +102,29 @@ class Layers:
     """All layers that hold resources during a call."""
 
     def __init__(self) -> None:
-        clock, prices = ManualClock(), Prices(FILES)
+        clock, prices = ManualClock(), PriceList(FILES)
         self.limiter, self.providers = LocalLimiter(), Providers()
-        self.cached = Cached(SlowCache(clock), clock)
+        self.cached = CacheLayer(SlowCache(clock), clock)
         self.records: list[Any] = []
-        claims = Claims(FILES, prices)
+        claims = ClaimBuilder(FILES, prices)
         stack = (
-            logged(self, clock),
-            told,
-            Dynamic(self.limiter, claims, clock, clock).layer,
-            balanced(claims, clock),
+            log_calls(self, clock),
+            errors_to_replies,
+            DynamicRouteLayer(self.limiter, claims, clock, clock).wrap,
+            balance_pools(claims, clock),
             lambda inner: lambda call: inner(call.moved(hedge=0.0) if len(call.steps) > 1 else call),
-            limited(self.limiter, FILES, prices, clock, clock),
-            Guarded(routed(self.providers), clock).layer,
-            self.cached.layer,
-            hedged(prices, clock),
-            routed,
+            limit_calls(self.limiter, FILES, prices, clock, clock),
+            GuardrailLayer(try_fallbacks(self.providers), clock).wrap,
+            self.cached.wrap,
+            hedge_slow_calls(prices, clock),
+            try_fallbacks,
         )
-        self._handler = stacked(stack, self.providers)
+        self._handler = stack_layers(stack, self.providers)
 
     def put(self, record: Any, payload: Any = None) -> None:
         self.records.append(record)
 
-    async def send(self, request: Call) -> None:
+    async def send(self, request: GatewayRequest) -> None:
         reply = await self._handler(request)
         try:
             if not isinstance(reply.body, bytes):
@@ -151,7 +153,7 @@ def test_disconnect_at_any_step_releases_everything(provider: str, model: str, s
         was_running = task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await run_steps(20)
-        state = (len(asyncio.all_tasks()), len(layers.cached._flights), layers.open_reservations, len(layers.records))
+        state = (len(asyncio.all_tasks()), len(layers.cached._in_flight), layers.open_reservations, len(layers.records))
         assert state == (1, 0, 0, 1), f"after {count} steps"
         assert layers.providers.closed == layers.providers.opened, f"after {count} steps"
         return was_running

@@ -10,27 +10,27 @@ from gateway_calls import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call, Handler, Reply
-from emberline.gateway.checked import check_settings
-from emberline.gateway.costs.bill import bill
-from emberline.gateway.costs.catalogue import Catalogue, Model
+from emberline.gateway.costs.billing import set_cost
+from emberline.gateway.costs.catalogue import Catalogue, CatalogueModel
 from emberline.gateway.costs.cost import Price
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden, LimitExceeded
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.layers.limited import limited
+from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.settings import Settings
+from emberline.gateway.request import GatewayReply, GatewayRequest, Handler
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.settings_checks import check_settings
 
 CATALOGUE = Catalogue(
     [
-        Model("openai", "gpt-4o-mini", "chat", Price(150_000, 600_000), 128_000, 1000, (), "test", None)  # type: ignore[arg-type]
+        CatalogueModel("openai", "gpt-4o-mini", "chat", Price(150_000, 600_000), 128_000, 1000, (), "test", None)  # type: ignore[arg-type]
     ]
 )
 
 
 class Prices:
-    def price(self, settings: Settings, provider: str, model: str) -> Price | None:
+    def price(self, settings: GatewaySettings, provider: str, model: str) -> Price | None:
         return CATALOGUE.price(provider, model)
 
 
@@ -43,15 +43,15 @@ class Bench:
         self.micros: int | None = 7
         self.cached = False
         self.failure: BaseException | None = None
-        self.handler: Handler = limited(self.limiter, CATALOGUE, Prices(), ManualClock(), self.wall)(self._inner)
+        self.handler: Handler = limit_calls(self.limiter, CATALOGUE, Prices(), ManualClock(), self.wall)(self._inner)
 
-    async def _inner(self, call: Call) -> Reply:
+    async def _inner(self, call: GatewayRequest) -> GatewayReply:
         if self.failure is not None:
             raise self.failure
-        return Reply(200, {}, b"{}", usage=self.usage, micros=self.micros, cached=self.cached)
+        return GatewayReply(200, {}, b"{}", usage=self.usage, micros=self.micros, cached=self.cached)
 
-    def ask(self, *, close: bool = True, **about: Any) -> Call:
-        async def go() -> Call:
+    def ask(self, *, close: bool = True, **about: Any) -> GatewayRequest:
+        async def go() -> GatewayRequest:
             made = call(**about)
             reply = await self.handler(made)
             if close:
@@ -61,8 +61,8 @@ class Bench:
         return asyncio.run(go())
 
 
-def left(made: Call, amount: str) -> int:
-    return int(made.notes[f"x-ratelimit-remaining-{amount}"])
+def left(made: GatewayRequest, amount: str) -> int:
+    return int(made.reply_headers[f"x-ratelimit-remaining-{amount}"])
 
 
 def test_requests_are_counted_and_told() -> None:
@@ -76,13 +76,13 @@ def test_requests_are_counted_and_told() -> None:
 
 
 def test_a_refusal_tells_the_same_headers() -> None:
-    async def go() -> Call:
+    async def go() -> GatewayRequest:
         bench, made = Bench(), call(settings={"limits": [{"name": "none", "limit": 0, "amount": "tokens"}]})
         with pytest.raises(LimitExceeded):
             await bench.handler(made)
         return made
 
-    assert asyncio.run(go()).notes == {
+    assert asyncio.run(go()).reply_headers == {
         "x-ratelimit-limit-tokens": "0",
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "20s",
@@ -128,8 +128,8 @@ def test_only_an_accounts_token_can_say_that_it_costs_less(kind: Any, reserved: 
     who = Identity("k", "k", kind)
     made = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": said}, max_output=1000)
     assert left(made, "micros") == 1_000 - reserved
-    reply = Reply(200, {}, b"", usage=Usage(input=0, output=1000), provider="openai")
-    bill(made, reply, Prices())  # type: ignore[arg-type]
+    reply = GatewayReply(200, {}, b"", usage=Usage(input=0, output=1000), provider="openai")
+    set_cost(made, reply, Prices())  # type: ignore[arg-type]
     assert reply.micros == reserved
     dear = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
     assert left(dear, "micros") == 1_000 - 7 - 900, "it may say that it costs more"
@@ -208,14 +208,14 @@ def test_settings_that_change_are_read_again_and_wrong_ones_refused() -> None:
 
 
 def test_no_rules_no_notes() -> None:
-    assert Bench().ask().notes == {}
+    assert Bench().ask().reply_headers == {}
 
 
 def test_a_limit_that_callers_can_evade_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     team = {"name": "team", "limit": 5, "split": ["metadata.team", "user"]}
-    check_settings(Settings.read({"budgets": [team]}))
+    check_settings(GatewaySettings.parse({"budgets": [team]}))
     assert "limit=team metadata=team" in caplog.text
     caplog.clear()
-    check_settings(Settings.read({"budgets": [team], "metadata": {"team": "red"}}))
-    check_settings(Settings.read({"budgets": [{**team, "split": ["user", "key"]}]}))
+    check_settings(GatewaySettings.parse({"budgets": [team], "metadata": {"team": "red"}}))
+    check_settings(GatewaySettings.parse({"budgets": [{**team, "split": ["user", "key"]}]}))
     assert not caplog.text

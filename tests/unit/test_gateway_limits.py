@@ -15,18 +15,18 @@ from limits_oracle import RULES, START, STEPS, compare
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import LimitExceeded
 from emberline.gateway.limits.base import Grant
-from emberline.gateway.limits.headers import duration, remaining
+from emberline.gateway.limits.headers import format_duration, rate_limit_headers
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.limits.rule import Rule
-from emberline.gateway.limits.window import Window
+from emberline.gateway.limits.rule import LimitRule
+from emberline.gateway.limits.window import LimitWindow
 
 MOMENTS = st.integers(0, 4_102_444_800_000)  # 1970 to 2100
 HOLD = 60.0
 
 
-def passes(limiter: LocalLimiter, rule: Rule, now: float, amount: int = 1) -> bool:
+def passes(limiter: LocalLimiter, rule: LimitRule, now: float, amount: int = 1) -> bool:
     try:
-        reservation = asyncio.run(limiter.reserve([rule.claim({}, amount)], now, HOLD))
+        reservation = asyncio.run(limiter.reserve([rule.make_claim({}, amount)], now, HOLD))
     except LimitExceeded:
         return False
     limiter.settle(reservation, {rule.amount: amount})
@@ -42,37 +42,37 @@ def test_fixed_windows_follow_the_calendar(now: int) -> None:
         "day": date.replace(hour=0, minute=0, second=0),
         "month": date.replace(day=1, hour=0, minute=0, second=0),
     }.items():
-        window = Window.of(period, "fixed")  # type: ignore[arg-type]
+        window = LimitWindow.for_period(period, "fixed")  # type: ignore[arg-type]
         first = int(begins.timestamp()) * 1000
         assert window.slot(first) == window.slot(now) and window.slot(first - 1) == window.slot(now) - 1
-        assert window.ends(window.slot(first - 1)) == first
+        assert window.slot_end(window.slot(first - 1)) == first
 
 
 def test_weeks_begin_on_monday() -> None:
-    week = Window.of("week", "fixed")
-    ends = week.ends(week.slot(START))
+    week = LimitWindow.for_period("week", "fixed")
+    ends = week.slot_end(week.slot(START))
     assert datetime.fromtimestamp(ends / 1000, UTC) == datetime(2026, 1, 5, tzinfo=UTC)
     assert datetime(2026, 1, 5).weekday() == 0
 
 
 @given(st.integers(1, 10_000), MOMENTS)
 def test_sliding_window_is_at_most_a_sixtieth_too_long(per: int, now: int) -> None:
-    window = Window.of(per, "sliding")
-    counted = window.ends(window.slot(now)) - now
-    assert 1000 * per <= counted <= 1000 * per + 2 * window.length
-    assert window.live <= 62
+    window = LimitWindow.for_period(per, "sliding")
+    counted = window.slot_end(window.slot(now)) - now
+    assert 1000 * per <= counted <= 1000 * per + 2 * window.slot_ms
+    assert window.live_slots <= 62
 
 
 @settings(max_examples=300, deadline=None)
 @given(RULES, STEPS)
-def test_local_limiter_matches_the_oracle(rule: Rule, steps: list[tuple[str, int, int, int]]) -> None:
+def test_local_limiter_matches_the_oracle(rule: LimitRule, steps: list[tuple[str, int, int, int]]) -> None:
     asyncio.run(compare(LocalLimiter(), rule, steps))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 90), st.lists(st.integers(0, 30_000), max_size=60))
 def test_no_interval_of_window_length_exceeds_the_limit(limit: int, per: int, gaps: list[int]) -> None:
-    rule = Rule(name="r", limit=limit, per=per, technique="sliding")
+    rule = LimitRule(name="r", limit=limit, per=per, technique="sliding")
     limiter, now, passed = LocalLimiter(), START, list[int]()
     for gap in gaps:
         now += gap
@@ -82,38 +82,38 @@ def test_no_interval_of_window_length_exceeds_the_limit(limit: int, per: int, ga
 
 
 def test_reservation_takes_all_claims_or_none() -> None:
-    narrow, wide = Rule(name="narrow", limit=1), Rule(name="wide", limit=10)
+    narrow, wide = LimitRule(name="narrow", limit=1), LimitRule(name="wide", limit=10)
 
     async def run() -> None:
         limiter = LocalLimiter()
-        await limiter.reserve([wide.claim({}, 1), narrow.claim({}, 1)], 0, HOLD)
+        await limiter.reserve([wide.make_claim({}, 1), narrow.make_claim({}, 1)], 0, HOLD)
         for _ in range(5):
             with pytest.raises(LimitExceeded) as error:
-                await limiter.reserve([wide.claim({}, 1), narrow.claim({}, 1)], 0, HOLD)
+                await limiter.reserve([wide.make_claim({}, 1), narrow.make_claim({}, 1)], 0, HOLD)
             assert error.value.rule == "narrow"
-        after = await limiter.reserve([wide.claim({}, 1)], 0, HOLD)
+        after = await limiter.reserve([wide.make_claim({}, 1)], 0, HOLD)
         assert after.grants[0].remaining == 8
 
     asyncio.run(run())
 
 
 def test_limit_error_has_retry_after() -> None:
-    fixed, sliding = Rule(name="f", limit=2, per="hour"), Rule(name="s", limit=2, per=60, technique="sliding")
-    money = Rule(name="m", limit=0, amount="micros", per="day")
+    fixed, sliding = LimitRule(name="f", limit=2, per="hour"), LimitRule(name="s", limit=2, per=60, technique="sliding")
+    money = LimitRule(name="m", limit=0, amount="micros", per="day")
 
     async def run() -> None:
         limiter, hour = LocalLimiter(), 3600 * 1000
         for at in (0, 30):
-            await limiter.reserve([fixed.claim({}, 1), sliding.claim({}, 1)], hour + at, HOLD)
+            await limiter.reserve([fixed.make_claim({}, 1), sliding.make_claim({}, 1)], hour + at, HOLD)
         with pytest.raises(LimitExceeded) as error:
-            await limiter.reserve([fixed.claim({}, 1), sliding.claim({}, 1)], hour + 40, HOLD)
+            await limiter.reserve([fixed.make_claim({}, 1), sliding.make_claim({}, 1)], hour + 40, HOLD)
         assert (error.value.rule, error.value.retry_after) == ("f", 3560)  # the longest wait of the exceeded limits
         with pytest.raises(LimitExceeded) as error:
-            await limiter.reserve([sliding.claim({}, 1)], hour + 40, HOLD)
+            await limiter.reserve([sliding.make_claim({}, 1)], hour + 40, HOLD)
         assert error.value.retry_after == 21  # the first call stops counting after a minute and a sixtieth
         assert error.value.status == 429 and error.value.code == "rate_limit_exceeded"
         with pytest.raises(LimitExceeded) as error:
-            await limiter.reserve([money.claim({}, 1)], hour, HOLD)
+            await limiter.reserve([money.make_claim({}, 1)], hour, HOLD)
         assert error.value.code == "budget_exceeded"
 
     asyncio.run(run())
@@ -123,13 +123,13 @@ def test_limit_error_has_retry_after() -> None:
 @given(st.integers(1, 50), st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.booleans()), max_size=40))
 def test_budget_is_exceeded_by_less_than_one_reservation(limit: int, calls: list[tuple[int, int, bool]]) -> None:
     """Each call uses at most what it reserved, as a call with max_tokens does."""
-    rule = Rule(name="b", limit=limit, amount="micros", per="month")
+    rule = LimitRule(name="b", limit=limit, amount="micros", per="month")
 
     async def run() -> None:
         limiter, running, used_total = LocalLimiter(), [], 0
         for reserved, used, ends in calls:
             with contextlib.suppress(LimitExceeded):
-                running.append((await limiter.reserve([rule.claim({}, reserved)], 0, HOLD), min(used, reserved)))
+                running.append((await limiter.reserve([rule.make_claim({}, reserved)], 0, HOLD), min(used, reserved)))
             if running and ends:
                 reservation, actual = running.pop(0)
                 limiter.settle(reservation, {"micros": actual})
@@ -142,7 +142,7 @@ def test_budget_is_exceeded_by_less_than_one_reservation(limit: int, calls: list
 def test_settling_twice_fails_an_assertion() -> None:
     async def run() -> None:
         limiter = LocalLimiter()
-        reservation = await limiter.reserve([Rule(name="r", limit=1).claim({}, 1)], 0, HOLD)
+        reservation = await limiter.reserve([LimitRule(name="r", limit=1).make_claim({}, 1)], 0, HOLD)
         limiter.settle(reservation, {"requests": 1})
         with pytest.raises(AssertionError):
             limiter.settle(reservation, {"requests": 1})
@@ -151,27 +151,27 @@ def test_settling_twice_fails_an_assertion() -> None:
 
 
 def test_unused_buckets_are_swept() -> None:
-    rule = Rule(name="r", limit=1, per=1, split=("user",))
+    rule = LimitRule(name="r", limit=1, per=1, split=("user",))
 
     async def run() -> None:
         limiter = LocalLimiter()
         for i in range(5000):
-            reservation = await limiter.reserve([rule.claim({"user": str(i)}, 1)], i / 100, HOLD)
+            reservation = await limiter.reserve([rule.make_claim({"user": str(i)}, 1)], i / 100, HOLD)
             limiter.settle(reservation, {"requests": 1})
-        assert limiter.buckets < 300  # 100 buckets are used per second
+        assert limiter.bucket_count < 300  # 100 buckets are used per second
 
     asyncio.run(run())
 
 
 def test_settled_reservations_leave_the_expiry_heap() -> None:
-    rule = Rule(name="r", limit=10**9)
+    rule = LimitRule(name="r", limit=10**9)
 
     async def run() -> None:
         limiter = LocalLimiter()
         for i in range(2000):
-            limiter.settle(await limiter.reserve([rule.claim({}, 1)], i, 1e6), {"requests": 1})
+            limiter.settle(await limiter.reserve([rule.make_claim({}, 1)], i, 1e6), {"requests": 1})
         (bucket,) = limiter._buckets.values()
-        assert len(bucket.expiring) <= 66 and len(bucket.used) == 1
+        assert len(bucket.expiry_heap) <= 66 and len(bucket.used) == 1
 
     asyncio.run(run())
 
@@ -180,16 +180,20 @@ def test_settled_reservations_leave_the_expiry_heap() -> None:
 
 
 def test_rules_split_and_filter() -> None:
-    rule = Rule(name="r", limit=1, split=("metadata.team",), only={"model": ("gpt-5",)})
-    assert rule.holds({"model": "gpt-5"}) and not rule.holds({"model": "gpt-4"}) and not rule.holds({})
-    buckets = [rule.claim({"gateway": "a/g", **facts}, 1).bucket for facts in ({"metadata.team": "x"}, {}, {"x": "y"})]
+    rule = LimitRule(name="r", limit=1, split=("metadata.team",), only={"model": ("gpt-5",)})
+    assert rule.applies_to({"model": "gpt-5"}) and not rule.applies_to({"model": "gpt-4"}) and not rule.applies_to({})
+    buckets = [
+        rule.make_claim({"gateway": "a/g", **facts}, 1).bucket for facts in ({"metadata.team": "x"}, {}, {"x": "y"})
+    ]
     assert buckets[0] != buckets[1] == buckets[2]
-    assert Rule(name="r", limit=1, named=True).holds({}, ("r",)) and not Rule(name="r", limit=1, named=True).holds({})
+    assert LimitRule(name="r", limit=1, named=True).applies_to({}, ("r",)) and not LimitRule(
+        name="r", limit=1, named=True
+    ).applies_to({})
 
 
 def test_split_values_cannot_collide() -> None:
-    rule = Rule(name="r", limit=1, split=("user", "model"))
-    assert rule.claim({"user": 'a","b'}, 1).bucket != rule.claim({"user": "a", "model": "b"}, 1).bucket
+    rule = LimitRule(name="r", limit=1, split=("user", "model"))
+    assert rule.make_claim({"user": 'a","b'}, 1).bucket != rule.make_claim({"user": "a", "model": "b"}, 1).bucket
 
 
 @pytest.mark.parametrize(
@@ -209,14 +213,14 @@ def test_split_values_cannot_collide() -> None:
 )
 def test_invalid_rule_is_rejected(rule: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
-        Rule.read([rule])
+        LimitRule.parse([rule])
 
 
 def test_rule_names_must_be_unique_and_few() -> None:
     with pytest.raises(InvalidRequest):
-        Rule.read([{"name": "x", "limit": 1}, {"name": "x", "limit": 2}])
+        LimitRule.parse([{"name": "x", "limit": 1}, {"name": "x", "limit": 2}])
     with pytest.raises(InvalidRequest):
-        Rule.read([{"name": str(i), "limit": 1} for i in range(21)])
+        LimitRule.parse([{"name": str(i), "limit": 1} for i in range(21)])
 
 
 # Headers
@@ -224,11 +228,11 @@ def test_rule_names_must_be_unique_and_few() -> None:
 
 def test_headers_report_the_tightest_limit() -> None:
     def grant(limit: int, left: int, resets: int, amount: str = "requests") -> Grant:
-        rule = Rule(name="r", limit=limit, amount=amount)  # type: ignore[arg-type]
-        return Grant(rule.claim({}, 1), 0, 1, left, resets)
+        rule = LimitRule(name="r", limit=limit, amount=amount)  # type: ignore[arg-type]
+        return Grant(rule.make_claim({}, 1), 0, 1, left, resets)
 
     grants: Sequence[Grant] = [grant(100, 50, 500), grant(10, 1, 61_000), grant(5000, -3, 3_600_000, "tokens")]
-    assert remaining(grants) == {
+    assert rate_limit_headers(grants) == {
         "x-ratelimit-limit-requests": "10",
         "x-ratelimit-remaining-requests": "1",
         "x-ratelimit-reset-requests": "1m1s",
@@ -236,7 +240,7 @@ def test_headers_report_the_tightest_limit() -> None:
         "x-ratelimit-remaining-tokens": "0",
         "x-ratelimit-reset-tokens": "1h0m0s",
     }
-    assert [duration(ms) for ms in (0, 999, 1000, 1001, 59_000, 3_600_001)] == [
+    assert [format_duration(ms) for ms in (0, 999, 1000, 1001, 59_000, 3_600_001)] == [
         "0ms",
         "999ms",
         "1s",

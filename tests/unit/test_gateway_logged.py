@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from gateway_calls import call
 
-from emberline.gateway.admin.logs import view
-from emberline.gateway.call import Reply
-from emberline.gateway.costs.bill import bill
+from emberline.gateway.admin.logs import record_view
+from emberline.gateway.costs.billing import set_cost
 from emberline.gateway.costs.catalogue import CatalogueFiles
-from emberline.gateway.costs.prices import Prices
+from emberline.gateway.costs.price_list import PriceList
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.layers.logged import record
-from emberline.gateway.store.rollup import COUNTERS, tally
-from emberline.gateway.streams.meter import RawMeter, check_whole
+from emberline.gateway.layers.call_logging import make_record
+from emberline.gateway.request import GatewayReply
+from emberline.gateway.store.rollup import COUNTERS, count_records
+from emberline.gateway.streams.meter import RawReplyMeter, check_reply
 
 
 def test_a_request_cannot_say_otherwise_what_its_key_or_gateway_says() -> None:
@@ -20,30 +20,30 @@ def test_a_request_cannot_say_otherwise_what_its_key_or_gateway_says() -> None:
     said = {"cf-aig-metadata": '{"team": "forged", "stage": "forged", "age": 7}'}
     asked = call(headers=said, identity=who, settings={"metadata": {"stage": "live"}})
     asked.id = "0" * 32
-    assert record(asked, Reply(200, {}, b""), 1.0).metadata == {"team": "core", "stage": "live", "age": 7}
+    assert make_record(asked, GatewayReply(200, {}, b""), 1.0).metadata == {"team": "core", "stage": "live", "age": 7}
 
 
 def test_a_turn_can_be_searched_for() -> None:
     asked = call(headers={"cf-aig-turn-id": "t7", "cf-aig-session-id": "s1"})
     asked.id = "0" * 32
-    made = record(asked, Reply(200, {}, b""), 1.0)
+    made = make_record(asked, GatewayReply(200, {}, b""), 1.0)
     assert made.metadata == {"turn_id": "t7"} and made.session_id == "s1"
 
 
 def test_a_key_in_a_query_is_not_kept() -> None:
     asked = call()
     asked.id, asked.endpoint = "0" * 32, "v1beta/models/m:generateContent?key=a-secret"
-    assert record(asked, Reply(200, {}, b""), 1.0).path == "v1beta/models/m:generateContent"
+    assert make_record(asked, GatewayReply(200, {}, b""), 1.0).path == "v1beta/models/m:generateContent"
 
 
 def test_what_tells_no_usage_has_no_cost() -> None:
-    asked, prices = call(dialect="raw"), Prices(CatalogueFiles())
+    asked, prices = call(dialect="raw"), PriceList(CatalogueFiles())
     asked.id = "0" * 32
     assert prices.price(asked.settings, asked.provider, asked.model) is not None
-    for usage in (check_whole("raw", b'{"ok": true}')[0], RawMeter().usage(b"{}")[0]):
-        reply = Reply(200, {}, b"", usage=usage, provider=asked.provider, ended="complete")
-        bill(asked, reply, prices)
-        made = record(asked, reply, 1.0)
-        assert made.micros is None and view(made)["cost"] is None
-        for counts in tally([made]).values():
+    for usage in (check_reply("raw", b'{"ok": true}')[0], RawReplyMeter().usage(b"{}")[0]):
+        reply = GatewayReply(200, {}, b"", usage=usage, provider=asked.provider, ended="complete")
+        set_cost(asked, reply, prices)
+        made = make_record(asked, reply, 1.0)
+        assert made.micros is None and record_view(made)["cost"] is None
+        for counts in count_records([made]).values():
             assert (counts[COUNTERS.index("unpriced")], counts[COUNTERS.index("micros")]) == (1, 0)

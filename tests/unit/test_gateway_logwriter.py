@@ -9,22 +9,22 @@ import pytest
 from gateway_records import NOON, made
 
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.logs import logwriter
-from emberline.gateway.logs.logwriter import LogWriter
-from emberline.gateway.logs.record import Payload, Record
+from emberline.gateway.logs import log_writer
+from emberline.gateway.logs.log_writer import LogWriter
+from emberline.gateway.logs.record import LogPayload, LogRecord
 
 
 class ScriptedStore:
     """Fails when told to; a record of the model `poison` cannot be written."""
 
     def __init__(self) -> None:
-        self.batches: list[list[tuple[Record, Payload | None]]] = []
+        self.batches: list[list[tuple[LogRecord, LogPayload | None]]] = []
         self.is_down = False
         self.says: Exception = StoreFailed("down")  # when asked whether it answers
         self.asked = asyncio.Event()
         self.meanwhile: Callable[[], None] = lambda: None  # happens while the first batch is written
 
-    async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None:
+    async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None:
         self.asked.set()
         if not self.batches:
             self.meanwhile()
@@ -40,7 +40,7 @@ class ScriptedStore:
         return 0
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[LogRecord]:
         return [record for batch in self.batches for record, _ in batch]
 
 
@@ -48,12 +48,12 @@ def test_what_comes_together_is_written_together() -> None:
     async def do() -> None:
         store = ScriptedStore()
         records = [made(NOON + i) for i in range(2500)]
-        async with LogWriter(store, linger=0.01) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, flush_delay_s=0.01) as writer:  # type: ignore[arg-type]
             for each in records:
                 writer.put(each)
         assert store.records == records
         assert [len(batch) for batch in store.batches] == [1000, 1000, 500]
-        assert (writer.written, writer.dropped, writer.queued) == (2500, 0, 0)
+        assert (writer.written, writer.dropped, writer.queue_length) == (2500, 0, 0)
 
     asyncio.run(do())
 
@@ -62,7 +62,7 @@ def test_what_comes_while_a_batch_is_written_waits_for_more() -> None:
     async def do() -> None:
         store = ScriptedStore()
         records = [made(NOON + i) for i in range(3)]
-        async with LogWriter(store, linger=0.05) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, flush_delay_s=0.05) as writer:  # type: ignore[arg-type]
             store.meanwhile = lambda: writer.put(records[1])
             writer.put(records[0])
             await store.asked.wait()
@@ -76,10 +76,10 @@ def test_what_comes_while_a_batch_is_written_waits_for_more() -> None:
 def test_a_full_queue_drops_and_counts_and_never_waits() -> None:
     async def do() -> None:
         store = ScriptedStore()
-        async with LogWriter(store, most_records=10) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, max_records=10) as writer:  # type: ignore[arg-type]
             for i in range(25):
                 writer.put(made(NOON + i))
-            assert (writer.queued, writer.dropped) == (10, 15)
+            assert (writer.queue_length, writer.dropped) == (10, 15)
         writer.put(made())  # closed
         assert (writer.written, writer.dropped) == (10, 16)
 
@@ -89,12 +89,12 @@ def test_a_full_queue_drops_and_counts_and_never_waits() -> None:
 def test_payloads_that_do_not_fit_are_left_out_and_their_records_kept() -> None:
     async def do() -> None:
         store = ScriptedStore()
-        async with LogWriter(store, most_bytes=25, linger=0.0) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, max_bytes=25, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
             for i in range(3):
-                writer.put(made(NOON + i), Payload(b"1234567890", b""))
+                writer.put(made(NOON + i), LogPayload(b"1234567890", b""))
             while not store.batches:
                 await asyncio.sleep(0.001)
-            writer.put(made(NOON + 3), Payload(b"1234567890", b""))  # there is room again
+            writer.put(made(NOON + 3), LogPayload(b"1234567890", b""))  # there is room again
         kept = [payload is not None for batch in store.batches for _, payload in batch]
         assert kept == [True, True, False, True] and writer.dropped == 0
 
@@ -105,7 +105,7 @@ def test_a_store_that_comes_back_gets_everything() -> None:
     async def do() -> None:
         store = ScriptedStore()
         store.is_down = True
-        async with LogWriter(store, linger=0.0) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
             writer.put(made())
             await asyncio.wait_for(store.asked.wait(), 5)
             writer.put(made(NOON + 1))
@@ -119,7 +119,7 @@ def test_leaving_a_store_that_stays_away_ends_and_counts() -> None:
     async def do() -> None:
         store = ScriptedStore()
         store.is_down = True
-        async with LogWriter(store, linger=0.0, goodbye=0.05) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, flush_delay_s=0.0, close_timeout_s=0.05) as writer:  # type: ignore[arg-type]
             writer.put(made())
             await asyncio.wait_for(store.asked.wait(), 5)
             writer.put(made(NOON + 1))
@@ -131,7 +131,7 @@ def test_leaving_a_store_that_stays_away_ends_and_counts() -> None:
 def test_one_bad_record_does_not_hold_up_the_others() -> None:
     async def do() -> None:
         store = ScriptedStore()
-        async with LogWriter(store, linger=0.0) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
             for i, model in enumerate(("a", "poison", "b")):
                 writer.put(made(NOON + i, model=model))
         assert [record.model for record in store.records] == ["a", "b"]
@@ -141,12 +141,12 @@ def test_one_bad_record_does_not_hold_up_the_others() -> None:
 
 
 def test_a_store_that_fails_in_a_strange_way_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logwriter, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(log_writer, "FIRST_RETRY_DELAY_S", 0.0)
 
     async def do() -> None:
         store = ScriptedStore()
         store.is_down, store.says = True, IndexError("no such row")
-        async with LogWriter(store, linger=0.0) as writer:  # type: ignore[arg-type]
+        async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
             writer.put(made())
             while writer.failures < 5:
                 await asyncio.sleep(0.001)

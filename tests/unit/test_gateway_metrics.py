@@ -9,21 +9,21 @@ import pytest
 
 from emberline.core.clock import SystemClock
 from emberline.gateway.cache.semantic import SemanticStats
-from emberline.gateway.layers.cached import CacheStats
+from emberline.gateway.layers.caching import CacheStats
 from emberline.gateway.limits.base import LimiterStats
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.server.gateway.gateway_metrics import GatewayMetrics
-from emberline.server.metrics import exposition
+from emberline.server.metrics import render_exposition
 
 JOURNAL: Any = SimpleNamespace(written=1, dropped=2, failures=3, queued=4)
 CACHE = CacheStats(hits=5, misses=6, shared=7, stored=8, too_large=9)
-SEMANTIC = SimpleNamespace(stats=SemanticStats(asked=10, near=11, served=12, compared=13, disagreed=14))
-SHARED = SimpleNamespace(stats=LimiterStats(reserved=15, degraded=16, owed=17, lost=18))
+SEMANTIC = SimpleNamespace(stats=SemanticStats(lookups=10, similar=11, served=12, compared=13, disagreed=14))
+SHARED = SimpleNamespace(stats=LimiterStats(reserved=15, degraded=16, pending_settlements=17, lost_settlements=18))
 
 
 def exposed_metrics(semantic: Any, limiter: Any) -> dict[str, int]:
     cached: Any = SimpleNamespace(stats=CACHE, semantic=semantic)
-    text = exposition(GatewayMetrics(SystemClock(), [], JOURNAL, cached, limiter, None).families())
+    text = render_exposition(GatewayMetrics(SystemClock(), [], JOURNAL, cached, limiter, None).families())
     rows = [line.split() for line in text.splitlines() if not line.startswith("#") and "{" not in line]
     return {name.removeprefix("emberline:gateway_").removesuffix("_total"): int(value) for name, value in rows}
 

@@ -7,16 +7,16 @@ from gateway_calls import call
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.key import cache_key
-from emberline.gateway.keys.secrets import own_key
+from emberline.gateway.keys.provider_keys import caller_key
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.providers.registry import KNOWN, Registry
-from emberline.gateway.settings import Settings
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
+from emberline.gateway.settings import GatewaySettings
 
-ON = Settings.read({})
+ON = GatewaySettings.parse({})
 
 
 def provider(slug: str) -> Provider:
-    return Registry().find(slug, ON)
+    return ProviderRegistry().find(slug, ON)
 
 
 @pytest.mark.parametrize(
@@ -43,32 +43,34 @@ def test_where_it_goes_and_with_which_key(slug: str, endpoint: str, url: str, ke
     asked = call(
         b"\xff sound", headers={"content-type": "audio/wav"}, provider=slug, dialect="raw", endpoint=endpoint, model=""
     )
-    out = provider(slug).request(asked, "K")
+    out = provider(slug).build_request(asked, "K")
     assert (out.method, out.url, out.body) == ("POST", url, b"\xff sound")
     assert out.headers == {"content-type": "audio/wav", **key}
     # A stored key replaces what came in any other header of a credential.
-    other = asked.moved(headers={"xi-api-key": "x", "x-api-key": "x", "api-key": "x", "authorization": "Bearer x"})
-    assert provider(slug).request(other, "K").headers == key
+    other = asked.with_changes(
+        headers={"xi-api-key": "x", "x-api-key": "x", "api-key": "x", "authorization": "Bearer x"}
+    )
+    assert provider(slug).build_request(other, "K").headers == key
 
 
 def test_a_callers_own_key_passes_and_tells_replies_apart() -> None:
     own = [call({}, headers={"xi-api-key": key}, provider="elevenlabs", dialect="raw") for key in ("one", "two")]
-    assert [own_key(each) for each in own] == ["one", "two"]
-    assert provider("elevenlabs").request(own[0], None).headers == {"xi-api-key": "one"}
+    assert [caller_key(each) for each in own] == ["one", "two"]
+    assert provider("elevenlabs").build_request(own[0], None).headers == {"xi-api-key": "one"}
     assert cache_key(own[0]) != cache_key(own[1])
 
 
 def test_chat_is_translated_only_where_it_is_spoken() -> None:
     for slug in ("baseten", "parallel"):
-        assert provider(slug).speaks("openai-chat")
+        assert provider(slug).supports("openai-chat")
         assert provider(slug).endpoint_for("openai-chat", "m", False) == "chat/completions"
     for slug in ("elevenlabs", "deepgram", "cartesia", "fal", "ideogram"):
-        assert not provider(slug).native and slug in KNOWN
-    assert provider("fal").model_in("fal-ai/fast-sdxl") == "fal-ai/fast-sdxl"
-    assert provider("baseten").model_in("model/abc/x") == "abc"
+        assert not provider(slug).endpoints and slug in PROVIDERS_BY_SLUG
+    assert provider("fal").model_from_path("fal-ai/fast-sdxl") == "fal-ai/fast-sdxl"
+    assert provider("baseten").model_from_path("model/abc/x") == "abc"
 
 
 @pytest.mark.parametrize("id", ["", "a.evil.example", "a@b", "a#", "A", "a" * 33])
 def test_a_deployment_cannot_lead_to_another_host(id: str) -> None:
     with pytest.raises(InvalidRequest, match="deployment"):
-        provider("baseten").url(f"model/{id}", "")
+        provider("baseten").build_url(f"model/{id}", "")

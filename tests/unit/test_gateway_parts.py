@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest, NotFound
-from emberline.gateway.body import edited, peek
-from emberline.gateway.book import read_gateways
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.cost import Price
-from emberline.gateway.costs.estimate import PICTURE, estimated_input
-from emberline.gateway.errors import Broken, Refused, TimedOut
-from emberline.gateway.gateway import resolve
+from emberline.gateway.costs.estimate import TOKENS_PER_ATTACHMENT, estimate_input_tokens
+from emberline.gateway.error_replies import error_event, error_reply, read_provider_error, read_retry_after
+from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
+from emberline.gateway.gateway import resolve_model
 from emberline.gateway.keys.identity import ANONYMOUS
-from emberline.gateway.logs.ids import Ids
-from emberline.gateway.logs.record import created
-from emberline.gateway.models import ModelList
-from emberline.gateway.options import NOTHING, CustomCost, Options
-from emberline.gateway.paths import Target, target_of
-from emberline.gateway.providers.registry import Registry
-from emberline.gateway.refusal import error_reply, last_words, refused, retry_after
-from emberline.gateway.settings import Settings
-from emberline.gateway.store.packing import SMALL, SMALLEST, packed, unpacked
+from emberline.gateway.logs.record import created_ms
+from emberline.gateway.logs.request_ids import RequestIDGenerator
+from emberline.gateway.model_lister import ModelLister
+from emberline.gateway.options import NO_OPTIONS, CustomCost, RequestOptions
+from emberline.gateway.paths import RequestTarget, parse_path
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request_body import read_body_fields, replace_fields
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.settings_store import read_configured_gateways
+from emberline.gateway.store.compression import MIN_COMPRESSED_BYTES, SMALL_PAYLOAD_BYTES, compress, decompress
 
 CHAT = "chat/completions"
 
@@ -35,22 +35,22 @@ CHAT = "chat/completions"
 @pytest.mark.parametrize(
     ("path", "target"),
     [
-        ("/v1/chat/completions", Target("plain", endpoint=CHAT, dialect="openai-chat")),
-        ("/v1/messages", Target("plain", endpoint="messages", dialect="anthropic")),
-        ("/v1/messages/count_tokens", Target("plain", endpoint="messages/count_tokens")),
-        ("/v1/acc/gw", Target("universal", "acc", "gw")),
-        ("/v1/acc/gw/", Target("universal", "acc", "gw")),
-        ("/v1/acc/gw/compat/chat/completions", Target("compat", "acc", "gw", "", CHAT, "openai-chat")),
-        ("/v1/acc/gw/compat/v1/embeddings", Target("compat", "acc", "gw", "", "embeddings", "openai-embeddings")),
-        ("/v1/acc/gw/openai/chat/completions", Target("native", "acc", "gw", "openai", CHAT)),
-        ("/v1/acc/gw/anthropic/v1/messages", Target("native", "acc", "gw", "anthropic", "v1/messages")),
-        ("/v1/acc/gw/custom-mine/a/b%20c", Target("native", "acc", "gw", "custom-mine", "a/b%20c")),
-        ("/v1/acc/gw/workers-ai/@cf/meta/llama", Target("native", "acc", "gw", "workers-ai", "@cf/meta/llama")),
-        ("/accounts/acc/ai/v1/embeddings", Target("plain", "acc", None, "", "embeddings", "openai-embeddings")),
+        ("/v1/chat/completions", RequestTarget("plain", endpoint=CHAT, dialect="openai-chat")),
+        ("/v1/messages", RequestTarget("plain", endpoint="messages", dialect="anthropic")),
+        ("/v1/messages/count_tokens", RequestTarget("plain", endpoint="messages/count_tokens")),
+        ("/v1/acc/gw", RequestTarget("universal", "acc", "gw")),
+        ("/v1/acc/gw/", RequestTarget("universal", "acc", "gw")),
+        ("/v1/acc/gw/compat/chat/completions", RequestTarget("compat", "acc", "gw", "", CHAT, "openai-chat")),
+        ("/v1/acc/gw/compat/v1/embeddings", RequestTarget("compat", "acc", "gw", "", "embeddings", "openai-embeddings")),
+        ("/v1/acc/gw/openai/chat/completions", RequestTarget("native", "acc", "gw", "openai", CHAT)),
+        ("/v1/acc/gw/anthropic/v1/messages", RequestTarget("native", "acc", "gw", "anthropic", "v1/messages")),
+        ("/v1/acc/gw/custom-mine/a/b%20c", RequestTarget("native", "acc", "gw", "custom-mine", "a/b%20c")),
+        ("/v1/acc/gw/workers-ai/@cf/meta/llama", RequestTarget("native", "acc", "gw", "workers-ai", "@cf/meta/llama")),
+        ("/accounts/acc/ai/v1/embeddings", RequestTarget("plain", "acc", None, "", "embeddings", "openai-embeddings")),
     ],
 )  # fmt: skip
-def test_paths(path: str, target: Target) -> None:
-    assert target_of(path) == target
+def test_paths(path: str, target: RequestTarget) -> None:
+    assert parse_path(path) == target
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_paths(path: str, target: Target) -> None:
 )
 def test_paths_that_are_none(path: str) -> None:
     with pytest.raises(NotFound):
-        target_of(path)
+        parse_path(path)
 
 
 def test_options_are_read() -> None:
-    asked = Options.read(
+    asked = RequestOptions.from_headers(
         {
             "cf-aig-cache-ttl": "3600",
             "cf-aig-skip-cache": "true",
@@ -80,13 +80,19 @@ def test_options_are_read() -> None:
     assert (asked.max_attempts, asked.backoff) == (5, "linear") and asked.allowed_models == ("gpt-*", "claude-*")
     assert asked.metadata == {"a": "x", "b": 2, "c": True}
     assert asked.custom_cost == CustomCost(Price(1_000_000, 2_500_000))
-    assert Options.read({"accept": "*/*"}) is NOTHING
-    assert Options.read({"cf-cache-ttl": "60000"}).cache_ttl == 60, "the older header was in milliseconds"
-    assert Options.read({"cf-aig-cache-ttl": "90", "cf-cache-ttl": "60000"}).cache_ttl == 90
-    assert Options.read({"cf-aig-custom-cost": '{"total_cost": 0.1}'}).custom_cost == CustomCost(micros=100_000)
+    assert RequestOptions.from_headers({"accept": "*/*"}) is NO_OPTIONS
+    assert RequestOptions.from_headers({"cf-cache-ttl": "60000"}).cache_ttl == 60, (
+        "the older header was in milliseconds"
+    )
+    assert RequestOptions.from_headers({"cf-aig-cache-ttl": "90", "cf-cache-ttl": "60000"}).cache_ttl == 90
+    assert RequestOptions.from_headers({"cf-aig-custom-cost": '{"total_cost": 0.1}'}).custom_cost == CustomCost(
+        micros=100_000
+    )
     sent = '{"город": "Café"}'.encode().decode("latin-1")  # as a server reads what a client writes in UTF-8
-    assert Options.read({"cf-aig-metadata": sent}).metadata == {"город": "Café"}
-    assert Options.read({"cf-aig-metadata": '{"a": "Caf\xe9"}'}).metadata == {"a": "Café"}, "and in Latin-1"
+    assert RequestOptions.from_headers({"cf-aig-metadata": sent}).metadata == {"город": "Café"}
+    assert RequestOptions.from_headers({"cf-aig-metadata": '{"a": "Caf\xe9"}'}).metadata == {"a": "Café"}, (
+        "and in Latin-1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,30 +119,34 @@ def test_options_are_read() -> None:
 )
 def test_options_that_are_wrong(name: str, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        Options.read({name: text})
+        RequestOptions.from_headers({name: text})
     assert caught.value.param == name
 
 
 def test_a_step_lies_over_the_request() -> None:
-    below = Options(cache_ttl=60, max_attempts=2, skip_cache=True)
-    assert Options(max_attempts=5, skip_cache=False).over(below) == Options(
+    below = RequestOptions(cache_ttl=60, max_attempts=2, skip_cache=True)
+    assert RequestOptions(max_attempts=5, skip_cache=False).merged_over(below) == RequestOptions(
         cache_ttl=60, max_attempts=5, skip_cache=False
     )
 
 
 def test_peek_takes_what_it_knows() -> None:
-    seen = peek(
+    seen = read_body_fields(
         b'{"model": "m", "stream": true, "max_completion_tokens": 7, "max_tokens": 9, "messages": [{"odd": 1}]}'
     )
-    assert (seen.model, seen.stream, seen.max_output, seen.counts) == ("m", True, 7, False)
-    assert peek(b'{"stream_options": {"include_usage": true}}').counts
-    assert peek(b'{"model": 5, "stream": "yes", "max_tokens": "x"}').max_output is None, "the provider's to refuse"
-    gemini = peek(b'{"generationConfig": {"maxOutputTokens": 9, "candidateCount": 3}}')
-    assert (gemini.max_output, gemini.answers) == (9, 3) and peek(b'{"n": 4}').answers == 4
-    assert [peek(body).answers for body in (b"{}", b'{"n": true}', b'{"n": 0}', b'{"generationConfig": 5}')] == [1] * 4
+    assert (seen.model, seen.stream, seen.max_output, seen.wants_usage) == ("m", True, 7, False)
+    assert read_body_fields(b'{"stream_options": {"include_usage": true}}').wants_usage
+    assert read_body_fields(b'{"model": 5, "stream": "yes", "max_tokens": "x"}').max_output is None, (
+        "the provider's to refuse"
+    )
+    gemini = read_body_fields(b'{"generationConfig": {"maxOutputTokens": 9, "candidateCount": 3}}')
+    assert (gemini.max_output, gemini.choice_count) == (9, 3) and read_body_fields(b'{"n": 4}').choice_count == 4
+    assert [
+        read_body_fields(body).choice_count for body in (b"{}", b'{"n": true}', b'{"n": 0}', b'{"generationConfig": 5}')
+    ] == [1] * 4
     for body in (b"", b"[]", b"nul", b'{"model": "\xff"}', b'{"model": "' + b"x" * 300 + b'"}'):
         with pytest.raises(InvalidRequest):
-            peek(body)
+            read_body_fields(body)
 
 
 values = st.recursive(
@@ -146,34 +156,38 @@ values = st.recursive(
 
 @given(st.dictionaries(st.text(), values, max_size=5), st.text())
 def test_an_edited_body_is_otherwise_the_same(body: dict[str, Any], model: str) -> None:
-    made = json.loads(edited(json.dumps(body).encode(), model=model))
+    made = json.loads(replace_fields(json.dumps(body).encode(), model=model))
     assert made == {**body, "model": model} and list(made) == list({**body, "model": model})
 
 
 def test_what_is_not_edited_keeps_its_bytes() -> None:
-    assert edited(b'{"a": 1.50e0,"model":"x", "b":[1 , 2]}', model="y") == b'{"a":1.50e0,"model":"y","b":[1 , 2]}'
+    assert (
+        replace_fields(b'{"a": 1.50e0,"model":"x", "b":[1 , 2]}', model="y") == b'{"a":1.50e0,"model":"y","b":[1 , 2]}'
+    )
 
 
 def test_estimates_do_not_count_pictures_as_text() -> None:
     text = {"messages": [{"role": "user", "content": "word " * 1000}]}
     picture = {"messages": [{"role": "user", "content": [{"url": "data:image/png;base64," + "A" * 400_000}]}]}
-    assert 1200 < estimated_input(json.dumps(text).encode()) < 1300
-    assert PICTURE <= estimated_input(json.dumps(picture).encode()) < PICTURE + 50
-    assert estimated_input(b"") == 1
+    assert 1200 < estimate_input_tokens(json.dumps(text).encode()) < 1300
+    assert TOKENS_PER_ATTACHMENT <= estimate_input_tokens(json.dumps(picture).encode()) < TOKENS_PER_ATTACHMENT + 50
+    assert estimate_input_tokens(b"") == 1
 
 
-@pytest.mark.parametrize("size", [0, 1, SMALLEST - 1, SMALLEST, SMALL, SMALL + 1])
+@pytest.mark.parametrize(
+    "size", [0, 1, MIN_COMPRESSED_BYTES - 1, MIN_COMPRESSED_BYTES, SMALL_PAYLOAD_BYTES, SMALL_PAYLOAD_BYTES + 1]
+)
 @pytest.mark.parametrize("start", [b"", b"\0", b"x\x9c", b"{"])
 def test_payloads_come_back_however_they_are_kept(size: int, start: bytes) -> None:
     data = (start + b"abc" * size)[:size]
-    assert unpacked(packed(data)) == data and len(packed(data)) <= max(SMALLEST, size)
+    assert decompress(compress(data)) == data and len(compress(data)) <= max(MIN_COMPRESSED_BYTES, size)
 
 
 def test_ids_are_like_those_of_records() -> None:
-    ids = Ids()
+    ids = RequestIDGenerator()
     made = [ids.next(1_700_000_000_000 + i) for i in range(1000)]
     assert len(set(made)) == 1000 and made == sorted(made) and all(len(id) == 32 for id in made)
-    assert created(made[5]) == 1_700_000_000_005
+    assert created_ms(made[5]) == 1_700_000_000_005
 
 
 @pytest.mark.parametrize(
@@ -192,39 +206,43 @@ def test_ids_are_like_those_of_records() -> None:
     ],
 )
 def test_what_a_refusal_means(status: int, body: bytes, kind: str, retryable: bool) -> None:
-    error = refused("openai", status, {}, body, "openai-chat")
-    assert (error.kind, error.retryable, error.status) == (kind, retryable, status)
+    error = read_provider_error("openai", status, {}, body, "openai-chat")
+    assert (error.reason, error.retryable, error.status) == (kind, retryable, status)
 
 
 def test_retry_after() -> None:
-    assert retry_after({"retry-after": "7"}) == 7.0 and retry_after({"retry-after-ms": "1500"}) == 1.5
-    assert retry_after({}) is None and retry_after({"retry-after": "soon"}) is None
-    assert retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
+    assert read_retry_after({"retry-after": "7"}) == 7.0 and read_retry_after({"retry-after-ms": "1500"}) == 1.5
+    assert read_retry_after({}) is None and read_retry_after({"retry-after": "soon"}) is None
+    assert read_retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
 
 
 def test_errors_in_every_dialect() -> None:
-    error = TimedOut("it was silent")
+    error = UpstreamTimeout("it was silent")
     for dialect in ("openai-chat", "openai-responses", "anthropic", "gemini", "raw"):
         reply = error_reply(dialect, error)  # type: ignore[arg-type]
         assert isinstance(reply.body, bytes)
         told = json.loads(reply.body)["error"]
         assert reply.status == 504 and reply.error == "upstream_timeout" and "it was silent" in told["message"]
-    own = Refused(
-        "x", kind="busy", status=429, headers={"Retry-After": "3", "x": "y"}, body=b"own", dialect="anthropic"
+    own = ProviderErrorReply(
+        "x", reason="busy", status=429, headers={"Retry-After": "3", "x": "y"}, body=b"own", dialect="anthropic"
     )
     assert error_reply("anthropic", own).body == b"own" and error_reply("anthropic", own).headers == {
         "retry-after": "3"
     }
     assert error_reply("openai-chat", own).body != b"own"
     assert b"mistake" in error_reply("raw", RuntimeError("inside")).body  # type: ignore[operator]
-    words = last_words("anthropic", Broken("cut"))
-    assert words is not None and words.startswith(b"event: error\n") and last_words("gemini", Broken("cut")) is None
+    words = error_event("anthropic", UpstreamBroken("cut"))
+    assert (
+        words is not None
+        and words.startswith(b"event: error\n")
+        and error_event("gemini", UpstreamBroken("cut")) is None
+    )
 
 
 def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
     found = {"gateways": {"team": {"account": "acme", "providers": {"openai": {"key_env": "SOME_KEY"}}}}}
-    made = read_gateways(found, "http://engine")
+    made = read_configured_gateways(found, "http://engine")
     assert made["acme", "team"].providers["openai"].key == "secret"
     assert made["default", "default"].providers["emberline"].base_url == "http://engine"
     for wrong in (
@@ -251,31 +269,31 @@ def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         {"gateway": "another"},
     ):
         with pytest.raises(InvalidRequest):
-            read_gateways({"gateways": {"team": wrong}}, "")
+            read_configured_gateways({"gateways": {"team": wrong}}, "")
     later = {"fallbacks": [{"model": "*", "to": ["custom-mine/m"]}]}  # which the store may have
-    assert read_gateways({"gateways": {"team": later}}, "")["default", "team"].fallbacks
+    assert read_configured_gateways({"gateways": {"team": later}}, "")["default", "team"].fallbacks
     with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names 'opanai'") as told:
-        read_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, "")
+        read_configured_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, "")
     assert "openai" in (told.value.hint or "")
     with pytest.raises(InvalidRequest):
-        read_gateways({"gateways": {"team": 5}}, "")
-    assert Settings().retries.attempts == 2
+        read_configured_gateways({"gateways": {"team": 5}}, "")
+    assert GatewaySettings().retries.attempts == 2
 
 
 @pytest.mark.parametrize(("named", "name"), [(False, "gpt-4o-mini"), (True, "openai/gpt-4o-mini")])
 def test_models_are_listed_by_the_names_that_calls_take(named: bool, name: str) -> None:
     class Nobody:
-        async def reveal(self, account: str, provider: str, alias: str) -> None:
+        async def get_key(self, account: str, provider: str, alias: str) -> None:
             return None
 
-    settings = Settings.read({"default_provider": "openai", "providers": {"openai": {"key": "k"}}})
-    models = ModelList(Registry(), Nobody(), None, CatalogueFiles())  # type: ignore[arg-type]
-    listed = {model.id for model in asyncio.run(models.of(settings, ANONYMOUS, named=named))}
-    assert name in listed and resolve(name, settings, named=named) == ("openai", "gpt-4o-mini")
+    settings = GatewaySettings.parse({"default_provider": "openai", "providers": {"openai": {"key": "k"}}})
+    models = ModelLister(ProviderRegistry(), Nobody(), None, CatalogueFiles())  # type: ignore[arg-type]
+    listed = {model.id for model in asyncio.run(models.list_models(settings, ANONYMOUS, with_provider=named))}
+    assert name in listed and resolve_model(name, settings, require_provider=named) == ("openai", "gpt-4o-mini")
     assert named == all("/" in each for each in listed)
 
 
 @pytest.mark.parametrize("where", ['"model": ', '"model": "m", "other": '])
 def test_a_body_that_is_nested_too_deep_is_refused(where: str) -> None:
     with pytest.raises(InvalidRequest, match="not a JSON object"):
-        peek(b"{" + where.encode() + b"[" * 100_000 + b"]" * 100_000 + b"}")
+        read_body_fields(b"{" + where.encode() + b"[" * 100_000 + b"]" * 100_000 + b"}")

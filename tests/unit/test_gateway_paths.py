@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from emberline.core.clock import WallClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.body import check_names, peek
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.options import Options
-from emberline.gateway.paths import is_native, target_of
+from emberline.gateway.options import RequestOptions
+from emberline.gateway.paths import is_native_path, parse_path
 from emberline.gateway.providers.emberline import Emberline
-from emberline.gateway.providers.registry import Registry
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request_body import check_duplicate_keys, read_body_fields
 from emberline.gateway.routes.universal import read_steps
-from emberline.gateway.settings import Settings
+from emberline.gateway.settings import GatewaySettings
 from emberline.gateway.store.sqlite import SQLiteStore
 
 ODD = ["../x", "..%2fx", "..%2Fx", "%2e%2e/x", "%2E%2e%2fx", "..\\x", "..%5cx", "a\\b", "a%5Cb", "%252e%252e/x",
@@ -31,10 +31,10 @@ ODD = ["../x", "..%2fx", "..%2Fx", "%2e%2e/x", "%2E%2e%2fx", "..\\x", "..%5cx", 
 def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
     for path in (f"/v1/default/default/openai/{odd}", f"/v1/default/{odd}/openai/chat/completions"):
         with pytest.raises(InvalidRequest, match="the path"):
-            target_of(path)
+            parse_path(path)
     body = b'[{"provider": "openai", "endpoint": "v1/%b", "query": {}}]' % odd.replace("\\", "\\\\").encode()
     with pytest.raises(InvalidRequest, match="the path"):
-        asyncio.run(read_steps(body, Options(), Settings.read({}), Registry()))
+        asyncio.run(read_steps(body, RequestOptions(), GatewaySettings.parse({}), ProviderRegistry()))
 
 
 def test_geminis_paths_have_the_model_in_them() -> None:
@@ -46,20 +46,20 @@ def test_geminis_paths_have_the_model_in_them() -> None:
             True,
         ),
     ):
-        target = target_of(path)
+        target = parse_path(path)
         assert (target.kind, target.dialect, target.model, target.stream) == ("plain", "gemini", model, stream)
-        assert not is_native(path)  # so that the body must be called JSON
-    assert is_native("/v1/a/g/google-ai-studio/v1/models/m:generateContent")
+        assert not is_native_path(path)  # so that the body must be called JSON
+    assert is_native_path("/v1/a/g/google-ai-studio/v1/models/m:generateContent")
     for path in ("/v1beta/models/:generateContent", f"/v1beta/models/{'m' * 257}:generateContent"):
         with pytest.raises(InvalidRequest, match="model"):
-            target_of(path)
+            parse_path(path)
 
 
 def test_other_encoded_paths_are_forwarded_as_they_are() -> None:
     for endpoint in ("models/gemini%3AgenerateContent", "v1/files/a..b", "@cf/meta/llama", "x/.hidden"):
-        assert target_of(f"/v1/default/default/openai/{endpoint}").endpoint == endpoint
+        assert parse_path(f"/v1/default/default/openai/{endpoint}").endpoint == endpoint
     arn = "bedrock-runtime/us-east-1/model/arn%3Aaws%3Abedrock%3Aprofile%2Fx/converse"
-    assert target_of(f"/v1/default/default/aws-bedrock/{arn}").endpoint == arn
+    assert parse_path(f"/v1/default/default/aws-bedrock/{arn}").endpoint == arn
 
 
 ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Aprofile%2Fx"
@@ -80,28 +80,32 @@ ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Aprofile%2Fx"
 def test_encoded_slashes_are_for_arns_of_bedrock_alone(path: str) -> None:
     for place in ("default/default", f"default/{ARN}", f"{ARN}/default", "aws-bedrock/default", "default/aws-bedrock"):
         with pytest.raises(InvalidRequest, match="the path"):
-            target_of(f"/v1/{place}/{path}")
+            parse_path(f"/v1/{place}/{path}")
     provider, _, endpoint = path.partition("/")
     step = {"provider": provider, "endpoint": endpoint, "query": {}}
     with pytest.raises(InvalidRequest, match="the path"):
-        asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry()))
+        asyncio.run(
+            read_steps(msgspec.json.encode([step]), RequestOptions(), GatewaySettings.parse({}), ProviderRegistry())
+        )
 
 
 def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
     for place in (f"default/{ARN}", f"{ARN}/default"):
         with pytest.raises(InvalidRequest, match="an encoded slash"):
-            target_of(f"/v1/{place}/aws-bedrock/model/{ARN}/converse")
+            parse_path(f"/v1/{place}/aws-bedrock/model/{ARN}/converse")
     step = {"provider": "aws-bedrock", "endpoint": f"bedrock-runtime/us-east-1/model/{ARN}/converse", "query": {}}
-    (read,) = asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry()))
+    (read,) = asyncio.run(
+        read_steps(msgspec.json.encode([step]), RequestOptions(), GatewaySettings.parse({}), ProviderRegistry())
+    )
     assert read.model == "arn:aws:bedrock:us-east-1:1:profile/x"
 
 
 @pytest.mark.parametrize("twice", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
 def test_a_key_that_comes_twice_is_refused_by_name(twice: bytes) -> None:
     with pytest.raises(InvalidRequest, match="'model' twice") as refused:
-        peek(b"{%b}" % twice)
+        read_body_fields(b"{%b}" % twice)
     assert refused.value.param == "model" and refused.value.status == 400
-    assert peek(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
+    assert read_body_fields(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
 
 
 _SPELLINGS = [("a", "a"), ("a", r"\u0061"), ("b", "b"), ("\u00e9", "\u00e9"), ("\u00e9", r"\u00e9"), ("/", "/"),
@@ -114,9 +118,9 @@ def test_keys_that_come_twice_are_found_however_they_are_written(fields: list[tu
     body = "{" + ",".join(f'"{written}":{value}' for (_, written), value in fields) + "}"
     if len({key for (key, _), _ in fields}) < len(fields):
         with pytest.raises(InvalidRequest, match="twice"):
-            check_names(body.encode())
+            check_duplicate_keys(body.encode())
     else:
-        check_names(body.encode())
+        check_duplicate_keys(body.encode())
 
 
 def test_databases_are_their_owners_alone(tmp_path: Path) -> None:
@@ -146,4 +150,4 @@ async def _use(home: Path) -> None:
 @pytest.mark.parametrize("base", ["http://proxy:8000/serving/a", "http://proxy:8000/serving/a/v1/"])
 def test_a_path_in_the_engines_url_is_kept(base: str) -> None:
     engine = Emberline(base)
-    assert engine.url("v1/chat/completions", "") == "http://proxy:8000/serving/a/v1/chat/completions"
+    assert engine.build_url("v1/chat/completions", "") == "http://proxy:8000/serving/a/v1/chat/completions"

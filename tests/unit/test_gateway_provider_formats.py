@@ -13,24 +13,29 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.book import read_gateways
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.translate import StreamTranslator
-from emberline.gateway.errors import Broken, Refused
-from emberline.gateway.fakes.foreign import FakeCohere, FakeConversed, FakeInvoked, FakePredicted
-from emberline.gateway.providers.base import near
-from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
-from emberline.gateway.providers.cohere_reply import Chatted
-from emberline.gateway.providers.google_token import Account, GoogleTokens
-from emberline.gateway.providers.perplexity import Ending
-from emberline.gateway.providers.registry import KNOWN, Registry
-from emberline.gateway.providers.replicate_reply import Predicted
-from emberline.gateway.refusal import refused
-from emberline.gateway.settings import ProviderSettings, Settings
-from emberline.gateway.streams.eventmeter import EventStreamMeter
-from emberline.gateway.streams.meter import Meter, check_whole
-from emberline.gateway.upstream.decoder import Decoder, Given
-from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.error_replies import read_provider_error
+from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken
+from emberline.gateway.fakes.foreign_dialects import (
+    FakeBedrockConverseReply,
+    FakeBedrockInvokeReply,
+    FakeCohereReply,
+    FakeReplicateReply,
+)
+from emberline.gateway.providers.base import is_trusted_url
+from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
+from emberline.gateway.providers.cohere_reply import CohereChatDecoder
+from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
+from emberline.gateway.providers.perplexity import PerplexityStreamDecoder
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
+from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
+from emberline.gateway.settings import GatewaySettings, ProviderSettings
+from emberline.gateway.settings_store import read_configured_gateways
+from emberline.gateway.streams.aws_eventstream_meter import EventStreamMeter
+from emberline.gateway.streams.meter import StreamMeter, check_reply
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.gateway.upstream.reply_decoder import BufferedReply, ReplyDecoder
 
 ID = "0190a0b0c0d0" + "0" * 20
 
@@ -57,8 +62,8 @@ ID = "0190a0b0c0d0" + "0" * 20
     ],
 )  # fmt: skip
 def test_provider_errors_are_classified(status: int, body: Any, kind: str) -> None:
-    error = refused("p", status, {}, json.dumps(body).encode(), "openai-chat")
-    assert error.kind == kind and "no reason" not in str(error)
+    error = read_provider_error("p", status, {}, json.dumps(body).encode(), "openai-chat")
+    assert error.reason == kind and "no reason" not in str(error)
     codes = {"context": "context_length_exceeded", "filtered": "content_filter"}
     assert error.code == codes.get(kind, "upstream_refused")
 
@@ -66,20 +71,24 @@ def test_provider_errors_are_classified(status: int, body: Any, kind: str) -> No
 def test_google_retry_delay() -> None:
     info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "34.5s"}
     body = json.dumps({"error": {"code": 429, "message": "quota", "details": [info]}}).encode()
-    assert refused("p", 429, {}, body, "gemini").retry_after == 34.5
-    assert refused("p", 429, {"retry-after": "2"}, body, "gemini").retry_after == 2
+    assert read_provider_error("p", 429, {}, body, "gemini").retry_after == 34.5
+    assert read_provider_error("p", 429, {"retry-after": "2"}, body, "gemini").retry_after == 2
 
 
 FAKES: list[tuple[Any, Any, str]] = [
-    (lambda: FakeCohere("raw", "/v2/chat", {"stream": True}, 4), lambda: Chatted("m", ID), "openai-chat"),
-    (lambda: FakeInvoked("/invoke-with-response-stream", {}, 4), Unwrapped, "anthropic"),
-    (lambda: FakeConversed("/converse-stream", {}, 4), lambda: Conversed("m"), "anthropic"),
-    (lambda: FakePredicted("/streams/4", "h", {}, 4), lambda: Predicted("m", ID), "openai-chat"),
+    (
+        lambda: FakeCohereReply("raw", "/v2/chat", {"stream": True}, 4),
+        lambda: CohereChatDecoder("m", ID),
+        "openai-chat",
+    ),
+    (lambda: FakeBedrockInvokeReply("/invoke-with-response-stream", {}, 4), InvokeReplyDecoder, "anthropic"),
+    (lambda: FakeBedrockConverseReply("/converse-stream", {}, 4), lambda: ConverseReplyDecoder("m"), "anthropic"),
+    (lambda: FakeReplicateReply("/streams/4", "h", {}, 4), lambda: ReplicateReplyDecoder("m", ID), "openai-chat"),
 ]
 
 
-def meter_stream(decoder: Decoder, dialect: Any, data: bytes, size: int) -> Meter:
-    meter = Meter(dialect)
+def meter_stream(decoder: ReplyDecoder, dialect: Any, data: bytes, size: int) -> StreamMeter:
+    meter = StreamMeter(dialect)
     for at in range(0, len(data), size):
         meter.push(decoder.push(data[at : at + size]))
     meter.push(decoder.end())
@@ -92,9 +101,9 @@ def test_decoders_are_independent_of_chunk_boundaries(fake: Any, decoder: Any, d
     data = b"".join(event for event, _ in fake().events())
     for size in (1, 7, 50, len(data)):
         meter = meter_stream(decoder(), dialect, data, size)
-        assert meter.broken is None and meter.signs.ended and meter.signs.characters == 4 * 6
+        assert meter.broken is None and meter.state.has_ended and meter.state.content_characters == 4 * 6
         usage, estimated = meter.usage(b"")
-        assert estimated is isinstance(decoder(), Predicted), "Replicate's streams have no usage"
+        assert estimated is isinstance(decoder(), ReplicateReplyDecoder), "Replicate's streams have no usage"
         assert estimated or usage == Usage(11, output=4)
 
 
@@ -104,14 +113,14 @@ def test_incomplete_provider_stream_is_broken(fake: Any, decoder: Any, dialect: 
     whole = b"".join(events)
     for at in (len(b"".join(events[:-1])), len(whole) - 3, len(events[0]) + 2):
         assert is_broken(decoder(), dialect, whole[:at])
-    if not isinstance(decoder(), Predicted):  # Replicate's events are plain text
+    if not isinstance(decoder(), ReplicateReplyDecoder):  # Replicate's events are plain text
         assert is_broken(decoder(), dialect, events[0] + b'data: {"a": \n\n' + whole)
 
 
-def is_broken(decoder: Decoder, dialect: str, data: bytes) -> bool:
+def is_broken(decoder: ReplyDecoder, dialect: str, data: bytes) -> bool:
     try:
         return meter_stream(decoder, dialect, data, 64).broken is not None
-    except Broken:
+    except UpstreamBroken:
         return True
 
 
@@ -123,7 +132,7 @@ def test_perplexity_stream_gets_done() -> None:
         (events + last, b"data: [DONE]\n\n"),
         (events + last + b"data: [DONE]\n\n", b""),
     ):
-        decoder = Ending()
+        decoder = PerplexityStreamDecoder()
         assert b"".join(decoder.push(data[at : at + 9]) for at in range(0, len(data), 9)) == data
         assert decoder.end() == added
 
@@ -139,7 +148,10 @@ def test_azure_filter_results_before_content() -> None:
 
 
 def test_aws_streams_are_metered() -> None:
-    for fake in (FakeConversed("/converse-stream", {}, 4), FakeInvoked("/invoke-with-response-stream", {}, 4)):
+    for fake in (
+        FakeBedrockConverseReply("/converse-stream", {}, 4),
+        FakeBedrockInvokeReply("/invoke-with-response-stream", {}, 4),
+    ):
         data = b"".join(event for event, _ in fake.events())
         meter = EventStreamMeter()
         assert b"".join(meter.push(data[at : at + 33]) for at in range(0, len(data), 33)) == data
@@ -151,7 +163,7 @@ def test_aws_streams_are_metered() -> None:
         assert cut.broken is not None
         failed = EventStreamMeter()
         failed.push(fake.error_event())
-        assert "modelStreamErrorException" in failed.signs.failed
+        assert "modelStreamErrorException" in failed.state.error
 
 
 def test_usage_of_unknown_formats() -> None:
@@ -160,8 +172,8 @@ def test_usage_of_unknown_formats() -> None:
         {"usage": {"inputTokens": 3, "outputTokens": 5}},
         {"text": "x", "meta": {"billed_units": {"input_tokens": 3, "output_tokens": 5}}},
     ):
-        assert check_whole("raw", json.dumps(body).encode()) == (Usage(3, output=5), "")
-    assert check_whole("raw", b'"usage"') == (None, "") and check_whole("raw", b'{"usage":') == (None, "")
+        assert check_reply("raw", json.dumps(body).encode()) == (Usage(3, output=5), "")
+    assert check_reply("raw", b'"usage"') == (None, "") and check_reply("raw", b'{"usage":') == (None, "")
 
 
 # -- credentials -------------------------------------------------------------------------------------------------------
@@ -172,31 +184,31 @@ class FakeUpstream:
 
     def __init__(self, *replies: tuple[int, Any]) -> None:
         self.replies = list(replies)
-        self.asked: list[Outgoing] = []
+        self.asked: list[ProviderRequest] = []
 
-    async def send(self, out: Outgoing, seconds: float) -> Given:
+    async def send(self, out: ProviderRequest, seconds: float) -> BufferedReply:
         self.asked.append(out)
         await asyncio.sleep(0)
         status, body = self.replies[min(len(self.asked), len(self.replies)) - 1]
-        return Given(status, {}, json.dumps(body).encode())
+        return BufferedReply(status, {}, json.dumps(body).encode())
 
 
 @pytest.fixture(scope="module")
-def credentials() -> Account:
+def credentials() -> GoogleCredentials:
     key = rsa.generate_private_key(65537, 2048)
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return Account(private_key=pem.decode(), client_email="me", project_id="p", region="r")
+    return GoogleCredentials(private_key=pem.decode(), client_email="me", project_id="p", region="r")
 
 
-def test_concurrent_requests_share_one_token(credentials: Account) -> None:
-    tokens = GoogleTokens("https://x")
+def test_concurrent_requests_share_one_token(credentials: GoogleCredentials) -> None:
+    tokens = GoogleTokenCache("https://x")
     sender: Any = FakeUpstream((200, {"access_token": "one", "expires_in": 3600}), (200, {"access_token": "two"}))
 
     async def work() -> None:
-        got = await asyncio.gather(*(tokens.token(credentials, sender, 5, 1000.0) for _ in range(9)))
+        got = await asyncio.gather(*(tokens.get_token(credentials, sender, 5, 1000.0) for _ in range(9)))
         assert set(got) == {"one"} and len(sender.asked) == 1
-        assert await tokens.token(credentials, sender, 5, 1000.0 + 3400) == "one"
-        assert await tokens.token(credentials, sender, 5, 1000.0 + 3500) == "two", (
+        assert await tokens.get_token(credentials, sender, 5, 1000.0 + 3400) == "one"
+        assert await tokens.get_token(credentials, sender, 5, 1000.0 + 3500) == "two", (
             "a token is replaced before it expires"
         )
 
@@ -204,9 +216,9 @@ def test_concurrent_requests_share_one_token(credentials: Account) -> None:
 
 
 def test_user_credentials_use_refresh_token() -> None:
-    user = Account.read('{"type":"authorized_user","client_id":"c","client_secret":"s","refresh_token":"r"}')
+    user = GoogleCredentials.parse('{"type":"authorized_user","client_id":"c","client_secret":"s","refresh_token":"r"}')
     sender: Any = FakeUpstream((200, {"access_token": "one"}))
-    assert user is not None and asyncio.run(GoogleTokens("").token(user, sender, 5, 0.0)) == "one"
+    assert user is not None and asyncio.run(GoogleTokenCache("").get_token(user, sender, 5, 0.0)) == "one"
     assert sender.asked[0].body == b"grant_type=refresh_token&refresh_token=r&client_id=c&client_secret=s"
 
 
@@ -221,43 +233,43 @@ def test_invalid_private_keys_are_rejected() -> None:
     sender: Any = FakeUpstream((200, {"access_token": "one"}))
     for key in (pem.decode(), "", "no", pem.decode()[:300]):
         with pytest.raises(InvalidRequest, match="private_key"):
-            asyncio.run(GoogleTokens("").token(Account(private_key=key), sender, 5, 0.0))
+            asyncio.run(GoogleTokenCache("").get_token(GoogleCredentials(private_key=key), sender, 5, 0.0))
     assert not sender.asked
 
 
-def test_token_server_of_tenant_must_be_public(credentials: Account) -> None:
+def test_token_server_of_tenant_must_be_public(credentials: GoogleCredentials) -> None:
     sender: Any = FakeUpstream((200, {"access_token": "one"}))
     inside = msgspec.structs.replace(credentials, token_uri="http://10.0.0.1/token")
-    asyncio.run(GoogleTokens("http://10.0.0.1", public=True).token(inside, sender, 5, 0.0))
+    asyncio.run(GoogleTokenCache("http://10.0.0.1", public_only=True).get_token(inside, sender, 5, 0.0))
     assert sender.asked[0].public, "the address is checked"
 
 
-def test_failed_token_requests(credentials: Account) -> None:
+def test_failed_token_requests(credentials: GoogleCredentials) -> None:
     refuses: Any = FakeUpstream((400, {"error": "invalid_grant"}))
-    with pytest.raises(Refused, match="invalid_grant") as caught:
-        asyncio.run(GoogleTokens("").token(credentials, refuses, 5, 0.0))
+    with pytest.raises(ProviderErrorReply, match="invalid_grant") as caught:
+        asyncio.run(GoogleTokenCache("").get_token(credentials, refuses, 5, 0.0))
     assert caught.value.kind == "access"
     mumbles: Any = FakeUpstream((200, {}))
-    with pytest.raises(Broken):
-        asyncio.run(GoogleTokens("").token(credentials, mumbles, 5, 0.0))
+    with pytest.raises(UpstreamBroken):
+        asyncio.run(GoogleTokenCache("").get_token(credentials, mumbles, 5, 0.0))
 
 
 def test_trusted_urls() -> None:
-    assert near("https://oauth2.googleapis.com/token", "", "googleapis.com")
-    assert near("http://127.0.0.1:9/x", "http://127.0.0.1:9/y", "googleapis.com")
+    assert is_trusted_url("https://oauth2.googleapis.com/token", "", "googleapis.com")
+    assert is_trusted_url("http://127.0.0.1:9/x", "http://127.0.0.1:9/y", "googleapis.com")
     for bad in ("http://oauth2.googleapis.com/", "https://googleapis.com.evil.example/", "https://a@googleapis.com/",
                 "https://evilgoogleapis.com/", "http://169.254.169.254/"):  # fmt: skip
-        assert not near(bad, "https://base", "googleapis.com")
+        assert not is_trusted_url(bad, "https://base", "googleapis.com")
 
 
 def test_key_from_file(tmp_path: Path) -> None:
     file = tmp_path / "adc.json"
     file.write_text('{"type": "authorized_user"}\n')
     table = {"providers": {"google-vertex-ai": {"key_file": str(file)}}}
-    [settings] = read_gateways({"gateways": {"default": table}}, "http://e").values()
+    [settings] = read_configured_gateways({"gateways": {"default": table}}, "http://e").values()
     assert settings.providers["google-vertex-ai"].key == '{"type": "authorized_user"}'
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read_gateways(
+        read_configured_gateways(
             {"gateways": {"default": {"providers": {"groq": {"key_file": str(tmp_path / "no")}}}}}, "http://e"
         )
 
@@ -299,7 +311,7 @@ def test_key_from_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_provider_urls(slug: str, endpoint: str, url: str) -> None:
-    assert Registry().find(slug, Settings()).url(endpoint, "") == url
+    assert ProviderRegistry().find(slug, GatewaySettings()).build_url(endpoint, "") == url
 
 
 @pytest.mark.parametrize(
@@ -313,12 +325,14 @@ def test_provider_urls(slug: str, endpoint: str, url: str) -> None:
 )
 def test_invalid_paths_are_rejected(slug: str, endpoint: str) -> None:
     with pytest.raises(InvalidRequest):
-        Registry().find(slug, Settings()).url(endpoint, "")
+        ProviderRegistry().find(slug, GatewaySettings()).build_url(endpoint, "")
 
 
 def test_speaks_setting_restricts_wire_formats() -> None:
     def find_provider(slug: str, *speaks: str, **more: Any) -> Any:
-        return Registry().find(slug, Settings(providers={slug: ProviderSettings(speaks=speaks or None, **more)}))
+        return ProviderRegistry().find(
+            slug, GatewaySettings(providers={slug: ProviderSettings(speaks=speaks or None, **more)})
+        )
 
     assert not find_provider("openai", "openai-chat").speaks("openai-responses") and find_provider("openai").speaks(
         "openai-responses"
@@ -334,10 +348,12 @@ def test_speaks_setting_restricts_wire_formats() -> None:
 @pytest.mark.parametrize("endpoint", ["chat/completions", "v1/chat/completions"])
 def test_version_in_path_is_optional(slug: str, base_url: str | None, endpoint: str) -> None:
     """Both spellings lead to the same URL and wire format."""
-    provider = Registry().find(slug, Settings(providers={slug: ProviderSettings(base_url=base_url)}))
-    assert provider.url(endpoint, "").count("/v1/chat/completions") == 1 and "/v1/v1" not in provider.url(endpoint, "")
-    assert provider.dialect_of(endpoint) == "openai-chat"
+    provider = ProviderRegistry().find(slug, GatewaySettings(providers={slug: ProviderSettings(base_url=base_url)}))
+    assert provider.build_url(endpoint, "").count("/v1/chat/completions") == 1 and "/v1/v1" not in provider.build_url(
+        endpoint, ""
+    )
+    assert provider.dialect_at(endpoint) == "openai-chat"
 
 
 def test_provider_slugs() -> None:
-    assert all(slug == provider.slug for slug, provider in KNOWN.items()) and len(KNOWN) == 26
+    assert all(slug == provider.slug for slug, provider in PROVIDERS_BY_SLUG.items()) and len(PROVIDERS_BY_SLUG) == 26

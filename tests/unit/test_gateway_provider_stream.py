@@ -10,9 +10,9 @@ import pytest
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.dialects.translate import StreamTranslator
-from emberline.gateway.errors import Broken, TimedOut
-from emberline.gateway.streams.meter import Meter
-from emberline.gateway.streams.passage import MOST, Passage
+from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
+from emberline.gateway.streams.meter import StreamMeter
+from emberline.gateway.streams.provider_stream import MAX_BYTES_BEFORE_CONTENT, ProviderStream
 
 PIECE = b'data: {"candidates":[{"content":{"parts":[{"text":"%b"}],"role":"model"}}]}\n\n'
 
@@ -31,27 +31,29 @@ class FakeIncoming:
         self.closed = True
 
 
-def make_stream(dialect: str, incoming: FakeIncoming) -> Passage:
+def make_stream(dialect: str, incoming: FakeIncoming) -> ProviderStream:
     call = SimpleNamespace(
         dialect=dialect, deadline=100.0, settings=SimpleNamespace(timeouts=SimpleNamespace(between_events=5.0))
     )
-    return Passage(cast("Any", call), cast("Any", incoming), Meter(cast("Any", dialect)), None, ManualClock())
+    return ProviderStream(
+        cast("Any", call), cast("Any", incoming), StreamMeter(cast("Any", dialect)), None, ManualClock()
+    )
 
 
 async def start_stream(incoming: FakeIncoming) -> None:
-    await make_stream("openai-chat", incoming).begin(50.0, lambda *_: None)
+    await make_stream("openai-chat", incoming).wait_for_content(50.0, lambda *_: None)
 
 
 async def read_stream(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
     """Return the bytes passed on, the outcome, and the code of the error raised."""
     stream = make_stream(dialect, FakeIncoming(*reads))
     ended: list[str] = []
-    await stream.begin(50.0, lambda _, how, code: ended.append(how))
+    await stream.wait_for_content(50.0, lambda _, how, code: ended.append(how))
     got = b""
     try:
         async for chunk in stream:
             got += chunk
-    except Broken as e:
+    except UpstreamBroken as e:
         return got, ended[0], e.code
     return got, ended[0], ""
 
@@ -73,15 +75,15 @@ def test_malformed_event_after_end_is_ignored() -> None:
 @pytest.mark.parametrize("event", [b": a comment\n\n", b'data: {"id":"a","choices":[]}\n\n'])
 def test_events_without_content_are_bounded(event: bytes) -> None:
     many = event * (65536 // len(event))
-    reads = [many] * (2 * MOST // len(many))
+    reads = [many] * (2 * MAX_BYTES_BEFORE_CONTENT // len(many))
     incoming = FakeIncoming(*reads)
-    with pytest.raises(Broken, match="no content in its first"):
+    with pytest.raises(UpstreamBroken, match="no content in its first"):
         asyncio.run(start_stream(incoming))
-    assert (len(reads) - len(incoming.left)) * len(many) <= MOST + len(many)
+    assert (len(reads) - len(incoming.left)) * len(many) <= MAX_BYTES_BEFORE_CONTENT + len(many)
 
 
 def test_large_first_content_is_accepted() -> None:
-    large = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * MOST)
+    large = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * MAX_BYTES_BEFORE_CONTENT)
     asyncio.run(start_stream(FakeIncoming(b": a comment\n\n", large)))
 
 
@@ -106,7 +108,7 @@ def test_translated_stream_without_done_is_complete() -> None:
         stream = make_stream("openai-chat", FakeIncoming(CONTENT, STOP, USAGE))
         stream._translator = StreamTranslator("openai-chat", "anthropic")
         ended: list[str] = []
-        await stream.begin(50.0, lambda _, how, code: ended.append(how))
+        await stream.wait_for_content(50.0, lambda _, how, code: ended.append(how))
         return b"".join([chunk async for chunk in stream]), ended
 
     got, ended = asyncio.run(run())
@@ -125,7 +127,7 @@ class CommentingIncoming(FakeIncoming):
             return self.left.pop(0)
         if seconds <= 1.0:
             self.clock.advance(max(seconds, 0.0))
-            raise TimedOut("nothing came")
+            raise UpstreamTimeout("nothing came")
         self.clock.advance(1.0)
         self.comments += 1
         return CONTENT if self.comments % self.every == 0 else b": keep-alive\n\n"
@@ -140,7 +142,7 @@ def test_comments_do_not_count_as_events(every: int, comments: int) -> None:
     ended: list[str] = []
 
     async def run() -> bytes:
-        await stream.begin(50.0, lambda _, how, code: ended.append(f"{how} {code}"))
+        await stream.wait_for_content(50.0, lambda _, how, code: ended.append(f"{how} {code}"))
         return b"".join([chunk async for chunk in stream])
 
     stream._call.settings.timeouts.total = 100.0  # type: ignore[misc]
@@ -157,7 +159,7 @@ def test_slow_client_does_not_count_as_provider_silence() -> None:
         )
         stream._clock = clock
         ended: list[str] = []
-        await stream.begin(50.0, lambda _, how, code: ended.append(how))
+        await stream.wait_for_content(50.0, lambda _, how, code: ended.append(how))
         async for _ in stream:
             clock.advance(10.0)
         return ended[0]

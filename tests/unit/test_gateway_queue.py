@@ -13,12 +13,12 @@ import pytest
 from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, NotFound, Overloaded
-from emberline.gateway.call import Reply
-from emberline.gateway.gateway import Request
+from emberline.gateway.gateway import InboundRequest
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
-from emberline.gateway.run import batch as batches
-from emberline.gateway.run import queue as queues
-from emberline.gateway.run.queue import Queue, checked_requests
+from emberline.gateway.request import GatewayReply
+from emberline.gateway.run import batch_queue as queues
+from emberline.gateway.run import batch_store as batches
+from emberline.gateway.run.batch_queue import BatchQueue, check_requests
 from emberline.gateway.store.sqlite import SQLiteStore
 
 WHO = Identity("k1", "a key", "virtual")
@@ -35,18 +35,18 @@ class Model:
         self.pause = 0.0
         self.odd: dict[str, Any] = {}  # what is said, or raised, to whom
 
-    async def __call__(self, request: Request, key_id: str) -> Reply:
+    async def __call__(self, request: InboundRequest, key_id: str) -> GatewayReply:
         text = msgspec.json.decode(request.body)["messages"][0]["content"]
         await asyncio.sleep(self.pause)
         if self.busy:
-            return Reply(429, {}, b"{}", error=self.busy.pop())
+            return GatewayReply(429, {}, b"{}", error=self.busy.pop())
         self.asked.append(text)
         self.who.append(key_id)
         if isinstance(odd := self.odd.get(text, text), Exception):
             raise odd
         assert request.headers["cf-aig-gateway-id"] == "g" and request.path == "/accounts/a/ai/v1/chat/completions"
         usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-        return Reply(200, {}, sse.dumps({"choices": [{"message": {"content": odd}}], "usage": usage}))
+        return GatewayReply(200, {}, sse.dumps({"choices": [{"message": {"content": odd}}], "usage": usage}))
 
 
 def played(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitable[None]]) -> None:
@@ -61,22 +61,22 @@ def played(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitab
     asyncio.run(run())
 
 
-async def done(queue: Queue, id: str) -> dict[str, Any]:
-    while "responses" not in (found := await queue.look("a", id, WHO)):
+async def done(queue: BatchQueue, id: str) -> dict[str, Any]:
+    while "responses" not in (found := await queue.read_result("a", id, WHO)):
         await asyncio.sleep(0.01)
     return found
 
 
 def test_two_processes_ask_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "LOOK", 0.01)
+    monkeypatch.setattr(queues, "POLL_INTERVAL_S", 0.01)
 
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.pause = 0.005
-        one, two = (Queue(store, model, lambda: 0, wall) for _ in range(2))
+        one, two = (BatchQueue(store, model, lambda: 0, wall) for _ in range(2))
         ids = []
         for _ in range(3):
             wall.advance(0.002)
-            ids.append((await one.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))).id)
+            ids.append((await one.add("a", "g", "m", "k1", check_requests("m", REQUESTS))).id)
         assert ids == sorted(ids), "the oldest comes first"
         async with one.running(), two.running():
             found = [await done(two, id) for id in ids]
@@ -91,13 +91,13 @@ def test_two_processes_ask_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_process_that_died(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.pause = 3600
-        dead, alive = (Queue(store, model, lambda: 0, wall) for _ in range(2))
-        batch = await dead.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
+        dead, alive = (BatchQueue(store, model, lambda: 0, wall) for _ in range(2))
+        batch = await dead.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         claimed = asyncio.create_task(dead._work_on_oldest())
-        while (await alive.look("a", batch.id, WHO))["status"] != "running":
+        while (await alive.read_result("a", batch.id, WHO))["status"] != "running":
             await asyncio.sleep(0.01)
         assert not await alive._work_on_oldest(), "it is the other's"
-        wall.advance(queues.LEASE + 1)
+        wall.advance(queues.LEASE_S + 1)
         model.pause = 0
         assert await alive._work_on_oldest() and len((await done(alive, batch.id))["responses"]) == 12
         claimed.cancel()  # too late to change anything
@@ -109,34 +109,34 @@ def test_a_process_that_died(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [200, 1])
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
-    monkeypatch.setattr(queues, "MOST_WAITING", 2)
-    monkeypatch.setattr(batches, "PAGE", page)
+    monkeypatch.setattr(queues, "MAX_WAITING_BATCHES", 2)
+    monkeypatch.setattr(batches, "PAGE_SIZE", page)
 
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
-        queue = Queue(store, model, lambda: 0, wall)
+        queue = BatchQueue(store, model, lambda: 0, wall)
         for _ in range(2):
-            batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
+            batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         with pytest.raises(Overloaded):
-            await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
-        await queue.add("b", "g", "m", "k1", checked_requests("m", REQUESTS))
+            await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
+        await queue.add("b", "g", "m", "k1", check_requests("m", REQUESTS))
         for wrong in ([], "x", [1], [{"prompt": "x", "stream": True}], [{}], [{"prompt": "x"}] * 10_001):
             with pytest.raises(InvalidRequest):
-                checked_requests("m", wrong)
+                check_requests("m", wrong)
         for account, who in (("b", WHO), ("a", ANONYMOUS)):
             with pytest.raises(NotFound):
-                await queue.look(account, batch.id, who)
+                await queue.read_result(account, batch.id, who)
 
     played(tmp_path, play)
 
 
 def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queues, "PAUSES", (0.0,))
+    monkeypatch.setattr(queues, "RETRY_DELAYS_S", (0.0,))
     others = [9, 9, 0]
 
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
-        queue = Queue(store, model, lambda: others.pop(0) if len(others) > 1 else others[0], wall)
+        queue = BatchQueue(store, model, lambda: others.pop(0) if len(others) > 1 else others[0], wall)
         model.busy = ["upstream_refused", "rate_limit_exceeded", "store_failed"]
-        batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
+        batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         assert await queue._work_on_oldest()
         assert all(row["success"] for row in (await done(queue, batch.id))["responses"]) and others == [0]
 
@@ -151,8 +151,8 @@ def nested(depth: int) -> Any:
 def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, odd: Any) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.odd = {"3": odd}
-        queue = Queue(store, model, lambda: 0, wall)
-        batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
+        queue = BatchQueue(store, model, lambda: 0, wall)
+        batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         assert await queue._work_on_oldest() and not await queue._work_on_oldest()
         rows = (await done(queue, batch.id))["responses"]
         assert [row["id"] for row in rows if not row["success"]] == [3]
@@ -163,14 +163,14 @@ def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, o
 
 def test_answers_are_kept_for_a_day(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
-        queue = Queue(store, model, lambda: 0, wall)
-        batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
+        queue = BatchQueue(store, model, lambda: 0, wall)
+        batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         assert await queue._work_on_oldest() and not await queue._work_on_oldest()
         await done(queue, batch.id)
-        wall.advance(queues.KEPT + 1)
+        wall.advance(queues.RESULTS_KEPT_S + 1)
         assert not await queue._work_on_oldest()
         with pytest.raises(NotFound):
-            await queue.look("a", batch.id, WHO)
+            await queue.read_result("a", batch.id, WHO)
         assert await store.documents("batch_part", "") == []
 
     played(tmp_path, play)

@@ -9,12 +9,12 @@ import pytest
 from gateway_calls import Pieces, call
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.call import Reply
-from emberline.gateway.keys.secrets import Secrets
-from emberline.gateway.providers.breakers import Breakers
-from emberline.gateway.providers.registry import Registry
-from emberline.gateway.realtime import realtime
-from emberline.gateway.realtime.realtime import Realtime
+from emberline.gateway.keys.provider_keys import ProviderKeySelector
+from emberline.gateway.providers.breakers import ProviderBreakers
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.realtime import handler
+from emberline.gateway.realtime.handler import RealtimeHandler
+from emberline.gateway.request import GatewayReply
 
 
 class RecordingCallback:
@@ -23,31 +23,31 @@ class RecordingCallback:
     def __init__(self) -> None:
         self.ended: list[str] = []
 
-    async def __call__(self, reply: Reply) -> None:
+    async def __call__(self, reply: GatewayReply) -> None:
         self.ended.append(reply.ended)
 
 
-async def _raise_error(reply: Reply) -> None:
+async def _raise_error(reply: GatewayReply) -> None:
     raise OSError("no room")
 
 
-async def _wait(reply: Reply) -> None:
+async def _wait(reply: GatewayReply) -> None:
     await asyncio.sleep(3600)
 
 
 def test_failing_callback_does_not_skip_others() -> None:
     first, last = RecordingCallback(), RecordingCallback()
-    reply = Reply(200, {}, b"{}", endings=[first, _raise_error, last])
+    reply = GatewayReply(200, {}, b"{}", close_callbacks=[first, _raise_error, last])
     with pytest.raises(OSError, match="no room"):
         asyncio.run(reply.close())
-    assert first.ended == last.ended == ["complete"] and not reply.endings
+    assert first.ended == last.ended == ["complete"] and not reply.close_callbacks
 
 
 def test_cancelled_close_calls_all_callbacks() -> None:
     last = RecordingCallback()
 
     async def run() -> None:
-        task = asyncio.ensure_future(Reply(200, {}, b"{}", endings=[_wait, last]).close())
+        task = asyncio.ensure_future(GatewayReply(200, {}, b"{}", close_callbacks=[_wait, last]).close())
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -63,7 +63,7 @@ def test_failing_stream_close_still_calls_callbacks() -> None:
             raise OSError("stuck")
 
     callback = RecordingCallback()
-    reply = Reply(200, {}, b"", endings=[callback])
+    reply = GatewayReply(200, {}, b"", close_callbacks=[callback])
     reply.body = Stuck(b"x")
     with pytest.raises(OSError, match="stuck"):
         asyncio.run(reply.close())
@@ -96,12 +96,20 @@ def test_realtime_close_closes_websocket_and_calls_callbacks(
 
     async def run() -> None:
         clock = ManualClock()
-        opens: Any = Realtime(Registry(), Secrets(), None, Prices(), clock, Breakers(clock), largest=1)  # type: ignore[arg-type]
+        opens: Any = RealtimeHandler(
+            ProviderRegistry(),
+            ProviderKeySelector(),
+            None,
+            Prices(),
+            clock,
+            ProviderBreakers(clock),
+            max_message_bytes=1,
+        )  # type: ignore[arg-type]
         reply = await opens(call(headers={"authorization": "Bearer k"}, endpoint="realtime", stream=True))
         reply.endings.append(callback)
         with pytest.raises(OSError, match="gone"):
             await reply.close()
 
-    monkeypatch.setattr(realtime, "dial", dial)
+    monkeypatch.setattr(handler, "open_websocket", dial)
     asyncio.run(run())
     assert websocket.closed == [1001] and callback.ended == ["left"]

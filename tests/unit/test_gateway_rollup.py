@@ -10,24 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import Record
+from emberline.gateway.logs.record import LogRecord
 from emberline.gateway.store.rollup import (
-    BUCKETS,
+    BUCKET_COUNT,
+    BUCKET_EDGES_MS,
     COUNTERS,
-    DIMENSIONS,
-    DURATIONS,
-    EDGES,
-    FIRSTS,
-    MS,
+    DIMENSION_UNITS,
+    DURATION_BUCKETS,
+    FIRST_BYTE_BUCKETS,
+    HISTOGRAM_DIMENSIONS,
     SUMS,
-    WIDE,
-    Cell,
+    UNIT_MS,
+    RollupCell,
     RollupQuery,
-    tally,
+    count_records,
 )
 
 
-def record(parts: tuple[Any, ...]) -> Record:
+def record(parts: tuple[Any, ...]) -> LogRecord:
     at, model, status, key, user, micros, duration, first = parts
     return made(
         NOON + at,
@@ -46,7 +46,7 @@ def record(parts: tuple[Any, ...]) -> Record:
 
 RECORDS = st.lists(
     st.tuples(
-        st.integers(0, 3 * MS["hour"]),
+        st.integers(0, 3 * UNIT_MS["hour"]),
         st.sampled_from(["", "a", "b"]),
         st.sampled_from([200, 500]),
         st.sampled_from(["", "k"]),
@@ -60,16 +60,16 @@ RECORDS = st.lists(
 
 
 @given(RECORDS)
-def test_every_cell_is_what_counting_gives(records: list[Record]) -> None:
+def test_every_cell_is_what_counting_gives(records: list[LogRecord]) -> None:
     counted: dict[tuple[Any, ...], Counter[str]] = {}
     for each in records:
         model = f"openai/{each.model}" if each.model else ""
         values = {"all": "", "provider": "openai", "model": model, "status": str(each.status), "error": each.error}
         values |= {"key": each.key_id, "user": each.user}
-        for dimension, units in DIMENSIONS.items():
+        for dimension, units in DIMENSION_UNITS.items():
             if values[dimension] or dimension == "all":
                 for unit in units:
-                    start = each.created // MS[unit] * MS[unit]
+                    start = each.created_ms // UNIT_MS[unit] * UNIT_MS[unit]
                     place = (unit, start, "acme", "main", dimension, values[dimension])
                     counts = counted.setdefault(place, Counter())
                     counts["requests"] += 1
@@ -80,46 +80,51 @@ def test_every_cell_is_what_counting_gives(records: list[Record]) -> None:
                     counts["tokens_out"] += each.usage.output
                     counts["duration_ms"] += each.duration_ms
                     counts["first_bytes"] += each.first_byte_ms is not None
-    cells = {place: Cell(place[1], place[5], tuple(counts)) for place, counts in tally(records).items()}
+    cells = {place: RollupCell(place[1], place[5], tuple(counts)) for place, counts in count_records(records).items()}
     assert cells.keys() == counted.keys()
     for place, cell in cells.items():
         assert {name: cell[name] for name in counted[place]} == dict(counted[place])
-        assert len(cell.counts) == (len(COUNTERS) if place[4] in WIDE else len(SUMS))
-        if place[4] in WIDE:
-            assert sum(cell.counts[DURATIONS]) == cell["requests"]
-            assert sum(cell.counts[FIRSTS]) == cell["first_bytes"]
+        assert len(cell.counts) == (len(COUNTERS) if place[4] in HISTOGRAM_DIMENSIONS else len(SUMS))
+        if place[4] in HISTOGRAM_DIMENSIONS:
+            assert sum(cell.counts[DURATION_BUCKETS]) == cell["requests"]
+            assert sum(cell.counts[FIRST_BYTE_BUCKETS]) == cell["first_bytes"]
 
 
 @given(st.lists(st.integers(0, 60_000), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
 def test_a_percentile_is_in_the_right_bucket(durations: list[int], share: float) -> None:
-    cells = tally(made(NOON, duration_ms=each) for each in durations)
-    cell = Cell(0, "", tuple(cells["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""]))
+    cells = count_records(made(NOON, duration_ms=each) for each in durations)
+    cell = RollupCell(0, "", tuple(cells["day", NOON // UNIT_MS["day"] * UNIT_MS["day"], "acme", "main", "all", ""]))
     (found,) = cell.percentiles([share])
     rank = share * len(durations)
     exact = sorted(durations)[max(0, -int(-rank // 1) - 1)]
-    bucket = next((i for i, edge in enumerate(EDGES) if exact <= edge), BUCKETS - 1)
-    assert found is not None and (EDGES[bucket - 1] if bucket else 0) <= found <= EDGES[min(bucket, len(EDGES) - 1)]
+    bucket = next((i for i, edge in enumerate(BUCKET_EDGES_MS) if exact <= edge), BUCKET_COUNT - 1)
+    assert (
+        found is not None
+        and (BUCKET_EDGES_MS[bucket - 1] if bucket else 0)
+        <= found
+        <= BUCKET_EDGES_MS[min(bucket, len(BUCKET_EDGES_MS) - 1)]
+    )
 
 
 def test_nothing_has_no_percentile() -> None:
-    assert Cell(0, "", (0,) * len(COUNTERS)).percentiles([0.5]) == [None]
-    cells = tally([made()])
-    cell = Cell(0, "", tuple(cells["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""]))
-    assert cell.percentiles([0.5, 0.9], FIRSTS) == [None, None]
+    assert RollupCell(0, "", (0,) * len(COUNTERS)).percentiles([0.5]) == [None]
+    cells = count_records([made()])
+    cell = RollupCell(0, "", tuple(cells["day", NOON // UNIT_MS["day"] * UNIT_MS["day"], "acme", "main", "all", ""]))
+    assert cell.percentiles([0.5, 0.9], FIRST_BYTE_BUCKETS) == [None, None]
 
 
 @given(
-    st.sampled_from([(dimension, unit) for dimension, units in DIMENSIONS.items() for unit in units]),
-    st.integers(0, 3 * MS["day"]),
-    st.integers(0, 3 * MS["day"]),
+    st.sampled_from([(dimension, unit) for dimension, units in DIMENSION_UNITS.items() for unit in units]),
+    st.integers(0, 3 * UNIT_MS["day"]),
+    st.integers(0, 3 * UNIT_MS["day"]),
 )
 def test_a_stretch_is_cut_into_cells_that_meet(which: tuple[Any, Any], since: int, length: int) -> None:
     dimension, unit = which
     query = RollupQuery("acme", unit, NOON + since, NOON + since + length, dimension=dimension)
-    pieces, size = query.pieces(), MS[unit]
+    pieces, size = query.split_by_unit(), UNIT_MS[unit]
     low, high = (NOON + since) // size * size, -(-(NOON + since + length) // size) * size
     assert [each[1] for each in pieces] + [high] == [low] + [each[2] for each in pieces] if pieces else low >= high
     for kind, start, end in pieces:
-        assert start % MS[kind] == end % MS[kind] == 0 and start < end
+        assert start % UNIT_MS[kind] == end % UNIT_MS[kind] == 0 and start < end
     most = 2 * 59 + 2 * 23 + 4  # however long: what is not whole at both ends, and days
-    assert sum((end - start) // MS[kind] for kind, start, end in pieces) <= most or unit == "day"
+    assert sum((end - start) // UNIT_MS[kind] for kind, start, end in pieces) <= most or unit == "day"

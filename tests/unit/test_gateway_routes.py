@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.gateway.call import Call, Reply
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, LimitExceeded, Refused, TimedOut
+from emberline.gateway.errors import Forbidden, LimitExceeded, ProviderErrorReply, UpstreamTimeout
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.layers.dynamic import Dynamic
-from emberline.gateway.layers.limited import limited
+from emberline.gateway.layers.dynamic_routes import DynamicRouteLayer
+from emberline.gateway.layers.rate_limiting import limit_calls
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.routes.condition import compiled
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.routes.condition import compile_condition
 from emberline.gateway.routes.facts import CallFacts
-from emberline.gateway.routes.graph import Graph, ModelElement
-from emberline.gateway.routes.pattern_reader import read_pattern
-from emberline.gateway.routes.walk import Plan, Walk
-from emberline.gateway.settings import Settings
+from emberline.gateway.routes.graph import ModelElement, RouteGraph
+from emberline.gateway.routes.pattern_parser import parse_pattern
+from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
+from emberline.gateway.settings import GatewaySettings
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
 
@@ -50,12 +50,12 @@ patterns = st.recursive(
 def test_patterns_match_like_re(text: str, on: str, start: bool, end: bool, any_case: bool) -> None:
     pattern = ("(?i)" if any_case else "") + ("^" if start else "") + text
     found = re.search(pattern + (r"\Z" if end else ""), on) is not None
-    assert read_pattern(pattern + ("$" if end else "")).found_in(on) == found
+    assert parse_pattern(pattern + ("$" if end else "")).is_found_in(on) == found
 
 
 def test_patterns_take_linear_time() -> None:
     for catastrophic in ("(a+)+$", "(a|a)*b", "(a*)*b", "a*a*a*a*a*a*b", "(?:a?){30}a{30}b"):
-        assert not read_pattern(catastrophic).found_in("a" * 5000 + "!")
+        assert not parse_pattern(catastrophic).is_found_in("a" * 5000 + "!")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_patterns_take_linear_time() -> None:
 )  # fmt: skip
 def test_unsupported_pattern_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
-        read_pattern(text)
+        parse_pattern(text)
 
 
 # -- conditions --------------------------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ def test_condition(condition: dict[str, Any], holds: bool) -> None:
     graph({"c": {"type": "conditional", "properties": {"condition": condition}}})
     identity = Identity("k", "k", "virtual", user="ada", metadata={"team": "core"})
     request = call(BODY, headers={**HEADERS, "cf-aig-metadata": '{"team": "forged", "age": 7}'}, identity=identity)
-    assert compiled(condition)(CallFacts(request)) is holds
+    assert compile_condition(condition)(CallFacts(request)) is holds
 
 
-def graph(elements: Mapping[str, Any]) -> Graph:
+def graph(elements: Mapping[str, Any]) -> RouteGraph:
     """Return a graph with these elements; omitted outputs lead to model `m`, and from there to the end."""
     outputs = {
         "conditional": {"true": {"elementId": "m"}, "false": {"elementId": "m"}},
@@ -135,7 +135,7 @@ def graph(elements: Mapping[str, Any]) -> Graph:
         },
         {"id": "e", "type": "end"},
     ]
-    return Graph.read({"elements": rows})
+    return RouteGraph.parse({"elements": rows})
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_percentages_split_calls_and_follow_the_seed() -> None:
         model("c", success="e"),
         END,
     ]
-    plan = Plan.of("r", Graph.read({"elements": rows}))
+    plan = CompiledRoute.compile("r", RouteGraph.parse({"elements": rows}))
 
     def selected_model(seed: str) -> str:
-        found = Walk.begin(plan, CallFacts(call()), seed).next()
+        found = RouteTraversal.start(plan, CallFacts(call()), seed).next_action()
         assert isinstance(found, ModelElement)
         return found.id
 
@@ -225,14 +225,14 @@ class FakeModels:
 
     def __init__(self, **script: Any) -> None:
         self.script = script
-        self.calls: list[Call] = []
+        self.calls: list[GatewayRequest] = []
 
-    async def __call__(self, call: Call) -> Reply:
+    async def __call__(self, call: GatewayRequest) -> GatewayReply:
         self.calls.append(call)
         outcome = self.script.get(call.model, 200)
         if isinstance(outcome, Exception):
             raise outcome
-        reply = Reply(outcome, {}, b"{}", model=call.model, provider=call.provider, step=call.step)
+        reply = GatewayReply(outcome, {}, b"{}", model=call.model, provider=call.provider, step_index=call.step_index)
         reply.usage, reply.micros = Usage(input=10, output=5), 100
         return reply
 
@@ -242,17 +242,19 @@ class FakeModels:
 
 
 class FakeEstimator:
-    def at_most(self, call: Call) -> int | None:
+    def max_cost(self, call: GatewayRequest) -> int | None:
         return {"large": 600, "small": 1}.get(call.model)
 
 
-def run_route(models: FakeModels, elements: list[Any] = CHAIN, dynamic: Dynamic | None = None, **more: Any) -> Reply:
+def run_route(
+    models: FakeModels, elements: list[Any] = CHAIN, dynamic: DynamicRouteLayer | None = None, **more: Any
+) -> GatewayReply:
     settings = {"routes": {"r": {"elements": elements}}}
     request = call({"model": "dynamic/r"}, provider="dynamic", model="r", settings=settings, **more)
-    layer = dynamic or Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
+    layer = dynamic or DynamicRouteLayer(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
 
-    async def go() -> Reply:
-        reply = await layer.layer(models)(request)
+    async def go() -> GatewayReply:
+        reply = await layer.wrap(models)(request)
         await reply.close()
         return reply
 
@@ -270,26 +272,26 @@ def metadata_headers(**values: str) -> dict[str, str]:
 def test_model_is_called_as_if_the_request_named_it() -> None:
     models = FakeModels()
     reply = run_route(models, headers=metadata_headers(plan="free"))
-    assert (reply.model, reply.step, models.names) == ("small", 0, ["small"])
+    assert (reply.model, reply.step_index, models.names) == ("small", 0, ["small"])
     request = models.calls[0]
     assert (request.provider, request.options.request_timeout, request.options.max_attempts) == ("openai", 1.5, 4)
     assert "authorization" not in request.headers and request.headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize("error", [TimedOut("late"), Forbidden("no"), LimitExceeded("much", rule="r")])
+@pytest.mark.parametrize("error", [UpstreamTimeout("late"), Forbidden("no"), LimitExceeded("much", rule="r")])
 def test_failed_model_falls_back_to_the_next(error: Exception) -> None:
     models = FakeModels(large=error)
     reply = run_route(models)
-    assert (reply.model, reply.step, models.names) == ("small", 1, ["large", "small"])
-    assert [request.last for request in models.calls] == [False, True]
+    assert (reply.model, reply.step_index, models.names) == ("small", 1, ["large", "small"])
+    assert [request.is_last_step for request in models.calls] == [False, True]
     with pytest.raises(type(error)):
         run_route(FakeModels(large=error, small=error))
 
 
 def test_request_error_has_no_fallback() -> None:
-    wrong = Refused("bad", kind="request", status=400, headers={}, body=b"")
+    wrong = ProviderErrorReply("bad", reason="request", status=400, headers={}, body=b"")
     models = FakeModels(large=wrong)
-    with pytest.raises(Refused):
+    with pytest.raises(ProviderErrorReply):
         run_route(models)
     assert models.names == ["large"]
     blocked = FakeModels(large=400)
@@ -297,7 +299,7 @@ def test_request_error_has_no_fallback() -> None:
 
 
 def test_route_quota_counts_each_value_and_falls_back() -> None:
-    dynamic = Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
+    dynamic = DynamicRouteLayer(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
     models = [run_route(FakeModels(), dynamic=dynamic, headers=metadata_headers(user=user)).model for user in "aaabab"]
     assert models == ["large", "large", "small", "large", "small", "large"]
 
@@ -307,7 +309,7 @@ def test_route_quota_without_fallback_ends_the_route() -> None:
     rows = [{"id": "s", "type": "start", "outputs": to(next="q")},
             {"id": "q", "type": "rate_limit", "properties": quota, "outputs": to(success="large")},
             model("large", success="e"), END]  # fmt: skip
-    dynamic = Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
+    dynamic = DynamicRouteLayer(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock(1e9))
     for _ in range(10):  # each reserves 600 of 1000 micro-dollars and costs 100
         run_route(FakeModels(), rows, dynamic)
     with pytest.raises(LimitExceeded) as error:
@@ -338,15 +340,15 @@ def test_route_respects_the_allowed_models_of_a_key() -> None:
 
 def test_call_with_fallback_counts_as_one_request() -> None:
     clock, wall, limiter = ManualClock(), ManualClock(1e9), LocalLimiter()
-    dynamic = Dynamic(limiter, FakeEstimator(), clock, wall)
+    dynamic = DynamicRouteLayer(limiter, FakeEstimator(), clock, wall)
     rule = {"name": "two", "limit": 2, "per": "minute"}
 
     class EmptyCatalogue:
         def model(self, provider: str, name: str) -> None: ...
-        def price(self, settings: Settings, provider: str, model: str) -> None: ...
+        def price(self, settings: GatewaySettings, provider: str, model: str) -> None: ...
         def max_output(self, provider: str, model: str) -> None: ...
 
-    async def ask() -> Reply:
+    async def ask() -> GatewayReply:
         routes = {"r": {"elements": CHAIN}}
         request = call(
             provider="dynamic",
@@ -354,8 +356,10 @@ def test_call_with_fallback_counts_as_one_request() -> None:
             settings={"routes": routes, "limits": [rule]},
             headers=metadata_headers(user="x"),
         )
-        handler = dynamic.layer(
-            limited(limiter, EmptyCatalogue(), EmptyCatalogue(), clock, wall)(FakeModels(large=TimedOut("late")))
+        handler = dynamic.wrap(
+            limit_calls(limiter, EmptyCatalogue(), EmptyCatalogue(), clock, wall)(
+                FakeModels(large=UpstreamTimeout("late"))
+            )
         )
         reply = await handler(request)
         await reply.close()
@@ -367,6 +371,6 @@ def test_call_with_fallback_counts_as_one_request() -> None:
 
 
 def test_unknown_route_is_not_found() -> None:
-    layer = Dynamic(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock()).layer(FakeModels())
+    layer = DynamicRouteLayer(LocalLimiter(), FakeEstimator(), ManualClock(), ManualClock()).wrap(FakeModels())
     with pytest.raises(ModelNotFound):
         asyncio.run(layer(call(provider="dynamic", model="x")))

@@ -11,14 +11,14 @@ import pytest
 from gateway_calls import Pieces, call
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.cache.entry import Entry
+from emberline.gateway.cache.entry import CacheEntry
 from emberline.gateway.cache.memory import MemoryCache
-from emberline.gateway.cache.nearest import Nearest, cosine, unit
-from emberline.gateway.cache.question import LONGEST, Question
-from emberline.gateway.cache.semantic import Semantic, said
-from emberline.gateway.call import Call, Reply
+from emberline.gateway.cache.question import MAX_QUESTION_CHARS, UserQuestion
+from emberline.gateway.cache.question_index import QuestionIndex, cosine_similarity, normalize
+from emberline.gateway.cache.semantic import SemanticCache, reply_text
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.layers.cached import Cached
+from emberline.gateway.layers.caching import CacheLayer
+from emberline.gateway.request import GatewayReply, GatewayRequest
 
 WORDS = ["capital", "france", "germany", "paris", "berlin", "weather", "tell", "me", "what", "is", "the", "of", "not"]
 
@@ -50,20 +50,20 @@ def body(text: Any, **more: Any) -> dict[str, Any]:
 class SemanticBench:
     def __init__(self) -> None:
         self.clock, self.embedder, self.sent = ManualClock(), WordCountEmbedder(), 0
-        self.semantic = Semantic(self.embedder, self.clock)
-        self.handler = Cached(MemoryCache(self.clock), self.clock, lambda: self.semantic).layer(self._inner)
+        self.semantic = SemanticCache(self.embedder, self.clock)
+        self.handler = CacheLayer(MemoryCache(self.clock), self.clock, lambda: self.semantic).wrap(self._inner)
         self.answers: list[str] = []
 
-    async def _inner(self, call: Call) -> Reply:
+    async def _inner(self, call: GatewayRequest) -> GatewayReply:
         self.sent += 1
         text = self.answers.pop(0) if self.answers else f"answer {self.sent}"
         data = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-        reply = Reply(200, {"content-type": "application/json"}, data)
+        reply = GatewayReply(200, {"content-type": "application/json"}, data)
         if call.stream:
             reply.body = Pieces(b"data: " + data + b"\n\n", reply=reply)
         return reply
 
-    async def ask(self, request_body: dict[str, Any], **about: Any) -> Reply:
+    async def ask(self, request_body: dict[str, Any], **about: Any) -> GatewayReply:
         reply = await self.handler(call(request_body, **{"settings": settings(), **about}))
         if not isinstance(reply.body, bytes):
             async for _ in reply.body:
@@ -160,7 +160,7 @@ def test_shadow_mode_serves_nothing_and_counts() -> None:
             reply = await bench.ask(body(text), settings=settings("shadow"))
             assert not reply.cached
         stats = bench.semantic.stats
-        assert bench.sent == 3 and (stats.near, stats.served, stats.compared, stats.disagreed) == (2, 0, 2, 1)
+        assert bench.sent == 3 and (stats.similar, stats.served, stats.compared, stats.disagreed) == (2, 0, 2, 1)
 
     asyncio.run(run())
 
@@ -204,7 +204,7 @@ def test_equal_questions_in_flight_are_sent_once() -> None:
     ],
 )
 def test_question_is_the_last_turn_in_every_dialect(dialect: Any, request_body: dict[str, Any]) -> None:
-    question = Question.of(call(request_body, dialect=dialect))
+    question = UserQuestion.from_call(call(request_body, dialect=dialect))
     assert question is not None and question.text == "hi"
 
 
@@ -218,42 +218,46 @@ def test_question_is_the_last_turn_in_every_dialect(dialect: Any, request_body: 
         {"messages": [{"role": "assistant", "content": "hi"}]},
         {"messages": [{"role": "user", "content": None}]},
         {"messages": [{"role": "user", "content": ""}]},
-        {"messages": [{"role": "user", "content": "x" * (LONGEST + 1)}]},
+        {"messages": [{"role": "user", "content": "x" * (MAX_QUESTION_CHARS + 1)}]},
         {"messages": ["hi"]},
     ],
 )
 def test_calls_without_a_question(request_body: Any) -> None:
-    question = Question.of(call(json.dumps(request_body).encode()))
+    question = UserQuestion.from_call(call(json.dumps(request_body).encode()))
     assert question is None or request_body == {"messages": "hi there"}
-    assert Question.of(call(json.dumps(request_body).encode(), dialect="raw")) is None
+    assert UserQuestion.from_call(call(json.dumps(request_body).encode(), dialect="raw")) is None
 
 
 # Vectors
 
 
 def test_question_index_is_bounded_and_exact() -> None:
-    index, rng = Nearest(most=50, most_each=20), np.random.default_rng(0)
-    questions = [(Question(f"{i}", f"p{i % 4}"), unit(list(rng.normal(size=8)))) for i in range(200)]
+    index, rng = QuestionIndex(max_questions=50, max_partition_questions=20), np.random.default_rng(0)
+    questions = [(UserQuestion(f"{i}", f"p{i % 4}"), normalize(list(rng.normal(size=8)))) for i in range(200)]
     for i, (question, vector) in enumerate(questions):
         assert vector is not None
-        index.add(Question("", question.partition), vector, str(i), 100.0)
+        index.add(UserQuestion("", question.partition), vector, str(i), 100.0)
         assert index.size <= 50
     question, vector = questions[-1]
     assert vector is not None
-    found = index.find(Question("", question.partition), vector, 0.999, 0.0)
+    found = index.find(UserQuestion("", question.partition), vector, 0.999, 0.0)
     assert found is not None and found.key == "199"
-    assert index.find(Question("", question.partition), vector, 0.999, 100.0) is None  # expired
-    assert index.find(Question("", "p9"), vector, 0.5, 0.0) is None
-    assert unit([0.0, 0.0]) is None and unit([float("nan")]) is None and cosine([1.0], [1.0, 2.0]) == 0.0
+    assert index.find(UserQuestion("", question.partition), vector, 0.999, 100.0) is None  # expired
+    assert index.find(UserQuestion("", "p9"), vector, 0.5, 0.0) is None
+    assert (
+        normalize([0.0, 0.0]) is None
+        and normalize([float("nan")]) is None
+        and cosine_similarity([1.0], [1.0, 2.0]) == 0.0
+    )
 
 
 def test_reply_text() -> None:
-    def entry(*chunks: bytes, stream: bool = False) -> Entry:
-        return Entry(200, {}, "", "", None, stream, list(chunks))
+    def entry(*chunks: bytes, stream: bool = False) -> CacheEntry:
+        return CacheEntry(200, {}, "", "", None, stream, list(chunks))
 
-    assert said(entry(b'{"content": [{"type": "text", "text": "hello"}], "role": "assistant"}')) == "hello"
+    assert reply_text(entry(b'{"content": [{"type": "text", "text": "hello"}], "role": "assistant"}')) == "hello"
     events = entry(
         b'event: x\ndata: {"delta": {"text": "he"}}\n\n', b'data: {"delta": "llo"}\n\ndata: [DONE]\n\n', stream=True
     )
-    assert said(events) == "hello"
-    assert said(entry(b"\xff")) == ""
+    assert reply_text(events) == "hello"
+    assert reply_text(entry(b"\xff")) == ""

@@ -11,13 +11,13 @@ import pytest
 from gateway_records import NOON, made
 
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.logs.logwriter import LogWriter
-from emberline.gateway.store.base import Audit, Change
-from emberline.gateway.store.filters import Filters
-from emberline.gateway.store.lane import Lane
+from emberline.gateway.logs.log_writer import LogWriter
+from emberline.gateway.store.base import AuditEntry, StoreChange
+from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.sqlite import SQLiteStore, _transaction
+from emberline.gateway.store.sqlite_thread import SQLiteThread
 
-AUDIT = Audit(0, "acme", "t", "t", "t")
+AUDIT = AuditEntry(0, "acme", "t", "t", "t")
 
 
 def played(home: Path, play: Callable[[SQLiteStore], Awaitable[None]]) -> None:
@@ -34,7 +34,7 @@ def played(home: Path, play: Callable[[SQLiteStore], Awaitable[None]]) -> None:
 async def pragma(store: SQLiteStore, text: str) -> None:
     """On the connection that writes."""
 
-    def do(lane: Lane) -> None:
+    def do(lane: SQLiteThread) -> None:
         lane.connection(store._main).execute(f"PRAGMA {text}").fetchall()
 
     await store._writer.run(do)
@@ -44,7 +44,7 @@ def test_the_log_waits_for_one_who_holds_it(tmp_path: Path) -> None:
     async def play(store: SQLiteStore) -> None:
         await pragma(store, "busy_timeout = 0")
         other = sqlite3.connect(tmp_path / "gateway.db", isolation_level=None)
-        async with LogWriter(store, linger=0.0) as writer:
+        async with LogWriter(store, flush_delay_s=0.0) as writer:
             other.execute("BEGIN IMMEDIATE")
             for i in range(3):
                 writer.put(made(NOON + i))
@@ -53,14 +53,14 @@ def test_the_log_waits_for_one_who_holds_it(tmp_path: Path) -> None:
             other.execute("ROLLBACK")
         other.close()
         assert (writer.written, writer.dropped) == (3, 0)
-        assert len((await store.page(Filters("acme"))).records) == 3
+        assert len((await store.page(LogFilters("acme"))).records) == 3
 
     played(tmp_path, play)
 
 
 def test_what_cannot_be_committed_is_undone(tmp_path: Path) -> None:
     async def play(store: SQLiteStore) -> None:
-        def promise(lane: Lane) -> None:
+        def promise(lane: SQLiteThread) -> None:
             db = lane.connection(store._main)
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("CREATE TABLE known (id TEXT PRIMARY KEY)")
@@ -70,7 +70,7 @@ def test_what_cannot_be_committed_is_undone(tmp_path: Path) -> None:
         await store._writer.run(promise)
         for _ in range(2):
             with pytest.raises(StoreFailed, match="FOREIGN KEY"):
-                await store.commit(Change(AUDIT))
+                await store.commit(StoreChange(AUDIT))
 
     played(tmp_path, play)
 
@@ -90,7 +90,7 @@ def test_a_file_that_was_taken_away_is_no_riddle(tmp_path: Path) -> None:
         (tmp_path / "gateway.db").rename(tmp_path / "elsewhere")
         for _ in store._readers:
             assert await store.version() == 0, "it is open"
-            await store._readers[0].run(Lane.release, store._main)
+            await store._readers[0].run(SQLiteThread.release, store._main)
         with pytest.raises(StoreFailed, match="unable to open"):
             for _ in store._readers:
                 await store.version()

@@ -11,7 +11,7 @@ import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.upstream.ssrf import PublicResolver, checked_url, is_public, public_socket
+from emberline.gateway.upstream.ssrf import PublicResolver, is_public, open_public_socket, validate_provider_url
 
 PRIVATE = [
     "127.0.0.1",
@@ -90,7 +90,7 @@ def test_public_addresses(address: str) -> None:
     ],
 )
 def test_valid_provider_urls(url: str) -> None:
-    assert checked_url(url) == url.rstrip("/")
+    assert validate_provider_url(url) == url.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,15 @@ def test_valid_provider_urls(url: str) -> None:
 )
 def test_invalid_provider_urls(url: str) -> None:
     with pytest.raises(InvalidRequest, match="base_url"):
-        checked_url(url)
+        validate_provider_url(url)
 
 
 def test_operator_can_allow_private_addresses() -> None:
     for url in ("http://127.0.0.1:8000/v1", "https://10.0.0.5", "http://vllm.internal:8000", "http://localhost:11434"):
-        assert checked_url(url, allow_private=True) == url
+        assert validate_provider_url(url, allow_private=True) == url
     for url in ("ftp://10.0.0.5", "http://u:p@10.0.0.5", "http://127.1"):
         with pytest.raises(InvalidRequest):
-            checked_url(url, allow_private=True)
+            validate_provider_url(url, allow_private=True)
 
 
 class FakeResolver(AbstractResolver):
@@ -179,7 +179,7 @@ def test_one_private_address_rejects_name() -> None:
 
 def connect(url: str, resolver: AbstractResolver, guarded: bool) -> None:
     async def do() -> None:
-        factory = {"socket_factory": public_socket} if guarded else {}
+        factory = {"socket_factory": open_public_socket} if guarded else {}
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, **factory)
         async with aiohttp.ClientSession(connector=connector) as session, session.get(url) as reply:
             await reply.read()

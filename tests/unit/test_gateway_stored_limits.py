@@ -14,20 +14,20 @@ import pytest
 from emberline.core.clock import ManualClock
 from emberline.gateway.errors import LimitExceeded, StoreBusy
 from emberline.gateway.limits.journal import GROWTH_BYTES, CounterJournal
-from emberline.gateway.limits.rule import Claim, Rule
+from emberline.gateway.limits.rule import Claim, LimitRule
 from emberline.gateway.limits.stored import StoredLimiter
-from emberline.gateway.store.base import Counter
+from emberline.gateway.store.base import LimitCounter
 from emberline.gateway.store.opening import open_store
 
 NOW = 1_800_000_000.0
-DAILY = Rule(name="daily", limit=100, amount="requests", per="day")
-MONEY = Rule(name="money", limit=1000, amount="micros", per="month", split=("user",))
-MINUTE = Rule(name="minute", limit=100, amount="requests", per="minute")
+DAILY = LimitRule(name="daily", limit=100, amount="requests", per="day")
+MONEY = LimitRule(name="money", limit=1000, amount="micros", per="month", split=("user",))
+MINUTE = LimitRule(name="minute", limit=100, amount="requests", per="minute")
 NEVER_S = 1e6  # between writes to the store: only the journal has the usage
 
 
-def claim(rule: Rule, amount: int = 1, user: str = "ann") -> Claim:
-    return rule.claim({"gateway": "default/default", "user": user}, amount)
+def claim(rule: LimitRule, amount: int = 1, user: str = "ann") -> Claim:
+    return rule.make_claim({"gateway": "default/default", "user": user}, amount)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GatewayProcess:
         pass
 
     async def used(self, *claims: Claim) -> list[int]:
-        return [each.used for each in await self.limiter.spent(claims, self.wall.now())]
+        return [each.used for each in await self.limiter.bucket_usage(claims, self.wall.now())]
 
     async def use(self, one: Claim, actual: int) -> None:
         reservation = await self.limiter.reserve([one], self.wall.now(), 60.0)
@@ -141,10 +141,10 @@ class LostReplyStore:
     def __init__(self, store: Any) -> None:
         self.store, self.failing = store, True
 
-    async def counters(self, now: int) -> list[Counter]:
+    async def counters(self, now: int) -> list[LimitCounter]:
         return list(await self.store.counters(now))
 
-    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
         await self.store.count(batch, changes, now)
         if self.failing:
             raise StoreBusy("the connection broke")
@@ -158,10 +158,10 @@ def test_batch_with_lost_reply_counts_once(location: StorageLocation) -> None:
             one.limiter._store = lost_reply_store
             await one.use(claim(DAILY), 1)
             with pytest.raises(StoreBusy):
-                await one.limiter._write()
+                await one.limiter._write_changes()
             await one.use(claim(DAILY), 1)
             with pytest.raises(StoreBusy):
-                await one.limiter._write()
+                await one.limiter._write_changes()
             await one.kill()
         async with GatewayProcess(location, wall) as two:
             assert await two.used(claim(DAILY)) == [2]
@@ -175,11 +175,11 @@ def test_live_journals_are_kept_and_damaged_lines_skipped(location: StorageLocat
         wall = ManualClock(NOW)
         async with GatewayProcess(location, wall) as one, GatewayProcess(location, wall) as other:
             await one.use(claim(DAILY), 1)
-            assert not list(other.journal.abandoned())
+            assert not list(other.journal.abandoned_batches())
             one.journal.write(b'["default/default","daily",1,\0\0,3]\n')  # a page was not written
             one.journal.write(b'["default/default","daily')
             await one.kill()
-            assert [[each.used for each in changes] for _, changes in other.journal.abandoned()] == [[1]]
+            assert [[each.used for each in changes] for _, changes in other.journal.abandoned_batches()] == [[1]]
             await other.stop()
 
     asyncio.run(run())
@@ -207,8 +207,10 @@ def test_journal_file_grows_and_ends_with_zeros(tmp_path: Path) -> None:
     journal.write(line)  # a call that ends late: the write neither fails nor is stored
     size = (tmp_path / f"{name}.journal").stat().st_size
     assert size == 3 * GROWTH_BYTES
-    [(found, changes)] = CounterJournal(tmp_path).abandoned()
-    assert found == name and len(changes) == count and set(changes) == {Counter("default/default", "daily", 1, 2, 3)}
+    [(found, changes)] = CounterJournal(tmp_path).abandoned_batches()
+    assert (
+        found == name and len(changes) == count and set(changes) == {LimitCounter("default/default", "daily", 1, 2, 3)}
+    )
 
 
 def test_limits_work_while_the_disk_is_full(location: StorageLocation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +223,7 @@ def test_limits_work_while_the_disk_is_full(location: StorageLocation, monkeypat
             with monkeypatch.context() as patched:
                 patched.setattr("emberline.gateway.limits.journal.os.pwrite", full)
                 with pytest.raises(OSError, match="No space"):
-                    await one.limiter._write()
+                    await one.limiter._write_changes()
                 for _ in range(50):
                     await one.use(claim(DAILY), 1)
             assert await one.used(claim(DAILY)) == [51]

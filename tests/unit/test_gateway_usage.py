@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.costs.usage import READERS, Usage
+from emberline.gateway.costs.usage import USAGE_READERS, Usage
 
 OPENAI = {
     "prompt_tokens": 2006,
@@ -57,7 +57,7 @@ GEMINI = {
     ],
 )
 def test_each_dialect(dialect: str, said: dict[str, Any], usage: Usage) -> None:
-    assert Usage.read(dialect, said) == usage
+    assert Usage.parse(dialect, said) == usage
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_each_dialect(dialect: str, said: dict[str, Any], usage: Usage) -> None:
     ],
 )
 def test_providers_that_speak_openai_their_own_way(said: dict[str, Any], usage: Usage) -> None:
-    assert Usage.read("openai-chat", said) == usage
+    assert Usage.parse("openai-chat", said) == usage
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_providers_that_speak_openai_their_own_way(said: dict[str, Any], usage: 
 def test_a_streams_usages_add_up_to_the_replys(dialect: str, events: list[dict[str, Any]], usage: Usage | None) -> None:
     total: Usage | None = None
     for event in events:
-        if part := Usage.found(dialect, event):
-            total = part if total is None else total.joined(part)
+        if part := Usage.find_in(dialect, event):
+            total = part if total is None else total.merge_later(part)
     whole = {"openai-chat": OPENAI, "openai-responses": RESPONSES}.get(dialect)
-    assert total == (usage or Usage.read(dialect, whole))
+    assert total == (usage or Usage.parse(dialect, whole))
 
 
 @pytest.mark.parametrize(
@@ -183,19 +183,19 @@ def test_a_streams_usages_add_up_to_the_replys(dialect: str, events: list[dict[s
     ],
 )
 def test_an_endpoint_passed_through_is_read_by_its_shape(reply: dict[str, Any], usage: Usage | None) -> None:
-    assert Usage.found("raw", reply) == usage
+    assert Usage.find_in("raw", reply) == usage
 
 
 @pytest.mark.parametrize("absurd", [1e300, float("inf"), 1 << 54, -1])
 def test_a_count_that_cannot_be_is_not_told(absurd: float) -> None:
-    assert Usage.read("openai-chat", {"prompt_tokens": absurd, "completion_tokens": 3}) == Usage(output=3)
-    assert Usage.read("gemini", {"promptTokenCount": absurd, "totalTokenCount": absurd}) == Usage()
+    assert Usage.parse("openai-chat", {"prompt_tokens": absurd, "completion_tokens": 3}) == Usage(output=3)
+    assert Usage.parse("gemini", {"promptTokenCount": absurd, "totalTokenCount": absurd}) == Usage()
 
 
 @pytest.mark.parametrize("said", [None, [], "usage", 3, {}, {"prompt_cache_hit_tokens": 4}])
-@pytest.mark.parametrize("dialect", sorted(READERS))
+@pytest.mark.parametrize("dialect", sorted(USAGE_READERS))
 def test_nothing_said_is_none(dialect: str, said: object) -> None:
-    assert Usage.read(dialect, said) is None
+    assert Usage.parse(dialect, said) is None
 
 
 NAMES = [
@@ -218,9 +218,9 @@ SAID = st.recursive(
 )
 
 
-@given(st.sampled_from(sorted(READERS)), SAID, SAID)
+@given(st.sampled_from(sorted(USAGE_READERS)), SAID, SAID)
 def test_whatever_is_said_the_parts_stay_parts(dialect: str, one: object, two: object) -> None:
-    first, second = Usage.read(dialect, one), Usage.found(dialect, {"usage": two, "usageMetadata": two})
+    first, second = Usage.parse(dialect, one), Usage.find_in(dialect, {"usage": two, "usageMetadata": two})
     if first and second:
-        both = first.joined(second)  # Usage asserts its own promise
+        both = first.merge_later(second)  # Usage asserts its own promise
         assert both.total >= max(first.total, second.total)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 from emberline.hub.convert import convert
 from emberline.hub.dequant import dequantise, round_to_bf16
-from emberline.hub.gguf import GGUF, TYPES
+from emberline.hub.gguf import TENSOR_TYPES, GGUFFile
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     values = ggufs.write(path, extra={"attention.sliding_window": 32})
-    with GGUF(path) as file:
+    with GGUFFile(path) as file:
         assert file.metadata["general.architecture"] == "llama"
         assert file.metadata["llama.attention.sliding_window"] == 32
         assert file.metadata["tokenizer.ggml.tokens"] == ggufs.BPE_TOKENS
@@ -37,28 +37,28 @@ def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
         for name, value in values.items():
             tensor = file.tensors[name]
             assert tensor.shape == value.shape
-            assert bytes(file.raw(tensor)) == value.tobytes()
+            assert bytes(file.raw_bytes(tensor)) == value.tobytes()
 
 
-@pytest.mark.parametrize("number", TYPES)
+@pytest.mark.parametrize("number", TENSOR_TYPES)
 def test_dequantises_random_blocks_like_the_gguf_package(number: int) -> None:
-    kind = TYPES[number]
+    kind = TENSOR_TYPES[number]
     rng = np.random.default_rng(number)
-    blocks = rng.integers(0, 256, (500, kind.size), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (500, kind.block_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):
-        ours = dequantise(blocks.data.cast("B"), kind.name, kind.size)
+        ours = dequantise(blocks.data.cast("B"), kind.name, kind.block_bytes)
         theirs = gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
-    assert len(ours) == 500 * kind.block
+    assert len(ours) == 500 * kind.block_elements
     assert np.array_equal(ours, theirs.astype(np.float32), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_dequantised_values_are_near_the_originals(name: str) -> None:
     """K formats have no quantiser in the package; the blocks test above covers them."""
-    kind = next(t for t in TYPES.values() if t.name == name)
+    kind = next(t for t in TENSOR_TYPES.values() if t.name == name)
     x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
-    near = dequantise(raw.data.cast("B"), kind.name, kind.size).reshape(x.shape)
+    near = dequantise(raw.data.cast("B"), kind.name, kind.block_bytes).reshape(x.shape)
     bound = {"BF16": 0.01, "Q8_0": 0.02, "Q4_0": 0.4, "Q4_1": 0.3, "Q5_0": 0.2, "Q5_1": 0.15}[name]
     assert np.abs(near - x).max() < bound
 
@@ -117,20 +117,20 @@ def test_damaged_headers_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(ModelFileError):
-        GGUF(path)
+        GGUFFile(path)
 
 
 @pytest.mark.parametrize("data", [header(version=1), header(version=4), header(version=3 << 24)])
 def test_other_versions_are_not_supported(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "v.gguf").write_bytes(data)
     with pytest.raises(UnsupportedModel):
-        GGUF(tmp_path / "v.gguf")
+        GGUFFile(tmp_path / "v.gguf")
 
 
 def test_other_quantisations_are_named(tmp_path: Path) -> None:
     (tmp_path / "q.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=10) + bytes(512)))
     with pytest.raises(UnsupportedModel, match="type 10"):
-        GGUF(tmp_path / "q.gguf")
+        GGUFFile(tmp_path / "q.gguf")
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

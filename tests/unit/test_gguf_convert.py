@@ -18,7 +18,7 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub import convert as conversion
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.convert import convert
-from emberline.hub.gguf import GGUF
+from emberline.hub.gguf import GGUFFile
 from emberline.hub.ggufconfig import generation_config
 from emberline.hub.gguftokenizer import tokenizer_files
 from emberline.tokens.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def test_llama_rows_are_put_back_in_order(tmp_path: Path) -> None:
         assert np.array_equal(loaded[f"model.layers.1.{ours}.weight"], usual[f"blk.1.{theirs}.weight"])
     assert np.array_equal(loaded["model.embed_tokens.weight"], usual["token_embd.weight"])
     assert np.array_equal(loaded["lm_head.weight"], usual["output.weight"])
-    assert set(loaded) == set(checkpoint.names())
+    assert set(loaded) == set(checkpoint.tensor_names())
     assert checkpoint.config["torch_dtype"] == "float32"
     assert checkpoint.config["tie_word_embeddings"] is False
 
@@ -91,9 +91,9 @@ def test_config_says_what_the_file_says(tmp_path: Path) -> None:
     assert {k: checkpoint.config[k] for k in expected} == expected
     assert "sliding_window" not in checkpoint.config
     assert checkpoint.generation_config["eos_token_id"] == [0]
-    assert checkpoint.info("model.norm.weight").dtype == "F32"
-    assert checkpoint.info("model.layers.0.mlp.up_proj.weight").dtype == "BF16"
-    assert "lm_head.weight" not in checkpoint.names()
+    assert checkpoint.tensor_info("model.norm.weight").dtype == "F32"
+    assert checkpoint.tensor_info("model.layers.0.mlp.up_proj.weight").dtype == "BF16"
+    assert "lm_head.weight" not in checkpoint.tensor_names()
 
 
 def test_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_llama3_rule_is_found_again_from_the_divisors(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    assert not any("rope" in name for name in checkpoint.names())
+    assert not any("rope" in name for name in checkpoint.tensor_names())
 
 
 def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_what_a_killed_process_left_is_gone(tmp_path: Path) -> None:
 
 
 def test_one_converts_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, write = [], conversion._write
+    written, write = [], conversion._write_checkpoint
 
-    def counted(file: GGUF, work: Path) -> None:
+    def counted(file: GGUFFile, work: Path) -> None:
         written.append(work)
         write(file, work)
 
-    monkeypatch.setattr(conversion, "_write", counted)
+    monkeypatch.setattr(conversion, "_write_checkpoint", counted)
     ggufs.write(tmp_path / "m.gguf")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: convert(tmp_path / "m.gguf", tmp_path / "out"), range(8)))

@@ -9,8 +9,8 @@ import pytest
 from bytelevel import EOS, SPECIAL, VOCAB_SIZE, encode, tokenizer_file
 
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
-from emberline.engine.grammar import CACHED, MAX_TEXT, GrammarCompiler, Matcher
+from emberline.core.params import GrammarSpec
+from emberline.engine.grammar import MAX_CACHED_GRAMMARS, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarMatcher
 
 PADDED = VOCAB_SIZE + 77  # models pad their embedding
 
@@ -20,23 +20,23 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), PADDED, [EOS])
 
 
-def walk(matcher: Matcher, text: str) -> int:
+def walk(matcher: GrammarMatcher, text: str) -> int:
     """How many tokens of the text the masks allow."""
     ids = encode(text)
     for n, token in enumerate(ids):
-        if token not in matcher.allowed():
+        if token not in matcher.allowed_tokens():
             return n
         assert matcher.accept(token)
     return len(ids)
 
 
-def takes(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
+def takes(compiler: GrammarCompiler, grammar: GrammarSpec, text: str) -> bool:
     matcher = compiler.compile(grammar)
-    return walk(matcher, text) == len(encode(text)) and EOS in matcher.allowed()
+    return walk(matcher, text) == len(encode(text)) and EOS in matcher.allowed_tokens()
 
 
-def schema(**keywords: object) -> Grammar:
-    return Grammar("json_schema", json.dumps(keywords))
+def schema(**keywords: object) -> GrammarSpec:
+    return GrammarSpec("json_schema", json.dumps(keywords))
 
 
 PERSON = schema(
@@ -47,7 +47,7 @@ PERSON = schema(
     **{"$defs": {"short": {"type": "string", "maxLength": 5}}},
 )
 OPEN = schema(type="object", properties={"a": {"type": "integer"}}, required=["a"])
-JOINED = Grammar(
+JOINED = GrammarSpec(
     "grammar",
     json.dumps({"grammars": [{"lark_grammar": 'start: "x" @b'}, {"name": "b", "lark_grammar": "root ::= [0-9]"}]}),
 )
@@ -57,7 +57,7 @@ TREE = schema(type="object", properties={"kids": {"type": "array", "items": {"$r
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        (Grammar("json_object"), ["{}", '{"a": [1, {"b": null}]}', '{\n  "é": "中"\n}'], ["[]", "1", "{", ' {"a":1}']),
+        (GrammarSpec("json_object"), ["{}", '{"a": [1, {"b": null}]}', '{\n  "é": "中"\n}'], ["[]", "1", "{", ' {"a":1}']),
         (PERSON, ['{"name": "Ada", "age": 3}'], ['{"name": "Ada"}', '{"name": "Adalbert", "age": 3}']),
         (PERSON, [], ['{"name":"A","age":-1}', '{"name": 1, "age": 1}']),
         (PERSON, ['{"name":"","age":0}'], ['{"name": "Ada", "age": 3, "x": 1}', '{"age": 3, "name": "Ada"}']),
@@ -65,15 +65,15 @@ TREE = schema(type="object", properties={"kids": {"type": "array", "items": {"$r
         (TREE, ['{"kids": [{"kids": []}, {}]}'], ['{"kids": [1]}']),
         (schema(enum=["a", 1, None]), ['"a"', "1", "null"], ['"b"', "2"]),
         (schema(anyOf=[{"type": "boolean"}, {"type": "string", "format": "date"}]), ["true", '"2024-02-29"'], ['"x"']),
-        (Grammar("regex", r"\+[0-9]{1,3} [a-f/]+"), ["+49 a/f"], ["49 a", "+49 ", "+4900 a"]),
-        (Grammar("regex", r"^(yes|no)$"), ["yes", "no"], ["yesno", "y"]),
-        (Grammar("choice", '["a\\"b", "é\\n", "ab"]'), ['a"b', "é\n", "ab"], ["a", "b"]),
-        (Grammar("grammar", 'start: "(" start ")" | /[0-9]+/'), ["7", "((42))"], ["(7", "()"]),
-        (Grammar("grammar", 'root ::= "(" root ")" | [0-9]+'), ["7", "((42))"], ["(7", "()"]),
+        (GrammarSpec("regex", r"\+[0-9]{1,3} [a-f/]+"), ["+49 a/f"], ["49 a", "+49 ", "+4900 a"]),
+        (GrammarSpec("regex", r"^(yes|no)$"), ["yes", "no"], ["yesno", "y"]),
+        (GrammarSpec("choice", '["a\\"b", "é\\n", "ab"]'), ['a"b', "é\n", "ab"], ["a", "b"]),
+        (GrammarSpec("grammar", 'start: "(" start ")" | /[0-9]+/'), ["7", "((42))"], ["(7", "()"]),
+        (GrammarSpec("grammar", 'root ::= "(" root ")" | [0-9]+'), ["7", "((42))"], ["(7", "()"]),
         (JOINED, ["x1"], ["1"]),
     ],
 )  # fmt: skip
-def test_kinds(compiler: GrammarCompiler, grammar: Grammar, good: list[str], bad: list[str]) -> None:
+def test_kinds(compiler: GrammarCompiler, grammar: GrammarSpec, good: list[str], bad: list[str]) -> None:
     assert [text for text in good if not takes(compiler, grammar, text)] == []
     assert [text for text in bad if takes(compiler, grammar, text)] == []
 
@@ -81,10 +81,10 @@ def test_kinds(compiler: GrammarCompiler, grammar: Grammar, good: list[str], bad
 def test_done_is_when_nothing_may_follow(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(OPEN)
     walk(matcher, '{"a": 1')
-    assert not matcher.done and EOS not in matcher.allowed()
+    assert not matcher.is_complete and EOS not in matcher.allowed_tokens()
     walk(matcher, "}")
-    assert matcher.done and matcher.allowed() == [EOS]
-    number = compiler.compile(Grammar("regex", "[0-9]+"))
+    assert matcher.is_complete and matcher.allowed_tokens() == [EOS]
+    number = compiler.compile(GrammarSpec("regex", "[0-9]+"))
     walk(number, "12")
     assert EOS in number.allowed() and not number.done
     assert number.accept(EOS) and number.done and number.error is None
@@ -92,36 +92,36 @@ def test_done_is_when_nothing_may_follow(compiler: GrammarCompiler) -> None:
 
 def test_masks_cover_the_models_vocabulary_and_never_allow_its_padding(compiler: GrammarCompiler) -> None:
     assert compiler.mask_words == (PADDED + 31) // 32
-    anything = compiler.compile(Grammar("regex", r"(.|\n)*"))
-    allowed = anything.allowed()
+    anything = compiler.compile(GrammarSpec("regex", r"(.|\n)*"))
+    allowed = anything.allowed_tokens()
     assert max(allowed) < VOCAB_SIZE and SPECIAL not in allowed and EOS in allowed
     with pytest.raises(AssertionError):
-        anything.fill(np.zeros(compiler.mask_words - 1, np.int32))
+        anything.fill_mask(np.zeros(compiler.mask_words - 1, np.int32))
 
 
 def test_a_forbidden_token_is_refused_and_remembered(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(Grammar("choice", '["yes"]'))
+    matcher = compiler.compile(GrammarSpec("choice", '["yes"]'))
     assert not matcher.accept(encode("n")[0])
-    assert matcher.error is not None and not matcher.done
+    assert matcher.error is not None and not matcher.is_complete
 
 
 def test_fork_rollback_and_drafts(compiler: GrammarCompiler) -> None:
-    matcher = compiler.compile(Grammar("choice", '["abc", "abd"]'))
+    matcher = compiler.compile(GrammarSpec("choice", '["abc", "abd"]'))
     walk(matcher, "ab")
     other = matcher.fork()
-    assert other.accept(encode("d")[0]) and other.done and not matcher.done
-    assert matcher.valid(encode("cx")) == 1 and not matcher.done
-    assert matcher.accept(encode("c")[0]) and matcher.done
+    assert other.accept(encode("d")[0]) and other.is_complete and not matcher.is_complete
+    assert matcher.count_valid(encode("cx")) == 1 and not matcher.is_complete
+    assert matcher.accept(encode("c")[0]) and matcher.is_complete
     matcher.rollback(2)
-    assert walk(matcher, "bd") == 2 and matcher.done
+    assert walk(matcher, "bd") == 2 and matcher.is_complete
 
 
 def test_the_cache_is_bounded_and_its_matchers_are_separate(compiler: GrammarCompiler) -> None:
-    grammars = [Grammar("choice", json.dumps([f"w{i}"])) for i in range(CACHED + 5)]
+    grammars = [GrammarSpec("choice", json.dumps([f"w{i}"])) for i in range(MAX_CACHED_GRAMMARS + 5)]
     for grammar in grammars:
         assert takes(compiler, grammar, json.loads(grammar.text)[0])
-    assert len(compiler._compiled) == CACHED
-    assert takes(compiler, grammars[-1], f"w{CACHED + 4}") and takes(compiler, grammars[0], "w0")
+    assert len(compiler._compiled) == MAX_CACHED_GRAMMARS
+    assert takes(compiler, grammars[-1], f"w{MAX_CACHED_GRAMMARS + 4}") and takes(compiler, grammars[0], "w0")
 
 
 def test_white_space_is_bounded(compiler: GrammarCompiler) -> None:
@@ -143,29 +143,29 @@ REFUSED = [
     (schema(**{"$ref": "http://127.0.0.1:9/x"}), "127.0.0.1"),
     (schema(**{"$ref": "#"}), "no text can match"),
     (schema(type="string", pattern="(?!a)b"), "look-around"),
-    (Grammar("json_schema", "[1]"), "a JSON object"),
-    (Grammar("json_schema", '{"type":'), "Expecting value"),
-    (Grammar("json_schema", '{"const": "\\ud800"}'), "surrogate|serializable"),
-    (Grammar("json_schema", DEEP), "nested too deeply|recursion"),
-    (Grammar("regex", "([a-z"), "unclosed"),
-    (Grammar("regex", r"(a)\1"), "backreferences"),
-    (Grammar("regex", "(" * 9999 + ")" * 9999), "nested"),
-    (Grammar("regex", r"[^\s\S]"), "no text can match"),
-    (Grammar("choice", "[]"), "one or more strings"),
-    (Grammar("choice", '["a", 1]'), "one or more strings"),
-    (Grammar("choice", json.dumps(["x"] * 10_001)), "10001"),
-    (Grammar("grammar", "start: nothing"), "nothing"),
-    (Grammar("grammar", "start: start"), "no text can match"),
-    (Grammar("grammar", "\x00}{"), "Expected name"),
-    (Grammar("grammar", ""), "root"),
-    (Grammar("grammar", '{"grammars": 1}'), "grammars"),
-    (Grammar("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000), ""),
-    (Grammar("regex", "a" * (MAX_TEXT + 1)), str(MAX_TEXT)),
+    (GrammarSpec("json_schema", "[1]"), "a JSON object"),
+    (GrammarSpec("json_schema", '{"type":'), "Expecting value"),
+    (GrammarSpec("json_schema", '{"const": "\\ud800"}'), "surrogate|serializable"),
+    (GrammarSpec("json_schema", DEEP), "nested too deeply|recursion"),
+    (GrammarSpec("regex", "([a-z"), "unclosed"),
+    (GrammarSpec("regex", r"(a)\1"), "backreferences"),
+    (GrammarSpec("regex", "(" * 9999 + ")" * 9999), "nested"),
+    (GrammarSpec("regex", r"[^\s\S]"), "no text can match"),
+    (GrammarSpec("choice", "[]"), "one or more strings"),
+    (GrammarSpec("choice", '["a", 1]'), "one or more strings"),
+    (GrammarSpec("choice", json.dumps(["x"] * 10_001)), "10001"),
+    (GrammarSpec("grammar", "start: nothing"), "nothing"),
+    (GrammarSpec("grammar", "start: start"), "no text can match"),
+    (GrammarSpec("grammar", "\x00}{"), "Expected name"),
+    (GrammarSpec("grammar", ""), "root"),
+    (GrammarSpec("grammar", '{"grammars": 1}'), "grammars"),
+    (GrammarSpec("grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000), ""),
+    (GrammarSpec("regex", "a" * (MAX_GRAMMAR_CHARS + 1)), str(MAX_GRAMMAR_CHARS)),
 ]
 
 
 @pytest.mark.parametrize(("grammar", "says"), REFUSED, ids=[f"{g.kind}-{g.text[:30]}" for g, _ in REFUSED])
-def test_refusals_name_the_reason(compiler: GrammarCompiler, grammar: Grammar, says: str) -> None:
+def test_refusals_name_the_reason(compiler: GrammarCompiler, grammar: GrammarSpec, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         compiler.compile(grammar, param="text.format")
     assert caught.value.param == "text.format" and len(caught.value.message) < 400
@@ -173,5 +173,7 @@ def test_refusals_name_the_reason(compiler: GrammarCompiler, grammar: Grammar, s
 
 
 def test_the_kinds_are_told_apart_in_the_cache(compiler: GrammarCompiler) -> None:
-    assert takes(compiler, Grammar("regex", '["a"]'), "a") and takes(compiler, Grammar("choice", '["a"]'), "a")
-    assert takes(compiler, Grammar("regex", '["a"]'), '"') and not takes(compiler, Grammar("choice", '["a"]'), '"')
+    assert takes(compiler, GrammarSpec("regex", '["a"]'), "a") and takes(compiler, GrammarSpec("choice", '["a"]'), "a")
+    assert takes(compiler, GrammarSpec("regex", '["a"]'), '"') and not takes(
+        compiler, GrammarSpec("choice", '["a"]'), '"'
+    )

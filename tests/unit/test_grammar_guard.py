@@ -13,15 +13,17 @@ import pytest
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
 from emberline.core.errors import EngineUnavailable, InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.engine import grammar_guard
 from emberline.engine.grammar_guard import GrammarGuard
 
-FINE = Grammar("json_object")
-ENDLESS = Grammar(
+FINE = GrammarSpec("json_object")
+ENDLESS = GrammarSpec(
     "json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]})
 )
-BOTTOMLESS = Grammar("grammar", "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(9000)) + '\nr9000: "z"')
+BOTTOMLESS = GrammarSpec(
+    "grammar", "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(9000)) + '\nr9000: "z"'
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarGuard]:
 
 @pytest.mark.parametrize(("grammar", "says"), [(ENDLESS, "more than"), (BOTTOMLESS, "too deep")], ids=["hang", "crash"])
 def test_what_ends_the_child_is_refused_and_the_next_is_served(
-    guard: GrammarGuard, grammar: Grammar, says: str
+    guard: GrammarGuard, grammar: GrammarSpec, says: str
 ) -> None:
     for _ in range(2):  # the second time it is known
         with pytest.raises(InvalidRequest, match=says) as caught:
@@ -45,21 +47,21 @@ def test_what_ends_the_child_is_refused_and_the_next_is_served(
 
 def test_a_refusal_says_what_the_compiler_said(guard: GrammarGuard) -> None:
     with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
-        guard.check(Grammar("json_schema", '{"type": "array", "uniqueItems": true}'), param="tools")
+        guard.check(GrammarSpec("json_schema", '{"type": "array", "uniqueItems": true}'), param="tools")
     assert caught.value.param == "tools" and caught.value.hint
 
 
 def test_odd_characters_pass(guard: GrammarGuard) -> None:
-    guard.check(Grammar("choice", json.dumps(["é\n", "\u2028", "\x00"])))
+    guard.check(GrammarSpec("choice", json.dumps(["é\n", "\u2028", "\x00"])))
     with pytest.raises(InvalidRequest):
-        guard.check(Grammar("regex", "\ud800"))
+        guard.check(GrammarSpec("regex", "\ud800"))
 
 
 def test_verdicts_are_remembered_up_to_a_number(guard: GrammarGuard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_guard, "REMEMBERED", 3)
+    monkeypatch.setattr(grammar_guard, "MAX_CACHED_VERDICTS", 3)
     before = len(guard._verdicts)
     for i in range(10):
-        guard.check(Grammar("choice", json.dumps([f"w{i}"])))
+        guard.check(GrammarSpec("choice", json.dumps([f"w{i}"])))
     assert len(guard._verdicts) == max(before, 3)
 
 
@@ -93,7 +95,7 @@ def test_a_child_that_is_killed_or_stopped_is_nobodys_fault(
 ) -> None:
     guard = scripted(tmp_path, sign)
     guard.start()
-    monkeypatch.setattr(grammar_guard, "PATIENCE_S", 20.0 if sign is signal.SIGKILL else 0.1)
+    monkeypatch.setattr(grammar_guard, "REPLY_TIMEOUT_S", 20.0 if sign is signal.SIGKILL else 0.1)
     with ThreadPoolExecutor(1) as thread:
         try:
             with pytest.raises(EngineUnavailable, match="killed"):

@@ -20,11 +20,11 @@ from emberline.core.clock import ManualClock
 from emberline.core.config import SchedulerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
-from emberline.core.params import Grammar, SamplingParams
+from emberline.core.params import GrammarSpec, SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_thread import GrammarThread
 
@@ -38,7 +38,7 @@ class Following:
         super().__init__(*arguments)
         self.futures: dict[str, Future[None]] = {}
 
-    def prepare(self, grammar: Grammar) -> Future[None]:
+    def prepare(self, grammar: GrammarSpec) -> Future[None]:
         return self.futures.setdefault(grammar.text, Future())
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -52,7 +52,7 @@ class Plain(Following, FakeRunner):
     pass
 
 
-class Ahead(Following, FakeAheadRunner):
+class Ahead(Following, FakePipelinedRunner):
     pass
 
 
@@ -66,7 +66,7 @@ def futures(e: Engine) -> dict[str, Future[None]]:
 
 
 def submission(name: str, grammar: str | None = None, *, n: int = 1, timeout: float = 1e9) -> Submission:
-    held = None if grammar is None else Grammar("regex", grammar)
+    held = None if grammar is None else GrammarSpec("regex", grammar)
     params = SamplingParams(max_tokens=4, n=n, temperature=0.0, grammar=held)
     return Submission(name, list(range(10)), params, timeout=timeout)
 
@@ -86,7 +86,7 @@ def ends(outputs: list[Output]) -> dict[tuple[str, int], FinishReason]:
 
 
 def nothing_kept(e: Engine) -> bool:
-    kept = (e._grammars, e._children, e.scheduler.waiting.held, e.scheduler.requests)
+    kept = (e._grammars, e._request_ids, e.scheduler.waiting.blocked_ids, e.scheduler.requests)
     return e.idle and not any(kept)
 
 
@@ -133,7 +133,7 @@ def test_aborts_and_deadlines_reach_it() -> None:
     e.add(submission("partly", "b", n=3))
     e.add(submission("late", "c", timeout=5.0))
     e.abort("aborted")
-    e.abort_one("partly", 0)  # the one the others wait for
+    e.abort_completion("partly", 0)  # the one the others wait for
     assert ends(e.step()) == {("aborted", 0): FinishReason.ABORT, ("partly", 0): FinishReason.ABORT}
     assert not any(e.step() for _ in range(5))
     assert isinstance(e.clock, ManualClock)
@@ -172,12 +172,12 @@ def test_whatever_happens_each_ends_once(events: list[tuple[str, int]], runner: 
         elif what == "abort" and names:
             e.abort(names[which % len(names)])
         elif what == "abort_one" and names:
-            e.abort_one(names[which % len(names)], which % 3)
+            e.abort_completion(names[which % len(names)], which % 3)
         elif what == "step":
             outputs += e.step()
         elif what == "late":
             e.clock.advance(15.0)
-    while not e.idle and e.scheduler.running + list(e._under_way):
+    while not e.idle and e.scheduler.running + list(e._in_flight):
         outputs += e.step()
     e.clock.advance(100.0)  # those whose grammar never comes
     outputs += e.step() + run(e)
@@ -195,7 +195,7 @@ class Compiler(GrammarCompiler):
         self.may = threading.Event()
         self.built: list[str] = []
 
-    def _build(self, grammar: Grammar, param: str) -> Any:
+    def _build(self, grammar: GrammarSpec, param: str) -> Any:
         assert self.may.wait(PATIENCE)
         self.built.append(grammar.text)
         if grammar.text == "panic":
@@ -208,8 +208,8 @@ def compiler(tmp_path: Path) -> Compiler:
     return Compiler(tokenizer_file(tmp_path))
 
 
-def regex(text: str) -> Grammar:
-    return Grammar("regex", text)
+def regex(text: str) -> GrammarSpec:
+    return GrammarSpec("regex", text)
 
 
 def test_the_caller_goes_on_and_equal_grammars_are_compiled_once(compiler: Compiler) -> None:
@@ -217,7 +217,7 @@ def test_the_caller_goes_on_and_equal_grammars_are_compiled_once(compiler: Compi
     one, same, other = thread.compile(regex("a+")), thread.compile(regex("a+")), thread.compile(regex("b"))
     assert one is same and not one.done() and not other.done()
     compiler.may.set()
-    assert one.result(PATIENCE).allowed() != other.result(PATIENCE).allowed()
+    assert one.result(PATIENCE).allowed_tokens() != other.result(PATIENCE).allowed_tokens()
     del one, same
     assert thread.compile(regex("a+")).done()  # known, though nobody has kept it
     assert compiler.built == ["a+", "b"]
@@ -240,7 +240,7 @@ def test_what_cannot_be_compiled_says_so_and_the_next_one_can(compiler: Compiler
         thread.compile(regex("(")).result(PATIENCE)
     with pytest.raises(InvalidRequest, match="it is broken"):
         thread.compile(regex("panic")).result(PATIENCE)
-    assert thread.compile(regex("a")).result(PATIENCE).allowed()
+    assert thread.compile(regex("a")).result(PATIENCE).allowed_tokens()
 
 
 def test_a_compiler_that_cannot_be_made_fails_each_request_alone() -> None:
@@ -255,13 +255,13 @@ def test_a_compiler_that_cannot_be_made_fails_each_request_alone() -> None:
 
 def test_the_compiler_answers_from_its_cache_while_another_thread_compiles(compiler: Compiler) -> None:
     compiler.may.set()
-    assert compiler.compiled(regex("a")) is None
+    assert compiler.find_compiled(regex("a")) is None
     compiler.compile(regex("a"))
     compiler.may.clear()
     busy: Callable[[], object] = lambda: compiler.compile(regex("b"))  # noqa: E731
     other = threading.Thread(target=busy, daemon=True)
     other.start()
-    assert compiler.compiled(regex("a")) is not None
+    assert compiler.find_compiled(regex("a")) is not None
     compiler.may.set()
     other.join(PATIENCE)
-    assert compiler.compiled(regex("b")) is not None
+    assert compiler.find_compiled(regex("b")) is not None

@@ -13,15 +13,15 @@ from gateway_calls import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call, Reply
 from emberline.gateway.guardrails.inspection import inspect_query, inspect_request
 from emberline.gateway.guardrails.normalized import NormalizedText
 from emberline.gateway.guardrails.policy import PatternRule
-from emberline.gateway.guardrails.scanner import Scanner, redacted
-from emberline.gateway.guardrails.texts import Text
-from emberline.gateway.guardrails.window import Piece, Window
-from emberline.gateway.layers.guarded import Guarded
-from emberline.gateway.settings import Settings
+from emberline.gateway.guardrails.scanner import Scanner, redact_text
+from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece
+from emberline.gateway.guardrails.texts import JsonText
+from emberline.gateway.layers.guardrail_checks import GuardrailLayer
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.settings import GatewaySettings
 
 CARD = "4111111111111111"
 GROUPS = ("4111", "1111", "1111", "1111")
@@ -86,7 +86,7 @@ def test_card_is_redacted_in_every_notation(name: str) -> None:
     written = EVASIONS[name]
     for before, after in (("", ""), ("my card: ", " thanks"), ("\u200bkarte ", "\u200b!"), ("é中\u00ad", "\nend")):
         text = before + ("" if before[-1:].isspace() or not before else " ") + written + after
-        made = redacted(text, SCANNER.find(text))
+        made = redact_text(text, SCANNER.find(text))
         assert "[payment_card]" in made, text
         assert not any(c.isdecimal() for c in made.replace(" 123", "")), made
         assert made.startswith(before) and made.endswith(after.lstrip(ZERO_WIDTH))
@@ -114,7 +114,7 @@ def test_ordinary_text_has_no_match(text: str) -> None:
     ],
 )
 def test_other_kinds_are_found_in_unusual_notation(kind: str, text: str) -> None:
-    assert redacted(f"is {text} ok", SCANNER.find(f"is {text} ok")) == f"is [{kind}] ok"
+    assert redact_text(f"is {text} ok", SCANNER.find(f"is {text} ok")) == f"is [{kind}] ok"
 
 
 def test_numbers_on_separate_lines_are_found() -> None:
@@ -125,26 +125,26 @@ def test_numbers_on_separate_lines_are_found() -> None:
 def test_normalized_positions_map_to_the_original() -> None:
     read = NormalizedText("a\u200b\u200bb\\u0034c\u200b")
     assert read.text == "ab4c"
-    assert [read.written(at) for at in range(5)] == [0, 3, 4, 10, 12]
-    assert [read.position(at) for at in (0, 1, 3, 4, 10)] == [0, 1, 1, 2, 3]
+    assert [read.to_original(at) for at in range(5)] == [0, 3, 4, 10, 12]
+    assert [read.to_normalized(at) for at in (0, 1, 3, 4, 10)] == [0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", EVASIONS)
 def test_no_digit_of_a_card_leaves_a_split_stream(name: str) -> None:
     text = f"it is {EVASIONS[name]} now, see you later"
     for size in (1, 3, 7):
-        window, pieces = Window(SCANNER), []
+        window, pieces = TextWindow(SCANNER), []
         for at in range(0, len(text), size):
             holder = [text[at : at + size]]
-            pieces.append((holder, Piece(Text(holder, 0, holder[0], ()))))
+            pieces.append((holder, WindowPiece(JsonText(holder, 0, holder[0], ()))))
             window.add(pieces[-1][1])
-            window.look()
+            window.scan()
             assert name == "card and code" or all(
-                c not in "0123456789" for _, p in pieces if p.is_decided and not p.cuts for c in p.at.text
+                c not in "0123456789" for _, p in pieces if p.is_decided and not p.cuts for c in p.source.text
             )
-        window.look(last=True)
+        window.scan(last=True)
         for _, piece in pieces:
-            piece.edit()
+            piece.apply_cuts()
         made = "".join(holder[0] for holder, _ in pieces)
         assert made.replace(" 123", "") == "it is [payment_card] now, see you later"
 
@@ -234,16 +234,16 @@ def test_text_of_a_multipart_form_is_inspected() -> None:
     assert found == ["payment_card"] and made == form.replace(CARD.encode(), b"[payment_card]")
 
 
-def send_guarded(request: Call, action: str) -> list[Call]:
-    sent: list[Call] = []
+def send_guarded(request: GatewayRequest, action: str) -> list[GatewayRequest]:
+    sent: list[GatewayRequest] = []
 
-    async def inner(call: Call) -> Reply:
+    async def inner(call: GatewayRequest) -> GatewayReply:
         sent.append(call)
-        return Reply(200, {}, b"{}", ended="complete")
+        return GatewayReply(200, {}, b"{}", ended="complete")
 
     rule = {"name": "r", "find": ["payment_card"], "action": action}
-    request.settings = Settings.read({"guardrails": {"patterns": [rule]}})
-    asyncio.run(Guarded(inner, ManualClock()).layer(inner)(request))
+    request.settings = GatewaySettings.parse({"guardrails": {"patterns": [rule]}})
+    asyncio.run(GuardrailLayer(inner, ManualClock()).wrap(inner)(request))
     return sent
 
 

@@ -12,12 +12,12 @@ from gateway_calls import Pieces, call
 from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call, Reply
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Broken
-from emberline.gateway.guardrails.judge import LONGEST, MOST, OVERLAP, understood
-from emberline.gateway.layers.guarded import Guarded
-from emberline.gateway.settings import Settings
+from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.guardrails.judge import MAX_PART_CHARS, MAX_PARTS, OVERLAP_CHARS, parse_verdict
+from emberline.gateway.layers.guardrail_checks import GuardrailLayer
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.settings import GatewaySettings
 
 JUDGE = {"name": "j", "provider": "p", "model": "m"}
 MAIL = "ada@example.com"
@@ -31,23 +31,25 @@ class Judge:
         self.asked: list[str] = []
         self.micros: int | None = 8
 
-    async def __call__(self, call: Call) -> Reply:
+    async def __call__(self, call: GatewayRequest) -> GatewayReply:
         self.asked.append(json.loads(call.body)["messages"][-1]["content"])
         said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
         body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        return Reply(200, {}, body, usage=Usage(input=7, output=1), micros=self.micros, ended="complete")
+        return GatewayReply(200, {}, body, usage=Usage(input=7, output=1), micros=self.micros, ended="complete")
 
 
 def passed(
-    rails: Any, judge: Judge, asked: Call, answer: bytes | list[bytes] = b"{}"
-) -> tuple[Reply, bytes, list[Call]]:
+    rails: Any, judge: Judge, asked: GatewayRequest, answer: bytes | list[bytes] = b"{}"
+) -> tuple[GatewayReply, bytes, list[GatewayRequest]]:
     """The reply, all its bytes, and what was asked of the model."""
-    sent: list[Call] = []
+    sent: list[GatewayRequest] = []
 
-    async def inner(call: Call) -> Reply:
+    async def inner(call: GatewayRequest) -> GatewayReply:
         sent.append(call)
         headers = {"content-type": "text/event-stream"}
-        reply = Reply(200, headers if isinstance(answer, list) else {}, b"" if isinstance(answer, list) else answer)
+        reply = GatewayReply(
+            200, headers if isinstance(answer, list) else {}, b"" if isinstance(answer, list) else answer
+        )
         reply.micros, reply.usage = 100, Usage(input=50, output=50)
         if isinstance(answer, list):
             reply.body = Pieces(*answer, reply=reply)
@@ -55,9 +57,9 @@ def passed(
             reply.ended = "complete"
         return reply
 
-    async def run() -> tuple[Reply, bytes]:
-        asked.settings = Settings.read({"guardrails": rails})
-        reply = await Guarded(judge, ManualClock()).layer(inner)(asked)
+    async def run() -> tuple[GatewayReply, bytes]:
+        asked.settings = GatewaySettings.parse({"guardrails": rails})
+        reply = await GuardrailLayer(judge, ManualClock()).wrap(inner)(asked)
         body = reply.body if isinstance(reply.body, bytes) else b"".join([chunk async for chunk in reply.body])
         await reply.close()
         return reply, body
@@ -66,7 +68,10 @@ def passed(
 
 
 def chunks(*texts: str) -> list[bytes]:
-    return [*(sse.data({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts), sse.DONE]
+    return [
+        *(sse.data_event({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts),
+        sse.DONE_EVENT,
+    ]
 
 
 def whole(text: str) -> bytes:
@@ -104,24 +109,24 @@ def test_a_judge_that_flags_lets_pass_and_is_told_of(says: str) -> None:
 def test_a_long_text_is_judged_in_parts_and_one_too_long_is_not() -> None:
     rails = {"judges": [{**JUDGE, "prompt": {"S1": "block"}, "instructions": ""}]}
     judge = Judge("safe", "safe", "unsafe\nS1")
-    asked = call({"messages": [{"role": "user", "content": "x " * (LONGEST + 1)}]})
+    asked = call({"messages": [{"role": "user", "content": "x " * (MAX_PART_CHARS + 1)}]})
     assert passed(rails, judge, asked)[0].status == 400 and len(judge.asked) == 3
     judge = Judge("safe")
-    asked = call({"messages": [{"role": "user", "content": "x" * (LONGEST * MOST + 1)}]})
+    asked = call({"messages": [{"role": "user", "content": "x" * (MAX_PART_CHARS * MAX_PARTS + 1)}]})
     reply, body, sent = passed(rails, judge, asked)
     assert reply.status == 400 and not judge.asked and not sent and b"could not be checked" in body
 
 
 def test_each_part_is_on_the_bill_also_if_another_is_not_understood() -> None:
     class Slow(Judge):
-        async def __call__(self, call: Call) -> Reply:
+        async def __call__(self, call: GatewayRequest) -> GatewayReply:
             reply = await super().__call__(call)
             await asyncio.sleep(0.01 * len(self.asked))
             return reply
 
     rails = {"judges": [{**JUDGE, "prompt": {"S1": "block"}, "instructions": ""}]}
     judge = Slow("?", "safe")
-    asked = call({"messages": [{"role": "user", "content": "x" * (LONGEST + OVERLAP + 1)}]})
+    asked = call({"messages": [{"role": "user", "content": "x" * (MAX_PART_CHARS + OVERLAP_CHARS + 1)}]})
     reply, body, _ = passed(rails, judge, asked)
     assert (reply.status, reply.micros, len(judge.asked)) == (400, 16, 2) and b"could not be checked" in body
 
@@ -142,12 +147,12 @@ def test_what_is_judged_cannot_leave_its_frame() -> None:
 
 @pytest.mark.parametrize("said", ["", "unsafe", "safe\nS1", "Sure! safe", "unsafe\nS14", None, "unsafe S1"])
 def test_what_is_no_verdict(said: Any) -> None:
-    with pytest.raises(Broken):
-        understood(said)
+    with pytest.raises(UpstreamBroken):
+        parse_verdict(said)
 
 
 def test_verdicts() -> None:
-    assert understood(" safe\n") == frozenset() and understood("Unsafe\nS1, S10") == {"S1", "S10"}
+    assert parse_verdict(" safe\n") == frozenset() and parse_verdict("Unsafe\nS1, S10") == {"S1", "S10"}
 
 
 REDACT = {"patterns": [{"name": "r", "find": ["email"], "action": "redact"}]}
@@ -202,8 +207,8 @@ def test_a_header_takes_any_name() -> None:
     rule = {"name": "Überweisung 中", "find": ["email"], "action": "flag"}
     asked = call({"messages": [{"content": MAIL}]})
     passed({"patterns": [rule]}, Judge(""), asked)
-    assert asked.notes["cf-aig-dlp"].isascii()
-    assert json.loads(asked.notes["cf-aig-dlp"])["findings"][0]["policy_ids"] == ["Überweisung 中"]
+    assert asked.reply_headers["cf-aig-dlp"].isascii()
+    assert json.loads(asked.reply_headers["cf-aig-dlp"])["findings"][0]["policy_ids"] == ["Überweisung 中"]
 
 
 def test_names_and_pictures_are_no_texts() -> None:
@@ -221,7 +226,7 @@ def test_names_and_pictures_are_no_texts() -> None:
 def test_without_guardrails_nothing_is_touched() -> None:
     asked = call({"messages": [{"content": MAIL}]})
     reply, _, sent = passed({}, Judge(""), asked)
-    assert sent[0] is asked and not reply.endings
+    assert sent[0] is asked and not reply.close_callbacks
 
 
 @pytest.mark.parametrize(
@@ -238,4 +243,4 @@ def test_without_guardrails_nothing_is_touched() -> None:
 )
 def test_what_cannot_be_set(rails: Any) -> None:
     with pytest.raises(InvalidRequest):
-        Settings.read({"guardrails": rails})
+        GatewaySettings.parse({"guardrails": rails})

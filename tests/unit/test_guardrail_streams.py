@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.api import sse
-from emberline.gateway.guardrails.finding import Finding
+from emberline.gateway.guardrails.finding import GuardrailFinding
 from emberline.gateway.guardrails.patterns import FINDERS
 from emberline.gateway.guardrails.policy import PatternRule
-from emberline.gateway.guardrails.scanner import Scanner, redacted
+from emberline.gateway.guardrails.scanner import Scanner, redact_text
 from emberline.gateway.guardrails.stream import GuardedStream
-from emberline.gateway.guardrails.texts import Text
-from emberline.gateway.guardrails.window import Piece, Window
+from emberline.gateway.guardrails.text_window import TextWindow, WindowPiece
+from emberline.gateway.guardrails.texts import JsonText
 
 CARD = "4111 1111 1111 1111"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7bq8\nZk3v9Qw8Lp2Xr7Tn\n-----END PRIVATE KEY-----"
@@ -72,18 +72,18 @@ words = st.lists(st.sampled_from(SECRETS + NOISE * 2), max_size=14).map("".join)
 
 class RecordingGuard:
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[GuardrailFinding] = []
         self.judged_texts: list[str] = []
-        self.stop: Finding | None = None
+        self.stop: GuardrailFinding | None = None
 
-    def note(self, finding: Finding) -> None:
+    def record_finding(self, finding: GuardrailFinding) -> None:
         self.findings.append(finding)
 
-    async def judge(self, said: str) -> Finding | None:
-        self.judged_texts.append(said)
+    async def judge_reply(self, text: str) -> GuardrailFinding | None:
+        self.judged_texts.append(text)
         return self.stop
 
-    def last_words(self, finding: Finding) -> bytes:
+    def blocked_event(self, finding: GuardrailFinding) -> bytes:
         return b"data: blocked %b\n\n" % finding.entry.encode()
 
 
@@ -112,51 +112,51 @@ def test_every_split_position_redacts_like_the_whole(secret: str) -> None:
 
 def assert_redacts_like_whole(text: str, positions: list[int]) -> None:
     whole = scanner()
-    expected = redacted(text, whole.find(text))
-    window = Window(whole)
+    expected = redact_text(text, whole.find(text))
+    window = TextWindow(whole)
     holders: list[dict[str, str]] = []
     pieces = []
     released = 0
     for part in split_text(text, positions):
         holders.append({"text": part})
-        pieces.append(Piece(Text(holders[-1], "text", part, ())))
+        pieces.append(WindowPiece(JsonText(holders[-1], "text", part, ())))
         window.add(pieces[-1])
-        window.look()
-        assert window.decided >= released, "released text is final"
-        released = window.decided
-    window.look(last=True)
-    assert window.decided == len(text)
+        window.scan()
+        assert window.decided_end >= released, "released text is final"
+        released = window.decided_end
+    window.scan(last=True)
+    assert window.decided_end == len(text)
     for piece in pieces:
-        piece.edit()
+        piece.apply_cuts()
     assert "".join(holder["text"] for holder in holders) == expected
 
 
 def chat(text: str, index: int = 0, field: str = "content") -> bytes:
-    return sse.data({"id": "c", "choices": [{"index": index, "delta": {field: text}, "finish_reason": None}]})
+    return sse.data_event({"id": "c", "choices": [{"index": index, "delta": {field: text}, "finish_reason": None}]})
 
 
 def message(text: str, index: int = 0, kind: str = "text") -> bytes:
     delta = {"type": "text_delta", "text": text} if kind == "text" else {"type": "input_json_delta", kind: text}
-    return sse.event("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
+    return sse.named_event("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
 
 
 def response(text: str) -> bytes:
     event = {"type": "response.output_text.delta", "item_id": "i", "output_index": 0, "content_index": 0, "delta": text}
-    return sse.event("response.output_text.delta", event)
+    return sse.named_event("response.output_text.delta", event)
 
 
 def response_done(text: str) -> bytes:
     event = {"type": "response.output_text.done", "item_id": "i", "output_index": 0, "content_index": 0, "text": text}
-    return sse.event("response.output_text.done", event)
+    return sse.named_event("response.output_text.done", event)
 
 
 def gemini(text: str) -> bytes:
-    return sse.data({"candidates": [{"content": {"parts": [{"text": text}], "role": "model"}, "index": 0}]})
+    return sse.data_event({"candidates": [{"content": {"parts": [{"text": text}], "role": "model"}, "index": 0}]})
 
 
 def tool(arguments: str) -> bytes:
     call = {"index": 0, "function": {"arguments": arguments}}
-    return sse.data({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+    return sse.data_event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
 
 
 EVENTS: dict[str, Any] = {
@@ -215,7 +215,7 @@ def test_text_without_a_match_passes_unchanged(dialect: str) -> None:
         "也一样",
         "done",
     ]
-    chunks = [event(piece) for piece in pieces] + [b": ping\n\n", sse.DONE]
+    chunks = [event(piece) for piece in pieces] + [b": ping\n\n", sse.DONE_EVENT]
     sent = run(chunks)
     assert b"".join(sent) == b"".join(chunks)
     assert len(sent) > 4, "and not only at the end"
@@ -226,7 +226,7 @@ def test_block_before_the_first_event_of_the_match(dialect: str) -> None:
     event = EVENTS[dialect]
     guard = RecordingGuard()
     chunks = [event(piece) for piece in ("It is ", "your ", "card: 41", "11 1111 11", "11 1111", ", and ", "more")]
-    assert b"".join(run([*chunks, sse.DONE], "block", guard)) == chunks[0] + chunks[1] + (
+    assert b"".join(run([*chunks, sse.DONE_EVENT], "block", guard)) == chunks[0] + chunks[1] + (
         b"data: blocked payment_card\n\n"
     )
     assert [finding.entry for finding in guard.findings] == ["payment_card"]
@@ -241,7 +241,7 @@ def test_block_closes_the_provider_stream() -> None:
 
 def test_flagged_text_passes_and_is_recorded() -> None:
     guard = RecordingGuard()
-    chunks = [chat("mail a@exam"), chat("ple.com"), sse.DONE]
+    chunks = [chat("mail a@exam"), chat("ple.com"), sse.DONE_EVENT]
     assert b"".join(run(chunks, "flag", guard)) == b"".join(chunks)
     assert list(map(str, guard.findings)) == ["response:email:flag"]
 
@@ -259,22 +259,24 @@ def test_choices_are_scanned_separately() -> None:
 def response_part(text: str, part: int, kind: str = "delta") -> bytes:
     field = "delta" if kind == "delta" else "text"
     event = {"type": f"response.output_text.{kind}", "output_index": 0, "content_index": part, field: text}
-    return sse.event(event["type"], event)
+    return sse.named_event(event["type"], event)
 
 
 def response_completed(*parts: str) -> bytes:
     content = [{"type": "output_text", "text": text} for text in parts]
     event = {"type": "response.completed", "response": {"output": [{"type": "message", "content": content}]}}
-    return sse.event("response.completed", event)
+    return sse.named_event("response.completed", event)
 
 
 def gemini_parts(*parts: str) -> bytes:
-    return sse.data({"candidates": [{"content": {"parts": [{"text": text} for text in parts]}, "index": 0}]})
+    return sse.data_event({"candidates": [{"content": {"parts": [{"text": text} for text in parts]}, "index": 0}]})
 
 
 def block_edge(kind: str, index: int) -> bytes:
     edge = {"type": kind, "index": index}
-    return sse.event(kind, {**edge, "content_block": {"type": "text", "text": ""}} if kind.endswith("start") else edge)
+    return sse.named_event(
+        kind, {**edge, "content_block": {"type": "text", "text": ""}} if kind.endswith("start") else edge
+    )
 
 
 @pytest.mark.parametrize(("first", "second"), [("4111 1111 ", "1111 1111."), ("41111111", "11111111."),
@@ -315,7 +317,7 @@ def test_parts_without_a_joint_match_pass_unchanged() -> None:
 
 def tool_at(index: int, arguments: str) -> bytes:
     call = {"index": index, "function": {"arguments": arguments}}
-    return sse.data({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+    return sse.data_event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
 
 
 @pytest.mark.parametrize(
@@ -358,21 +360,21 @@ def test_repeated_text_at_the_end_is_redacted_too() -> None:
 
 def test_logprobs_of_redacted_text_are_removed() -> None:
     choice = {"index": 0, "delta": {"content": f"{CARD} "}, "logprobs": {"content": [{"token": "4111"}]}}
-    assert b"4111" not in b"".join(run([sse.data({"choices": [choice]})]))
+    assert b"4111" not in b"".join(run([sse.data_event({"choices": [choice]})]))
 
 
 def test_reply_too_large_for_a_judge_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.gateway.guardrails.stream.LARGEST_HELD", 200)
+    monkeypatch.setattr("emberline.gateway.guardrails.stream.MAX_HELD_BYTES", 200)
     guard = RecordingGuard()
     assert run([chat("Hello ")] * 9, "flag", guard, judged=True, hold=True) == [b"data: blocked unchecked\n\n"]
     assert not guard.judged_texts
 
 
-@pytest.mark.parametrize("stop", [None, Finding("judge", "S1", "RESPONSE", "block")])
-def test_blocking_judge_reads_everything_before_release(stop: Finding | None) -> None:
+@pytest.mark.parametrize("stop", [None, GuardrailFinding("judge", "S1", "RESPONSE", "block")])
+def test_blocking_judge_reads_everything_before_release(stop: GuardrailFinding | None) -> None:
     guard = RecordingGuard()
     guard.stop = stop
-    chunks = [chat("Hello "), chat("there."), sse.DONE]
+    chunks = [chat("Hello "), chat("there."), sse.DONE_EVENT]
     sent = run(chunks, "flag", guard, judged=True, hold=True)
     assert guard.judged_texts == ["Hello there."]
     assert sent == ([b"".join(chunks)] if stop is None else [b"data: blocked S1\n\n"])

@@ -14,34 +14,36 @@ from emberline.core.clock import ManualClock
 from emberline.core.config import SchedulerConfig, TransferConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
-from emberline.core.handoff import Handoff, Note, Said
+from emberline.core.handoff import Handoff, PrefillResult, TokenGroup
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
-from emberline.kv.transfer.base import Fetch
-from emberline.kv.transfer.dock import Dock
-from emberline.kv.transfer.errors import Corrupted
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.local import LocalLink, LocalTransport, offer
-from emberline.kv.transfer.piece import Piece
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
+from emberline.kv.transfer.base import PieceFetch
+from emberline.kv.transfer.endpoint import TransferEndpoint
+from emberline.kv.transfer.errors import TransferCorrupted
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.local import LocalLink, LocalTransport, advertise_local
+from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Peer
 
 
 def test_a_handoff_travels_as_json() -> None:
-    handoff = Handoff((Said(1, (2, 3)), Said(0, (4,)), Said(1, (5,))), True, 7, {"id": "x"})
-    assert Handoff.parsed(json.loads(json.dumps(handoff.as_dict()))) == handoff
-    assert handoff.resumed(2) == ((4,), (2, 3, 5))
-    assert Handoff.parsed({}) == Handoff() and Handoff().resumed(3) == ()
+    handoff = Handoff((TokenGroup(1, (2, 3)), TokenGroup(0, (4,)), TokenGroup(1, (5,))), True, 7, {"id": "x"})
+    assert Handoff.parse(json.loads(json.dumps(handoff.as_dict()))) == handoff
+    assert handoff.tokens_by_choice(2) == ((4,), (2, 3, 5))
+    assert Handoff.parse({}) == Handoff() and Handoff().tokens_by_choice(3) == ()
     with pytest.raises(InvalidRequest, match="choice 1"):
-        handoff.resumed(1)
+        handoff.tokens_by_choice(1)
     for wrong in ([], {"said": [[0, [-1]]]}, {"said": [[0]]}, {"started": 1}, {"source": []}, {"cached_tokens": "1"}):
         with pytest.raises(InvalidRequest, match="cannot be parsed"):
-            Handoff.parsed(wrong)
-    note = Note((5,), True, 3, 0.5)
-    assert Note.parsed(str(note)) == note and Note.parsed("") is None and Note.parsed("{}") is None
+            Handoff.parse(wrong)
+    note = PrefillResult((5,), True, 3, 0.5)
+    assert (
+        PrefillResult.parse(str(note)) == note and PrefillResult.parse("") is None and PrefillResult.parse("{}") is None
+    )
 
 
 def engine(
@@ -54,16 +56,22 @@ def engine(
         return Engine(config, made)
     region = made.region()
     sender = Sender(region, name)
-    offer(sender, name)
-    return Engine(config, made, dock=Dock(sender, Receiver(region, []), config=TransferConfig(name)))
+    advertise_local(sender, name)
+    return Engine(
+        config, made, transfer_endpoint=TransferEndpoint(sender, Receiver(region, []), config=TransferConfig(name))
+    )
 
 
 def acquaint(*engines: Engine) -> None:
     """Each can reach all the others."""
     for one in engines:
-        assert one.dock is not None
-        senders = [other.dock.sender for other in engines if other is not one and other.dock is not None]
-        one.dock.receiver._transports = [LocalTransport(senders)]
+        assert one.transfer_endpoint is not None
+        senders = [
+            other.transfer_endpoint.sender
+            for other in engines
+            if other is not one and other.transfer_endpoint is not None
+        ]
+        one.transfer_endpoint.receiver._transports = [LocalTransport(senders)]
 
 
 def ask(name: str = "r", length: int = 41, start: int = 0, **params: object) -> Submission:
@@ -79,10 +87,10 @@ def run(e: Engine, *submissions: Submission, beside: Engine | None = None) -> li
     ends = time.monotonic() + 30
     while not e.idle and time.monotonic() < ends:
         outputs += e.step()
-        e.kv.check()
+        e.kv.check_invariants()
         if beside is not None:
             beside.step()
-            beside.kv.check()
+            beside.kv.check_invariants()
     assert e.idle, "the engine did not finish"
     return outputs
 
@@ -97,8 +105,8 @@ def settle(*engines: Engine) -> None:
     while time.monotonic() < ends:
         for one in engines:
             one.step()
-            one.kv.check()
-        if all(one.kv.num_free + one.kv.num_cached == one.kv.total for one in engines):
+            one.kv.check_invariants()
+        if all(one.kv.num_free + one.kv.num_cached == one.kv.num_blocks for one in engines):
             return
         time.sleep(0.005)
     raise AssertionError("somebody still holds blocks")
@@ -111,7 +119,7 @@ def prefilled(e: Engine, submission: Submission) -> list[Output]:
 # -- going on from tokens alone ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runner", [FakeRunner, FakeAheadRunner])
+@pytest.mark.parametrize("runner", [FakeRunner, FakePipelinedRunner])
 @pytest.mark.parametrize("n", [1, 3])
 def test_going_on_from_any_place(n: int, runner: type[FakeRunner]) -> None:
     whole: dict[int, list[int]] = {i: [] for i in range(n)}
@@ -199,19 +207,19 @@ def test_blocks_are_pulled_while_the_rest_of_the_prompt_is_computed() -> None:
     for computed in (16, 32, 48):  # a piece is known to be good when the next is there
         ends = time.monotonic() + 30
         p.step()
-        while d.scheduler.requests["r#0"].computed < computed and time.monotonic() < ends:
+        while d.scheduler.requests["r#0"].num_computed < computed and time.monotonic() < ends:
             d.step()
-        assert d.scheduler.requests["r#0"].computed == computed
+        assert d.scheduler.requests["r#0"].num_computed == computed
     assert tokens(run(d, beside=p)) == expected
     assert d.stats().prompt_tokens == 4
     settle(p, d)
 
 
-@pytest.mark.parametrize("runner", [FakeRunner, FakeAheadRunner])
+@pytest.mark.parametrize("runner", [FakeRunner, FakePipelinedRunner])
 def test_engines_that_run_ahead_of_their_results(runner: type[FakeRunner]) -> None:
     for length in (40, 41):
         expected = tokens(run(engine(), ask(length=length)))
-        p, d = engine("p", runner=FakeAheadRunner), engine("d", runner=runner)
+        p, d = engine("p", runner=FakePipelinedRunner), engine("d", runner=runner)
         acquaint(p, d)
         p.add(replace(ask(length=length), publish=True))
         while not (outputs := p.step()):
@@ -257,7 +265,7 @@ def test_the_prefill_engine_tells_what_the_first_token_cost() -> None:
     run(p, ask("before"))
     ticket = prefilled(p, ask())[-1].ticket
     assert ticket is not None and ticket["complete"]
-    note = Note.parsed(ticket["note"])
+    note = PrefillResult.parse(ticket["note"])
     assert note is not None and note.tokens == tuple(EXPECTED[:1]) and note.cached == 40 and not note.stop
     got = run(d, replace(ask(), source=ticket))
     assert got[0].cached_tokens == 40 and got[0].timing is not None
@@ -298,8 +306,8 @@ def test_a_receiver_that_does_not_want_the_blocks_any_more() -> None:
     p = engine("p")
     p.add(replace(ask(), publish=True))
     (first,) = p.step()
-    assert first.ticket is not None and p.dock is not None
-    p.dock.sender.end(first.ticket["id"], How.RELEASED)
+    assert first.ticket is not None and p.transfer_endpoint is not None
+    p.transfer_endpoint.sender.end(first.ticket["id"], LeaseEndReason.RELEASED)
     *_, last = run(p)
     assert last.finish is FinishReason.HANDOFF and last.tokens == EXPECTED[:1] and last.ticket is None
     settle(p)
@@ -395,7 +403,7 @@ def test_the_sender_ends_the_lease_of_a_request_that_is_aborted() -> None:
 def test_a_sender_that_stops_half_way() -> None:
     p, d = pair_of()
     assert d.kv.pulls is not None
-    d.kv.pulls._patience = 0.2
+    d.kv.pulls._stall_timeout_s = 0.2
     p.add(replace(ask(), publish=True))
     (first,) = p.step()
     got = run(d, replace(ask(), source=first.ticket))  # p does nothing more
@@ -451,10 +459,10 @@ class Spoiling(LocalTransport):
     def connect(self, peer: Peer, deadline: float) -> LocalLink:
         link = super().connect(peer, deadline)
 
-        def fetch(asked: Fetch) -> None:
-            for view in asked.region.views(Piece(0, 1, 0, len(asked.ticket.blocks)), asked.into):
+        def fetch(asked: PieceFetch) -> None:
+            for view in asked.region.views(TransferPiece(0, 1, 0, len(asked.ticket.blocks)), asked.target_blocks):
                 view[:] = bytes(len(view))
-            raise Corrupted("a checksum is wrong")
+            raise TransferCorrupted("a checksum is wrong")
 
         link.fetch = fetch  # type: ignore[method-assign]
         return link
@@ -462,8 +470,8 @@ class Spoiling(LocalTransport):
 
 def test_content_that_is_spoiled_on_its_way() -> None:
     p, d = pair_of()
-    assert p.dock is not None and d.dock is not None
-    d.dock.receiver._transports = [Spoiling([p.dock.sender])]
+    assert p.transfer_endpoint is not None and d.transfer_endpoint is not None
+    d.transfer_endpoint.receiver._transports = [Spoiling([p.transfer_endpoint.sender])]
     ticket = prefilled(p, ask())[-1].ticket
     assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
     assert failures(d) == {"corrupted": 1} and d.stats().prompt_tokens == 41
@@ -474,30 +482,30 @@ def test_content_that_is_spoiled_on_its_way() -> None:
 def test_pinned_blocks_are_nobodys_until_their_lease_ends() -> None:
     p = engine("p", blocks=12)
     clock = ManualClock()
-    assert p.dock is not None
-    p.dock.sender._clock = p.dock.sender._leases._clock = clock
+    assert p.transfer_endpoint is not None
+    p.transfer_endpoint.sender._clock = p.transfer_endpoint.sender._leases._clock = clock
     prefilled(p, ask())
     p.add(ask("next", start=500, length=60))
     for _ in range(5):
         assert p.step() == []
-        p.kv.check()
+        p.kv.check_invariants()
     stats = p.stats().transfer
     assert stats is not None and (stats.leases, stats.pinned_blocks) == (1, 5) and stats.pinned_by_age == {"0-1": 5}
     clock.advance(9.0)
     p.step()
     told = p.stats().transfer
-    assert p.attentive and told is not None and (told.oldest_lease, told.pinned_by_age) == (9.0, {"1-10": 5})
+    assert p.needs_polling and told is not None and (told.oldest_lease, told.pinned_by_age) == (9.0, {"1-10": 5})
     clock.advance(1.0)
     assert len(tokens(run(p))) == 6
-    assert not p.attentive and p.stats().transfer.ended == {"expired": 1}  # type: ignore[union-attr]
+    assert not p.needs_polling and p.stats().transfer.ended == {"expired": 1}  # type: ignore[union-attr]
     settle(p)
 
 
 def test_a_lease_lasts_as_long_as_its_blocks_are_computed() -> None:
     p, d = pair_of()
     clock = ManualClock()
-    assert p.dock is not None
-    p.dock.sender._clock = p.dock.sender._leases._clock = clock
+    assert p.transfer_endpoint is not None
+    p.transfer_endpoint.sender._clock = p.transfer_endpoint.sender._leases._clock = clock
     p.add(replace(ask(), publish=True))
     (first,) = p.step()
     for _ in range(2):
@@ -519,7 +527,7 @@ def test_what_is_published_stays_as_it_is_when_its_request_is_preempted() -> Non
     outputs: list[Output] = []
     while p.scheduler.preemptions == 0:
         outputs += p.step()
-        p.kv.check()
+        p.kv.check_invariants()
     d.add(replace(ask(length=100), source=first.ticket))
     assert tokens(run(d, beside=p)) == expected
     run(p)
@@ -528,18 +536,18 @@ def test_what_is_published_stays_as_it_is_when_its_request_is_preempted() -> Non
 
 def test_blocks_have_another_generation_for_each_content() -> None:
     p = engine("p", blocks=12)
-    assert p.dock is not None
+    assert p.transfer_endpoint is not None
     for i in range(4):
         run(p, ask(f"r{i}", start=100 * i, length=60, max_tokens=4))
-    assert p.dock.sender.region.generations.min() > 1
-    assert p.dock.sender.region.generations.sum() == 4 * 8
+    assert p.transfer_endpoint.sender.region.generations.min() > 1
+    assert p.transfer_endpoint.sender.region.generations.sum() == 4 * 8
 
 
 def test_leases_of_requests_that_wait_are_kept_alive() -> None:
     p, d = pair_of(max_running=1)
     clock = ManualClock(time.monotonic())
-    assert p.dock is not None and d.kv.pulls is not None
-    p.dock.sender._clock = p.dock.sender._leases._clock = clock
+    assert p.transfer_endpoint is not None and d.kv.pulls is not None
+    p.transfer_endpoint.sender._clock = p.transfer_endpoint.sender._leases._clock = clock
     tickets = [prefilled(p, ask(name))[-1].ticket for name in ("one", "two")]
     d.add(ask("busy", length=9, max_tokens=50))
     d.step()
@@ -548,9 +556,9 @@ def test_leases_of_requests_that_wait_are_kept_alive() -> None:
     d.abort("two")  # it never starts: nobody needs its blocks
     for _ in range(4):
         clock.advance(4.0)
-        for expected in d.kv.pulls._expected.values():
-            expected.renewed -= 4.0
-        d.kv.pulls.renew()
+        for expected in d.kv.pulls._waiting_leases.values():
+            expected.renewed_at -= 4.0
+        d.kv.pulls.renew_leases()
         p.step()
     got = [o for o in run(d) if o.id == "one"]
     assert tokens(got) == EXPECTED and failures(d) == {}
@@ -560,42 +568,44 @@ def test_leases_of_requests_that_wait_are_kept_alive() -> None:
 
 def test_a_peer_whose_address_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = pair_of()
-    assert p.dock and d.dock and d.pairing
+    assert p.transfer_endpoint and d.transfer_endpoint and d.pairing
 
     def fails(peer: object, deadline: float) -> None:
         "\ud800".encode("idna")
 
-    monkeypatch.setattr(d.dock.receiver, "pair", fails)
-    d.pairing.meet([asdict(p.dock.sender.peer)])
+    monkeypatch.setattr(d.transfer_endpoint.receiver, "connect", fails)
+    d.pairing.set_peers([asdict(p.transfer_endpoint.sender.peer)])
     ends, pairs = time.monotonic() + 30, None
-    while time.monotonic() < ends and (pairs is None or not pairs.refused):
-        pairs = d.pairing.news() or pairs
+    while time.monotonic() < ends and (pairs is None or not pairs.failures):
+        pairs = d.pairing.take_state_change() or pairs
         time.sleep(0.005)
-    assert pairs is not None and "Unicode" in pairs.refused[p.dock.sender.peer.incarnation]
+    assert pairs is not None and "Unicode" in pairs.failures[p.transfer_endpoint.sender.peer.incarnation]
 
 
 def test_pairing_with_whom_it_should() -> None:
     p, d = pair_of()
     other, wide = engine("other"), engine("wide", size=24)
-    assert p.dock and d.dock and d.pairing and other.dock and wide.dock
-    peers = [asdict(one.dock.sender.peer) for one in (p, other, wide)]
+    assert (
+        p.transfer_endpoint and d.transfer_endpoint and d.pairing and other.transfer_endpoint and wide.transfer_endpoint
+    )
+    peers = [asdict(one.transfer_endpoint.sender.peer) for one in (p, other, wide)]
     newer = {**peers[0], "incarnation": "newer", "layout": {**peers[0]["layout"], "unheard": 1}}
-    d.pairing.meet([*peers, {"incarnation": "broken"}, newer])
+    d.pairing.set_peers([*peers, {"incarnation": "broken"}, newer])
     ends, pairs = time.monotonic() + 30, None
-    while time.monotonic() < ends and (pairs is None or len(pairs.paired) + len(pairs.refused) < 5):
-        pairs = d.pairing.news() or pairs
+    while time.monotonic() < ends and (pairs is None or len(pairs.paired) + len(pairs.failures) < 5):
+        pairs = d.pairing.take_state_change() or pairs
         time.sleep(0.005)
     assert pairs is not None and pairs.paired == [peers[0]["incarnation"]]
-    assert pairs.refused.keys() == {"broken", "newer", *(peer["incarnation"] for peer in peers[1:])}
-    assert "reached" in pairs.refused[peers[1]["incarnation"]]
+    assert pairs.failures.keys() == {"broken", "newer", *(peer["incarnation"] for peer in peers[1:])}
+    assert "reached" in pairs.failures[peers[1]["incarnation"]]
     acquaint(p, d, other)  # it is up at last
     ends = time.monotonic() + 30
     while time.monotonic() < ends and len(pairs.paired) < 2:
-        pairs = d.pairing.news() or pairs
+        pairs = d.pairing.take_state_change() or pairs
         time.sleep(0.005)
-    assert len(pairs.paired) == 2 and len(pairs.refused) == 3
-    assert len(d.dock.receiver._links) == 2
+    assert len(pairs.paired) == 2 and len(pairs.failures) == 3
+    assert len(d.transfer_endpoint.receiver._links) == 2
     d.pairing.close()
-    assert d.pairing.news() == ([], {}) and d.dock.receiver._links == {}
+    assert d.pairing.take_state_change() == ([], {}) and d.transfer_endpoint.receiver._links == {}
     for one in (p, d, other, wide):
         one.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
-from emberline.hub.checkpoint import INDEX, Checkpoint
+from emberline.hub.checkpoint import INDEX_FILE, Checkpoint
 from emberline.hub.tensorfile import read_tensors, write_tensors
 
 A = {"a": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(5, dtype=np.float16)}
@@ -26,12 +26,12 @@ def make(folder: Path, *shards: dict[str, Any], index: dict[str, str] | None = N
     for i, tensors in enumerate(shards):
         save_file(tensors, folder / (f"part-{i}.safetensors" if len(shards) > 1 else "model.safetensors"))
     if index is not None:
-        (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+        (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
     return folder
 
 
 def stored(checkpoint: Checkpoint, name: str) -> bytes:
-    info = checkpoint.info(name)
+    info = checkpoint.tensor_info(name)
     return info.file.read_bytes()[info.offset : info.offset + info.nbytes]
 
 
@@ -40,9 +40,9 @@ def stored(checkpoint: Checkpoint, name: str) -> bytes:
 )
 def test_shards_with_and_without_an_index(tmp_path: Path, index: dict[str, str] | None) -> None:
     checkpoint = Checkpoint.open(make(tmp_path, A, B, index=index))
-    assert sorted(checkpoint.names()) == ["a", "b", "c"]
-    assert checkpoint.info("a").shape == (3, 4)
-    assert checkpoint.info("b").dtype == "F16"
+    assert sorted(checkpoint.tensor_names()) == ["a", "b", "c"]
+    assert checkpoint.tensor_info("a").shape == (3, 4)
+    assert checkpoint.tensor_info("b").dtype == "F16"
     for name, value in (A | B).items():
         assert stored(checkpoint, name) == value.tobytes()
 
@@ -55,7 +55,7 @@ def test_the_other_files(tmp_path: Path) -> None:
     assert checkpoint.generation_config == {"eos_token_id": 3}
     assert checkpoint.tokenizer_config == {}
     with pytest.raises(ModelFileError, match="no tensor 'x'"):
-        checkpoint.info("x")
+        checkpoint.tensor_info("x")
 
 
 @pytest.mark.parametrize(

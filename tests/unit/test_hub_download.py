@@ -14,9 +14,9 @@ import pytest
 from hub_server import Page, Site, serving
 
 from emberline.core.errors import DownloadError, ModelError
-from emberline.hub.download import HTTP, download
-from emberline.hub.packageindex import PUBLIC, IndexSettings, find_file, parse_pip_settings
-from emberline.hub.progress import Progress
+from emberline.hub.download import HTTPDownloader, download
+from emberline.hub.packageindex import PUBLIC_INDEX_URL, IndexSettings, find_file, parse_pip_settings
+from emberline.hub.progress import DownloadProgress
 
 BODY = random.Random(0).randbytes(1_000_000)
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -30,8 +30,8 @@ def site() -> Iterator[Site]:
 
 def fetch(site: Site, target: Path, page: Page, sha: str = SHA) -> None:
     site.pages["/f"] = page
-    quiet = Progress("f", len(BODY), wanted=False)
-    download(HTTP(), site.url + "/f", target, sha, len(BODY), quiet, pause=0.0)
+    quiet = DownloadProgress("f", len(BODY), enabled=False)
+    download(HTTPDownloader(), site.url + "/f", target, sha, len(BODY), quiet, retry_delay_s=0.0)
 
 
 def ranges(site: Site) -> list[str | None]:
@@ -101,12 +101,28 @@ def test_nobody_listens(tmp_path: Path) -> None:
     with serving() as site:
         url = site.url
     with pytest.raises(DownloadError, match="refused"):
-        download(HTTP(), url + "/f", tmp_path / "f", SHA, len(BODY), Progress("f", 1, wanted=False), pause=0.0)
+        download(
+            HTTPDownloader(),
+            url + "/f",
+            tmp_path / "f",
+            SHA,
+            len(BODY),
+            DownloadProgress("f", 1, enabled=False),
+            retry_delay_s=0.0,
+        )
 
 
 def test_only_http(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="not an HTTP URL"):
-        download(HTTP(), "file:///etc/passwd", tmp_path / "f", SHA, 1, Progress("f", 1, wanted=False), pause=0.0)
+        download(
+            HTTPDownloader(),
+            "file:///etc/passwd",
+            tmp_path / "f",
+            SHA,
+            1,
+            DownloadProgress("f", 1, enabled=False),
+            retry_delay_s=0.0,
+        )
 
 
 NAME = "a_b-1.0-py3-none-any.whl"
@@ -118,13 +134,13 @@ JSON = json.dumps({"files": [{"url": "x.tar.gz"}, {"url": f"../../files/{NAME}"}
 def test_both_kinds_of_index(site: Site, body: bytes, kind: str) -> None:
     site.pages["/simple/a-b/"] = Page(body, kind)
     settings = IndexSettings((site.url + "/nothing-here", site.url + "/simple/"))
-    assert find_file(HTTP(), settings, "a-b", NAME) == f"{site.url}/files/{NAME}"
+    assert find_file(HTTPDownloader(), settings, "a-b", NAME) == f"{site.url}/files/{NAME}"
 
 
 def test_credentials_are_sent_and_never_shown(site: Site) -> None:
     settings = IndexSettings((site.url.replace("//", "//me:pass%20word@") + "/simple",))
     with pytest.raises(DownloadError) as caught:
-        find_file(HTTP(), settings, "a-b", NAME)
+        find_file(HTTPDownloader(), settings, "a-b", NAME)
     assert site.seen[0][2]["Authorization"] == "Basic bWU6cGFzcyB3b3Jk"
     assert "pass" not in str(caught.value)
     assert "404" in str(caught.value)
@@ -133,11 +149,11 @@ def test_credentials_are_sent_and_never_shown(site: Site) -> None:
 def test_a_broken_index_is_an_error_of_ours(site: Site) -> None:
     site.pages["/a-b/"] = Page(b"{", "application/json")
     with pytest.raises(DownloadError, match="no package index has"):
-        find_file(HTTP(), IndexSettings((site.url,)), "a-b", NAME)
+        find_file(HTTPDownloader(), IndexSettings((site.url,)), "a-b", NAME)
 
 
 def test_pip_settings() -> None:
-    assert parse_pip_settings("") == IndexSettings((PUBLIC,), None)
+    assert parse_pip_settings("") == IndexSettings((PUBLIC_INDEX_URL,), None)
     text = "\n".join(
         [
             ":env:.index-url='https://env/simple'",
@@ -159,7 +175,7 @@ class Terminal(io.StringIO):
 def test_progress_on_a_terminal_and_elsewhere() -> None:
     terminal, plain, silent = Terminal(), io.StringIO(), Terminal()
     for stream, wanted in ((terminal, True), (plain, True), (silent, False)):
-        progress = Progress("model", 1000, wanted, stream)
+        progress = DownloadProgress("model", 1000, wanted, stream)
         for _ in range(100):
             progress.add(10)
         progress.close()

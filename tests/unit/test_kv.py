@@ -11,13 +11,13 @@ from emberline.kv.manager import KVManager
 def request(name: str, tokens: list[int], salt: str = "") -> Request:
     return Request(
         id=name,
-        parent=name,
+        submission_id=name,
         index=0,
         prompt_len=len(tokens),
         tokens=list(tokens),
         params=SamplingParams(),
         seed=0,
-        limit=10_000,
+        max_len=10_000,
         priority=Priority.INTERACTIVE,
         salt=salt,
         arrival=0.0,
@@ -26,7 +26,7 @@ def request(name: str, tokens: list[int], salt: str = "") -> Request:
 
 
 def finish(kv: KVManager, r: Request) -> None:
-    r.computed = r.known
+    r.num_computed = r.num_known
     kv.commit(r)
     kv.free(r)
 
@@ -35,11 +35,11 @@ def test_equal_prefixes_share_blocks_and_unequal_ones_do_not() -> None:
     kv = KVManager(total_blocks=16, block_size=8, layout="t")
     a, b, c = request("a", list(range(20))), request("b", list(range(20))), request("c", [99, *range(1, 20)])
     assert kv.admit(a)
-    a.computed = a.known
+    a.num_computed = a.num_known
     kv.commit(a)
-    assert kv.admit(b) and b.cached == 16 and kv.table(b)[:2] == kv.table(a)[:2]
-    assert kv.admit(c) and c.cached == 0
-    kv.check()
+    assert kv.admit(b) and b.num_cached == 16 and kv.block_table(b)[:2] == kv.block_table(a)[:2]
+    assert kv.admit(c) and c.num_cached == 0
+    kv.check_invariants()
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -47,7 +47,7 @@ def test_the_last_token_is_always_computed() -> None:
     a, b = request("a", list(range(16))), request("b", list(range(16)))
     kv.admit(a)
     finish(kv, a)
-    assert kv.admit(b) and b.cached == 8
+    assert kv.admit(b) and b.num_cached == 8
 
 
 def test_tenants_never_share() -> None:
@@ -55,8 +55,8 @@ def test_tenants_never_share() -> None:
     a, b, c = request("a", list(range(20)), "x"), request("b", list(range(20)), "y"), request("c", list(range(20)), "x")
     kv.admit(a)
     finish(kv, a)
-    assert kv.admit(b) and b.cached == 0
-    assert kv.admit(c) and c.cached == 16
+    assert kv.admit(b) and b.num_cached == 0
+    assert kv.admit(c) and c.num_cached == 16
 
 
 def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
@@ -72,26 +72,26 @@ def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
     kv.free(c)
     for name, tokens in (("a", list(range(17))), ("b", [7] * 9)):
         again = request(name, tokens)
-        assert kv.admit(again) and again.cached == 8
+        assert kv.admit(again) and again.num_cached == 8
         kv.free(again)
-    kv.check()
+    kv.check_invariants()
 
 
 def test_what_freeing_a_request_would_give_back() -> None:
     kv = KVManager(16, 8, "t")
     a, b = request("a", list(range(20))), request("b", list(range(20)))
     kv.admit(a)
-    assert kv.private_blocks(a) == 3
-    a.computed = a.known
+    assert kv.num_reclaimable_blocks(a) == 3
+    a.num_computed = a.num_known
     kv.commit(a)
     kv.admit(b)
-    assert kv.private_blocks(a) == kv.private_blocks(b) == 1
+    assert kv.num_reclaimable_blocks(a) == kv.num_reclaimable_blocks(b) == 1
 
 
 def test_who_cannot_pull_computes_it_all() -> None:
     a = request("a", list(range(20)))
     a.source = {"some": "ticket"}
-    KVManager(16, 8, "t").expect(a)
+    KVManager(16, 8, "t").prepare_source(a)
     assert a.source is None
 
 
@@ -99,24 +99,24 @@ def test_nothing_changes_when_admission_fails() -> None:
     kv = KVManager(4, 8, "t")
     a, b = request("a", list(range(20))), request("b", list(range(30)))
     assert kv.admit(a)
-    before = (kv.num_free, kv.num_cached, kv.queries)
+    before = (kv.num_free, kv.num_cached, kv.queried_tokens)
     assert not kv.admit(b)
-    assert (kv.num_free, kv.num_cached, kv.queries) == before
-    kv.check()
+    assert (kv.num_free, kv.num_cached, kv.queried_tokens) == before
+    kv.check_invariants()
 
 
 def test_without_prefix_cache_only_siblings_share() -> None:
     kv = KVManager(16, 8, "t", prefix_cache=False)
     a, b, sibling = request("a", list(range(20))), request("b", list(range(20))), request("a2", list(range(20)))
-    sibling.parent = "a"
+    sibling.submission_id = "a"
     a.params = sibling.params = SamplingParams(n=2)
     kv.admit(a)
-    a.computed = a.known
+    a.num_computed = a.num_known
     kv.commit(a)
-    assert kv.admit(b) and b.cached == 0
-    assert kv.admit(sibling) and sibling.cached == 16
+    assert kv.admit(b) and b.num_cached == 0
+    assert kv.admit(sibling) and sibling.num_cached == 16
     finish(kv, b)
-    assert not b.hashes and kv.num_cached == 0  # nobody can want what it had: it is not even given a name
+    assert not b.block_hashes and kv.num_cached == 0  # nobody can want what it had: it is not even given a name
 
 
 def test_how_long_blocks_stay() -> None:
@@ -125,16 +125,16 @@ def test_how_long_blocks_stay() -> None:
     first = request("first", list(range(9)))  # two blocks: one full, one begun
     assert kv.admit(first)
     clock.advance(2.0)
-    first.computed = 9
+    first.num_computed = 9
     kv.commit(first)
     kv.free(first)
-    assert sorted(kv.residency.drain()) == [("lifetime", 2.0)]  # the begun one; the full one is idle
+    assert sorted(kv.residency.take_samples()) == [("lifetime", 2.0)]  # the begun one; the full one is idle
     clock.advance(3.0)
     again = request("again", list(range(9)))
-    assert kv.admit(again) and again.cached == 8
+    assert kv.admit(again) and again.num_cached == 8
     kv.free(again)
-    assert sorted(kv.residency.drain()) == [("lifetime", 0.0), ("reuse_gap", 3.0)]
+    assert sorted(kv.residency.take_samples()) == [("lifetime", 0.0), ("reuse_gap", 3.0)]
     clock.advance(4.0)
     other = request("other", list(range(500, 516)))
     assert kv.admit(other)
-    assert sorted(kv.residency.drain()) == [("idle_before_evict", 4.0), ("lifetime", 9.0)]
+    assert sorted(kv.residency.take_samples()) == [("idle_before_evict", 4.0), ("lifetime", 9.0)]

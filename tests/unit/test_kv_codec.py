@@ -12,17 +12,17 @@ from transfers import Fault, Proxy, blank, content, fill, small, soon, via
 
 from emberline.core.config import kernel_dir
 from emberline.core.errors import InvalidRequest
-from emberline.kernels.cpu.build import build
-from emberline.kernels.cpu.library import load
-from emberline.kv.codec import Unweight, codec_of
-from emberline.kv.transfer.errors import Corrupted, TransferError
-from emberline.kv.transfer.link import Habits
-from emberline.kv.transfer.pace import AGAIN, LEAST, Pace
+from emberline.kernels.cpu.build import build_library
+from emberline.kernels.cpu.library import load_library
+from emberline.kv.codec import UnweightKVCodec, select_kv_codec
+from emberline.kv.transfer.codec_choice import MIN_MEASURED_BYTES, RETRY_AFTER_TRANSFERS, LinkCodecChooser
+from emberline.kv.transfer.errors import TransferCorrupted, TransferError
+from emberline.kv.transfer.link import LinkOptions
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 
-LIBRARY = load(build(kernel_dir()))
+LIBRARY = load_library(build_library(kernel_dir()))
 
 
 def keys(count: int, seed: int = 1) -> bytes:
@@ -32,14 +32,14 @@ def keys(count: int, seed: int = 1) -> bytes:
 
 
 def encoded(data: bytes, width: int = 2) -> bytes:
-    codec = Unweight(LIBRARY, width)
-    out = memoryview(bytearray(codec.room(len(data))))
+    codec = UnweightKVCodec(LIBRARY, width)
+    out = memoryview(bytearray(codec.max_encoded_bytes(len(data))))
     return bytes(out[: codec.encode(memoryview(data), out)])
 
 
 def decoded(data: bytes, size: int, width: int = 2) -> bytes | None:
     out = memoryview(bytearray(size))
-    return bytes(out) if Unweight(LIBRARY, width).decode(memoryview(data), out) else None
+    return bytes(out) if UnweightKVCodec(LIBRARY, width).decode(memoryview(data), out) else None
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -95,12 +95,15 @@ def test_garbage_is_refused() -> None:
 
 
 def test_who_has_a_codec() -> None:
-    assert codec_of("none", LIBRARY, "bfloat16") is None
-    assert codec_of("auto", LIBRARY, "bfloat16") is not None and codec_of("uw", LIBRARY, "float32") is not None
-    assert codec_of("auto", None, "bfloat16") is None and codec_of("auto", LIBRARY, "float8") is None
+    assert select_kv_codec("none", LIBRARY, "bfloat16") is None
+    assert (
+        select_kv_codec("auto", LIBRARY, "bfloat16") is not None
+        and select_kv_codec("uw", LIBRARY, "float32") is not None
+    )
+    assert select_kv_codec("auto", None, "bfloat16") is None and select_kv_codec("auto", LIBRARY, "float8") is None
     for choice, library, dtype in (("uw", None, "bfloat16"), ("uw", LIBRARY, "float8"), ("zip", LIBRARY, "bfloat16")):
         with pytest.raises(InvalidRequest):
-            codec_of(choice, library, dtype)
+            select_kv_codec(choice, library, dtype)
 
 
 # -- on a link ---------------------------------------------------------------------------------------------------------
@@ -108,35 +111,35 @@ def test_who_has_a_codec() -> None:
 
 def test_the_faster_way_is_taken() -> None:
     for wins in (True, False):
-        pace, taken = Pace(), []
-        for _ in range(3 * AGAIN):
-            taken.append(coded := pace.coded(LEAST))
-            pace.note(coded, LEAST, 1.0 if coded is wins else 2.0)
+        pace, taken = LinkCodecChooser(), []
+        for _ in range(3 * RETRY_AFTER_TRANSFERS):
+            taken.append(coded := pace.should_encode(MIN_MEASURED_BYTES))
+            pace.record(coded, MIN_MEASURED_BYTES, 1.0 if coded is wins else 2.0)
         assert taken[:2] == [False, True] and 1 <= taken[2:].count(not wins) <= 3
-        assert pace.coded(1) is wins
+        assert pace.should_encode(1) is wins
 
 
 def test_a_link_that_changes_is_noticed() -> None:
-    pace, seconds = Pace(), {True: 2.0, False: 1.0}
-    for now in range(12 * AGAIN):
-        if now == 3 * AGAIN:
+    pace, seconds = LinkCodecChooser(), {True: 2.0, False: 1.0}
+    for now in range(12 * RETRY_AFTER_TRANSFERS):
+        if now == 3 * RETRY_AFTER_TRANSFERS:
             seconds = {True: 2.0, False: 9.0}
-        coded = pace.coded(LEAST)
-        pace.note(coded, LEAST, seconds[coded])
-    assert pace.coded(LEAST) is True
+        coded = pace.should_encode(MIN_MEASURED_BYTES)
+        pace.record(coded, MIN_MEASURED_BYTES, seconds[coded])
+    assert pace.should_encode(MIN_MEASURED_BYTES) is True
 
 
 def test_small_transfers_say_nothing_about_speed() -> None:
-    pace = Pace()
+    pace = LinkCodecChooser()
     for _ in range(5):
-        assert pace.coded(LEAST - 1) is False
-        pace.note(False, LEAST - 1, 1.0)
+        assert pace.should_encode(MIN_MEASURED_BYTES - 1) is False
+        pace.record(False, MIN_MEASURED_BYTES - 1, 1.0)
 
 
 BIG = small(heads=8, tokens=64, width=128)
 
 
-class Counted(Unweight):
+class Counted(UnweightKVCodec):
     used = 0
 
     def encode(self, data: memoryview, out: memoryview) -> int:
@@ -149,7 +152,9 @@ def test_a_link_codes_and_learns() -> None:
     server = serve_tcp(sender, codecs=[codec])
     sent = fill(sender.region, range(8), 1)
     for always in (True, False):
-        receiver = Receiver(blank(BIG, 12), [TcpTransport(BIG, Habits(codecs=[Unweight(LIBRARY, 2)], always=always))])
+        receiver = Receiver(
+            blank(BIG, 12), [TcpTransport(BIG, LinkOptions(codecs=[UnweightKVCodec(LIBRARY, 2)], always_encode=always))]
+        )
         used = []
         for _ in range(3):  # of its own choice: plain, coded, and as was faster
             codec.used = 0
@@ -165,17 +170,19 @@ def test_a_link_codes_and_learns() -> None:
 def test_a_coded_piece_that_is_damaged_is_noticed() -> None:
     layout = small(tokens=64, width=128)
     sender = Sender(blank(layout, 4), "p")
-    server = serve_tcp(sender, codecs=[Unweight(LIBRARY, 2)])
+    server = serve_tcp(sender, codecs=[UnweightKVCodec(LIBRARY, 2)])
     sent, seen = fill(sender.region, [0, 1], 1), 0
     for at in range(2000, 60000, 9000):
         with Proxy(sender.endpoints["tcp"], Fault("flip", True, at)) as proxy:
-            habits = Habits(streams=1, checked=False, codecs=[Unweight(LIBRARY, 2)], always=True)
-            receiver = Receiver(blank(layout, 4), [TcpTransport(layout, habits)], piece_bytes=1 << 15)
+            habits = LinkOptions(
+                connections=1, use_checksums=False, codecs=[UnweightKVCodec(LIBRARY, 2)], always_encode=True
+            )
+            receiver = Receiver(blank(layout, 4), [TcpTransport(layout, habits)], max_piece_bytes=1 << 15)
             ticket = via(sender.publish([0, 1], 30.0), proxy.address)
             try:
                 receiver.pull(ticket, [2, 3], soon())
             except TransferError as error:
-                seen += isinstance(error, Corrupted)
+                seen += isinstance(error, TransferCorrupted)
                 receiver.pull(ticket, [2, 3], soon())
             assert proxy.happened and content(receiver.region, [2, 3]) == sent
             receiver.close()

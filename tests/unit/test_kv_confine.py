@@ -11,8 +11,8 @@ from listening import listening_ports
 
 from emberline.core.errors import InvalidRequest
 from emberline.kv import confine
-from emberline.kv.confine import ListenerExposed, address_of, confined_to
-from emberline.kv.transfer.mooncake import Mooncake
+from emberline.kv.confine import ListenerExposed, confined_to, resolve_ipv4_address
+from emberline.kv.transfer.mooncake import MooncakeEngine
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def test_a_connection_made_before_is_found(opened: list[socket.socket]) -> None:
 
 
 def test_a_filter_without_effect_is_found(opened: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confine, "_attach", lambda *_: None)
+    monkeypatch.setattr(confine, "_attach_filter", lambda *_: None)
     with pytest.raises(ListenerExposed, match=r"answers at 127\.0\.0\.2"), confined_to("127.0.0.1"):
         opened.append(socket.create_server(("", 0)))
 
 
 def test_every_port_of_mooncake_is_confined() -> None:
     before = listening_ports()
-    Mooncake("127.0.0.1")
+    MooncakeEngine("127.0.0.1")
     ports = listening_ports() - before
     assert len(ports) == 2
     for port in ports:
@@ -74,8 +74,8 @@ def test_every_port_of_mooncake_is_confined() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::1", "no such host", ""])
 def test_an_address_that_is_none_of_this_host_is_refused(host: str) -> None:
     with pytest.raises(InvalidRequest, match="kv_mooncake_host"):
-        address_of(host, "kv_mooncake_host")
+        resolve_ipv4_address(host, "kv_mooncake_host")
 
 
 def test_an_address_is_found_by_name() -> None:
-    assert address_of("localhost", "kv_mooncake_host") == "127.0.0.1"
+    assert resolve_ipv4_address("localhost", "kv_mooncake_host") == "127.0.0.1"

@@ -9,15 +9,15 @@ import pytest
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Request
-from emberline.engine import ledger as ledgers
-from emberline.engine.ledger import Ledger
+from emberline.engine import block_event_log as ledgers
+from emberline.engine.block_event_log import BlockEventLog
 from emberline.kv.manager import KVManager
-from emberline.router.chains import Chains, Link
-from emberline.router.dialect import Garbled
-from emberline.router.kvindex import KVIndex, State
-from emberline.router.prefixmap import Point
-from emberline.router.track import Track
-from emberline.tokens.blockhash import block_hash, last_full, root_hash
+from emberline.router.dialect import InvalidWorkerReply
+from emberline.router.kvindex import KVIndex, KVIndexState
+from emberline.router.prefix_block_map import BlockPosition, PrefixBlockMap
+from emberline.router.prefixmap import PromptPrefix
+from emberline.router.stream_tracker import StreamTracker
+from emberline.tokens.blockhash import block_hash, last_full_block, root_hash
 
 SIZE = 4  # tokens of a block
 
@@ -28,14 +28,14 @@ class Cache:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.kv = KVManager(24, SIZE, "t")
-        self.kv.watch()
+        self.kv.track_prefix_changes()
         self.open: list[Request] = []
         self.count = 0
 
     def step(self) -> None:
         if self.open and self.rng.random() < 0.5:
             request = self.open.pop(self.rng.randrange(len(self.open)))
-            request.computed = request.known
+            request.num_computed = request.num_known
             self.kv.commit(request)
             self.kv.free(request)
             return
@@ -44,20 +44,20 @@ class Cache:
         request = asked(str(self.count), [*tokens, *(self.rng.randrange(2) for _ in range(2 * SIZE))])
         if self.kv.admit(request):
             self.open.append(request)
-            request.computed = self.rng.randrange(request.computed, request.known)
+            request.num_computed = self.rng.randrange(request.num_computed, request.num_known)
             self.kv.commit(request)
 
 
 def asked(name: str, tokens: list[int]) -> Request:
     return Request(
         id=name,
-        parent=name,
+        submission_id=name,
         index=0,
         prompt_len=len(tokens),
         tokens=tokens,
         params=SamplingParams(),
         seed=0,
-        limit=10_000,
+        max_len=10_000,
         priority=Priority.INTERACTIVE,
         salt="",
         arrival=0.0,
@@ -68,38 +68,38 @@ def asked(name: str, tokens: list[int]) -> Request:
 class Line:
     """Between a ledger and an index: it loses, repeats and reorders what is said, and sometimes breaks off."""
 
-    def __init__(self, ledger: Ledger, index: KVIndex, rng: random.Random, faults: float) -> None:
+    def __init__(self, ledger: BlockEventLog, index: KVIndex, rng: random.Random, faults: float) -> None:
         self.ledger, self.index, self.rng, self.faults = ledger, index, rng, faults
         self.at = ("", 0)
         self.sent: list[BlockBatch] = []
 
     def deliver(self) -> None:
         if self.rng.random() < self.faults:
-            self.index.cut("w")
-            self.at = self.index.position("w")
-        batches = self.ledger.after(*self.at) or [self.ledger.sign()]
-        if batches[-1].changes or batches[-1].parts:
+            self.index.mark_disconnected("w")
+            self.at = self.index.last_batch("w")
+        batches = self.ledger.batches_after(*self.at) or [self.ledger.heartbeat()]
+        if batches[-1].has_changes or batches[-1].parts:
             self.at = batches[-1].incarnation, batches[-1].seq
         self.sent = [*self.sent, *batches][-64:]
         for batch in batches:
             if self.rng.random() >= self.faults:
-                self.index.apply("w", batch)
+                self.index.apply_batch("w", batch)
         if self.rng.random() < self.faults:
             for batch in self.rng.choices(self.sent, k=4):
-                self.index.apply("w", batch)
+                self.index.apply_batch("w", batch)
 
     def mend(self) -> None:
         """What a router does when something is missing: it asks again."""
-        self.at = self.index.position("w")
+        self.at = self.index.last_batch("w")
 
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("faults", [0.0, 0.1, 0.4])
 def test_what_is_exact_is_what_the_cache_holds(seed: int, faults: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledgers, "PIECE", 3)
-    monkeypatch.setattr(ledgers, "KEPT", 24)
+    monkeypatch.setattr(ledgers, "SNAPSHOT_PART_BLOCKS", 3)
+    monkeypatch.setattr(ledgers, "MAX_LOGGED_CHANGES", 24)
     rng = random.Random(seed)
-    cache, ledger, index = Cache(rng), Ledger(["m"]), KVIndex(1 << 20, 64)
+    cache, ledger, index = Cache(rng), BlockEventLog(["m"]), KVIndex(1 << 20, 64)
     line, exact = Line(ledger, index, rng, faults), 0
     truth: dict[tuple[str, int], dict[bytes, bytes]] = {}  # after each batch
     for _ in range(120):
@@ -108,14 +108,14 @@ def test_what_is_exact_is_what_the_cache_holds(seed: int, faults: float, monkeyp
             ledger.restart()
         for _ in range(rng.randrange(1, 4)):
             cache.step()
-            if (news := cache.kv.news()) is not None:
-                ledger.take("m", *news)
-                truth[ledger.incarnation, ledger.seq] = cache.kv.holdings()
+            if (news := cache.kv.take_prefix_changes()) is not None:
+                ledger.record("m", *news)
+                truth[ledger.incarnation, ledger.seq] = cache.kv.parents_by_hash()
         line.deliver()
-        if index.state("w") is State.EXACT:
+        if index.state("w") is KVIndexState.EXACT:
             exact += 1
-            assert index.holdings("w") == truth[index.position("w")]
-            assert faults or index.holdings("w") == cache.kv.holdings()
+            assert index.held_blocks("w") == truth[index.last_batch("w")]
+            assert faults or index.held_blocks("w") == cache.kv.parents_by_hash()
         elif rng.random() < 0.5:
             line.mend()
     assert exact > (115 if not faults else 5)
@@ -123,7 +123,7 @@ def test_what_is_exact_is_what_the_cache_holds(seed: int, faults: float, monkeyp
     for _ in range(3):
         line.mend()
         line.deliver()
-    assert index.state("w") is State.EXACT and index.holdings("w") == cache.kv.holdings()
+    assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == cache.kv.parents_by_hash()
 
 
 def test_nobody_listens_nothing_is_kept() -> None:
@@ -131,64 +131,64 @@ def test_nobody_listens_nothing_is_kept() -> None:
     cache.kv = KVManager(24, SIZE, "t")
     for _ in range(50):
         cache.step()
-    assert cache.kv.news() is None
-    cache.kv.watch()
-    whole, stored, removed = cache.kv.news() or (False, [], [])
-    assert whole and dict(stored) == cache.kv.holdings() and not removed
-    assert cache.kv.news() is None
+    assert cache.kv.take_prefix_changes() is None
+    cache.kv.track_prefix_changes()
+    whole, stored, removed = cache.kv.take_prefix_changes() or (False, [], [])
+    assert whole and dict(stored) == cache.kv.parents_by_hash() and not removed
+    assert cache.kv.take_prefix_changes() is None
 
 
 def test_blocks_of_several_caches_count_until_the_last_has_lost_them() -> None:
-    ledger = Ledger(["a", "b"])
-    ledger.take("a", True, [(b"1", b"")], [])
-    assert not ledger.complete and ledger.after("", 0) == []
-    ledger.take("b", True, [(b"1", b""), (b"2", b"1")], [])
-    (snapshot,) = ledger.after("", 0)
+    ledger = BlockEventLog(["a", "b"])
+    ledger.record("a", True, [(b"1", b"")], [])
+    assert not ledger.is_complete and ledger.batches_after("", 0) == []
+    ledger.record("b", True, [(b"1", b""), (b"2", b"1")], [])
+    (snapshot,) = ledger.batches_after("", 0)
     assert dict(snapshot.stored) == {b"1": b"", b"2": b"1"}
-    ledger.take("a", False, [], [b"1"])
-    assert ledger.after(snapshot.incarnation, snapshot.seq) == []
-    ledger.take("b", True, [(b"3", b"")], [])  # it has slept
-    (batch,) = ledger.after(snapshot.incarnation, snapshot.seq)
+    ledger.record("a", False, [], [b"1"])
+    assert ledger.batches_after(snapshot.incarnation, snapshot.seq) == []
+    ledger.record("b", True, [(b"3", b"")], [])  # it has slept
+    (batch,) = ledger.batches_after(snapshot.incarnation, snapshot.seq)
     assert (batch.stored, sorted(batch.removed), batch.seq) == ([(b"3", b"")], [b"1", b"2"], 1)
 
 
 def test_a_new_incarnation_has_nothing_of_the_old_one() -> None:
     index = followed(b"a")
-    assert index.apply("w", BlockBatch("second", 0)) is State.DEGRADED and index.holdings("w") == {}
-    index.apply("w", BlockBatch("second", 0, parts=1))
-    assert index.state("w") is State.EXACT and index.holdings("w") == {}
-    assert index.apply("w", BlockBatch("first", 9, [(b"z", b"")], parts=1)) is State.EXACT
-    assert index.holdings("w") == {}
+    assert index.apply_batch("w", BlockBatch("second", 0)) is KVIndexState.DEGRADED and index.held_blocks("w") == {}
+    index.apply_batch("w", BlockBatch("second", 0, parts=1))
+    assert index.state("w") is KVIndexState.EXACT and index.held_blocks("w") == {}
+    assert index.apply_batch("w", BlockBatch("first", 9, [(b"z", b"")], parts=1)) is KVIndexState.EXACT
+    assert index.held_blocks("w") == {}
 
 
 def test_a_sign_of_life_tells_what_was_missed() -> None:
     index = followed(b"a")
-    assert index.apply("w", BlockBatch("first", 0)) is State.EXACT
-    assert index.apply("w", BlockBatch("first", 1)) is State.DEGRADED
-    assert index.apply("w", BlockBatch("first", 1, [(b"b", b"a")])) is State.EXACT
-    assert index.apply("w", BlockBatch("first", 0, [(b"a", b"")], parts=1)) is State.EXACT  # old news
-    assert index.holdings("w") == {b"a": b"", b"b": b"a"}
+    assert index.apply_batch("w", BlockBatch("first", 0)) is KVIndexState.EXACT
+    assert index.apply_batch("w", BlockBatch("first", 1)) is KVIndexState.DEGRADED
+    assert index.apply_batch("w", BlockBatch("first", 1, [(b"b", b"a")])) is KVIndexState.EXACT
+    assert index.apply_batch("w", BlockBatch("first", 0, [(b"a", b"")], parts=1)) is KVIndexState.EXACT  # old news
+    assert index.held_blocks("w") == {b"a": b"", b"b": b"a"}
 
 
 def test_who_holds_too_much_is_not_followed() -> None:
     index = KVIndex(2, 64)
-    index.apply("w", BlockBatch("i", 0, [(b"1", b""), (b"2", b"1")], parts=1))
-    index.apply("v", BlockBatch("i", 0, [(b"1", b"")], parts=1))
-    assert index.state("w") is State.EXACT and index.state("v") is State.FALLBACK and len(index) == 2
-    assert index.follows("w") and not index.follows("v")
-    index.forget("w")
-    index.forget("v")
-    assert index.state("w") is State.FALLBACK and len(index) == 0 and index.follows("v")
+    index.apply_batch("w", BlockBatch("i", 0, [(b"1", b""), (b"2", b"1")], parts=1))
+    index.apply_batch("v", BlockBatch("i", 0, [(b"1", b"")], parts=1))
+    assert index.state("w") is KVIndexState.EXACT and index.state("v") is KVIndexState.FALLBACK and len(index) == 2
+    assert index.has_capacity_for("w") and not index.has_capacity_for("v")
+    index.remove_worker("w")
+    index.remove_worker("v")
+    assert index.state("w") is KVIndexState.FALLBACK and len(index) == 0 and index.has_capacity_for("v")
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------
 
-POINTS = (Point(b"system", 400), Point(b"turn", 1000))
+POINTS = (PromptPrefix(b"system", 400), PromptPrefix(b"turn", 1000))
 
 
 def followed(*held: bytes) -> KVIndex:
     index = KVIndex(1 << 20, 64)
-    index.apply(
+    index.apply_batch(
         "w", BlockBatch("first", 0, [(digest, held[i - 1] if i else b"") for i, digest in enumerate(held)], parts=1)
     )
     return index
@@ -196,56 +196,61 @@ def followed(*held: bytes) -> KVIndex:
 
 def test_what_was_read_is_known_where_it_is_held_and_nowhere_else() -> None:
     index = followed(*(bytes([i]) for i in range(10)))
-    assert index.known(POINTS, {"w": 1000, "x": 400}) == {"w": 1000, "x": 400}  # nobody has read it yet
-    index.told(POINTS, Link(bytes([9]), 10))
-    index.read("w", POINTS, Link(bytes([9]), 10))
-    assert index.chains.get(POINTS[0]) == Link(bytes([3]), 4)
-    assert index.known(POINTS, {}) == {"w": 1000}
-    index.apply("w", BlockBatch("first", 1, [], [bytes([9])]))
-    assert index.known(POINTS, {"w": 1000}) == {"w": 400}
-    index.apply("w", BlockBatch("first", 2, [], [bytes([i]) for i in range(9)]))
-    assert index.known(POINTS, {"w": 1000, "x": 400}) == {"x": 400}
-    index.cut("w")
-    assert index.known(POINTS, {"w": 1000}) == {"w": 1000}  # it is not known better any more
+    assert index.cached_bytes_by_worker(POINTS, {"w": 1000, "x": 400}) == {
+        "w": 1000,
+        "x": 400,
+    }  # nobody has read it yet
+    index.record_prompt_end(POINTS, BlockPosition(bytes([9]), 10))
+    index.record_cached_prompt("w", POINTS, BlockPosition(bytes([9]), 10))
+    assert index.prefix_blocks.get(POINTS[0]) == BlockPosition(bytes([3]), 4)
+    assert index.cached_bytes_by_worker(POINTS, {}) == {"w": 1000}
+    index.apply_batch("w", BlockBatch("first", 1, [], [bytes([9])]))
+    assert index.cached_bytes_by_worker(POINTS, {"w": 1000}) == {"w": 400}
+    index.apply_batch("w", BlockBatch("first", 2, [], [bytes([i]) for i in range(9)]))
+    assert index.cached_bytes_by_worker(POINTS, {"w": 1000, "x": 400}) == {"x": 400}
+    index.mark_disconnected("w")
+    assert index.cached_bytes_by_worker(POINTS, {"w": 1000}) == {"w": 1000}  # it is not known better any more
 
 
 def test_a_beginning_ends_where_prompts_part() -> None:
     parents = {b"2": b"1", b"3": b"2", b"x4": b"3", b"x5": b"x4", b"y4": b"3", b"y5": b"y4", b"y6": b"y5"}
-    chains = Chains(64)
-    system, one, other = Point(b"s", 800), Point(b"one", 1000), Point(b"other", 1000)
-    chains.spread([system, one], 1000, Link(b"x5", 5), parents.get)
-    assert chains.get(system) == Link(b"x4", 4)  # a guess, too far
-    chains.spread([system, other], 1000, Link(b"y6", 6), parents.get)
-    assert chains.get(system) == Link(b"3", 3)
-    assert chains.get(one) == Link(b"x5", 5) and chains.get(other) == Link(b"y6", 6)
-    chains.spread([system, one], 1000, Link(b"x5", 5), parents.get)
-    assert chains.get(system) == Link(b"3", 3)
+    chains = PrefixBlockMap(64)
+    system, one, other = PromptPrefix(b"s", 800), PromptPrefix(b"one", 1000), PromptPrefix(b"other", 1000)
+    chains.record_prefixes([system, one], 1000, BlockPosition(b"x5", 5), parents.get)
+    assert chains.get(system) == BlockPosition(b"x4", 4)  # a guess, too far
+    chains.record_prefixes([system, other], 1000, BlockPosition(b"y6", 6), parents.get)
+    assert chains.get(system) == BlockPosition(b"3", 3)
+    assert chains.get(one) == BlockPosition(b"x5", 5) and chains.get(other) == BlockPosition(b"y6", 6)
+    chains.record_prefixes([system, one], 1000, BlockPosition(b"x5", 5), parents.get)
+    assert chains.get(system) == BlockPosition(b"3", 3)
 
 
 def test_chains_are_bounded_and_say_nothing_of_blocks_they_cannot_follow() -> None:
-    chains = Chains(2)
-    chains.spread([Point(b"s", 500), Point(b"t", 1000)], 1000, Link(b"4", 4), lambda digest: None)
+    chains = PrefixBlockMap(2)
+    chains.record_prefixes(
+        [PromptPrefix(b"s", 500), PromptPrefix(b"t", 1000)], 1000, BlockPosition(b"4", 4), lambda digest: None
+    )
     assert len(chains) == 0
     for i in range(4):
-        chains.told(Point(bytes([i]), 1000), Link(b"4", 4))
-    assert len(chains) == 2 and chains.get(Point(bytes([3]), 1000)) is not None
+        chains.record(PromptPrefix(bytes([i]), 1000), BlockPosition(b"4", 4))
+    assert len(chains) == 2 and chains.get(PromptPrefix(bytes([3]), 1000)) is not None
 
 
 def test_the_end_of_a_prompt_has_one_name() -> None:
     root, tokens = root_hash("t"), list(range(10))
-    assert last_full(root, tokens, 4) == (block_hash(block_hash(root, tokens[:4]), tokens[4:8]), 2)
-    assert last_full(root, tokens[:3], 4) is None
-    link = Link(b"\x01" * 16, 12)
-    assert Link.read(str(link)) == link
+    assert last_full_block(root, tokens, 4) == (block_hash(block_hash(root, tokens[:4]), tokens[4:8]), 2)
+    assert last_full_block(root, tokens[:3], 4) is None
+    link = BlockPosition(b"\x01" * 16, 12)
+    assert BlockPosition.parse(str(link)) == link
     for wrong in ("", "zz 1", "00 0", "00 x", "00"):
         with pytest.raises(ValueError):
-            Link.read(wrong)
+            BlockPosition.parse(wrong)
 
 
 def test_a_tracked_stream_tells_where_its_prompt_ends() -> None:
-    track = Track()
-    link = Link(b"\x01" * 16, 12)
+    track = StreamTracker()
+    link = BlockPosition(b"\x01" * 16, 12)
     assert track.push(f": cached 3\n\n: chain {link}\n\n: said 0 1 9\n\n".encode() + b"data: x\n\n") == b"data: x\n\n"
-    assert track.link == link and track.cached == 3
-    with pytest.raises(Garbled):
-        Track().push(b": chain nothing\n\n: said 0 1 9\n\ndata: x\n\n")
+    assert track.prompt_end == link and track.cached_tokens == 3
+    with pytest.raises(InvalidWorkerReply):
+        StreamTracker().push(b": chain nothing\n\n: said 0 1 9\n\ndata: x\n\n")

@@ -11,8 +11,8 @@ import pytest
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, WorkTooLarge
 from emberline.core.offload import offload
-from emberline.router.ask import Ask
-from emberline.server.worker.protocol import MOST_MESSAGES, parse_large
+from emberline.router.request_summary import RequestSummary
+from emberline.server.worker.protocols import MAX_MESSAGES, parse_large
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -25,7 +25,7 @@ def test_a_large_call_is_the_same_wherever_it_is_parsed() -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 40_000}]}).encode()
     here = parse_large(CHAT, body, {"m": 100_000})
     assert asyncio.run(offload.run(len(body), parse_large, CHAT, body, {"m": 100_000})) == here
-    assert asyncio.run(offload.run(len(body), Ask.read, body, "s")) == Ask.read(body, "s")
+    assert asyncio.run(offload.run(len(body), RequestSummary.parse, body, "s")) == RequestSummary.parse(body, "s")
 
 
 def test_what_no_context_takes_is_refused_before_it_comes_back() -> None:
@@ -34,7 +34,7 @@ def test_what_no_context_takes_is_refused_before_it_comes_back() -> None:
     with pytest.raises(ContextLengthExceeded, match="prompt has 1001 tokens"):
         parsed(COMPLETIONS, {"prompt": [1] * 1001})
     with pytest.raises(WorkTooLarge, match="the limit is 20000"):
-        parsed(CHAT, {"messages": [{"role": "user", "content": "a"}] * (MOST_MESSAGES + 1)}, 10**6)
+        parsed(CHAT, {"messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)}, 10**6)
     assert parsed(COMPLETIONS, {"prompt": [1] * 1000}) is not None
     with pytest.raises(InvalidRequest):
         parsed(CHAT, {"messages": [[]]})

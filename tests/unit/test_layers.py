@@ -124,7 +124,7 @@ TORCH_FREE = [
 ONE_IMPORTER = {
     "huggingface_hub": "hub/huggingface.py",
     "llguidance": "engine/grammar.py",
-    "hiredis": "gateway/redislink.py",
+    "hiredis": "gateway/redis_client.py",
     "asyncpg": "gateway/store/postgres.py",
     "mooncake": "kv/mooncake.py",
     "gguf": "",

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.server.listening import answer_while_loading, bind, listen
+from emberline.server.listener import answer_while_loading, bind_listener, serve_until_stopped
 
 
 def test_a_port_is_taken_from_when_it_is_bound() -> None:
     """Two sockets with SO_REUSEADDR could both bind while neither listens: the second failed only after loading."""
-    first = bind("127.0.0.1", 0)
+    first = bind_listener("127.0.0.1", 0)
     with pytest.raises(InvalidRequest, match=r"another process is listening on this port.*choose another --port"):
-        bind("127.0.0.1", first.getsockname()[1])
+        bind_listener("127.0.0.1", first.getsockname()[1])
     first.close()
 
 
@@ -29,7 +29,7 @@ def test_requests_are_answered_while_the_model_is_loaded_and_served_afterwards()
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def main() -> None:
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         port = listener.getsockname()[1]
         early = await asyncio.open_connection("127.0.0.1", port)  # before anything takes connections: it waits
         server = await answer_while_loading(listener)
@@ -42,7 +42,7 @@ def test_requests_are_answered_while_the_model_is_loaded_and_served_afterwards()
         assert (await ask(later, "/health"))[2] == b'{"status":"loading"}'
         assert (await ask(later, "/health/live"))[0] == 200
         ready = asyncio.Event()
-        listening = asyncio.create_task(listen(app, listener, ready.set, server=server))
+        listening = asyncio.create_task(serve_until_stopped(app, listener, ready.set, server=server))
         await ready.wait()
         for connection in (later, await asyncio.open_connection("127.0.0.1", port)):
             status, _, told = await ask(connection, "/v1/models")
@@ -94,10 +94,10 @@ def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCapt
         async def leaving() -> None:
             end.set()
 
-        listener = bind("127.0.0.1", 0)
+        listener = bind_listener("127.0.0.1", 0)
         port = listener.getsockname()[1]
         ready = asyncio.Event()
-        listening = asyncio.create_task(listen(app, listener, ready.set, leaving))
+        listening = asyncio.create_task(serve_until_stopped(app, listener, ready.set, leaving))
         await ready.wait()
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -11,13 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.bench.ceiling import Cost
+from emberline.bench.machine_limits import TokenCost
 from emberline.core.config import GPUConfig
 from emberline.core.errors import ModelError, UnsupportedModel
-from emberline.core.plan import Work
+from emberline.core.plan import WorkItem
 from emberline.engine import memory
-from emberline.engine.gpu.shape import Shape, shapes
-from emberline.engine.memory import RESERVE, UNPACKED, MemoryPlan, kv_token_bytes, plan, weight_bytes
+from emberline.engine.gpu.shape import StepShape, captured_shapes
+from emberline.engine.memory import (
+    MAX_UNPACKED_WEIGHTS,
+    RESERVE_BYTES,
+    MemoryPlan,
+    kv_token_bytes,
+    plan_memory,
+    weight_bytes,
+)
 from emberline.models.config import ModelConfig
 
 LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
@@ -33,7 +40,7 @@ def planned(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -
         "max_batch_tokens": 8192,
         "max_context": 131072,
     }
-    return plan(config, total, **(usual | changes))
+    return plan_memory(config, total, **(usual | changes))
 
 
 def test_llama_8b_on_an_h200() -> None:
@@ -59,11 +66,11 @@ def test_parts_sum_up_and_blocks_are_whole(total: int, **changes: int) -> None:
     found = planned(total=total, **changes)
     assert sum(size for _, size in found.rows()) == total
     assert all(size > 0 for _, size in found.rows())
-    assert found.fixed + found.kv_bytes <= total * 0.95
+    assert found.fixed_bytes + found.kv_bytes <= total * 0.95
     block = kv_token_bytes(LLAMA_8B, changes["kv_dtype_bytes"]) * found.block_size
     assert found.kv_bytes == found.kv_blocks * block
     assert found.kv_tokens == found.kv_blocks * found.block_size
-    assert found.fixed + found.kv_bytes + block > int(total * 0.95)  # one more would not have fitted
+    assert found.fixed_bytes + found.kv_bytes + block > int(total * 0.95)  # one more would not have fitted
 
 
 def test_everything_that_grows_takes_from_the_cache() -> None:
@@ -122,7 +129,7 @@ QWEN3_30B_A3B = {
 def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token: float) -> None:
     config = ModelConfig.from_hf(model)
     assert weight_bytes(config, 2) == pytest.approx(published * 2, rel=2e-3)
-    cost = Cost.of(config)
+    cost = TokenCost.of(config)
     assert cost.layers + 2 * cost.head == pytest.approx(of_a_token, rel=2e-2)
     with pytest.raises(UnsupportedModel, match="only supported on the CPU"):
         memory.plan_for(config, GPUConfig(), H200, "bfloat16")
@@ -131,7 +138,7 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
 def test_so_many_tokens_and_no_more() -> None:
     found = planned(kv_tokens=100_001)
     assert found.kv_tokens == 100_032
-    assert found.spare > H200 // 2
+    assert found.spare_bytes > H200 // 2
     with pytest.raises(ModelError, match="does not fit") as refused:
         planned(kv_tokens=2_000_000)
     assert "--kv-memory" in (refused.value.hint or "")
@@ -142,7 +149,7 @@ def test_so_many_tokens_and_no_more() -> None:
     [
         (16 << 30, {}, "smaller model"),
         (24 << 30, {"max_batch_tokens": 65536}, "max-batch-tokens"),
-        (RESERVE, {}, "smaller model"),
+        (RESERVE_BYTES, {}, "smaller model"),
     ],
 )
 def test_refusal_gives_the_numbers(total: int, changes: dict[str, int], hint: str) -> None:
@@ -166,8 +173,8 @@ def test_scratch_holds_what_is_unpacked() -> None:
         return planned(config, packed=True).scratch - planned(config).scratch
 
     widest = 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
-    assert more(LLAMA_8B) == 2 * (2 * widest + UNPACKED)
-    assert more(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)) == 2 * (4 * widest + UNPACKED)
+    assert more(LLAMA_8B) == 2 * (2 * widest + MAX_UNPACKED_WEIGHTS)
+    assert more(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)) == 2 * (4 * widest + MAX_UNPACKED_WEIGHTS)
     assert more(replace(LLAMA_8B, vocab=1000)) == 2 * (2 * widest + 1000 * LLAMA_8B.hidden)
     assert planned(LLAMA_8B, both=True).scratch == planned(LLAMA_8B).scratch, "there is nothing to unpack"
 
@@ -185,27 +192,29 @@ def test_weights_both_ways_take_the_memory_of_both_but_for_the_embedding() -> No
 
 @given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))
 def test_graphs_of_all_shapes_that_steps_can_have_are_counted(running: int, batch: int, rng: Random) -> None:
-    counted = shapes(running, batch)
+    counted = captured_shapes(running, batch)
     singles = rng.randint(0, min(running, batch))
     left = min(running, batch) - singles
     chunks = [rng.randint(1, max(1, (batch - singles) // left)) for _ in range(rng.randint(0, left))]
     if singles or chunks:
-        found = Shape.of([_work(1)] * singles, [_work(count) for count in chunks])
+        found = StepShape.of([_work(1)] * singles, [_work(count) for count in chunks])
         assert found is None or found in counted
 
 
 def test_a_step_of_each_kind_has_its_graph_in_the_plan() -> None:
-    assert {Shape(1, 0, 0), Shape(256, 0, 0), Shape(0, 8, 128), Shape(64, 32, 1088)} <= shapes(256, 8192)
-    more = len(shapes(256, 8192)) - len(shapes(64, 8192))
+    assert {StepShape(1, 0, 0), StepShape(256, 0, 0), StepShape(0, 8, 128), StepShape(64, 32, 1088)} <= captured_shapes(
+        256, 8192
+    )
+    more = len(captured_shapes(256, 8192)) - len(captured_shapes(64, 8192))
     assert more > 0 and planned().graphs - planned(max_running=64).graphs == more * memory.GRAPH_BYTES
 
 
-def _work(tokens: int) -> Work:
-    return Work("a", 0, [1] * tokens, [0], samples=True)
+def _work(tokens: int) -> WorkItem:
+    return WorkItem("a", 0, [1] * tokens, [0], samples=True)
 
 
 def test_what_other_processes_hold_is_not_shared_out() -> None:
     total, context = 141 << 30, 1 << 29
-    assert memory.usable(total, total - context, 0) == total
-    assert memory.usable(total, total - context - (20 << 30), 20 << 30) == total
-    assert memory.usable(total, 9 << 30, 30 << 30) == 39 << 30
+    assert memory.usable_bytes(total, total - context, 0) == total
+    assert memory.usable_bytes(total, total - context - (20 << 30), 20 << 30) == total
+    assert memory.usable_bytes(total, 9 << 30, 30 << 30) == 39 << 30

@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from emberline.core.events import Stats, TierStats, Timing, Turns
-from emberline.server.metrics import CacheInfo, Metrics, Replies, exposition
+from emberline.core.events import SleepStats, Stats, TierStats, Timing
+from emberline.server.metrics import CacheInfo, ModelMetrics, ReplyCounter, render_exposition
 
 LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
 LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
 
 
-def rendered(metrics: Metrics, **stats: int) -> str:
-    return exposition(metrics.families(Stats(**stats), restarts=2, ready=True, block_size=16))  # type: ignore[arg-type]
+def rendered(metrics: ModelMetrics, **stats: int) -> str:
+    return render_exposition(metrics.families(Stats(**stats), restarts=2, ready=True, block_size=16))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def rendered(metrics: Metrics, **stats: int) -> str:
 def test_cache_settings_are_those_of_the_engine(device: str, tiers: dict[str, int], gpu: int, cpu: int) -> None:
     stats = Stats(blocks_total=100, tiers={name: TierStats(capacity=size) for name, size in tiers.items()})
     cache = CacheInfo(device, "float8_e4m3fn", False)
-    text = exposition(Metrics("m").families(stats, restarts=0, ready=True, block_size=64, cache=cache))
+    text = render_exposition(ModelMetrics("m").families(stats, restarts=0, ready=True, block_size=64, cache=cache))
     (line,) = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
     assert dict(re.findall(r'([a-z_]+)="([^"]*)"', line)) == {
         "model_name": "m",
@@ -37,12 +37,14 @@ def test_cache_settings_are_those_of_the_engine(device: str, tiers: dict[str, in
 
 
 def test_every_line_is_well_formed_and_every_family_is_described() -> None:
-    metrics = Metrics('odd "name"\\')
-    metrics.ended("stop", Timing(0.0, 0.5, 1.0, 3.0), 5)
-    replies = Replies()
-    replies.replied("/v1/models", 200)
+    metrics = ModelMetrics('odd "name"\\')
+    metrics.record_completion("stop", Timing(0.0, 0.5, 1.0, 3.0), 5)
+    replies = ReplyCounter()
+    replies.count("/v1/models", 200)
     described = set()
-    text = rendered(metrics, blocks_total=4) + exposition([*metrics.turns(Turns(), True), replies.family()])
+    text = rendered(metrics, blocks_total=4) + render_exposition(
+        [*metrics.sleep_families(SleepStats(), True), replies.family()]
+    )
     for line in text.splitlines():
         if line.startswith("#"):
             described.add(line.split()[2])
@@ -53,14 +55,14 @@ def test_every_line_is_well_formed_and_every_family_is_described() -> None:
 
 
 def test_counters_gauges_and_histograms() -> None:
-    metrics = Metrics("m")
-    metrics.asked(10, 1, 20)
-    metrics.began(10, 4)
-    metrics.ended("length", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=4.0), 5)
-    metrics.ended("abort", Timing(arrival=1.0), 0)
-    metrics.ended("stop", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=2.0), 1)
+    metrics = ModelMetrics("m")
+    metrics.record_request(10, 1, 20)
+    metrics.record_admission(10, 4)
+    metrics.record_completion("length", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=4.0), 5)
+    metrics.record_completion("abort", Timing(arrival=1.0), 0)
+    metrics.record_completion("stop", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=2.0), 1)
     for step in (1, 1, 2):
-        metrics.stepped(Stats(step=step, step_tokens=7))
+        metrics.record_step(Stats(step=step, step_tokens=7))
     text = rendered(metrics, running=3, blocks_total=10, blocks_free=4, blocks_cached=1, prefix_hits=4)
     assert 'vllm:num_requests_running{model_name="m"} 3' in text
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.5' in text
@@ -79,10 +81,10 @@ def test_counters_gauges_and_histograms() -> None:
 
 
 def test_blocks_waiting_sources_and_the_start() -> None:
-    metrics = Metrics("m")
-    metrics.began(10, 4)
-    metrics.started({"weights": 1.5}, 100, 200)
-    metrics.stepped(Stats(step=1, residency=[("lifetime", 3.0), ("reuse_gap", 0.5), ("lifetime", 1.0)]))
+    metrics = ModelMetrics("m")
+    metrics.record_admission(10, 4)
+    metrics.record_engine_start({"weights": 1.5}, 100, 200)
+    metrics.record_step(Stats(step=1, residency=[("lifetime", 3.0), ("reuse_gap", 0.5), ("lifetime", 1.0)]))
     text = rendered(metrics, waiting=5, deferred=2, prompt_tokens=6)
     assert 'vllm:num_requests_waiting_by_reason{model_name="m",reason="capacity"} 3' in text
     assert 'vllm:num_requests_waiting_by_reason{model_name="m",reason="deferred"} 2' in text
@@ -96,13 +98,13 @@ def test_blocks_waiting_sources_and_the_start() -> None:
 
 def test_several_models_share_families() -> None:
     """Prometheus takes a family once: described first, and all of its lines together."""
-    metrics = {name: Metrics(name) for name in ("a", "b")}
-    turns = {"a": Turns(wakes=2, wake_bytes=30), "b": Turns(wakes=1, sleeps=1, sleep_seconds=0.5)}
+    metrics = {name: ModelMetrics(name) for name in ("a", "b")}
+    turns = {"a": SleepStats(wakes=2, wake_bytes=30), "b": SleepStats(wakes=1, sleeps=1, sleep_seconds=0.5)}
     families = []
     for name, one in metrics.items():
         families += [*one.families(Stats(running=len(name)), restarts=0, ready=True, block_size=16)]
-        families += [*one.turns(turns[name], awake=name == "a")]
-    lines = exposition(families).splitlines()
+        families += [*one.sleep_families(turns[name], is_awake=name == "a")]
+    lines = render_exposition(families).splitlines()
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(names) == len(set(names)) == sum(line.startswith("# HELP") for line in lines)
     family = ""
@@ -119,6 +121,6 @@ def test_several_models_share_families() -> None:
 
 
 def test_requests_that_wait_for_a_sleeping_model_have_a_reason() -> None:
-    text = rendered(Metrics("m"), waiting=7, deferred=2, asleep=4)
+    text = rendered(ModelMetrics("m"), waiting=7, deferred=2, asleep=4)
     for reason, count in (("capacity", 1), ("deferred", 2), ("asleep", 4)):
         assert f'vllm:num_requests_waiting_by_reason{{model_name="m",reason="{reason}"}} {count}' in text

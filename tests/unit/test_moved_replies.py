@@ -10,7 +10,7 @@ from scripted_engine import Answer, House
 from tracked import Group, envelope, events_of, groups_of, name_of
 
 from emberline.core.errors import DeadlineExceeded, EngineFailed
-from emberline.core.handoff import Said
+from emberline.core.handoff import TokenGroup
 
 UMLAUT = "Grüße, 你好 🔥 STO and then STOP it, never said"
 THOUGHT = "<think>\nhm, über 2 things</think>\n\nParis, naturally."
@@ -85,7 +85,7 @@ def test_cut_anywhere_it_goes_on_to_the_byte(case: str) -> None:
     answer = house.post(path, body, x_emberline_track="1", x_emberline_seed="7")
     whole = groups(answer)
     assert answer.status == 200 and answer.ended and len(whole) > 5
-    assert whole[0].cached is not None and whole[-1].said == Said(0, ())
+    assert whole[0].cached is not None and whole[-1].said == TokenGroup(0, ())
     name = name_of(events_of(whole))
     for cut in range(len(whole)):
         told, rest = whole[:cut], whole[cut:]
@@ -96,7 +96,7 @@ def test_cut_anywhere_it_goes_on_to_the_byte(case: str) -> None:
 
 
 def choice_of(group: Group) -> tuple[bool, int]:
-    return group.said == Said(0, ()), group.said.index
+    return group.said == TokenGroup(0, ()), group.said.index
 
 
 @pytest.mark.parametrize("case", CASES)

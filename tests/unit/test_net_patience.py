@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 from net_served import GET, POST, UPGRADE, all_left, answer, body_of, echo, run
 
-from emberline.net import visitor, websocket
-from emberline.net.host import Receive, Send
-from emberline.net.server import Server
+from emberline.net import server_connection, websocket
+from emberline.net.server import HTTPServer
+from emberline.net.server_state import Receive, Send
 
 
 def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitor, "HEAD", 0.1)
-    monkeypatch.setattr(visitor, "KEEP", 0.1)
+    monkeypatch.setattr(server_connection, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_connection, "KEEP_ALIVE_TIMEOUT_S", 0.1)
 
     async def slow(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await asyncio.sleep(0.4)
         await echo(scope, receive, send)
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         for beginning in (b"", GET[:10]):
             one = await client()
             one.say(beginning)
@@ -30,7 +30,7 @@ def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypa
         one.say(GET)
         assert (await one.reply())[1] == b"/a b "
         assert await one.rest() == b""
-        assert not server.host.guests
+        assert not server.state.connections
 
     run(slow, work)
 
@@ -44,7 +44,7 @@ def test_who_leaves_is_told_of() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})  # to nobody
         await send({"type": "http.response.body", "body": b"x"})
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(POST)
         await asyncio.sleep(0.05)
@@ -71,7 +71,7 @@ def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() 
             given += 1
         await send({"type": "http.response.body", "body": b"%d" % size})
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (many * len(piece)))
         one.say(piece * many)
@@ -97,17 +97,17 @@ def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() 
 
 @pytest.mark.parametrize("asked", [GET, GET.replace(b"Host: x", b"Connection: close")])
 def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch, asked: bytes) -> None:
-    monkeypatch.setattr(visitor, "KEEP", 0.05)
-    monkeypatch.setattr(visitor, "LINGER", 0.05)
+    monkeypatch.setattr(server_connection, "KEEP_ALIVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(server_connection, "CLOSE_TIMEOUT_S", 0.05)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await answer(send, b"x" * (32 << 20))  # more than systems keep for one who does not read
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.writer.transport.pause_reading()
         one.say(asked)
-        while not server.host.guests:
+        while not server.state.connections:
             await asyncio.sleep(0.01)
         await all_left(server)
 
@@ -118,18 +118,18 @@ def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch,
 def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
     monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    monkeypatch.setattr(visitor, "STALLED", 0.3)
+    monkeypatch.setattr(server_connection, "WRITE_STALL_TIMEOUT_S", 0.3)
     body = b"x" * (8 << 20)  # more than systems keep for one who does not read
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await answer(send, body)
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         if not reads:
             one.writer.transport.pause_reading()
         one.say(GET * 3)
-        while not server.host.guests:
+        while not server.state.connections:
             await asyncio.sleep(0.01)
         if not reads:
             await all_left(server)
@@ -156,8 +156,8 @@ def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
     ],
 )
 def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes) -> None:
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 1 << 20
         one = await client()
         one.say(asked)
         assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -172,8 +172,8 @@ def test_a_socket_is_refused_with_any_number() -> None:
         await send({"type": "websocket.http.response.start", "status": 529, "headers": []})
         await send({"type": "websocket.http.response.body", "body": b"busy"})
 
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 1 << 20
         one = await client()
         one.say(UPGRADE)
         said = await one.rest()
@@ -183,15 +183,15 @@ def test_a_socket_is_refused_with_any_number() -> None:
 
 
 def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "GOODBYE", 0.05)
-    monkeypatch.setattr(websocket, "PING", 0.05)
+    monkeypatch.setattr(websocket, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(websocket, "PING_INTERVAL_S", 0.05)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.accept"})
         await send({"type": "websocket.send", "bytes": b"x" * (32 << 20)})
 
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 1 << 20
         one = await client()
         one.say(UPGRADE)
         assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
@@ -202,15 +202,15 @@ def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.Mon
 
 
 def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "FRAGMENT_BYTES", 4)
+    monkeypatch.setattr(websocket, "MAX_FRAGMENT_BYTES", 4)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.accept"})
         large, small = {"type": "websocket.send", "text": "0123456789"}, {"type": "websocket.send", "bytes": b"ab"}
         await asyncio.gather(send(large), send(small))
 
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 1 << 20
         one = await client()
         one.say(UPGRADE)
         await one.reader.readuntil(b"\r\n\r\n")
@@ -221,7 +221,7 @@ def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(mon
 
 
 def test_a_socket_whose_large_message_was_stopped_half_way_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "FRAGMENT_BYTES", 4)
+    monkeypatch.setattr(websocket, "MAX_FRAGMENT_BYTES", 4)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.accept"})
@@ -230,8 +230,8 @@ def test_a_socket_whose_large_message_was_stopped_half_way_is_closed(monkeypatch
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
+    async def work(client: Any, server: HTTPServer) -> None:
+        server.state.max_message_bytes = 1 << 20
         one = await client()
         one.say(UPGRADE)
         await one.reader.readuntil(b"\r\n\r\n")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from net_served import CHUNKED, GET, POST, UPGRADE, all_left, answer, body_of, echo, run
 
-from emberline.net import visitor
-from emberline.net.host import Receive, Send
-from emberline.net.server import Server
-from emberline.net.turn import CutOff
+from emberline.net import server_connection
+from emberline.net.request_response_cycle import ReplyInterrupted
+from emberline.net.server import HTTPServer
+from emberline.net.server_state import Receive, Send
 
 
 @pytest.mark.parametrize("asked", [POST, CHUNKED])
 def test_every_cut_on_one_connection(asked: bytes) -> None:
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         for cut in range(1, len(asked)):
             one.say(asked[:cut])
@@ -39,7 +39,7 @@ def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
         running -= 1  # the next may begin as soon as this one's reply is whole
         await echo(scope, receive, send)
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(b"".join(POST.replace(b"/x", b"/%d" % i) for i in range(5)))
         assert [(await one.reply())[1] for _ in range(5)] == [b"/%d hello" % i for i in range(5)]
@@ -60,8 +60,8 @@ def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
         (b"GET x:y:z HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * visitor.LARGEST_HEAD + b"y\r\n\r\n", b"431"),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 4 * visitor.LARGEST_HEAD, b"431"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * server_connection.MAX_HEAD_BYTES + b"y\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 4 * server_connection.MAX_HEAD_BYTES, b"431"),
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 300 + b"\r\n", b"431"),
     ],
 )
@@ -69,7 +69,7 @@ def test_what_is_no_request_is_refused(asked: bytes, status: bytes) -> None:
     async def nobody(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         raise AssertionError("it was no request")
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(asked)
         assert (await one.reply())[0].startswith(b"HTTP/1.1 " + status)
@@ -85,7 +85,7 @@ def test_a_body_that_breaks_is_told_to_the_client_and_to_who_reads_it() -> None:
             seen.append(message["body"])
         seen.append(b"gone")
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(CHUNKED[: CHUNKED.index(b"3\r\n")])
         await asyncio.sleep(0.05)
@@ -104,7 +104,7 @@ def test_trailers_are_no_headers() -> None:
         seen.append(dict(scope["headers"]))
         await answer(send, b"")
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         trailed = CHUNKED.removesuffix(b"\r\n") + b"authorization: me\r\nx: y\r\n\r\n"
         for asked in (trailed, POST):
@@ -117,11 +117,11 @@ def test_trailers_are_no_headers() -> None:
 
 @pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 9000, b"1;x="])
 def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(CHUNKED.removesuffix(b"0\r\n\r\n"))
         await asyncio.sleep(0.05)
-        one.say(endless + b"a" * 2 * visitor.LARGEST_HEAD)
+        one.say(endless + b"a" * 2 * server_connection.MAX_HEAD_BYTES)
         assert (await one.reply())[0].startswith(b"HTTP/1.1 431 ")
         await all_left(server)
 
@@ -129,7 +129,7 @@ def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
 
 
 def test_large_pieces_of_a_body_are_no_frame() -> None:
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         body = b"x" * (1 << 20)
         for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_body_is_asked_for_when_somebody_reads_it() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await (echo(scope, receive, send) if wanted else answer(send, b"no", 401))
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         nonlocal wanted
         head, body = POST.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n").split(b"\r\n\r\n")
         one = await client()
@@ -174,7 +174,7 @@ def test_how_replies_are_framed() -> None:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body"})
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         for asked, expected in {
             b"GET /parts HTTP/1.1": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
             b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
@@ -196,10 +196,12 @@ def test_how_replies_are_framed() -> None:
 
 def test_a_reply_of_one_piece_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
-    write = visitor.Visitor.write
-    monkeypatch.setattr(visitor.Visitor, "write", lambda self, data: (written.append(data), write(self, data)))
+    write = server_connection.HTTPServerConnection.write
+    monkeypatch.setattr(
+        server_connection.HTTPServerConnection, "write", lambda self, data: (written.append(data), write(self, data))
+    )
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(POST)
         head, body = await one.reply()
@@ -216,11 +218,11 @@ def test_an_application_that_fails() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
         if scope["path"] == "/late":
-            raise CutOff
+            raise ReplyInterrupted
         if scope["path"] == "/early":
             raise ZeroDivisionError
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         for path, status, whole in (
             ("/early", b"500", True),
             ("/nothing", b"500", True),
@@ -249,7 +251,7 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
             raise
         await echo(scope, receive, send)
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         idle, busy, long = await client(), await client(), await client()
         long.say(GET.replace(b"/a%20b", b"/long"))
         busy.say(GET)
@@ -263,7 +265,7 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
         assert b"connection: close" in head and said == b"/a b " and await busy.rest() == b""
         assert await long.rest() == b"" and stopped == ["/long"]
         await stopping
-        assert not server.host.guests and not server.host.work
+        assert not server.state.connections and not server.state.tasks
 
     run(app, work)
 
@@ -275,7 +277,7 @@ def test_client_is_the_peer_of_the_connection_whatever_headers_say() -> None:
         seen.append(scope["client"][0])
         await answer(send, b"")
 
-    async def work(client: Any, server: Server) -> None:
+    async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(b"GET / HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 9.9.9.9\r\n\r\n")
         await one.reply()

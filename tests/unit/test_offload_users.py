@@ -16,48 +16,48 @@ from gateway_calls import call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, WorkTooLarge
-from emberline.core.offload import HUGE, LARGE, NICENESS, Child, offload
-from emberline.core.weight import check_weight
-from emberline.gateway import body as bodies
-from emberline.gateway.call import Reply
+from emberline.core.offload import HUGE_INPUT_BYTES, LARGE_INPUT_BYTES, NICENESS, OffloadProcess, offload
+from emberline.core.pickle_cost import check_pickle_cost
+from emberline.gateway import request_body as bodies
+from emberline.gateway.body_summary import summarize_body
 from emberline.gateway.dialects.translate import StreamTranslator
-from emberline.gateway.guardrails.finding import Finding
+from emberline.gateway.guardrails.finding import GuardrailFinding
 from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner
 from emberline.gateway.guardrails.stream import GuardedStream
-from emberline.gateway.guardrails.texts import Text
-from emberline.gateway.guardrails.window import AT_ONCE, Piece, Window
-from emberline.gateway.layers.balanced import _seed
-from emberline.gateway.layers.continued import _continuable
-from emberline.gateway.layers.routed import at_step
-from emberline.gateway.options import Options
-from emberline.gateway.providers.cohere_reply import Chatted
-from emberline.gateway.providers.registry import Registry
-from emberline.gateway.routes.facts import CallFacts, answers_about_body
-from emberline.gateway.routes.graph import Graph
+from emberline.gateway.guardrails.text_window import MAX_SCAN_CHARS, TextWindow, WindowPiece
+from emberline.gateway.guardrails.texts import JsonText
+from emberline.gateway.layers.continuation import _continuable_conversation
+from emberline.gateway.layers.fallbacks import call_for_step
+from emberline.gateway.layers.load_balancing import _affinity_seed
+from emberline.gateway.options import RequestOptions
+from emberline.gateway.providers.cohere_reply import CohereChatDecoder
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request import GatewayReply
+from emberline.gateway.routes.facts import CallFacts, evaluate_body_conditions
+from emberline.gateway.routes.graph import RouteGraph
+from emberline.gateway.routes.traversal import CompiledRoute, RouteTraversal
 from emberline.gateway.routes.universal import read_steps
-from emberline.gateway.routes.walk import Plan, Walk
-from emberline.gateway.run.answer import answered
-from emberline.gateway.run.question import WrittenQuestion
-from emberline.gateway.run.runs import read_batch, read_native, read_outline, read_question
-from emberline.gateway.settings import Settings
-from emberline.gateway.streams import splitter
-from emberline.gateway.streams.meter import Meter, RawMeter
-from emberline.gateway.streams.passage import Passage
-from emberline.gateway.survey import survey
-from emberline.gateway.upstream.decoder import Decoded, Given
-from emberline.router.call import Call as RouterCall
-from emberline.router.native import Native
-from emberline.router.vllm import VLLM
-from emberline.server.gateway.gateway_socket import GatewaySocket, read_message, shown_message
-from emberline.server.routing.trip import Trip
-from emberline.server.worker.cluster_calls import open_envelope
-from emberline.server.worker.protocol import parse_large, parse_light
+from emberline.gateway.run.run_handler import read_batch, read_native_body, read_outline, read_run_request
+from emberline.gateway.run.run_replies import to_run_reply
+from emberline.gateway.run.run_request import EncodedRequest
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.streams import event_splitter
+from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter
+from emberline.gateway.streams.provider_stream import ProviderStream
+from emberline.gateway.upstream.reply_decoder import BufferedReply, DecodedReply
+from emberline.router.native import NativeDialect
+from emberline.router.upstream_request import UpstreamRequest as RouterCall
+from emberline.router.vllm import VLLMDialect
+from emberline.server.gateway.gateway_socket import GatewaySocket, encode_message, read_message
+from emberline.server.routing.routed_request import RoutedRequest
+from emberline.server.worker.cluster_handler import parse_forwarded_request
+from emberline.server.worker.protocols import parse_large, parse_within_weight
 from emberline.server.worker.response_store import ResponseStore
 from emberline.server.worker.stored_responses import StoredResponses
 
-TEXT = "word " * (LARGE // 4)
-HUGE_TEXT = "word " * (HUGE // 4)
+TEXT = "word " * (LARGE_INPUT_BYTES // 4)
+HUGE_TEXT = "word " * (HUGE_INPUT_BYTES // 4)
 
 
 def chat(content: str = TEXT, model: str = "openai/gpt-4o-mini", **more: Any) -> bytes:
@@ -74,7 +74,7 @@ def used() -> Iterator[Any]:
 
 
 def test_child_runs_at_a_lower_priority() -> None:
-    child = Child("test")
+    child = OffloadProcess("test")
     try:
         there = asyncio.run(child.run(os.getpriority, os.PRIO_PROCESS, 0))
         assert there == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
@@ -99,9 +99,9 @@ def test_child_runs_at_a_lower_priority() -> None:
 )
 def test_duplicate_json_key_is_rejected_at_every_level(body: str, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"the key '{name}' twice") as caught:
-        bodies.peek(body.encode())
+        bodies.read_body_fields(body.encode())
     assert caught.value.param == name
-    assert survey(body.encode()).seen is None
+    assert summarize_body(body.encode()).body_fields is None
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_duplicate_json_key_is_rejected_at_every_level(body: str, name: str) -> 
     ],
 )
 def test_equal_keys_of_different_objects_are_allowed(body: str) -> None:
-    assert bodies.peek(body.encode()).model == "a"
+    assert bodies.read_body_fields(body.encode()).model == "a"
 
 
 def test_invalid_text_and_long_numbers_do_not_hide_a_duplicate() -> None:
     odd = b'"user":"\xff \\u0022","x":' + b"1" * 5000
-    assert bodies.peek(b'{"model":"a",%b}' % odd).model == "a", "the provider may reject them"
+    assert bodies.read_body_fields(b'{"model":"a",%b}' % odd).model == "a", "the provider may reject them"
     with pytest.raises(InvalidRequest, match="the key 'k' twice"):
-        bodies.peek(b'{"model":"a",%b,"metadata":{"k":1,"k":2}}' % odd)
+        bodies.read_body_fields(b'{"model":"a",%b,"metadata":{"k":1,"k":2}}' % odd)
 
 
 # -- the gateway -------------------------------------------------------------------------------------------------------
@@ -128,20 +128,24 @@ def test_invalid_text_and_long_numbers_do_not_hide_a_duplicate() -> None:
 def test_large_list_of_steps_is_read_in_a_child(used: Any) -> None:
     query = chat(model="gpt-4o-mini")
     step = {"provider": "openai", "endpoint": "chat/completions", "query": msgspec.Raw(query)}
-    (made,) = asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings(), Registry()))
+    (made,) = asyncio.run(
+        read_steps(msgspec.json.encode([step]), RequestOptions(), GatewaySettings(), ProviderRegistry())
+    )
     assert used() == 1
-    assert made.body == query and made.surveyed == survey(query)
-    moved = at_step(call(b"[]"), made, 0, True)
-    assert moved.surveyed is made.surveyed and moved.seen is made.seen, "no layer reads the body again"
-    (small,) = asyncio.run(read_steps(msgspec.json.encode([{**step, "query": {"model": "m"}}]), Options(), Settings(),
-                                      Registry()))  # fmt: skip
-    assert used() == 1 and small.model == "m" and small.surveyed is None
+    assert made.body == query and made.body_summary == summarize_body(query)
+    moved = call_for_step(call(b"[]"), made, 0, True)
+    assert moved.body_summary is made.body_summary and moved.body_fields is made.body_fields, (
+        "no layer reads the body again"
+    )
+    (small,) = asyncio.run(read_steps(msgspec.json.encode([{**step, "query": {"model": "m"}}]), RequestOptions(), GatewaySettings(),
+                                      ProviderRegistry()))  # fmt: skip
+    assert used() == 1 and small.model == "m" and small.body_summary is None
 
 
 def test_step_headers_are_bounded() -> None:
     step = {"provider": "openai", "endpoint": "x", "query": {}, "headers": {str(i): "x" * 100 for i in range(1000)}}
     with pytest.raises(InvalidRequest, match="headers and config"):
-        asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings(), Registry()))
+        asyncio.run(read_steps(msgspec.json.encode([step]), RequestOptions(), GatewaySettings(), ProviderRegistry()))
 
 
 CONDITION = {"$and": [{"body.messages.0.content": {"$regex": "needle"}}, {"model": "m"}]}
@@ -158,35 +162,41 @@ ROUTE = [
 @pytest.mark.parametrize(("text", "expected"), [(f"needle {TEXT}", "a"), (TEXT, "b")])
 def test_conditions_on_a_large_body_run_in_a_child(used: Any, text: str, expected: str) -> None:
     asked = call(chat(text), model="m")
-    plan = Plan.of("r", Graph.read({"elements": ROUTE}))
-    answers = asyncio.run(answers_about_body(asked, plan.conditions))
+    plan = CompiledRoute.compile("r", RouteGraph.parse({"elements": ROUTE}))
+    answers = asyncio.run(evaluate_body_conditions(asked, plan.conditions))
     assert used() == 1 and answers == {"c": expected == "a"}
-    unread = CallFacts(asked.moved(body=b"not read again"))
-    chosen = Walk.begin(plan, unread, "seed", answers).next()
+    unread = CallFacts(asked.with_changes(body=b"not read again"))
+    chosen = RouteTraversal.start(plan, unread, "seed", answers).next_action()
     assert chosen is not None and chosen.id == expected
-    assert asyncio.run(answers_about_body(call(chat("small")), plan.conditions)) == {} and used() == 1
-    assert asyncio.run(answers_about_body(asked, {"c": {"metadata.team": "core"}})) == {} and used() == 1
+    assert asyncio.run(evaluate_body_conditions(call(chat("small")), plan.conditions)) == {} and used() == 1
+    assert asyncio.run(evaluate_body_conditions(asked, {"c": {"metadata.team": "core"}})) == {} and used() == 1
 
 
 def test_large_conversation_is_read_in_a_child(used: Any) -> None:
-    found = asyncio.run(_continuable(call(chat(stream=True)), "openai-chat"))
+    found = asyncio.run(_continuable_conversation(call(chat(stream=True)), "openai-chat"))
     assert used() == 1 and found is not None and found.messages == []
-    assert asyncio.run(_continuable(call(chat(n=2)), "openai-chat")) is None
+    assert asyncio.run(_continuable_conversation(call(chat(n=2)), "openai-chat")) is None
 
 
 def test_pool_does_not_hash_a_large_body_again() -> None:
     asked = call(chat(), settings={"cache_ttl": 60})
-    asked.surveyed = survey(asked.body)
-    assert _seed(asked) == _seed(asked.moved(body=asked.body)) == asked.surveyed.canonical.hex()
+    asked.body_summary = summarize_body(asked.body)
+    assert (
+        _affinity_seed(asked)
+        == _affinity_seed(asked.with_changes(body=asked.body))
+        == asked.body_summary.canonical_digest.hex()
+    )
 
 
 def test_run_reads_a_body_with_functions_of_bytes() -> None:
     body = chat(model="m")
     assert read_outline(body, "fake/m").model == "fake/m"
-    asked = read_question(body, "fake/m")
+    asked = read_run_request(body, "fake/m")
     assert asked.path == "/v1/chat/completions" and json.loads(asked.body)["model"] == "fake/m"
     named = json.dumps({"model": "m", "input": {"prompt": "x"}, "options": {"queueRequest": True}}).encode()
-    assert read_outline(named, "").options == {"queueRequest": True} and read_native(named, "") == b'{"prompt":"x"}'
+    assert (
+        read_outline(named, "").options == {"queueRequest": True} and read_native_body(named, "") == b'{"prompt":"x"}'
+    )
     assert read_batch(json.dumps({"requests": [{"prompt": "x"}] * 3}).encode(), "m").count == 3
     with pytest.raises(InvalidRequest, match="beside requests"):
         read_batch(b'{"requests":[],"more":1}', "m")
@@ -194,11 +204,13 @@ def test_run_reads_a_body_with_functions_of_bytes() -> None:
 
 def test_large_answer_of_run_is_rewritten_in_a_child(used: Any) -> None:
     said = {"choices": [{"message": {"content": TEXT}}], "usage": {"total_tokens": 1}}
-    asked = WrittenQuestion("chat/completions", b"{}", False)
-    reply = asyncio.run(answered(asked, Reply(200, {}, json.dumps(said).encode())))
+    asked = EncodedRequest("chat/completions", b"{}", False)
+    reply = asyncio.run(to_run_reply(asked, GatewayReply(200, {}, json.dumps(said).encode())))
     assert used() == 1 and isinstance(reply.body, bytes)
     assert json.loads(reply.body)["result"]["response"] == TEXT
-    assert asyncio.run(answered(asked, Reply(200, {}, b"[" + b"1," * LARGE + b"1]"))).status == 502
+    assert (
+        asyncio.run(to_run_reply(asked, GatewayReply(200, {}, b"[" + b"1," * LARGE_INPUT_BYTES + b"1]"))).status == 502
+    )
 
 
 def test_large_socket_message_is_handled_in_a_child(used: Any) -> None:
@@ -208,9 +220,9 @@ def test_large_socket_message_is_handled_in_a_child(used: Any) -> None:
         sent.append(message)
 
     class Gateway:
-        async def answer(self, request: Any) -> Reply:
+        async def answer(self, request: Any) -> GatewayReply:
             assert json.loads(request.body)[0]["query"]["messages"][0]["content"] == TEXT
-            return Reply(200, {"content-type": "application/json"}, chat(), ended="complete")
+            return GatewayReply(200, {"content-type": "application/json"}, chat(), ended="complete")
 
     async def run() -> None:
         socket = GatewaySocket(Gateway(), {"raw_path": b"/v1/a/g"}, send, send)  # type: ignore[arg-type]
@@ -229,14 +241,14 @@ def test_large_socket_message_is_handled_in_a_child(used: Any) -> None:
 def test_socket_message_functions() -> None:
     id, body = read_message('{"type":"universal.create","request":{"eventId":"e","provider":"p","query":{"a":1}}}')
     assert id == "e" and json.loads(body) == [{"provider": "p", "query": {"a": 1}}]
-    shown = json.loads(shown_message("universal.stream", {"eventId": "e"}, b"\xff", {}))
+    shown = json.loads(encode_message("universal.stream", {"eventId": "e"}, b"\xff", {}))
     assert shown["response"] == {"base64": "/w=="}
 
 
 def test_large_foreign_reply_is_decoded_in_a_child(used: Any) -> None:
     said = {"message": {"content": [{"type": "text", "text": TEXT}]}, "finish_reason": "COMPLETE"}
-    incoming = Decoded(Given(200, {}, json.dumps(said).encode()), Chatted("m", "0" * 32))
-    made = json.loads(asyncio.run(incoming.whole()))
+    incoming = DecodedReply(BufferedReply(200, {}, json.dumps(said).encode()), CohereChatDecoder("m", "0" * 32))
+    made = json.loads(asyncio.run(incoming.read_all()))
     assert used() == 1 and made["choices"][0]["message"]["content"] == TEXT
 
 
@@ -267,11 +279,11 @@ class Incoming:
         pass
 
 
-def pass_through(translator: StreamTranslator | None = None) -> tuple[bytes, Meter]:
-    async def run() -> tuple[bytes, Meter]:
-        meter = Meter("openai-chat")
-        passage = Passage(call(b"{}"), Incoming(), meter, translator, ManualClock())  # type: ignore[arg-type]
-        await passage.begin(100.0, lambda *_: None)
+def pass_through(translator: StreamTranslator | None = None) -> tuple[bytes, StreamMeter]:
+    async def run() -> tuple[bytes, StreamMeter]:
+        meter = StreamMeter("openai-chat")
+        passage = ProviderStream(call(b"{}"), Incoming(), meter, translator, ManualClock())  # type: ignore[arg-type]
+        await passage.wait_for_content(100.0, lambda *_: None)
         return b"".join([each async for each in passage]), meter
 
     return asyncio.run(run())
@@ -280,12 +292,16 @@ def pass_through(translator: StreamTranslator | None = None) -> tuple[bytes, Met
 def test_large_event_is_metered_in_a_child(used: Any) -> None:
     said, meter = pass_through()
     assert used() == 1 and said == b"".join(STREAM)
-    assert meter.signs.ended and meter.signs.characters == len(HUGE_TEXT) + 1 and meter.broken is None
+    assert meter.state.has_ended and meter.state.content_characters == len(HUGE_TEXT) + 1 and meter.broken is None
 
 
 def test_raw_bytes_are_not_a_large_event() -> None:
-    data = b"x" * HUGE
-    assert Meter("openai-chat").is_heavy(data) and not RawMeter().is_heavy(data) and RawMeter().push(data) == data
+    data = b"x" * HUGE_INPUT_BYTES
+    assert (
+        StreamMeter("openai-chat").needs_offload(data)
+        and not RawReplyMeter().needs_offload(data)
+        and RawReplyMeter().push(data) == data
+    )
 
 
 def test_large_event_is_translated_in_a_child(used: Any) -> None:
@@ -298,15 +314,15 @@ def test_large_event_is_translated_in_a_child(used: Any) -> None:
 
 class RecordingGuard:
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[GuardrailFinding] = []
 
-    def note(self, finding: Finding) -> None:
+    def record_finding(self, finding: GuardrailFinding) -> None:
         self.findings.append(finding)
 
-    async def judge(self, said: str) -> None:
+    async def judge_reply(self, text: str) -> None:
         return None
 
-    def last_words(self, finding: Finding) -> bytes:
+    def blocked_event(self, finding: GuardrailFinding) -> bytes:
         return b"blocked"
 
 
@@ -348,13 +364,13 @@ def test_large_event_is_guarded_in_a_child_and_in_pieces(used: Any) -> None:
 
     said, loop_steps = asyncio.run(run())
     assert used() == 2, "one call finds its texts, one redacts them"
-    assert loop_steps > len(TEXT) // AT_ONCE
+    assert loop_steps > len(TEXT) // MAX_SCAN_CHARS
     assert b"example.com" not in said and said.count(b"[email]") == 2 and TEXT[:1000].encode() in said
     assert len(guard.findings) == 2
 
 
 def test_event_with_too_many_texts_is_scanned_as_one(used: Any) -> None:
-    event = b'data: {"x":[' + b'"a",' * (LARGE // 2) + b'"ada@example.com"]}\n\n'
+    event = b'data: {"x":[' + b'"a",' * (LARGE_INPUT_BYTES // 2) + b'"ada@example.com"]}\n\n'
 
     async def run() -> bytes:
         return b"".join([each async for each in GuardedStream(Events(event), SCANNER, RecordingGuard())])
@@ -363,22 +379,27 @@ def test_event_with_too_many_texts_is_scanned_as_one(used: Any) -> None:
 
 
 def test_window_scans_a_long_text_in_pieces() -> None:
-    window, holder = Window(SCANNER), ["x" * AT_ONCE + " ada@example.com " + "y" * AT_ONCE]
-    piece = Piece(Text(holder, 0, holder[0], (0,)))
+    window, holder = TextWindow(SCANNER), ["x" * MAX_SCAN_CHARS + " ada@example.com " + "y" * MAX_SCAN_CHARS]
+    piece = WindowPiece(JsonText(holder, 0, holder[0], (0,)))
     window.add(piece)
-    spans, scans = window.look(last=True), 1
+    spans, scans = window.scan(last=True), 1
     while window.is_behind:
-        spans, scans = spans + window.look(last=True), scans + 1
+        spans, scans = spans + window.scan(last=True), scans + 1
     assert scans == 3 and [span.end - span.start for span in spans] == [len("ada@example.com")]
-    assert piece.is_decided and piece.edit() and "[email]" in holder[0] and "ada" not in holder[0]
+    assert piece.is_decided and piece.apply_cuts() and "[email]" in holder[0] and "ada" not in holder[0]
 
 
 def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:
     for data in (b"a\n\nb\r\n\r\nc\r\rd\n\r\ne\n\n\nf", b"\r\n\r\n\r\n", b"\n\r\n\n", b"", b"a\r\r\n\r\n\n"):
         for searched in range(len(data) + 1):
-            assert list(splitter._ends(data, searched)) == list(splitter._ends_in_large(data, searched))
-    monkeypatch.setattr(splitter, "LARGE", 0)
-    assert splitter.Splitter().push(b"data: a\n\ndata: b\r\n\r\nrest") == [b"data: a\n\n", b"data: b\r\n\r\n"]
+            assert list(event_splitter._event_ends(data, searched)) == list(
+                event_splitter._event_ends_in_large(data, searched)
+            )
+    monkeypatch.setattr(event_splitter, "LARGE_CHUNK_BYTES", 0)
+    assert event_splitter.RawEventSplitter().push(b"data: a\n\ndata: b\r\n\r\nrest") == [
+        b"data: a\n\n",
+        b"data: b\r\n\r\n",
+    ]
 
 
 # -- the router and the engine's server --------------------------------------------------------------------------------
@@ -387,17 +408,21 @@ def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPa
 def test_large_call_to_a_foreign_server_is_rewritten_in_a_child(used: Any) -> None:
     asked = RouterCall("POST", "/v1/chat/completions", {}, chat(kv_transfer_params={"x": 1}))
     nothing: Any = None
-    trip = Trip(nothing, nothing, asked, 1, 2, None, 9.0, 3, 3, generates=True, accused=False)
-    made = asyncio.run(trip.written(VLLM(asked).plain, False))
+    trip = RoutedRequest(nothing, nothing, asked, 1, 2, None, 9.0, 3, 3, is_generation=True, is_known_suspect=False)
+    made = asyncio.run(trip.run_dialect(VLLMDialect(asked).build_plain_request, False))
     assert used() == 1 and "kv_transfer_params" not in json.loads(made.body)
-    assert asyncio.run(trip.written(Native(asked, 1, None).plain, False)).body == asked.body
+    assert asyncio.run(trip.run_dialect(NativeDialect(asked, 1, None).build_plain_request, False)).body == asked.body
     assert used() == 1, "Emberline workers get the body unchanged"
 
 
 def test_large_envelope_is_opened_with_a_function_of_bytes() -> None:
-    envelope, body = open_envelope(b'{"path":"/v1/chat/completions","body":%b,"seed":7,"handoff":{}}' % chat())
+    envelope, body = parse_forwarded_request(
+        b'{"path":"/v1/chat/completions","body":%b,"seed":7,"handoff":{}}' % chat()
+    )
     assert body == chat() and envelope.seed == 7 and bytes(envelope.body) == b""
-    there = asyncio.run(offload.run(LARGE, open_envelope, msgspec.json.encode({"path": "p", "body": {"a": 1}})))
+    there = asyncio.run(
+        offload.run(LARGE_INPUT_BYTES, parse_forwarded_request, msgspec.json.encode({"path": "p", "body": {"a": 1}}))
+    )
     assert there[1] == b'{"a":1}' and there[0].path == "p"
 
 
@@ -407,11 +432,11 @@ def test_large_responses_request_is_read_in_a_child(used: Any) -> None:
     body = json.dumps({"model": "m", "input": TEXT}).encode()
 
     async def run() -> tuple[bytes, bytes]:
-        same, memory = await responses.completed(body, "")
+        same, memory = await responses.expand_request(body, "")
         assert same == body and memory is not None
-        await memory.keep({"id": "resp_1", "output": [{"role": "assistant", "content": "yes"}]})
+        await memory.save({"id": "resp_1", "output": [{"role": "assistant", "content": "yes"}]})
         more = json.dumps({"model": "m", "input": TEXT, "previous_response_id": "resp_1"}).encode()
-        joined, memory = await responses.completed(more, "")
+        joined, memory = await responses.expand_request(more, "")
         assert memory is not None
         return joined, memory._items
 
@@ -429,8 +454,8 @@ def test_request_with_too_many_values_is_rejected_in_the_child() -> None:
     with pytest.raises(WorkTooLarge, match="without its prompt"):
         parse_large("/v1/chat/completions", json.dumps(body).encode(), {"m": 10**6})
     with pytest.raises(WorkTooLarge, match="has more than"):
-        parse_light(json.loads, b"[" + b"1," * 1_000_000 + b"1]")
-    assert parse_light(json.loads, b"[1,2]") == [1, 2]
-    check_weight({"a": [1, "x"]}, most=20)
+        parse_within_weight(json.loads, b"[" + b"1," * 1_000_000 + b"1]")
+    assert parse_within_weight(json.loads, b"[1,2]") == [1, 2]
+    check_pickle_cost({"a": [1, "x"]}, max_cost=20)
     with pytest.raises(WorkTooLarge):
-        check_weight([[]] * 6, most=20)
+        check_pickle_cost([[]] * 6, max_cost=20)

@@ -12,7 +12,7 @@ from emberline.core.errors import EngineFailed
 from emberline.core.events import Output, Stats, Timing
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
-from emberline.engine.messages import Inbox, Progress, compact, encode
+from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, compact_outputs, encode_message
 from emberline.engine.output_queue import OutputQueue
 
 
@@ -26,7 +26,7 @@ def taken(queue: OutputQueue, count: int) -> list[Output]:
 
 
 def test_waiting_outputs_merge() -> None:
-    queue = OutputQueue(merging=True)
+    queue = OutputQueue(merges=True)
     queue.put(Output("a", tokens=[1], logprobs=[TokenLogprob(-1.0, 1, [])], cached_tokens=7, timing=Timing(1.0)))
     queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])]))
     queue.put(Output("a", tokens=[3], finish=FinishReason.STOP, stop_token=3, timing=Timing(1.0, finished=2.0)))
@@ -48,14 +48,14 @@ def test_waiting_outputs_merge() -> None:
     ids=["other choice", "after an end", "error", "ticket", "after a ticket"],
 )
 def test_outputs_that_stay_apart(first: Output, second: Output) -> None:
-    queue = OutputQueue(merging=True)
+    queue = OutputQueue(merges=True)
     queue.put(first)
     queue.put(second)
     assert taken(queue, 2) == [first, second]
 
 
 def test_no_merging_unless_asked() -> None:
-    queue = OutputQueue(merging=False)
+    queue = OutputQueue(merges=False)
     queue.put(Output("a", tokens=[1]))
     queue.put(Output("a", tokens=[2]))
     assert [output.tokens for output in taken(queue, 2)] == [[1], [2]]
@@ -63,7 +63,7 @@ def test_no_merging_unless_asked() -> None:
 
 def test_reader_that_waits_gets_each_output() -> None:
     async def run() -> list[list[int]]:
-        queue, seen = OutputQueue(merging=True), []
+        queue, seen = OutputQueue(merges=True), []
         for token in range(3):
             waiting = asyncio.create_task(queue.get())
             await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def test_reader_that_waits_gets_each_output() -> None:
 
 def test_error_comes_after_what_was_made() -> None:
     async def run() -> None:
-        queue = OutputQueue(merging=True)
+        queue = OutputQueue(merges=True)
         queue.put(Output("a", tokens=[1]))
         queue.put(error := EngineFailed("died"))
         assert await queue.get() == Output("a", tokens=[1])
@@ -91,7 +91,7 @@ def test_error_comes_after_what_was_made() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40))
 def test_tokens_of_each_choice_keep_their_order(steps: list[tuple[int, bool]]) -> None:
     async def run() -> None:
-        queue = OutputQueue(merging=True)
+        queue = OutputQueue(merges=True)
         seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
         made: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
@@ -122,15 +122,15 @@ def test_outputs_with_nothing_but_tokens_travel_short_and_keep_their_order() -> 
         Output("a", 0, [5], finish=FinishReason.LENGTH),
         Output("c", ticket={"of": "c"}),
     ]
-    short = compact(outputs)
+    short = compact_outputs(outputs)
     assert [isinstance(each, tuple) for each in short] == [False, True, True, False, False, False]
-    [message] = Inbox().feed(encode(Progress("m", short, Stats())))
-    assert isinstance(message, Progress) and message.outputs == short
+    [message] = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", short, Stats())))
+    assert isinstance(message, EngineUpdate) and message.outputs == short
 
 
 def test_tokens_are_merged_only_into_an_output_that_goes_on() -> None:
     async def run() -> list[Output]:
-        queue = OutputQueue(merging=True)
+        queue = OutputQueue(merges=True)
         queue.put_tokens("a", 0, [1])
         queue.put_tokens("a", 0, [2])
         queue.put_tokens("a", 1, [3])

@@ -14,7 +14,7 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
-from emberline.engine.pacing import LEAST, MAX_SAVED_TOKENS, ONE_LATE_OF, Pacer
+from emberline.engine.pacing import MAX_LATE_TOKENS, MIN_PROMPT_TOKENS, TOKENS_PER_LATE_TOKEN, PromptPacer
 
 TAIL = 1.5
 
@@ -22,19 +22,19 @@ TAIL = 1.5
 @settings(max_examples=60, deadline=None)
 @given(base=st.floats(0.002, 0.015), per_token=st.floats(5e-6, 60e-6), target=st.floats(0.02, 0.06))
 def test_it_finds_the_chunk_that_meets_the_target(base: float, per_token: float, target: float) -> None:
-    pacer = Pacer(target, TAIL)
+    pacer = PromptPacer(target, TAIL)
     for step in range(200):
-        chunk = 0 if step % 4 == 0 else pacer.allowance(8) or 0
+        chunk = 0 if step % 4 == 0 else pacer.prompt_token_budget(8) or 0
         pacer.learn(chunk, base + per_token * chunk)
-    chunk = pacer.allowance(8)
+    chunk = pacer.prompt_token_budget(8)
     assert chunk is not None
     wanted = (target - base) / per_token
-    assert chunk == LEAST or abs(chunk - wanted) <= 0.1 * wanted + 128
+    assert chunk == MIN_PROMPT_TOKENS or abs(chunk - wanted) <= 0.1 * wanted + 128
 
 
 def test_nobody_waiting_means_no_limit_and_a_hopeless_target_still_gets_on() -> None:
-    assert Pacer(0.03, TAIL).allowance(0) is None
-    assert Pacer(1e-6, TAIL).allowance(5) == LEAST
+    assert PromptPacer(0.03, TAIL).prompt_token_budget(0) is None
+    assert PromptPacer(1e-6, TAIL).prompt_token_budget(5) == MIN_PROMPT_TOKENS
 
 
 class Timed(FakeRunner):
@@ -70,52 +70,52 @@ def test_a_stream_goes_on_beside_a_long_prompt(target: float | None, tail: float
         assert took[-1] > 0.15
         return
     assert 0.8 * tail * target < took[-1] < 1.05 * tail * target
-    assert sum(t > 1.2 * target for t in took) <= len(took) / ONE_LATE_OF + 1
+    assert sum(t > 1.2 * target for t in took) <= len(took) / TOKENS_PER_LATE_TOKEN + 1
 
 
-def grants(pacer: Pacer, steps: int, waited: float, streams: int = 50) -> list[int]:
+def grants(pacer: PromptPacer, steps: int, waited: float, streams: int = 50) -> list[int]:
     """What it allows, all of which is used."""
     allowed = []
     for _ in range(steps):
-        allowed.append(pacer.allowance(streams, waited) or 0)
-        pacer.planned(allowed[-1])
+        allowed.append(pacer.prompt_token_budget(streams, waited) or 0)
+        pacer.record_plan(allowed[-1])
     return allowed
 
 
 def test_prompts_that_have_waited_for_long_get_some_longer_steps() -> None:
-    pacer = Pacer(0.03, TAIL)
+    pacer = PromptPacer(0.03, TAIL)
     (usual,) = grants(pacer, 1, waited=0.0)
     assert grants(pacer, 600, waited=0.2) == [usual] * 600, "nobody has waited for long"
     burst = grants(pacer, 100, waited=0.3)
-    row = MAX_SAVED_TOKENS // 50
+    row = MAX_LATE_TOKENS // 50
     assert all(grant > 1.3 * usual for grant in burst[:row]), "what was saved is used up at once"
-    assert sum(grant > usual for grant in burst) <= row + 100 / ONE_LATE_OF, "and then they come one by one"
+    assert sum(grant > usual for grant in burst) <= row + 100 / TOKENS_PER_LATE_TOKEN, "and then they come one by one"
     assert 6 <= sum(grant > usual for grant in grants(pacer, 100, waited=0.3)) <= 8
 
 
 def test_tokens_are_counted_not_steps() -> None:
     """Steps of few streams save little for those of many."""
-    pacer = Pacer(0.03, TAIL)
-    usual = pacer.allowance(50)
+    pacer = PromptPacer(0.03, TAIL)
+    usual = pacer.prompt_token_budget(50)
     grants(pacer, 100, waited=0.0, streams=2)
-    assert pacer.allowance(50, 0.3) == usual
+    assert pacer.prompt_token_budget(50, 0.3) == usual
 
 
 def test_what_no_prompt_could_use_is_not_spent() -> None:
     """Somebody waits for a seat: no step is longer for it."""
-    pacer = Pacer(0.03, TAIL)
-    usual = pacer.allowance(50)
+    pacer = PromptPacer(0.03, TAIL)
+    usual = pacer.prompt_token_budget(50)
     assert usual is not None
     for _ in range(600):
-        pacer.allowance(50, 5.0)
-        pacer.planned(0)
-    assert all(grant > usual for grant in grants(pacer, MAX_SAVED_TOKENS // 50, waited=5.0))
+        pacer.prompt_token_budget(50, 5.0)
+        pacer.record_plan(0)
+    assert all(grant > usual for grant in grants(pacer, MAX_LATE_TOKENS // 50, waited=5.0))
 
 
 def test_a_crowd_has_its_long_steps_too() -> None:
-    pacer = Pacer(0.03, TAIL)
-    usual = pacer.allowance(2 * MAX_SAVED_TOKENS) or 0
-    assert any(grant > usual for grant in grants(pacer, 50, waited=5.0, streams=2 * MAX_SAVED_TOKENS))
+    pacer = PromptPacer(0.03, TAIL)
+    usual = pacer.prompt_token_budget(2 * MAX_LATE_TOKENS) or 0
+    assert any(grant > usual for grant in grants(pacer, 50, waited=5.0, streams=2 * MAX_LATE_TOKENS))
 
 
 def test_a_tail_without_a_target_is_refused() -> None:

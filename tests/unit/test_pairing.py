@@ -9,19 +9,19 @@ from dataclasses import asdict
 
 import pytest
 
-from emberline.engine.pairing import Pairing, Pairs
+from emberline.engine.pairing import PairingState, PeerPairing
 from emberline.kv.transfer.errors import (
     BadTransfer,
-    Corrupted,
     PeerLost,
     PeerUnreachable,
+    TransferCorrupted,
     TransferError,
     TransferTimeout,
 )
-from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.ticket import Peer
 
-PEER = Peer("p", "1", Layout("m", layers=1, parts=1, heads=1, tokens=16, width=8, dtype="int64"), {})
+PEER = Peer("p", "1", KVLayout("m", layers=1, parts=1, heads=1, tokens=16, width=8, dtype="int64"), {})
 
 
 class Line:
@@ -40,27 +40,27 @@ class Line:
     def forget(self, peer: Peer) -> None: ...
 
 
-def until(pairing: Pairing, what: Callable[[Pairs], bool]) -> Pairs:
+def until(pairing: PeerPairing, what: Callable[[PairingState], bool]) -> PairingState:
     """The first news of which this is true."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if (pairs := pairing.news()) is not None and what(pairs):
+        if (pairs := pairing.take_state_change()) is not None and what(pairs):
             return pairs
         time.sleep(0.01)
     raise AssertionError("it did not come to pass")
 
 
-@pytest.mark.parametrize("passing", [PeerUnreachable, PeerLost, TransferTimeout, Corrupted])
+@pytest.mark.parametrize("passing", [PeerUnreachable, PeerLost, TransferTimeout, TransferCorrupted])
 def test_what_may_pass_is_tried_again(passing: type[TransferError]) -> None:
-    pairing = Pairing(Line(passing("for now")))  # type: ignore[arg-type]
-    pairing.meet([asdict(PEER)])
+    pairing = PeerPairing(Line(passing("for now")))  # type: ignore[arg-type]
+    pairing.set_peers([asdict(PEER)])
     assert until(pairing, lambda pairs: bool(pairs.paired)) == (["1"], {})
 
 
 def test_what_does_not_pass_is_told() -> None:
     line = Line(BadTransfer("never"))
-    pairing = Pairing(line)  # type: ignore[arg-type]
-    pairing.meet([asdict(PEER)])
-    assert until(pairing, lambda pairs: bool(pairs.refused)) == ([], {"1": "never"})
-    assert pairing.news() is None
+    pairing = PeerPairing(line)  # type: ignore[arg-type]
+    pairing.set_peers([asdict(PEER)])
+    assert until(pairing, lambda pairs: bool(pairs.failures)) == ([], {"1": "never"})
+    assert pairing.take_state_change() is None
     assert line.tried.acquire(timeout=1) and not line.tried.acquire(timeout=0.5)

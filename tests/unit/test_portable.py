@@ -33,11 +33,11 @@ def no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_without_proc_is_counted_from_now(no_proc: None) -> None:
-    assert abs(serve._process_start() - time.time()) < 60
+    assert abs(serve._process_start_time() - time.time()) < 60
 
 
 def test_the_doctor_works_without_proc(no_proc: None) -> None:
-    found = {finding.what: finding.says for finding in doctor._machine()}
+    found = {finding.subject: finding.detail for finding in doctor._check_machine()}
     assert found["cpu"].endswith(": ") and "GiB free" in found["memory"]
 
 
@@ -84,11 +84,11 @@ def test_a_compiler_without_native_makes_portable_kernels(tmp_path: Path, monkey
         (tools / name).symlink_to(found)
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setattr(kernels.platform, "machine", lambda: "arm64")
-    made = kernels.build(tmp_path / "cache")
+    made = kernels.build_library(tmp_path / "cache")
     assert made.read_text() == "made\n"
     called = (tools / "called").read_text()
     assert "-mcpu=native" in called and called.count(" -o ") == 2
-    assert kernels.build(tmp_path / "cache") == made
+    assert kernels.build_library(tmp_path / "cache") == made
     assert (tools / "called").read_text().count(" -o ") == 2, "it is not tried again at each start"
 
 
@@ -96,9 +96,9 @@ def test_memory_is_shared_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delattr(os, "memfd_create")
     fd, read_only = shm._memory_file(8192)
     assert read_only is not None
-    segment = object.__new__(shm.Segment)
+    segment = object.__new__(shm.SharedSegment)
     segment.fd, segment._read_only = fd, read_only
-    reader = segment.reader()
+    reader = segment.open_read_only()
     os.pwrite(fd, b"kv", 4096)
     assert os.pread(reader, 2, 4096) == b"kv" and os.fstat(reader).st_size == 8192
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -110,13 +110,13 @@ def test_memory_is_shared_without_memfd_and_proc(monkeypatch: pytest.MonkeyPatch
 
 def test_processes_meet_without_abstract_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix, "HAS_ABSTRACT_NAMES", False)
-    listener, address = unix.listening()
+    listener, address = unix.create_unix_listener()
     assert Path(address).stat().st_mode & 0o077 == 0 and len(address.encode()) < 104, "macOS's longest"
-    with unix.dialling(address)(5.0) as caller:
+    with unix.unix_connector(address)(5.0) as caller:
         taken, _ = listener.accept()
         caller.sendall(b"hello")
         assert taken.recv(5) == b"hello"
-        unix.check_user(SimpleNamespace(socket=taken))  # type: ignore[arg-type]
+        unix.check_same_user(SimpleNamespace(socket=taken))  # type: ignore[arg-type]
         taken.close()
     listener.close()
     Path(address).unlink()
@@ -134,9 +134,9 @@ def test_the_other_side_is_known_without_peercred(monkeypatch: pytest.MonkeyPatc
     channel: Any = SimpleNamespace(socket=SimpleNamespace(getsockopt=getsockopt))
     if other:
         with pytest.raises(unix.BadTransfer, match="same user"):
-            unix.check_user(channel)
+            unix.check_same_user(channel)
     else:
-        unix.check_user(channel)
+        unix.check_same_user(channel)
     assert asked == [(0, 1, 128)]
 
 

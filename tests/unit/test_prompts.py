@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from bytelevel import build
 
-from emberline.api.call import Caller, ChatCall
-from emberline.api.toolstyle import HERMES
+from emberline.api.call import ChatCall, CommonFields
+from emberline.api.tool_style import HERMES
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
-from emberline.server.worker.prompts import MARK, Prompts
+from emberline.server.worker.prompt_builder import END_MARK, PromptBuilder
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -20,19 +20,19 @@ MUTE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 def continued(template: str, content: str, question: str = "q") -> str:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
-    call = ChatCall(Caller("m"), messages, SamplingParams(), continue_last=True)
-    return Prompts(Tokenizer(build()), ChatTemplate({"default": template}, {}), HERMES, 1000).render(call)
+    call = ChatCall(CommonFields("m"), messages, SamplingParams(), continues_last_message=True)
+    return PromptBuilder(Tokenizer(build()), ChatTemplate({"default": template}, {}), HERMES, 1000).render(call)
 
 
-@pytest.mark.parametrize("content", ["<", "|", "e", "end", " foo", "foo \n", MARK, f"a{MARK * 3}"])
-@pytest.mark.parametrize("question", ["q", "end", MARK])
+@pytest.mark.parametrize("content", ["<", "|", "e", "end", " foo", "foo \n", END_MARK, f"a{END_MARK * 3}"])
+@pytest.mark.parametrize("question", ["q", "end", END_MARK])
 def test_it_ends_with_the_content(content: str, question: str) -> None:
     before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     assert continued(CHATML, content, question) == before + content.rstrip()
     assert continued(TRIMS, content, question) == before + content.strip()
 
 
-@pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, MARK)])
+@pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, END_MARK)])
 def test_what_is_not_shown_cannot_be_continued(template: str, content: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         continued(template, content, content)

@@ -19,22 +19,22 @@ from hypothesis import strategies as st
 from emberline.core.clock import ManualClock
 from emberline.core.config import SchedulerConfig, TransferConfig
 from emberline.core.events import Output
-from emberline.core.handoff import Note
+from emberline.core.handoff import PrefillResult
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
-from emberline.core.request import FinishReason, Status, Submission
+from emberline.core.request import FinishReason, RequestStatus, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.transfer.dock import Dock
-from emberline.kv.transfer.errors import PeerLost, TicketOver, TransferCancelled
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.endpoint import TransferEndpoint
+from emberline.kv.transfer.errors import PeerLost, TicketEnded, TransferCancelled
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.ticket import Ticket, subject_of
+from emberline.kv.transfer.ticket import Ticket, ticket_subject
 
 BLOCK = 8
 
@@ -45,7 +45,7 @@ class Open:
 
     ticket: Ticket
     into: Sequence[int]
-    progress: Progress
+    progress: PullProgress
     first: int
     prompt: list[int]
     token: int
@@ -64,8 +64,10 @@ class Gate:
         self.reached, self.passed_over = Counter[str](), Counter[str]()
         self.started = threading.Semaphore(0)
 
-    def pull(self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: Progress, first: int) -> Progress:
-        it = Open(ticket, into, progress, first, *self.prompts[ticket.id])
+    def pull(
+        self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
+    ) -> PullProgress:
+        it = Open(ticket, into, progress, first_block, *self.prompts[ticket.id])
         self.open.append(it)
         self.started.release()
         it.over.wait(60)
@@ -84,24 +86,24 @@ class Gate:
     def write(self, it: Open, tokens: Sequence[int], first: int) -> None:
         """Into the blocks of a pull, as a transport does."""
         for i in range(first, len(tokens) // BLOCK):
-            block = Piece(0, 1, i, i + 1)
+            block = TransferPiece(0, 1, i, i + 1)
             data = array("q", tokens[i * BLOCK : (i + 1) * BLOCK]).tobytes()
             for view in self.region.views(block, np.asarray(it.into, np.int64)):
                 view[:] = data
-            it.progress.bytes += len(data)
+            it.progress.arrived_bytes += len(data)
 
     def land(self, it: Open, blocks: int) -> None:
         """So many more of its blocks are here, and known to be right."""
-        count = min(max(it.progress.proven, it.first) + blocks, len(it.prompt) // BLOCK)
-        self.write(it, it.prompt[: count * BLOCK], max(it.progress.proven, it.first))
-        it.progress.proven = count
+        count = min(max(it.progress.confirmed_blocks, it.first) + blocks, len(it.prompt) // BLOCK)
+        self.write(it, it.prompt[: count * BLOCK], max(it.progress.confirmed_blocks, it.first))
+        it.progress.confirmed_blocks = count
 
     def finish(self, it: Open, failure: Exception | None) -> None:
         self.open.remove(it)
         if failure is None:
             self.land(it, len(it.prompt))
             it.progress.complete = True
-            it.progress.ticket = replace(it.ticket, complete=True, note=str(Note((it.token,), False, 0, 0.0)))
+            it.progress.ticket = replace(it.ticket, complete=True, note=str(PrefillResult((it.token,), False, 0, 0.0)))
         it.failure = failure
         it.over.set()
 
@@ -115,7 +117,7 @@ class House:
         self.clock = ManualClock()
         self.gate = Gate(fake.region())
         self.sender = Sender(self.gate.region, "here", clock=self.clock)
-        dock = Dock(self.sender, self.gate, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
+        dock = TransferEndpoint(self.sender, self.gate, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=running)
         tiers = TierStack(HostTier(fake.block_bytes, buffers * 4096), threads=False) if buffers else None
         self.engine = Engine(config, fake, self.clock, tiers, dock)
@@ -123,30 +125,30 @@ class House:
         self.pulls = 0
 
     def ticket(self, name: str, submission: Submission, token: int) -> dict[str, object]:
-        subject = subject_of(self.gate.region.layout, "", submission.prompt)
+        subject = ticket_subject(self.gate.region.layout, "", submission.prompt)
         self.gate.prompts[name] = submission.prompt, token
         return Ticket(self.sender.peer, name, (), (), False, 10.0, subject=subject).as_dict()
 
     def step(self) -> None:
         self.outputs += self.engine.step()
-        self.engine.kv.check()
+        self.engine.kv.check_invariants()
 
     def published(self) -> dict[str, Ticket]:
         """What others could pull from here, by request, as it is now."""
         ids = {output.id: output.ticket["id"] for output in self.outputs if output.ticket is not None}
         found = {}
         for name, ticket in ids.items():
-            with suppress(TicketOver):
+            with suppress(TicketEnded):
                 found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # nobody renews it
         return found
 
     def check(self, prompts: dict[str, list[int]]) -> None:
-        self.engine.kv.check()
+        self.engine.kv.check_invariants()
         region = self.gate.region
         for name, ticket in self.published().items():
             blocks = np.asarray(ticket.blocks, np.int64)
-            assert region.holds(blocks, np.asarray(ticket.generations, np.uint64))
-            views = region.views(Piece(0, 1, 0, len(blocks)), blocks)
+            assert region.is_unchanged(blocks, np.asarray(ticket.generations, np.uint64))
+            views = region.views(TransferPiece(0, 1, 0, len(blocks)), blocks)
             assert b"".join(views) == array("q", prompts[name][: BLOCK * len(blocks)]).tobytes()
 
     def finish(self, it: Open, failure: Exception | None) -> None:
@@ -157,7 +159,7 @@ class House:
     def all_open(self) -> bool:
         """Whether each pull that should be has begun."""
         kv = self.engine.kv
-        pulls = [*kv._pulling.values(), *(pull for pull, _ in kv._quarantine)]
+        pulls = [*kv._active_pulls.values(), *(pull for pull, _ in kv._quarantined)]
         return len(self.gate.open) == sum(not pull.ended for pull in pulls)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -221,7 +223,7 @@ DEEDS = st.lists(
     deeds=DEEDS,
     blocks=st.integers(14, 30),
     running=st.integers(1, 4),
-    runner=st.sampled_from([FakeRunner, FakeAheadRunner]),
+    runner=st.sampled_from([FakeRunner, FakePipelinedRunner]),
     buffers=st.sampled_from([0, 4, 100]),
 )
 def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: type[FakeRunner], buffers: int) -> None:
@@ -243,7 +245,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
                 del expected[name][1:]
             house.engine.add(replace(submission, publish=kind == "published"))
         elif deed == "let go" and (known := list(house.published().values())):
-            house.sender.end(known[how[0] % len(known)].id, How.RELEASED)
+            house.sender.end(known[how[0] % len(known)].id, LeaseEndReason.RELEASED)
         elif deed == "step":
             for _ in range(how[0]):
                 house.step()
@@ -251,7 +253,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
         elif deed == "land" and chosen is not None:
             gate.land(chosen, how[1])
         elif deed == "spoil" and chosen is not None:  # what is not known to be right may be anything, also after abort
-            gate.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.proven, chosen.first))
+            gate.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.confirmed_blocks, chosen.first))
         elif deed == "finish" and chosen is not None:
             cancelled = chosen.progress._cancelled
             failure = TransferCancelled("") if cancelled else PeerLost("") if how[1] else None
@@ -263,7 +265,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
             house.clock.advance(6.0)
         house.check(prompts)
     for _ in range(500):
-        if house.engine.idle and not house.gate.open and not house.engine.attentive:
+        if house.engine.idle and not house.gate.open and not house.engine.needs_polling:
             break
         house.step()
         house.check(prompts)
@@ -280,7 +282,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
         said[output.id] += output.tokens
     for name, tokens in expected.items():
         assert said[name] == (tokens[: len(said[name])] if name in aborted else tokens)
-    assert house.engine.kv.num_free + house.engine.kv.num_cached == house.engine.kv.total
+    assert house.engine.kv.num_free + house.engine.kv.num_cached == house.engine.kv.num_blocks
 
 
 def loading(house: House) -> Open:
@@ -293,7 +295,7 @@ def loading(house: House) -> Open:
     house.gate.land(it, 1)
     house.step()
     request = house.engine.scheduler.requests["r#0"]
-    assert request.status is Status.LOADING and request.computed == BLOCK
+    assert request.status is RequestStatus.LOADING and request.num_computed == BLOCK
     return it
 
 
@@ -307,19 +309,19 @@ def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) 
         house.clock.advance(1e9)
         house.step()
     kv = house.engine.kv
-    kv.check()
+    kv.check_invariants()
     assert it.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
     house.engine.add(ask("next", 60, 5, 4))  # it needs more than there is
     for _ in range(3):
         house.step()
-    assert house.engine.scheduler.requests["next#0"].status is Status.WAITING
-    assert house.engine.attentive
+    assert house.engine.scheduler.requests["next#0"].status is RequestStatus.WAITING
+    assert house.engine.needs_polling
     house.gate.write(it, [-7] * 40, 1)  # late, and harmless
     house.finish(it, TransferCancelled(""))
     house.run()
     house.step()
     assert [t for o in house.outputs if o.id == "next" for t in o.tokens] == alone(ask("next", 60, 5, 4))
-    assert kv.num_quarantined == 0 and kv.num_free + kv.num_cached == kv.total
+    assert kv.num_quarantined == 0 and kv.num_free + kv.num_cached == kv.num_blocks
     assert house._stats().pull_failures == {} and house._stats().recomputed == 0
     house.until(lambda: house.gate.told == {"released": 1})
 
@@ -335,7 +337,7 @@ def test_nobody_is_preempted_whose_blocks_would_not_be_free() -> None:
     for _ in range(25):
         house.step()
     assert house.engine.scheduler.requests["first#0"].preemptions == 1
-    assert house.engine.scheduler.requests["r#0"].status is Status.LOADING and not it.progress._cancelled
+    assert house.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING and not it.progress._cancelled
     house.finish(it, None)
     house.run()
     said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "r")}
@@ -349,7 +351,7 @@ def test_a_pull_that_was_given_up_still_keeps_its_request_from_starting() -> Non
     for _ in range(3):
         house.step()
     request = house.engine.scheduler.requests["r#0"]
-    assert it.progress._cancelled and request.status is Status.LOADING
+    assert it.progress._cancelled and request.status is RequestStatus.LOADING
     house.gate.write(it, [-7] * 40, 1)
     house.finish(it, TransferCancelled(""))
     house.run()
@@ -400,12 +402,12 @@ def test_no_copy_goes_to_or_from_blocks_that_a_pull_writes() -> None:
     def watched(plan: StepPlan) -> StepResult:
         nonlocal saved
         saved += len(plan.saves)
-        pulled = {block for pull in house.engine.kv._pulling.values() for block in pull.into}
+        pulled = {block for pull in house.engine.kv._active_pulls.values() for block in pull.target_blocks}
         assert pulled.isdisjoint(copy.block for copy in (*plan.saves, *plan.loads))
         return run(plan)
 
     house.engine.runner.run = watched  # type: ignore[method-assign]
-    while not house.engine.kv._pulling:
+    while not house.engine.kv._active_pulls:
         house.step()
     house.until(house.all_open)
     house.finish(house.gate.open[0], None)
@@ -437,7 +439,7 @@ def test_without_a_thread_to_pull_with_it_is_computed() -> None:
         raise RuntimeError("can't start new thread")
 
     assert house.engine.kv.pulls is not None
-    house.engine.kv.pulls._spawn = refuse
+    house.engine.kv.pulls._start_thread = refuse
     for name, aborted in (("never", True), ("r", False)):
         submission = ask(name, 41, 0, 4)
         house.engine.add(replace(submission, source=house.ticket(name, submission, alone(submission)[0])))

@@ -8,7 +8,7 @@ import asyncio
 import uvloop
 
 from emberline.core.clock import SystemClock
-from emberline.gateway.redislink import LinkDown, RedisLink
+from emberline.gateway.redis_client import RedisClient, RedisUnavailable
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -17,15 +17,15 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.close()
 
 
-async def _loses(link: RedisLink) -> None:
+async def _loses(link: RedisClient) -> None:
     assert await link.start()
     wire, refused = link._connection, 0
     assert wire is not None
     wire.close()
     for _ in range(8):
         try:
-            link.post("GET", "a").add_done_callback(lambda answer: answer.exception())
-        except LinkDown:
+            link.send("GET", "a").add_done_callback(lambda answer: answer.exception())
+        except RedisUnavailable:
             refused += 1
         await asyncio.sleep(0)
     assert refused and not wire.asked  # which would wait for an answer that nobody gives
@@ -37,7 +37,7 @@ async def _loses(link: RedisLink) -> None:
 def test_asked_in_the_moment_of_the_loss() -> None:
     async def main() -> None:
         server = await asyncio.start_server(_answer, "127.0.0.1", 0)
-        link = RedisLink(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", SystemClock())
+        link = RedisClient(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", SystemClock())
         try:
             await asyncio.wait_for(_loses(link), 20)
         finally:

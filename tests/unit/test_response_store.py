@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Iterator[ResponseStore]:
 def house(store: ResponseStore | None, *keys: str) -> House:
     made = House(lambda before, index: before + "abc")
     config = replace(made.app._config, api_keys=keys)
-    made.app = EngineApp(config, made.app.engine, made.catalog, None, {}, store=store)
+    made.app = EngineApp(config, made.app.engine, made.catalog, None, {}, response_store=store)
     return made
 
 

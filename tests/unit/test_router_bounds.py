@@ -10,21 +10,21 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 import pytest
 
 from emberline.cluster import membership
-from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.router.ask import Ask
-from emberline.router.chains import Link
-from emberline.router.usage import Usage
-from emberline.server.routing import dispatch as dispatching
-from emberline.server.routing.dispatch import Dispatch
-from emberline.server.routing.leg import Outcome
-from emberline.server.worker.serving import check_place
+from emberline.router.prefix_block_map import BlockPosition
+from emberline.router.reply_usage import ReplyUsage
+from emberline.router.request_summary import RequestSummary
+from emberline.server.routing import dispatcher as dispatching
+from emberline.server.routing.dispatcher import Dispatcher
+from emberline.server.routing.worker_attempt import AttemptOutcome
+from emberline.server.worker.serving import check_worker_address
 
 SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, int, float)  # code, and what is counted
-ENDINGS: tuple[Outcome, ...] = ("answered", "refused", "failed", "left", "moved")
+ENDINGS: tuple[AttemptOutcome, ...] = ("answered", "refused", "failed", "left", "moved")
 
 
 def kept(root: object) -> int:
@@ -38,35 +38,37 @@ def kept(root: object) -> int:
     return len(seen)
 
 
-def life(dispatch: Dispatch, clock: ManualClock, number: int) -> None:
+def life(dispatch: Dispatcher, clock: ManualClock, number: int) -> None:
     """Of a worker: it joins, answers or breaks, and is not heard of again, or says goodbye."""
     name, incarnation, model = f"w{number}", f"{number:032x}", f"m{number}"
-    dispatch.register(Card(name, incarnation, f"http://{name}:1", (ModelCard(model, "l", 64, 8, 64, 16),)))
-    dispatch.beat(Beat(name, incarnation, prompt_tokens=number, busy_seconds=1.0))
-    assert dispatch.kv is not None
-    link = Link(b"%032d" % number, 1)
+    dispatch.register(
+        WorkerRegistration(name, incarnation, f"http://{name}:1", (ModelRegistration(model, "l", 64, 8, 64, 16),))
+    )
+    dispatch.record_heartbeat(Heartbeat(name, incarnation, prompt_tokens=number, busy_seconds=1.0))
+    assert dispatch.kv_index is not None
+    link = BlockPosition(b"%032d" % number, 1)
     batch = BlockBatch(incarnation, 1, stored=[(link.digest, b"")], parts=1)
-    dispatch.kv.apply(f"{name}/{incarnation}", batch)
+    dispatch.kv_index.apply_batch(f"{name}/{incarnation}", batch)
     for i, ending in enumerate(ENDINGS):
         text = f"{number} {i} " * 300
-        ask = Ask.read(json.dumps({"model": model, "prompt": text}).encode(), session=f"s{number}")
-        with dispatch.opened(ask, dispatch.choose(ask, set())) as leg:
-            dispatch.came(leg, 3)
-            dispatch.told(leg, link)
-            leg.usage, leg.outcome = Usage(100, 10, 0), ending
+        ask = RequestSummary.parse(json.dumps({"model": model, "prompt": text}).encode(), session=f"s{number}")
+        with dispatch.open_attempt(ask, dispatch.choose_worker(ask, set())) as leg:
+            dispatch.record_reply_bytes(leg, 3)
+            dispatch.record_prompt_end(leg, link)
+            leg.usage, leg.outcome = ReplyUsage(100, 10, 0), ending
             if i == len(ENDINGS) - 1:  # the last ends when its worker is forgotten
                 if number % 2:
-                    dispatch.leave(name, incarnation)
+                    dispatch.mark_leaving(name, incarnation)
                 clock.advance(1000.0)
                 dispatch.tick()
     dispatch.tick()
 
 
 def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "REPLACED_KEPT", 8)
-    monkeypatch.setattr(dispatching, "STANDSTILL", 1e9)  # time goes by in leaps
+    monkeypatch.setattr(membership, "MAX_REPLACED_INCARNATIONS", 8)
+    monkeypatch.setattr(dispatching, "PAUSE_THRESHOLD_S", 1e9)  # time goes by in leaps
     clock = ManualClock()
-    dispatch = Dispatch(RouterConfig(prefixes=32, kv_events=True, kv_blocks=16), clock)
+    dispatch = Dispatcher(RouterConfig(prefixes=32, kv_events=True, kv_blocks=16), clock)
     for number in range(40):
         life(dispatch, clock, number)
     full = kept(dispatch)
@@ -84,7 +86,7 @@ def test_a_queue_without_end_is_refused() -> None:
 
 
 def test_a_worker_that_no_router_would_take_is_told_before_it_loads() -> None:
-    check_place(WorkerConfig("http://router"), "::1", 8001)
+    check_worker_address(WorkerConfig("http://router"), "::1", 8001)
     for bad in ({"url": "host:8001"}, {"url": "ftp://host"}, {"name": "n" * 200}, {"name": "w\u00f6rker"}):
         with pytest.raises(InvalidRequest, match="no router would take"):
-            check_place(WorkerConfig("http://router", **bad), "127.0.0.1", 8001)
+            check_worker_address(WorkerConfig("http://router", **bad), "127.0.0.1", 8001)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from emberline.net.connection import BUFFER
-from emberline.router.call import Call
-from emberline.router.upstream import Broken, Unreached, Upstream
+from emberline.net.client_connection import MAX_BUFFERED_BYTES
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
 
-GET = Call("GET", "/x", {"a": "b"}, b"")
+GET = UpstreamRequest("GET", "/x", {"a": "b"}, b"")
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-One: 1\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 429 Full\r\ncontent-length: 3\r\n\r\nabc"
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nabc"
@@ -49,10 +49,10 @@ def says(*pieces: bytes, close: bool = True) -> Talk:
     return talk
 
 
-async def fetch(url: str, upstream: Upstream, call: Call = GET) -> tuple[int, bytes]:
+async def fetch(url: str, upstream: WorkerClient, call: UpstreamRequest = GET) -> tuple[int, bytes]:
     reply = await upstream.request(url, call)
     try:
-        return reply.status, await reply.whole()
+        return reply.status, await reply.read_all()
     finally:
         reply.close()
 
@@ -63,7 +63,7 @@ def test_every_cut(text: bytes) -> None:
     body = b"abcdefg" if text is CHUNKED else b"abc"
 
     async def run() -> None:
-        async with Upstream() as upstream:
+        async with WorkerClient() as upstream:
             for cut in range(1, len(text)):
                 async with server(says(text[:cut], text[cut:])) as url:
                     assert (await fetch(url, upstream))[1] == body
@@ -71,7 +71,7 @@ def test_every_cut(text: bytes) -> None:
                     try:
                         got = (await fetch(url, upstream))[1]
                         assert text is UNTIL_CLOSED and body.startswith(got)
-                    except Broken:
+                    except UpstreamBroken:
                         assert text is not UNTIL_CLOSED or cut < len(text) - 3
 
     asyncio.run(run())
@@ -86,13 +86,13 @@ def test_connections_are_kept_unless_they_cannot_be() -> None:
             connections += 1
             await says(CHUNKED, close=False)(reader, writer)
 
-        async with Upstream() as upstream, server(counted) as url:
+        async with WorkerClient() as upstream, server(counted) as url:
             for _ in range(3):
                 assert await fetch(url, upstream) == (200, b"abcdefg")
             assert connections == 1
             reply = await upstream.request(url, GET)
             other = await upstream.request(url, GET)
-            assert connections == 2 and await reply.whole() == await other.whole()
+            assert connections == 2 and await reply.read_all() == await other.read_all()
             reply.close()
             other.close()
             left = await upstream.request(url, GET)
@@ -104,7 +104,7 @@ def test_connections_are_kept_unless_they_cannot_be() -> None:
 
 
 def test_what_is_kept_for_a_worker_that_is_gone_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.router.upstream.IDLE", 0.0)
+    monkeypatch.setattr("emberline.router.worker_client.IDLE_TIMEOUT_S", 0.0)
 
     async def run() -> None:
         closed = asyncio.Event()
@@ -113,7 +113,7 @@ def test_what_is_kept_for_a_worker_that_is_gone_is_let_go(monkeypatch: pytest.Mo
             await says(SIZED, close=False)(reader, writer)
             closed.set()
 
-        async with Upstream() as upstream, server(kept) as gone, server(says(SIZED)) as other:
+        async with WorkerClient() as upstream, server(kept) as gone, server(says(SIZED)) as other:
             await fetch(gone, upstream)
             await fetch(other, upstream)  # its place is new: others are looked at
             await asyncio.wait_for(closed.wait(), 5)
@@ -132,16 +132,16 @@ def test_what_was_left_early_is_closed_and_what_was_cut_off_is_broken() -> None:
             gone.set()
             writer.close()
 
-        async with Upstream() as upstream, server(endless) as url:
+        async with WorkerClient() as upstream, server(endless) as url:
             reply = await upstream.request(url, GET)
             assert await reply.read() == b"abc"
             reply.close()
             await asyncio.wait_for(gone.wait(), 5)
             reply = await upstream.request(url, GET)
-            reading = asyncio.create_task(reply.whole())
+            reading = asyncio.create_task(reply.read_all())
             await asyncio.sleep(0.01)
             reply.abort("cut off")
-            with pytest.raises(Broken, match="cut off"):
+            with pytest.raises(UpstreamBroken, match="cut off"):
                 await reading
             reply.close()
 
@@ -150,10 +150,10 @@ def test_what_was_left_early_is_closed_and_what_was_cut_off_is_broken() -> None:
 
 def test_nobody_is_there_and_nonsense() -> None:
     async def run() -> None:
-        async with Upstream() as upstream:
+        async with WorkerClient() as upstream:
             async with server(says(b"")) as url:
                 pass
-            with pytest.raises(Unreached):
+            with pytest.raises(UpstreamUnreachable):
                 await upstream.request(url, GET)
             for nonsense in (
                 b"SSH-2.0-x\r\n\r\n",
@@ -161,7 +161,7 @@ def test_nobody_is_there_and_nonsense() -> None:
                 CHUNKED[:60] + b"zz\r\n",
             ):
                 async with server(says(nonsense)) as url:
-                    with pytest.raises(Broken):
+                    with pytest.raises(UpstreamBroken):
                         await fetch(url, upstream)
 
     asyncio.run(run())
@@ -181,14 +181,14 @@ def test_who_does_not_read_is_not_sent_more() -> None:
                 sent += len(piece)
             writer.close()
 
-        async with Upstream() as upstream, server(flood) as url:
+        async with WorkerClient() as upstream, server(flood) as url:
             reply = await upstream.request(url, GET)
             before = -1
             while before != sent:
                 before = sent
                 await asyncio.sleep(0.05)
-            assert BUFFER < sent < 4096 * 20_000
-            assert len(await reply.whole()) == 4096 * 20_000
+            assert MAX_BUFFERED_BYTES < sent < 4096 * 20_000
+            assert len(await reply.read_all()) == 4096 * 20_000
             reply.close()
 
     asyncio.run(run())
@@ -203,10 +203,13 @@ def test_what_is_sent() -> None:
             heard.extend(await reader.readexactly(len(body)))
             writer.write(SIZED)
 
-        for body in (b"{}", b"x" * (BUFFER + 1)):
+        for body in (b"{}", b"x" * (MAX_BUFFERED_BYTES + 1)):
             heard.clear()
-            async with Upstream() as upstream, server(listen) as url:
-                assert await fetch(url, upstream, Call("POST", "/v1?a=%20b", {"x-odd": "\xe4"}, body)) == (429, b"abc")
+            async with WorkerClient() as upstream, server(listen) as url:
+                assert await fetch(url, upstream, UpstreamRequest("POST", "/v1?a=%20b", {"x-odd": "\xe4"}, body)) == (
+                    429,
+                    b"abc",
+                )
             head, _, rest = bytes(heard).partition(b"\r\n\r\n")
             host, length = url.removeprefix("http://").encode(), b"content-length: %d" % len(body)
             assert head.split(b"\r\n") == [b"POST /v1?a=%20b HTTP/1.1", b"host: " + host, b"x-odd: \xe4", length]

@@ -12,40 +12,40 @@ import pytest
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig, ServerConfig
 from emberline.core.handoff import Handoff
-from emberline.router.ask import Ask
-from emberline.router.call import Call
-from emberline.router.native import Native
-from emberline.server.routing.dispatch import Dispatch
+from emberline.router.native import NativeDialect
+from emberline.router.request_summary import RequestSummary
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.server.routing.dispatcher import Dispatcher
 from emberline.server.routing.relay import Relay
-from emberline.server.routing.trip import Trip
+from emberline.server.routing.routed_request import RoutedRequest
 
 NOTHING: Any = None
 
 
-def trip(deadline: float, *, stream: bool) -> Trip:
-    ask = Ask.read(msgspec.json.encode({"model": "m", "prompt": "a", "stream": stream}))
-    return Trip(NOTHING, ask, NOTHING, 0, 0, None, deadline, 3, 3, generates=True, accused=False)
+def trip(deadline: float, *, stream: bool) -> RoutedRequest:
+    ask = RequestSummary.parse(msgspec.json.encode({"model": "m", "prompt": "a", "stream": stream}))
+    return RoutedRequest(NOTHING, ask, NOTHING, 0, 0, None, deadline, 3, 3, is_generation=True, is_known_suspect=False)
 
 
-def limits(config: RouterConfig, asked: Trip, watched: bool) -> list[float | None]:
+def limits(config: RouterConfig, asked: RoutedRequest, watched: bool) -> list[float | None]:
     """When the reply must go on: at the start, with a worker, after a token at 500 s, and after one at 500.5 s."""
     clock, when = ManualClock(), []
 
     async def main() -> None:
-        relay = Relay(Dispatch(config, clock), NOTHING, config)
+        relay = Relay(Dispatcher(config, clock), NOTHING, config)
         relay._now = clock.now  # type: ignore[method-assign]
-        async with asyncio.timeout(None) as asked.limit:
+        async with asyncio.timeout(None) as asked.output_timeout:
             start = clock.now()
-            relay._extend(asked, anew=True)
-            when.append(asked.limit.when())
-            asked.watched = watched
-            relay._extend(asked, anew=True)
-            when.append(asked.limit.when())
+            relay._extend_deadline(asked, force=True)
+            when.append(asked.output_timeout.when())
+            asked.worker_times_out_itself = watched
+            relay._extend_deadline(asked, force=True)
+            when.append(asked.output_timeout.when())
             for seconds in (500.0, 0.5):
                 clock.advance(seconds)
-                relay._extend(asked)
-                when.append(asked.limit.when())
-            asked.limit.reschedule(None)
+                relay._extend_deadline(asked)
+                when.append(asked.output_timeout.when())
+            asked.output_timeout.reschedule(None)
             when[:] = [each if each is None else each - start for each in when]
 
     asyncio.run(main())
@@ -68,8 +68,11 @@ def test_a_limit_that_was_asked_for_holds(stream: bool) -> None:
 
 
 def test_a_worker_is_told_a_deadline_only_where_there_is_one() -> None:
-    native = Native(Call("POST", "/v1/completions", {}, b"{}"), 1, None, 0)
-    left = [msgspec.json.decode(native.resume(Handoff(), each, None, None).body)["timeout"] for each in (math.inf, 5)]
+    native = NativeDialect(UpstreamRequest("POST", "/v1/completions", {}, b"{}"), 1, None, 0)
+    left = [
+        msgspec.json.decode(native.build_resume_request(Handoff(), each, None, None).body)["timeout"]
+        for each in (math.inf, 5)
+    ]
     assert left == [None, 5]
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from emberline.cluster.card import Beat, Card, Dialect, ModelCard
+from emberline.cluster.registration import DialectName, Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
-from emberline.core.handoff import Said
-from emberline.net.server import Server
-from emberline.router.upstream import Upstream
+from emberline.core.handoff import TokenGroup
+from emberline.net.server import HTTPServer
+from emberline.router.worker_client import WorkerClient
 from emberline.server.routing.router_app import RouterApp
 
-MODEL = ModelCard("m", "l", 8192, 8, 65536, 16)
+MODEL = ModelRegistration("m", "l", 8192, 8, 65536, 16)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 WORD = (
     b'data: {"id":"chatcmpl-1","created":1,"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\n'
@@ -26,8 +26,8 @@ WORD = (
 ENDING = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
 
 
-def chunk(said: Said, events: bytes) -> bytes:
-    group = said.line(len(events)) + events
+def chunk(said: TokenGroup, events: bytes) -> bytes:
+    group = said.to_comment(len(events)) + events
     return b"%x\r\n%b\r\n" % (len(group), group)
 
 
@@ -39,11 +39,11 @@ class Lingering:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        said = chunk(Said(0, (1,), "stop"), WORD) if b" /cluster/resume " not in head else b""
+        said = chunk(TokenGroup(0, (1,), "stop"), WORD) if b" /cluster/resume " not in head else b""
         writer.write(HEAD + said)
         await writer.drain()
         await asyncio.sleep(0.1)  # so that it passes by itself
-        writer.write(chunk(Said(0, ()), ENDING))
+        writer.write(chunk(TokenGroup(0, ()), ENDING))
         await writer.drain()
         self.told.set()
         await asyncio.sleep(0.4)
@@ -65,20 +65,20 @@ async def asked(port: int) -> bytes:
 
 def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
     async def main() -> bytes:
-        worker, app = Lingering(), RouterApp(RouterConfig(), Upstream(), SystemClock(), {})
+        worker, app = Lingering(), RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {})
         listener = socket.create_server(("127.0.0.1", 0))
-        server = Server(app)
+        server = HTTPServer(app)
         await server.start(listener)
         for name in "ab":
             place = await asyncio.start_server(worker.answer, "127.0.0.1", 0)
             url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-            app.dispatch.register(Card(name, f"i{name}", url, (MODEL,)))
-            app.dispatch.beat(Beat(name, f"i{name}"))
+            app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (MODEL,)))
+            app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
         asking = asyncio.create_task(asked(listener.getsockname()[1]))
         await worker.told.wait()
         await asyncio.sleep(0.1)
-        (busy,) = (each.name for each in app.dispatch.workers.values() if each.open)
-        app.dispatch.drain(busy, True, move=True)
+        (busy,) = (each.name for each in app.dispatcher.workers.values() if each.open_requests)
+        app.dispatcher.set_draining(busy, True, move_streams=True)
         got = await asking
         await server.stop(0.1)
         return got
@@ -92,7 +92,7 @@ def test_a_stream_of_ours_goes_on_at_a_worker_of_ours_though_others_are_free() -
 
     async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(HEAD + chunk(Said(0, (1,)), WORD.replace(b'"stop"', b"null")))
+        writer.write(HEAD + chunk(TokenGroup(0, (1,)), WORD.replace(b'"stop"', b"null")))
         await writer.drain()
         begun.set()
         await joined.wait()
@@ -102,22 +102,25 @@ def test_a_stream_of_ours_goes_on_at_a_worker_of_ours_though_others_are_free() -
         if b" /cluster/resume " not in await reader.readuntil(b"\r\n\r\n"):
             busy.set()
             await asyncio.sleep(30)
-        writer.write(HEAD + chunk(Said(0, (2,), "stop"), WORD) + chunk(Said(0, ()), ENDING) + b"0\r\n\r\n")
+        writer.write(HEAD + chunk(TokenGroup(0, (2,), "stop"), WORD) + chunk(TokenGroup(0, ()), ENDING) + b"0\r\n\r\n")
 
     async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         strangers.append(await reader.readuntil(b"\r\n\r\n"))
         writer.close()
 
     async def main() -> bytes:
-        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
-        server = Server(app)
+        app, listener = (
+            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
+            socket.create_server(("127.0.0.1", 0)),
+        )
+        server = HTTPServer(app)
         await server.start(listener)
 
-        async def join(name: str, answer: Any, dialect: Dialect = "native") -> None:
+        async def join(name: str, answer: Any, dialect: DialectName = "native") -> None:
             place = await asyncio.start_server(answer, "127.0.0.1", 0)
             url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-            app.dispatch.register(Card(name, f"i{name}", url, (MODEL,), dialect=dialect))
-            app.dispatch.beat(Beat(name, f"i{name}"))
+            app.dispatcher.register(WorkerRegistration(name, f"i{name}", url, (MODEL,), dialect=dialect))
+            app.dispatcher.record_heartbeat(Heartbeat(name, f"i{name}"))
 
         await join("b", goes_on)
         other = asyncio.create_task(asked(listener.getsockname()[1]))
@@ -154,13 +157,16 @@ def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packe
             writer.write(b"%btransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (head, len(body), body))
 
     async def main() -> bytes:
-        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
-        server = Server(app)
+        app, listener = (
+            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
+            socket.create_server(("127.0.0.1", 0)),
+        )
+        server = HTTPServer(app)
         await server.start(listener)
         place = await asyncio.start_server(answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-        app.dispatch.register(Card("v", "iv", url, (MODEL,), dialect="vllm"))
-        app.dispatch.beat(Beat("v", "iv"))
+        app.dispatcher.register(WorkerRegistration("v", "iv", url, (MODEL,), dialect="vllm"))
+        app.dispatcher.record_heartbeat(Heartbeat("v", "iv"))
         got = await asked(listener.getsockname()[1])
         await server.stop(0.1)
         return got
@@ -194,13 +200,16 @@ def test_events_of_a_foreign_server_pass_one_by_one(line_end: bytes, prefix: str
         writer.write(b"0\r\n\r\n")
 
     async def main() -> bytes:
-        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
-        server = Server(app)
+        app, listener = (
+            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
+            socket.create_server(("127.0.0.1", 0)),
+        )
+        server = HTTPServer(app)
         await server.start(listener)
         place = await asyncio.start_server(answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}{prefix}"
-        app.dispatch.register(Card("v", "iv", url, (MODEL,), dialect="vllm"))
-        app.dispatch.beat(Beat("v", "iv"))
+        app.dispatcher.register(WorkerRegistration("v", "iv", url, (MODEL,), dialect="vllm"))
+        app.dispatcher.record_heartbeat(Heartbeat("v", "iv"))
         whole = b""
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
         writer.write(REQUEST)

@@ -13,39 +13,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.core.breaker import Breaker
+from emberline.core.breaker import CircuitBreaker
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
-from emberline.router.ask import Ask
-from emberline.router.call import Call
-from emberline.router.estimate import Estimate
-from emberline.router.policy import Decision, Rules, Why, affinity, choose
-from emberline.router.worker import RECENT_S, Load, Worker
+from emberline.router.policy import RoutingDecision, RoutingReason, RoutingRules, choose_worker, rendezvous_hash
+from emberline.router.request_summary import RequestSummary
+from emberline.router.token_estimator import TokenEstimator
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.router.worker import RECENT_WORK_DECAY_S, RequestLoad, Worker
 from emberline.server.exchange import Exchange
-from emberline.server.routing.dispatch import Dispatch
-from emberline.server.routing.trip import Break, Trip
+from emberline.server.routing.dispatcher import Dispatcher
+from emberline.server.routing.routed_request import RoutedRequest, WorkerFailure
 
-RULES = Rules(slack=1000.0, decode_weight=4.0)
+RULES = RoutingRules(allowed_backlog_tokens=1000.0, decode_weight=4.0)
 
 
 def worker(
     name: str, open_: int = 0, running: int = 2, limit: int = 4, load: float = 10.0, ready: bool = True
 ) -> Worker:
-    made = Worker(f"{name}/1", name, frozenset({"m"}), running, limit, Breaker(), ready)
+    made = Worker(f"{name}/1", name, frozenset({"m"}), running, limit, CircuitBreaker(), ready)
     for key in range(open_):
-        made.began(key, Load(load, 0.0), 0.0)
+        made.add_request(key, RequestLoad(load, 0.0), 0.0)
     return made
 
 
-def ask(size: int = 400, session: str = "", model: str = "m") -> Ask:
-    return Ask(model, size, False, 16, session)
+def ask(size: int = 400, session: str = "", model: str = "m") -> RequestSummary:
+    return RequestSummary(model, size, False, 16, session)
 
 
 def decide(
-    asked: Ask, workers: list[Worker], known: Mapping[str, int] | None = None, without: tuple[str, ...] = ()
-) -> Decision:
-    return choose(asked, workers, known or {}, Estimate(), RULES, 0.0, without)
+    asked: RequestSummary, workers: list[Worker], known: Mapping[str, int] | None = None, without: tuple[str, ...] = ()
+) -> RoutingDecision:
+    return choose_worker(asked, workers, known or {}, TokenEstimator(), RULES, 0.0, without)
 
 
 LOADS = st.tuples(st.integers(0, 6), st.integers(1, 3), st.integers(0, 3), st.floats(0, 1e5), st.booleans())
@@ -62,21 +62,23 @@ CLUSTERS = st.lists(LOADS, min_size=1, max_size=5).map(
 def test_nobody_is_over_capacity_while_another_is_free(
     workers: list[Worker], size: int, session: str, known: dict[str, int]
 ) -> None:
-    there = [w for w in workers if w.ready]
+    there = [w for w in workers if w.is_ready]
     try:
         decision = decide(ask(size, session), workers, known)
     except Overloaded as e:
-        assert there and all(w.open >= w.limit for w in there) and 1 <= e.retry_after <= 30
+        assert there and all(w.open_requests >= w.max_requests for w in there) and 1 <= e.retry_after <= 30
         return
     except EngineUnavailable:
         assert not there
         return
     best = decision.worker
-    assert best.ready and best.open < best.limit
-    if any(w.open < w.max_running for w in there):
-        assert best.open < best.max_running
-    assert decision.load.prefill >= 0 and decision.known >= 0
-    assert decision.load.prefill + decision.known == pytest.approx(Estimate().prompt(size))
+    assert best.is_ready and best.open_requests < best.max_requests
+    if any(w.open_requests < w.max_running for w in there):
+        assert best.open_requests < best.max_running
+    assert decision.load.prefill_tokens >= 0 and decision.cached_tokens >= 0
+    assert decision.load.prefill_tokens + decision.cached_tokens == pytest.approx(
+        TokenEstimator().estimate_prompt_tokens(size)
+    )
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=8, unique=True), st.text(min_size=1, max_size=20))
@@ -88,33 +90,33 @@ def test_a_session_moves_only_when_its_own_worker_goes(names: list[str], session
         assert now.worker.name == home or gone == home
     assert decide(ask(session=session), [worker(n) for n in reversed(names)]).worker.name == home
     away = decide(ask(session=session), [worker(n, ready=n != home) for n in names])
-    assert away.worker.name != home and away.why is Why.AWAY
+    assert away.worker.name != home and away.reason is RoutingReason.PREFERRED_UNAVAILABLE
 
 
 def test_sessions_spread() -> None:
     workers = [worker(n) for n in "abcd"]
     homes = Counter(decide(ask(session=f"session {i}"), workers).worker.name for i in range(400))
     assert set(homes) == set("abcd") and min(homes.values()) > 50
-    firsts = Counter(max("abcd", key=lambda n, i=i: affinity(str(i), n)) for i in range(400))  # type: ignore[misc]
+    firsts = Counter(max("abcd", key=lambda n, i=i: rendezvous_hash(str(i), n)) for i in range(400))  # type: ignore[misc]
     assert min(firsts.values()) > 50
 
 
 def test_affinity_holds_up_to_the_slack_and_no_further() -> None:
     home = decide(ask(session="s"), [worker("a"), worker("b")]).worker.name
     other = "b" if home == "a" else "a"
-    for behind, expected, why in ((999.0, home, Why.SESSION), (1001.0, other, Why.YIELDED)):
+    for behind, expected, why in ((999.0, home, RoutingReason.SESSION), (1001.0, other, RoutingReason.PREFERRED_BUSY)):
         workers = [worker(home, 1, load=behind), worker(other)]
         decision = decide(ask(session="s"), workers)
-        assert (decision.worker.name, decision.why) == (expected, why)
+        assert (decision.worker.name, decision.reason) == (expected, why)
 
 
 def test_what_a_worker_knows_of_a_prompt_counts_as_work_saved() -> None:
     """4,000 bytes are 1,000 tokens: with the slack, worth as much as 2,000 tokens of other work."""
-    for behind, expected, why in ((1999.0, "a", Why.PREFIX), (2001.0, "b", Why.YIELDED)):
+    for behind, expected, why in ((1999.0, "a", RoutingReason.PREFIX), (2001.0, "b", RoutingReason.PREFERRED_BUSY)):
         workers = [worker("a", 1, load=behind), worker("b")]
         decision = decide(ask(4000), workers, {"a/1": 4000})
-        assert (decision.worker.name, decision.why) == (expected, why)
-        assert decision.load.prefill == (0.0 if expected == "a" else 1000.0)
+        assert (decision.worker.name, decision.reason) == (expected, why)
+        assert decision.load.prefill_tokens == (0.0 if expected == "a" else 1000.0)
 
 
 def test_a_home_is_worth_no_more_than_twice_what_it_saves() -> None:
@@ -127,12 +129,14 @@ def test_a_beginning_that_many_share_counts_less_where_more_work_went() -> None:
     """Of 1,000 tokens known at `a`: all while it was given as little as `b`, none once it was given 4,000 more."""
     a, b = worker("a"), worker("b")
     for tokens, expected in ((0.0, a), (3990.0, a), (20.0, b)):
-        a.began(1, Load(tokens, 0.0), 0.0)
-        a.ended(1)
-        shared = choose(ask(4000), [a, b], {"a/1": 4000}, Estimate(), RULES, 0.0, shared=True)
+        a.add_request(1, RequestLoad(tokens, 0.0), 0.0)
+        a.remove_request(1)
+        shared = choose_worker(ask(4000), [a, b], {"a/1": 4000}, TokenEstimator(), RULES, 0.0, is_shared_prefix=True)
         assert shared.worker is expected
         assert decide(ask(4000), [a, b], {"a/1": 4000}).worker is a, "the next turn of a conversation stays"
-    later = choose(ask(4000), [a, b], {"a/1": 4000}, Estimate(), RULES, RECENT_S, shared=True)
+    later = choose_worker(
+        ask(4000), [a, b], {"a/1": 4000}, TokenEstimator(), RULES, RECENT_WORK_DECAY_S, is_shared_prefix=True
+    )
     assert later.worker is a, "what was long ago counts less"
 
 
@@ -140,38 +144,40 @@ def test_a_beginning_that_many_share_counts_less_where_more_work_went() -> None:
 def test_tokens_to_be_generated_count_by_their_weight(weight: float, expected: str) -> None:
     """100 tokens of an answer against 300 of a prompt, by the policy and by the router's settings."""
     answer, prompt = worker("answer"), worker("prompt")
-    answer.began(1, Load(0.0, 100.0), 0.0)
-    prompt.began(1, Load(300.0, 0.0), 0.0)
-    rules = Rules(decode_weight=weight)
-    assert choose(ask(), [answer, prompt], {}, Estimate(), rules, 0.0).worker.name == expected
-    dispatch = Dispatch(RouterConfig(decode_weight=weight), ManualClock())
+    answer.add_request(1, RequestLoad(0.0, 100.0), 0.0)
+    prompt.add_request(1, RequestLoad(300.0, 0.0), 0.0)
+    rules = RoutingRules(decode_weight=weight)
+    assert choose_worker(ask(), [answer, prompt], {}, TokenEstimator(), rules, 0.0).worker.name == expected
+    dispatch = Dispatcher(RouterConfig(decode_weight=weight), ManualClock())
     dispatch.workers = {"answer": answer, "prompt": prompt}
-    assert dispatch.choose(ask(), set()).worker.name == expected
+    assert dispatch.choose_worker(ask(), set()).worker.name == expected
 
 
 def test_without_a_home_the_least_work_wins_in_tokens_not_in_requests() -> None:
     few_long, many_short = worker("a", 1, load=5000.0), worker("b", 3, running=8, limit=8, load=100.0)
     assert decide(ask(), [few_long, many_short]).worker is many_short
-    few_long.prefilled(0)
-    many_short.loads[2].decode, many_short.decode = 500.0, 500.0
+    few_long.mark_prefilled(0)
+    many_short.loads[2].decode_tokens, many_short.decode_tokens = 500.0, 500.0
     assert decide(ask(), [few_long, many_short]).worker is few_long
 
 
 def test_a_full_cache_is_passed_over_while_another_has_room() -> None:
     """400 bytes and 16 tokens to come need 116. Who has the prompt may still have no room for the answer."""
     home, other = worker("a"), worker("b")
-    home.kv_tokens = other.kv_tokens = 1000
+    home.kv_capacity_tokens = other.kv_capacity_tokens = 1000
     for used, expected in ((884, home), (885, other)):
-        home.reported(0, 0.0, used / 1000)
+        home.record_report(0, 0.0, used / 1000)
         assert decide(ask(), [home, other], {"a/1": 400}).worker is expected
-    other.began(1, Load(800.0, 100.0), 0.0)  # nothing of it is in a report yet
-    assert other.room == 100 and decide(ask(), [home, other], {"a/1": 400}).worker is home, "nobody has: as ever"
-    other.relieved(1)
-    assert (other.prefill, other.room) == (0, 100), "another computes it, and its blocks come"
-    other.prefilled(1)
-    assert other.room == 900
-    other.ended(1)
-    assert other.room == 1000 and worker("c").room == math.inf
+    other.add_request(1, RequestLoad(800.0, 100.0), 0.0)  # nothing of it is in a report yet
+    assert other.kv_free_tokens == 100 and decide(ask(), [home, other], {"a/1": 400}).worker is home, (
+        "nobody has: as ever"
+    )
+    other.remove_prefill_load(1)
+    assert (other.prefill_tokens, other.kv_free_tokens) == (0, 100), "another computes it, and its blocks come"
+    other.mark_prefilled(1)
+    assert other.kv_free_tokens == 900
+    other.remove_request(1)
+    assert other.kv_free_tokens == 1000 and worker("c").kv_free_tokens == math.inf
 
 
 def test_equals_are_not_all_given_to_the_first() -> None:
@@ -198,7 +204,7 @@ def test_why_there_is_nobody() -> None:
 
 def test_a_full_cluster_says_when_to_come_back() -> None:
     full = worker("a", 4)
-    full.seconds = 18.0
+    full.mean_request_s = 18.0
     with pytest.raises(Overloaded) as raised:
         decide(ask(), [full])
     assert raised.value.retry_after == 5  # one of four ends about every 4.5 s
@@ -211,21 +217,21 @@ def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 30))):
         what = data.draw(st.sampled_from(["began", "relieved", "prefilled", "generated", "ended"]))
         if what == "began":
-            load = Load(data.draw(st.floats(0, 1e5)), data.draw(st.floats(0, 1e4)))
-            one.began(next(keys), load, 0.0)
+            load = RequestLoad(data.draw(st.floats(0, 1e5)), data.draw(st.floats(0, 1e4)))
+            one.add_request(next(keys), load, 0.0)
         elif one.loads:
             key = data.draw(st.sampled_from(sorted(one.loads)))
             if what == "generated":
-                one.generated(key, data.draw(st.integers(0, 20_000)))
+                one.record_generated(key, data.draw(st.integers(0, 20_000)))
             else:
                 getattr(one, what)(key)
-        assert one.prefill == pytest.approx(sum(load.prefill for load in one.loads.values()), abs=1e-3)
-        assert one.decode == pytest.approx(sum(load.decode for load in one.loads.values()), abs=1e-3)
-        assert one.coming == pytest.approx(sum(load.coming for load in one.loads.values()), abs=1e-3)
-        assert all(load.prefill >= 0 and load.decode >= 0 for load in one.loads.values())
+        assert one.prefill_tokens == pytest.approx(sum(load.prefill_tokens for load in one.loads.values()), abs=1e-3)
+        assert one.decode_tokens == pytest.approx(sum(load.decode_tokens for load in one.loads.values()), abs=1e-3)
+        assert one.uncached_tokens == pytest.approx(sum(load.uncached_tokens for load in one.loads.values()), abs=1e-3)
+        assert all(load.prefill_tokens >= 0 and load.decode_tokens >= 0 for load in one.loads.values())
     for key in list(one.loads):
-        one.ended(key, 1.0)
-    assert (one.open, one.prefill, one.decode, one.coming) == (0, 0.0, 0.0, 0.0)
+        one.remove_request(key, 1.0)
+    assert (one.open_requests, one.prefill_tokens, one.decode_tokens, one.uncached_tokens) == (0, 0.0, 0.0, 0.0)
 
 
 def test_tokens_balance_better_than_requests_do() -> None:
@@ -235,9 +241,9 @@ def test_tokens_balance_better_than_requests_do() -> None:
     robin = [0.0] * 4
     for i, size in enumerate(sizes):
         decision = decide(ask(size), workers)
-        decision.worker.began(i, decision.load, 0.0)
-        robin[i % 4] += Estimate().prompt(size)
-    work = [w.prefill + RULES.decode_weight * w.decode for w in workers]
+        decision.worker.add_request(i, decision.load, 0.0)
+        robin[i % 4] += TokenEstimator().estimate_prompt_tokens(size)
+    work = [w.prefill_tokens + RULES.decode_weight * w.decode_tokens for w in workers]
     assert max(work) < 1.1 * sum(work) / 4 and max(robin) > 3 * sum(robin) / 4
 
 
@@ -246,10 +252,10 @@ def test_tokens_balance_better_than_requests_do() -> None:
 
 def suspected(workers: list[Worker]) -> str | None:
     try:
-        decision = choose(ask(), workers, {}, Estimate(), RULES, 0.0, suspect=True)
+        decision = choose_worker(ask(), workers, {}, TokenEstimator(), RULES, 0.0, is_suspect=True)
     except EngineUnavailable:
         return None
-    assert decision.load.suspect
+    assert decision.load.is_suspect
     return decision.worker.name
 
 
@@ -257,42 +263,56 @@ def test_a_suspect_is_kept_from_other_suspects_and_from_the_last_worker() -> Non
     assert suspected([worker("a")]) is None and suspected([worker("a"), worker("b", ready=False)]) is None, "the last"
     two = [worker("a", open_=1), worker("b")]
     assert suspected(two) == "b"
-    two[1].began(9, Load(1.0, 1.0, suspect=True), 0.0)
+    two[1].add_request(9, RequestLoad(1.0, 1.0, is_suspect=True), 0.0)
     assert suspected(two) is None, "each could break one of them"
     assert suspected([*two, worker("c", open_=1)]) in ("a", "c")
     assert decide(ask(), two), "others go where they like"
-    two[1].ended(9)
+    two[1].remove_request(9)
     assert suspected(two) == "b"
-    two[0].doubted = True
+    two[0].failed_since_heartbeat = True
     assert suspected(two) is None, "it may be the last"
 
 
 def test_a_break_stands_until_the_same_processes_are_heard_of() -> None:
     one = worker("a")
-    one.peers, one.doubted = {"m": "engine 1"}, True
-    broke = Break(one, one.peers)
-    assert broke.stands and broke.open, "it may yet be heard of"
-    one.doubted = False
-    assert not broke.stands, "it beats: only the connection broke"
-    one.ready = False
-    assert broke.stands and not broke.open, "by its own word, or replaced by another process"
-    one.ready, one.peers = True, {"m": "engine 2"}
-    assert broke.stands, "its engine died"
+    one.engine_ids, one.failed_since_heartbeat = {"m": "engine 1"}, True
+    broke = WorkerFailure(one, one.engine_ids)
+    assert broke.counts_as_crash and broke.awaits_heartbeat, "it may yet be heard of"
+    one.failed_since_heartbeat = False
+    assert not broke.counts_as_crash, "it beats: only the connection broke"
+    one.is_ready = False
+    assert broke.counts_as_crash and not broke.awaits_heartbeat, "by its own word, or replaced by another process"
+    one.is_ready, one.engine_ids = True, {"m": "engine 2"}
+    assert broke.counts_as_crash, "its engine died"
 
 
 def test_a_suspect_has_seen_several_workers_die() -> None:
     """Processes count, not how often their connections broke."""
     exchange = cast("Exchange", SimpleNamespace(status=None))
-    trip = Trip(exchange, ask(), Call("POST", "/", {}, b""), 1, 2, None, 9.0, 3, 3, generates=True, accused=False)
+    trip = RoutedRequest(
+        exchange,
+        ask(),
+        UpstreamRequest("POST", "/", {}, b""),
+        1,
+        2,
+        None,
+        9.0,
+        3,
+        3,
+        is_generation=True,
+        is_known_suspect=False,
+    )
     workers = [worker(name) for name in "abcd"]
     for each in (workers[0], workers[0], workers[1]):
-        trip.broke(each)
-    assert trip.crashes == 2 and trip.suspect and not trip.guilty
-    workers[0].peers = {"m": "another engine"}
-    trip.broke(workers[0])
-    assert trip.crashes == 3 and trip.guilty and not trip.goes_on, "the one it has now broke as well"
-    workers[1].doubted = False
-    assert not trip.guilty and trip.suspect, "it is heard of"
+        trip.record_worker_failure(each)
+    assert trip.crash_count == 2 and trip.is_suspect and not trip.exceeds_crash_limit
+    workers[0].engine_ids = {"m": "another engine"}
+    trip.record_worker_failure(workers[0])
+    assert trip.crash_count == 3 and trip.exceeds_crash_limit and not trip.can_try_worker, (
+        "the one it has now broke as well"
+    )
+    workers[1].failed_since_heartbeat = False
+    assert not trip.exceeds_crash_limit and trip.is_suspect, "it is heard of"
     workers[2].left = True
-    trip.broke(workers[2])
-    assert trip.crashes == 2, "it stops anyway"
+    trip.record_worker_failure(workers[2])
+    assert trip.crash_count == 2, "it stops anyway"

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest, Superseded
-from emberline.router.ask import Ask
-from emberline.server.routing.dispatch import TICK, Dispatch
-from emberline.server.routing.leg import Leg
+from emberline.router.request_summary import RequestSummary
+from emberline.server.routing.dispatcher import TICK_INTERVAL_S, Dispatcher
+from emberline.server.routing.worker_attempt import WorkerAttempt
 
 PATIENCE = RouterConfig().lost_after
 
 
-def card(incarnation: str) -> Card:
-    return Card("w", incarnation, "http://w", (ModelCard("m", "layout", 10_000, 8, 10_000, 16),), "both")
+def card(incarnation: str) -> WorkerRegistration:
+    return WorkerRegistration(
+        "w", incarnation, "http://w", (ModelRegistration("m", "layout", 10_000, 8, 10_000, 16),), "both"
+    )
 
 
 @dataclass
@@ -31,21 +33,21 @@ class World:
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
-        self.dispatch = Dispatch(RouterConfig(), self.clock)
+        self.dispatch = Dispatcher(RouterConfig(), self.clock)
         self.dispatch.register(card("1"))
-        self.dispatch.beat(Beat("w", "1"))
-        self.ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
-        self.decision = self.dispatch.choose(self.ask, set())
+        self.dispatch.record_heartbeat(Heartbeat("w", "1"))
+        self.ask = RequestSummary.parse(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
+        self.decision = self.dispatch.choose_worker(self.ask, set())
 
     @property
     def ready(self) -> bool:
-        return self.decision.worker.ready
+        return self.decision.worker.is_ready
 
-    def asked(self) -> AbstractContextManager[Leg]:
-        return self.dispatch.opened(self.ask, self.decision)
+    def asked(self) -> AbstractContextManager[WorkerAttempt]:
+        return self.dispatch.open_attempt(self.ask, self.decision)
 
     def pass_seconds(self, seconds: float) -> None:
-        ticks = max(1, round(seconds / TICK))
+        ticks = max(1, round(seconds / TICK_INTERVAL_S))
         for _ in range(ticks):
             self.clock.advance(seconds / ticks)
             self.dispatch.tick()
@@ -62,24 +64,24 @@ def test_who_goes_on_speaking_is_not_lost_for_want_of_beats(world: World) -> Non
     with world.asked() as speaking, world.asked() as silent:
         for _ in range(8):
             world.pass_seconds(1.0)
-            world.dispatch.came(speaking, 1)
-        assert (speaking.lost, silent.lost) == ("", "lost") and not world.ready
+            world.dispatch.record_reply_bytes(speaking, 1)
+        assert (speaking.abort_reason, silent.abort_reason) == ("", "lost") and not world.ready
         world.pass_seconds(PATIENCE)
-        assert not speaking.lost
+        assert not speaking.abort_reason
         world.pass_seconds(0.1)
-        assert speaking.lost == "lost"
+        assert speaking.abort_reason == "lost"
 
 
 def test_nor_is_it_borne_for_long_once_it_was_replaced(world: World) -> None:
     with world.asked() as leg:
         for _ in range(5):
             world.pass_seconds(1.0)
-            world.dispatch.came(leg, 1)
+            world.dispatch.record_reply_bytes(leg, 1)
         world.dispatch.register(card("2"))
         world.pass_seconds(PATIENCE)
-        assert not leg.lost, "it speaks"
+        assert not leg.abort_reason, "it speaks"
         world.pass_seconds(0.1)
-        assert leg.lost
+        assert leg.abort_reason
 
 
 @pytest.mark.parametrize("waiting", [0, 2])  # for room, until the blocks are there
@@ -89,8 +91,8 @@ def test_who_waits_for_blocks_from_elsewhere_is_not_stuck(world: World, loading:
     with world.asked() as leg:
         for _ in range(round(RouterConfig().stuck_after) + 2):
             world.pass_seconds(1.0)
-            world.dispatch.beat(Beat("w", "1", running=1, waiting=waiting, loading=loading))
-        assert (world.ready, leg.lost) == ((True, "") if loading else (False, "stuck"))
+            world.dispatch.record_heartbeat(Heartbeat("w", "1", running=1, waiting=waiting, loading=loading))
+        assert (world.ready, leg.abort_reason) == ((True, "") if loading else (False, "stuck"))
 
 
 def test_standing_still_is_held_against_nobody(world: World) -> None:
@@ -98,18 +100,18 @@ def test_standing_still_is_held_against_nobody(world: World) -> None:
     with world.asked() as leg:
         world.clock.advance(60.0)
         world.dispatch.tick()
-        assert world.ready and not leg.lost
-        world.pass_seconds(PATIENCE - TICK)
-        assert world.ready and not leg.lost
+        assert world.ready and not leg.abort_reason
+        world.pass_seconds(PATIENCE - TICK_INTERVAL_S)
+        assert world.ready and not leg.abort_reason
         world.pass_seconds(0.1)
-        assert not world.ready and leg.lost == "lost", "their silence counts from then on"
+        assert not world.ready and leg.abort_reason == "lost", "their silence counts from then on"
 
 
 def test_nor_is_it_when_they_are_heard_before_the_next_tick(world: World) -> None:
     with world.asked() as leg:
         world.clock.advance(60.0)
-        world.dispatch.beat(Beat("w", "1", running=1))  # sent in the first second of that minute
-        assert world.ready and not leg.lost, "it is not stuck"
+        world.dispatch.record_heartbeat(Heartbeat("w", "1", running=1))  # sent in the first second of that minute
+        assert world.ready and not leg.abort_reason, "it is not stuck"
     world.dispatch.register(card("2"))
     world.clock.advance(60.0)
     with pytest.raises(Superseded):
@@ -120,15 +122,15 @@ def test_a_name_belongs_to_the_worker_that_has_it_and_lives(world: World) -> Non
     other = msgspec.structs.replace(card("2"), url="http://elsewhere")
     with pytest.raises(Superseded, match="is alive at http://w"):
         world.dispatch.register(other)
-    assert world.dispatch.url(world.decision.worker) == "http://w"
+    assert world.dispatch.worker_url(world.decision.worker) == "http://w"
     world.pass_seconds(PATIENCE + 0.1)  # without a beat
     world.dispatch.register(other)
     with pytest.raises(Superseded):
         world.dispatch.register(card("1"))
-    world.dispatch.leave("w", "2")
+    world.dispatch.mark_leaving("w", "2")
     world.dispatch.register(card("3"))  # the other has said goodbye
-    world.decision = world.dispatch.choose(world.ask, set())
-    world.decision.worker.doubted = True  # it broke, and was not heard of since
+    world.decision = world.dispatch.choose_worker(world.ask, set())
+    world.decision.worker.failed_since_heartbeat = True  # it broke, and was not heard of since
     world.dispatch.register(msgspec.structs.replace(card("4"), url="http://again"))
 
 
@@ -136,7 +138,7 @@ def test_a_name_belongs_to_the_worker_that_has_it_and_lives(world: World) -> Non
     ("127.0.0.1", "http://127.0.0.1:8000"), ("127.0.0.1", "http://localhost:8000"), ("localhost", "http://127.0.0.1:8000"),
     ("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://127.0.0.1:8000/")])  # fmt: skip
 def test_a_router_is_not_its_own_worker(host: str, url: str) -> None:
-    dispatch = Dispatch(RouterConfig(host=host, port=8000), ManualClock())
+    dispatch = Dispatcher(RouterConfig(host=host, port=8000), ManualClock())
     with pytest.raises(InvalidRequest, match="which is this router"):
         dispatch.register(msgspec.structs.replace(card("1"), url=url))
     for elsewhere in ("http://127.0.0.1:8001", "http://192.0.2.1:8000"):

@@ -12,45 +12,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.core.breaker import Breaker
+from emberline.core.breaker import CircuitBreaker
 from emberline.core.errors import Overloaded
-from emberline.router.ask import Ask
-from emberline.router.estimate import Estimate
-from emberline.router.policy import Decision, Rules, Why, choose
-from emberline.router.split import split
-from emberline.router.worker import Load, Worker
+from emberline.router.policy import RoutingDecision, RoutingReason, RoutingRules, choose_worker
+from emberline.router.prefill_policy import choose_prefill_worker
+from emberline.router.request_summary import RequestSummary
+from emberline.router.token_estimator import TokenEstimator
+from emberline.router.worker import RequestLoad, Worker
 
-RULES = Rules(split_tokens=100.0)
-ASK = Ask("m", 4000, True, 16, single=True)  # 1,000 tokens
+RULES = RoutingRules(min_split_tokens=100.0)
+ASK = RequestSummary("m", 4000, True, 16, is_single_sequence=True)  # 1,000 tokens
 
 
 def worker(name: str, role: str = "prefill", open_: int = 0, running: int = 2, limit: int = 4) -> Worker:
     made = Worker(
-        f"{name}/1", name, frozenset({"m"}), running, limit, Breaker(), role=role, peers={"m": f"engine {name}"}
+        f"{name}/1",
+        name,
+        frozenset({"m"}),
+        running,
+        limit,
+        CircuitBreaker(),
+        role=role,
+        engine_ids={"m": f"engine {name}"},
     )
-    made.paired = frozenset(f"engine p{i}" for i in range(4))
+    made.paired_engine_ids = frozenset(f"engine p{i}" for i in range(4))
     for key in range(open_):
-        made.began(key, Load(10.0, 0.0), 0.0)
+        made.add_request(key, RequestLoad(10.0, 0.0), 0.0)
     return made
 
 
 def pick(
-    ask: Ask, workers: list[Worker], known: dict[str, int] | None = None, open_: int = 0, before: float = 0.0
+    ask: RequestSummary, workers: list[Worker], known: dict[str, int] | None = None, open_: int = 0, before: float = 0.0
 ) -> str | None:
     """`before`: tokens that who answers has to compute besides."""
     to = worker("d", "decode", open_)
-    answering = Decision(to, Load(Estimate().prompt(ask.size - (known or {}).get("d/1", 0)), 16.0), Why.LOAD, 0.0)
-    to.began(99, Load(before + answering.load.prefill, 16.0), 0.0)
-    chosen = split(ask, answering, [to, *workers], known or {}, Estimate(), RULES, 0.0)
-    assert chosen is None or (chosen.why is Why.SPLIT and chosen.load.decode == 0.0)
+    answering = RoutingDecision(
+        to,
+        RequestLoad(TokenEstimator().estimate_prompt_tokens(ask.prompt_bytes - (known or {}).get("d/1", 0)), 16.0),
+        RoutingReason.LOAD,
+        0.0,
+    )
+    to.add_request(99, RequestLoad(before + answering.load.prefill_tokens, 16.0), 0.0)
+    chosen = choose_prefill_worker(ask, answering, [to, *workers], known or {}, TokenEstimator(), RULES, 0.0)
+    assert chosen is None or (chosen.reason is RoutingReason.SPLIT and chosen.load.decode_tokens == 0.0)
     return chosen and chosen.worker.name
 
 
 def test_what_is_worth_it() -> None:
     assert pick(ASK, [worker("p0")]) == "p0"
-    assert pick(replace(ASK, size=400), [worker("p0")]) == "p0" and pick(replace(ASK, size=396), [worker("p0")]) is None
+    assert (
+        pick(replace(ASK, prompt_bytes=400), [worker("p0")]) == "p0"
+        and pick(replace(ASK, prompt_bytes=396), [worker("p0")]) is None
+    )
     assert pick(ASK, [worker("p0")], {"d/1": 3900}) is None, "it has most of the prompt"
-    assert pick(replace(ASK, single=False), [worker("p0")]) is None
+    assert pick(replace(ASK, is_single_sequence=False), [worker("p0")]) is None
     assert pick(ASK, []) is None
 
 
@@ -58,11 +73,11 @@ def test_who_can() -> None:
     assert pick(ASK, [worker("stranger")]) is None, "not paired"
     assert pick(ASK, [worker("p0", "both"), worker("p1", "decode")]) is None
     away = worker("p0")
-    away.ready = False
+    away.is_ready = False
     assert pick(ASK, [away]) is None and pick(replace(ASK, model="other"), [worker("p0")]) is None
     broken = worker("p0")
     for _ in range(3):
-        broken.breaker.failed(0.0)
+        broken.breaker.record_failure(0.0)
     assert pick(ASK, [broken]) is None and pick(ASK, [broken, worker("p1")]) == "p1"
 
 
@@ -79,9 +94,9 @@ def test_who_knows_most_or_has_least_to_do() -> None:
 
 def paced(name: str, rate: int, queued: float = 0.0) -> Worker:
     made = worker(name)
-    made.reported(0, 0.0)
-    made.reported(rate, 1.0)
-    made.began(0, Load(queued, 0.0), 0.0)
+    made.record_report(0, 0.0)
+    made.record_report(rate, 1.0)
+    made.add_request(0, RequestLoad(queued, 0.0), 0.0)
     return made
 
 
@@ -96,18 +111,20 @@ def test_nobody_waits_much_longer_there_than_it_would_take_here() -> None:
 
 def test_what_is_queued_is_known_from_reports() -> None:
     one = paced("p0", 100, 1000.0)
-    one.began(1, Load(500.0, 0.0), 0.0)
-    one.reported(700, 7.0)
-    assert one.prefill == 900.0 and one.loads[0].prefill == 400.0, "600 more were computed, of the oldest"
-    one.ended(0, seconds=10.0)
-    one.reported(1150, 11.5)  # of these 400 were the first one's last
-    assert one.prefill == pytest.approx(450.0) and one.pace.rate == pytest.approx(100.0)
-    one.reported(80, 0.4)
-    assert one.prefill == pytest.approx(450.0) and one.pace.rate == pytest.approx(100.0), "another engine counts anew"
-    one.reported(380, 1.4)
-    assert one.prefill == pytest.approx(150.0) and 100.0 < one.pace.rate < 300.0, "it learns"
-    one.ended(1)
-    assert one.prefill == 0.0
+    one.add_request(1, RequestLoad(500.0, 0.0), 0.0)
+    one.record_report(700, 7.0)
+    assert one.prefill_tokens == 900.0 and one.loads[0].prefill_tokens == 400.0, "600 more were computed, of the oldest"
+    one.remove_request(0, seconds=10.0)
+    one.record_report(1150, 11.5)  # of these 400 were the first one's last
+    assert one.prefill_tokens == pytest.approx(450.0) and one.prefill_rate.tokens_per_s == pytest.approx(100.0)
+    one.record_report(80, 0.4)
+    assert one.prefill_tokens == pytest.approx(450.0) and one.prefill_rate.tokens_per_s == pytest.approx(100.0), (
+        "another engine counts anew"
+    )
+    one.record_report(380, 1.4)
+    assert one.prefill_tokens == pytest.approx(150.0) and 100.0 < one.prefill_rate.tokens_per_s < 300.0, "it learns"
+    one.remove_request(1)
+    assert one.prefill_tokens == 0.0
 
 
 @dataclass
@@ -129,19 +146,19 @@ def queues(reports: bool) -> tuple[float, int]:
         now = tick / 10
         while arrives <= now:
             prompt = Prompt(next(keys), now)
-            answering = Decision(here, Load(1000.0, 16.0), Why.LOAD, 0.0)
-            here.began(prompt.key, answering.load, now)
-            chosen = split(ASK, answering, [there, here], {}, Estimate(), RULES, now)
+            answering = RoutingDecision(here, RequestLoad(1000.0, 16.0), RoutingReason.LOAD, 0.0)
+            here.add_request(prompt.key, answering.load, now)
+            chosen = choose_prefill_worker(ASK, answering, [there, here], {}, TokenEstimator(), RULES, now)
             if chosen is not None:
-                prompt.due = now + chosen.wait + 10.0
-                there.began(prompt.key, chosen.load, now)
-                here.prefilled(prompt.key)
+                prompt.due = now + chosen.wait_s + 10.0
+                there.add_request(prompt.key, chosen.load, now)
+                here.mark_prefilled(prompt.key)
             at[chosen.worker.name if chosen else "d"].append(prompt)
             arrives += dice.expovariate(0.13)
         for prompt in [each for each in at["p0"][1:] if now > each.due]:
             at["p0"].remove(prompt)
-            there.ended(prompt.key)
-            here.owes(prompt.key, 1000.0)
+            there.remove_request(prompt.key)
+            here.add_prefill_load(prompt.key, 1000.0)
             at["d"].append(prompt)
             late += 1
         for one in (there, here):
@@ -150,12 +167,12 @@ def queues(reports: bool) -> tuple[float, int]:
                 computed += 10.0 * (one is there)
                 if queue[0].left <= 0:
                     done = queue.pop(0)
-                    one.ended(done.key, seconds=now - done.came)
+                    one.remove_request(done.key, seconds=now - done.came)
                     if one is there:
-                        here.ended(done.key)
+                        here.remove_request(done.key)
                     waits.append(now - done.came)
         if reports and tick % 10 == 0:
-            there.reported(int(computed), computed / 100)
+            there.record_report(int(computed), computed / 100)
     return sum(waits) / len(waits), late
 
 
@@ -173,19 +190,21 @@ def test_who_prefills_answers_only_if_nobody_else_can(roles: list[str], session:
     ask = replace(ASK, session="s" if session else "")
     if not left:
         with pytest.raises(Overloaded):
-            choose(ask, workers, {}, Estimate(), RULES, 0.0, without)
+            choose_worker(ask, workers, {}, TokenEstimator(), RULES, 0.0, without)
         return
-    chosen = choose(ask, workers, {}, Estimate(), RULES, 0.0, without).worker
+    chosen = choose_worker(ask, workers, {}, TokenEstimator(), RULES, 0.0, without).worker
     assert (chosen.role == "prefill") == (tried or not others)
 
 
 def test_what_has_begun_goes_on_where_it_is_full() -> None:
     full = worker("w", "both", open_=4)
     with pytest.raises(Overloaded):
-        choose(ASK, [full], {}, Estimate(), RULES, 0.0)
-    assert choose(ASK, [full], {}, Estimate(), RULES, 0.0, urgent=True).worker is full
+        choose_worker(ASK, [full], {}, TokenEstimator(), RULES, 0.0)
+    assert choose_worker(ASK, [full], {}, TokenEstimator(), RULES, 0.0, ignore_limits=True).worker is full
     free = worker("v", "both")
-    assert choose(ASK, [full, free], {"w/1": 4000}, Estimate(), RULES, 0.0, urgent=True).worker is free
+    assert (
+        choose_worker(ASK, [full, free], {"w/1": 4000}, TokenEstimator(), RULES, 0.0, ignore_limits=True).worker is free
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,4 +225,4 @@ def test_what_has_begun_goes_on_where_it_is_full() -> None:
     ],
 )
 def test_one_prompt_and_one_choice(body: dict[str, Any], single: bool) -> None:
-    assert Ask.read(json.dumps({"model": "m", **body}).encode()).single is single
+    assert RequestSummary.parse(json.dumps({"model": "m", **body}).encode()).is_single_sequence is single

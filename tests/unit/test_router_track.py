@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.cluster.speech import Asked, Speech
-from emberline.core.handoff import Said
-from emberline.router.track import LARGEST, Garbled, Track
+from emberline.cluster.fake_completion import FakeCompletion, FakeRequest
+from emberline.core.handoff import TokenGroup
+from emberline.router.stream_tracker import MAX_GROUP_BYTES, InvalidWorkerReply, StreamTracker
 
 TOKENS = st.lists(st.integers(0, 1 << 20), max_size=3).map(tuple)
 EVENTS = st.lists(st.sampled_from([b"data: {}\n\n", b"event: x\ndata: : said 0 1 2\n\n"]), max_size=3).map(b"".join)
 GROUPS = st.lists(st.tuples(st.integers(0, 2), TOKENS, st.sampled_from(["", "stop"]), EVENTS), max_size=8)
 
 
-def feed(track: Track, stream: bytes, cuts: list[int]) -> bytes:
+def feed(track: StreamTracker, stream: bytes, cuts: list[int]) -> bytes:
     ends = [*sorted(cut for cut in cuts if 0 < cut < len(stream)), len(stream)]
     return b"".join(track.push(stream[a:b]) for a, b in zip([0, *ends], ends, strict=False) if b > a)
 
@@ -24,87 +24,99 @@ def feed(track: Track, stream: bytes, cuts: list[int]) -> bytes:
 def test_only_whole_groups_pass_and_are_known(
     made: list[tuple[int, tuple[int, ...], str, bytes]], cuts: list[int], broken: int, cached: int
 ) -> None:
-    said = [Said(index, tokens, finish) for index, tokens, finish, _ in made]
-    writes = [s.line(len(events)) + events for s, (*_, events) in zip(said, made, strict=True)]
+    said = [TokenGroup(index, tokens, finish) for index, tokens, finish, _ in made]
+    writes = [s.to_comment(len(events)) + events for s, (*_, events) in zip(said, made, strict=True)]
     if writes:
         writes[0] = b": cached %d\n\n: odd\n\n" % cached + writes[0]
     stream = b"".join(writes)[:broken]
-    track = Track()
+    track = StreamTracker()
     out = feed(track, stream, cuts)
     whole = 0
     while whole < len(writes) and len(b"".join(writes[: whole + 1])) <= broken:
         whole += 1
     assert out == b"".join(events for *_, events in made[:whole])
     if stream[:1] == b":":
-        handoff = track.handoff()
-        assert handoff.said == tuple(said[:whole]) and track.count == out.count(b"\n\n")
+        handoff = track.build_handoff()
+        assert handoff.groups == tuple(said[:whole]) and track.event_count == out.count(b"\n\n")
         assert handoff.started == bool(out) and handoff.cached_tokens == (cached if whole else None)
 
 
 @given(st.booleans(), st.data())
 def test_who_goes_on_anywhere_says_the_rest(uneven: bool, data: st.DataObject) -> None:
     """Every cut of the bytes, several times over: the client's stream is the one that never moved."""
-    speech = Speech(data.draw(st.integers(0, 99)), Asked(max_tokens=9, uneven=uneven))
-    track, out = Track(), b""
+    speech = FakeCompletion(data.draw(st.integers(0, 99)), FakeRequest(max_tokens=9, uneven=uneven))
+    track, out = StreamTracker(), b""
     for leg in range(5):
-        after = sum(len(group.tokens) for group in track.handoff().said)
-        stream = b"".join(speech.writes(7, after, True))
+        after = sum(len(group.tokens) for group in track.build_handoff().groups)
+        stream = b"".join(speech.chunks(7, after, True))
         broken = len(stream) if leg == 4 else data.draw(st.integers(0, len(stream)))
         out += feed(track, stream[:broken], data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
-        if track.ended:
+        if track.has_ended:
             break
-        track.moved()
-    assert track.ended and not track.movable and out == b"".join(speech.writes(7, 0, False))
-    assert track.named() == (speech.id, 1) and track.count == out.count(b"\n\n")
+        track.discard_partial_group()
+    assert track.has_ended and not track.is_movable and out == b"".join(speech.chunks(7, 0, False))
+    assert track.reply_id_and_created() == (speech.id, 1) and track.event_count == out.count(b"\n\n")
 
 
 def test_every_single_cut() -> None:
-    speech = Speech(5, Asked(max_tokens=8, uneven=True))
-    whole, plain = b"".join(speech.writes(7, 0, True)), b"".join(speech.writes(7, 0, False))
+    speech = FakeCompletion(5, FakeRequest(max_tokens=8, uneven=True))
+    whole, plain = b"".join(speech.chunks(7, 0, True)), b"".join(speech.chunks(7, 0, False))
     for cut in range(len(whole) + 1):
-        track = Track()
+        track = StreamTracker()
         out = feed(track, whole[:cut], [])
-        track.moved()
-        after = sum(len(group.tokens) for group in track.handoff().said)
-        assert out + (b"" if track.ended else track.push(b"".join(speech.writes(7, after, True)))) == plain
+        track.discard_partial_group()
+        after = sum(len(group.tokens) for group in track.build_handoff().groups)
+        assert out + (b"" if track.has_ended else track.push(b"".join(speech.chunks(7, after, True)))) == plain
 
 
 def test_a_stream_without_groups_passes_and_cannot_be_moved() -> None:
     for begin in (b"", b": ping\n\n"):
-        track = Track()
-        assert track.push(begin + b"data: 1\n\nda") == b"data: 1\n\n" and not track.movable and not track.torn
-        assert track.push(b"ta: 2\n\n: ping\n\ndata") == b"data: 2\n\n" and track.rest() == b"data" and track.count == 2
+        track = StreamTracker()
+        assert (
+            track.push(begin + b"data: 1\n\nda") == b"data: 1\n\n" and not track.is_movable and not track.is_mid_event
+        )
+        assert (
+            track.push(b"ta: 2\n\n: ping\n\ndata") == b"data: 2\n\n"
+            and track.take_rest() == b"data"
+            and track.event_count == 2
+        )
 
 
 @pytest.mark.parametrize("begin", [b"", b": ping\r\n\r\n", b": ping\n\n"])
 def test_lines_may_end_otherwise_wherever_the_bytes_are_cut(begin: bytes) -> None:
     stream = begin + b"event: a\r\ndata: 1\r\n\r\n: ping\r\n\r\ndata: [DONE]\r\n\r\n"
     for cut in range(len(stream) + 1):
-        track = Track()
+        track = StreamTracker()
         assert feed(track, stream, [cut]) == b"event: a\ndata: 1\n\ndata: [DONE]\n\n"
-        assert track.ended and track.count == 2 and not track.torn and not track.movable
+        assert track.has_ended and track.event_count == 2 and not track.is_mid_event and not track.is_movable
 
 
 @pytest.mark.parametrize(
     "next_",
-    [b"data: 1\n\n", b": said 0 1\n\n", b": said 0 1 x\n\n", b": cached -1\n\n", b": said 0 1 %d\n\n" % LARGEST],
+    [
+        b"data: 1\n\n",
+        b": said 0 1\n\n",
+        b": said 0 1 x\n\n",
+        b": cached -1\n\n",
+        b": said 0 1 %d\n\n" % MAX_GROUP_BYTES,
+    ],
 )
 def test_a_tracked_stream_goes_on_with_groups_or_not_at_all(next_: bytes) -> None:
-    track = Track()
+    track = StreamTracker()
     track.push(b": said 0 1 9\n\ndata: 1\n\n")
-    with pytest.raises(Garbled):
+    with pytest.raises(InvalidWorkerReply):
         track.push(next_)
 
 
 @pytest.mark.parametrize("rubbish", [b"data: 1\n\n", b": said 0 1\n\n", b": cached -1\n\n", b": chain x\n\n"])
 def test_what_was_not_passed_on_is_not_handed_on(rubbish: bytes) -> None:
     """A group that comes in one read with what is garbled: who goes on says it again."""
-    track, said = Track(), b": said 0 %d 9\n\ndata: 1\n\n"
+    track, said = StreamTracker(), b": said 0 %d 9\n\ndata: 1\n\n"
     assert track.push(b": cached 3\n\n" + said % 1) == b"data: 1\n\n"
-    with pytest.raises(Garbled):
+    with pytest.raises(InvalidWorkerReply):
         track.push(b": cached 5\n\n" + said % 2 + rubbish)
-    handoff = track.handoff()
-    assert [each.tokens for each in handoff.said] == [(1,)] and handoff.cached_tokens == 3
+    handoff = track.build_handoff()
+    assert [each.tokens for each in handoff.groups] == [(1,)] and handoff.cached_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -120,9 +132,9 @@ def test_what_was_not_passed_on_is_not_handed_on(rubbish: bytes) -> None:
 )
 def test_endings_are_known(stream: bytes, ended: bool) -> None:
     for written in (stream, b": said 0 - %d\n\n" % len(stream) + stream):
-        track = Track()
+        track = StreamTracker()
         track.push(written)
-        assert track.ended is ended
+        assert track.has_ended is ended
 
 
 @pytest.mark.parametrize(
@@ -135,6 +147,6 @@ def test_endings_are_known(stream: bytes, ended: bool) -> None:
     ],
 )
 def test_the_reply_keeps_its_name(opening: bytes, named: tuple[str | None, int | None]) -> None:
-    track = Track()
-    track.push(Said(0, (1,)).line(len(opening)) + opening)
-    assert track.named() == named
+    track = StreamTracker()
+    track.push(TokenGroup(0, (1,)).to_comment(len(opening)) + opening)
+    assert track.reply_id_and_created() == named

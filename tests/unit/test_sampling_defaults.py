@@ -11,8 +11,8 @@ import pytest
 from scripted_engine import House
 
 from emberline.core.errors import InvalidRequest
-from emberline.server.worker.catalog import Catalog
-from emberline.server.worker.sampling_defaults import sampling_defaults
+from emberline.server.worker.catalog import ModelCatalog
+from emberline.server.worker.sampling_defaults import load_sampling_defaults
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "max_new_tokens": 7}
 MEANT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 7}
@@ -24,26 +24,26 @@ def write(folder: Path, config: Any) -> Path:
 
 
 def test_its_settings_by_our_names(tmp_path: Path) -> None:
-    assert sampling_defaults(write(tmp_path, QWEN)) == MEANT
-    assert sampling_defaults(tmp_path, "none") == {}
+    assert load_sampling_defaults(write(tmp_path, QWEN)) == MEANT
+    assert load_sampling_defaults(tmp_path, "none") == {}
 
 
 def test_another_directory_may_have_them(tmp_path: Path) -> None:
-    assert sampling_defaults(tmp_path / "model", str(write(tmp_path, QWEN))) == MEANT
+    assert load_sampling_defaults(tmp_path / "model", str(write(tmp_path, QWEN))) == MEANT
     with pytest.raises(InvalidRequest) as caught:
-        sampling_defaults(tmp_path, str(tmp_path / "nothing"))
+        load_sampling_defaults(tmp_path, str(tmp_path / "nothing"))
     assert caught.value.param == "generation_config"
 
 
 def test_values_that_no_request_could_have_are_skipped(tmp_path: Path) -> None:
     config = {"temperature": -1, "top_k": True, "top_p": "a", "min_p": None, "repetition_penalty": 1.1}
-    assert sampling_defaults(write(tmp_path, config)) == {"repetition_penalty": 1.1}
+    assert load_sampling_defaults(write(tmp_path, config)) == {"repetition_penalty": 1.1}
 
 
 def house() -> House:
     made = House(lambda before, index: before + "abc")
     (served,) = made.catalog
-    catalog = Catalog([replace(served, defaults=MEANT)])
+    catalog = ModelCatalog([replace(served, sampling_defaults=MEANT)])
     made.app._catalog = made.app._handler._catalog = catalog
     return made
 
@@ -72,4 +72,4 @@ def test_a_response_repeats_the_settings_it_was_made_with() -> None:
 
 
 def test_the_list_of_models_shows_them() -> None:
-    assert house().app.served()[0].sampling == MEANT
+    assert house().app.served_models()[0].sampling_defaults == MEANT

@@ -15,8 +15,8 @@ from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Request, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
-from emberline.engine.scheduler import MOST_SCORED
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
+from emberline.engine.scheduler import MAX_SCORED_TOKENS
 
 
 def engine(
@@ -53,7 +53,7 @@ def run(e: Engine, limit: int = 10_000) -> list[Output]:
     outputs: list[Output] = []
     for _ in range(limit):
         outputs += e.step()
-        e.kv.check()
+        e.kv.check_invariants()
         if e.idle:
             break
     assert e.idle, "the engine did not finish"
@@ -68,10 +68,10 @@ def texts(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
 
 
 def assert_all_free(e: Engine) -> None:
-    assert e.kv.num_free + e.kv.num_cached == e.kv.total
+    assert e.kv.num_free + e.kv.num_cached == e.kv.num_blocks
 
 
-RUNNERS = st.sampled_from([FakeRunner, FakeAheadRunner])
+RUNNERS = st.sampled_from([FakeRunner, FakePipelinedRunner])
 WORK = st.lists(
     st.tuples(
         st.integers(1, 60), st.integers(0, 3), st.integers(1, 20), st.integers(1, 3), st.sampled_from(list(Priority))
@@ -119,7 +119,7 @@ def test_tokens_do_not_depend_on_batching_chunking_sharing_preemption_or_lookahe
         together.add(s)
         for _ in range(gap):
             outputs += together.step()
-            together.kv.check()
+            together.kv.check_invariants()
     outputs += run(together)
     assert texts(outputs) == expected
     assert Counter((o.id, o.index) for o in outputs if o.finish) == Counter(expected.keys())
@@ -160,7 +160,7 @@ def test_every_request_ends_exactly_once_and_no_block_leaks(
             e.abort(sorted(expected)[a % len(expected)][0])
         elif verb == "wait":
             clock.advance(a)
-        e.kv.check()
+        e.kv.check_invariants()
     outputs += run(e) if not e.idle else e.step()
     ends = Counter((o.id, o.index) for o in outputs if o.finish)
     assert ends == Counter(expected)
@@ -202,7 +202,7 @@ def test_preemption_prefers_batch_and_whoever_loses_least() -> None:
     outputs: list[Output] = []
     while e.scheduler.preemptions == 0:
         outputs += e.step()
-    waiting = [r.parent for r in e.scheduler.waiting]
+    waiting = [r.submission_id for r in e.scheduler.waiting]
     assert waiting == ["bulk"]
     outputs += run(e)
     assert {o.id for o in outputs if o.finish is FinishReason.LENGTH} == {"first", "bulk", "small"}
@@ -213,7 +213,7 @@ def test_siblings_share_the_prompt() -> None:
     e.add(submission("n", 40, max_tokens=4, n=3, seed=7))
     e.step()
     e.step()
-    tables = [list(e.kv.table(r)) for r in e.scheduler.running]
+    tables = [list(e.kv.block_table(r)) for r in e.scheduler.running]
     assert len(tables) == 3 and tables[0][:4] == tables[1][:4] == tables[2][:4]
     outputs = run(e)
     assert e.scheduler.prompt_tokens <= 40 + 2 * 8
@@ -224,7 +224,7 @@ def test_abort_frees_at_once() -> None:
     e = engine()
     e.add(submission("a", 40, max_tokens=50))
     e.step()
-    assert e.kv.num_free < e.kv.total
+    assert e.kv.num_free < e.kv.num_blocks
     e.abort("a")
     assert_all_free(e)
     assert [o.finish for o in e.step() if o.finish] == [FinishReason.ABORT]
@@ -315,10 +315,10 @@ def test_scored_prompts_share_a_budget_of_their_own() -> None:
         plan = e.scheduler.schedule()
         if plan is None:
             break
-        assert sum(len(w.tokens) for w in plan.work if w.prompt_logprobs) <= MOST_SCORED
+        assert sum(len(w.tokens) for w in plan.work if w.prompt_logprobs) <= MAX_SCORED_TOKENS
         seen += sum(len(w.tokens) for w in plan.work if w.prompt_logprobs)
         e.scheduler.update(plan, e.runner.run(plan))
-        for o in e._collect():
+        for o in e._collect_outputs():
             if o.prompt_logprobs is not None:
                 found[o.id] = len(o.prompt_logprobs)
     assert seen == 3 * 700 and found == {f"scored{i}": 699 for i in range(3)}
@@ -334,20 +334,20 @@ def test_what_a_preempted_prompt_finds_of_itself_is_not_cached() -> None:
     e.add(submission("b", 90, start=500, priority=Priority.BATCH, max_tokens=2))
     outputs = run(e)
     assert e.scheduler.preemptions
-    assert sum(o.cached_tokens for o in outputs) == e.kv.hits == 0
-    assert e.kv.queries == 4 * 6 + 90
-    assert not e.scheduler._found
+    assert sum(o.cached_tokens for o in outputs) == e.kv.hit_tokens == 0
+    assert e.kv.queried_tokens == 4 * 6 + 90
+    assert not e.scheduler._first_num_cached
     e.add(submission("c", 90, start=500, max_tokens=2))
-    assert sum(o.cached_tokens for o in run(e)) == e.kv.hits == 88
+    assert sum(o.cached_tokens for o in run(e)) == e.kv.hit_tokens == 88
 
 
 def victim_by_scanning(e: Engine, request: Request) -> Request:
     """The definition: of those behind, batch first, then the fewest blocks that nothing else holds, then the latest."""
     kv, rank = e.kv, e.scheduler.waiting.rank
-    held = Counter(block for r in e.scheduler.running for block in kv.table(r))
+    held = Counter(block for r in e.scheduler.running for block in kv.block_table(r))
 
     def private(r: Request) -> int:
-        return sum(held[block] == 1 for block in kv.table(r))
+        return sum(held[block] == 1 for block in kv.block_table(r))
 
     behind = [r for r in e.scheduler.running if rank(r) > rank(request) and private(r) > 0]
     return min(behind, key=lambda r: (-r.priority, private(r), -rank(r)[0])) if behind else request
@@ -366,7 +366,7 @@ def test_the_victim_is_the_one_that_a_scan_of_all_tables_finds(
     asked: list[tuple[int, int, int, int]], blocks: int
 ) -> None:
     e, found = engine(blocks), list[str]()
-    choose = e.scheduler._victim
+    choose = e.scheduler._choose_victim
 
     def compared(request: Request) -> Request:
         chosen = choose(request)
@@ -374,7 +374,7 @@ def test_the_victim_is_the_one_that_a_scan_of_all_tables_finds(
         found.append(chosen.id)
         return chosen
 
-    e.scheduler._victim = compared  # type: ignore[method-assign]
+    e.scheduler._choose_victim = compared  # type: ignore[method-assign]
     for i, (length, start, tokens, n) in enumerate(asked):
         priority = Priority.BATCH if i % 3 == 2 else Priority.INTERACTIVE
         if -(-(length + tokens) // 8) < blocks:

@@ -103,6 +103,6 @@ def test_when_a_gateway_that_was_asked_for_fails_the_engine_stops(here: Path) ->
 @pytest.mark.parametrize(("arguments", "ports"), [(["--port", "8123"], "8123 8080"), (["--no-gateway"], "8000")])
 def test_where_things_are_is_printed_when_they_answer(here: Path, arguments: list[str], ports: str) -> None:
     process = started(here, *arguments)
-    assert called(here, 1, "python-called") == [f"-m emberline.cli.started {ports}"]
+    assert called(here, 1, "python-called") == [f"-m emberline.cli.startup_summary {ports}"]
     process.terminate()
     process.communicate(timeout=20)

@@ -13,8 +13,8 @@ def test_without_a_network_all_but_embeddings_is_served(monkeypatch: pytest.Monk
     def resolve(name: str) -> None:
         raise DownloadError(f"{name} cannot be had")
 
-    monkeypatch.setattr(assembly, "resolve", resolve)
-    assert assembly.read_parts(ServerConfig(embedder=None), {}).embeddings is None
-    assert assembly.read_parts(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embeddings is None
+    monkeypatch.setattr(assembly, "resolve_model", resolve)
+    assert assembly.load_parts(ServerConfig(embedder=None), {}).embedding_model is None
+    assert assembly.load_parts(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embedding_model is None
     with pytest.raises(DownloadError):
-        assembly.read_parts(ServerConfig(embedder="hf:org/asked-for"), {})
+        assembly.load_parts(ServerConfig(embedder="hf:org/asked-for"), {})

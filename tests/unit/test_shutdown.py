@@ -12,12 +12,12 @@ import pytest
 from scripted_engine import Answer, House
 from test_router_endings import HEAD, MODEL, WORD, asked, chunk
 
-from emberline.cluster.card import Beat, Card
+from emberline.cluster.registration import Heartbeat, WorkerRegistration
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
-from emberline.core.handoff import Said
-from emberline.net.server import Server
-from emberline.router.upstream import Upstream
+from emberline.core.handoff import TokenGroup
+from emberline.net.server import HTTPServer
+from emberline.router.worker_client import WorkerClient
 from emberline.server.routing.router_app import RouterApp
 
 BODIES: dict[str, Any] = {
@@ -65,22 +65,25 @@ def test_the_router() -> None:
 
     async def never_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(HEAD + chunk(Said(0, (1,)), WORD.replace(b'"stop"', b"null")))
+        writer.write(HEAD + chunk(TokenGroup(0, (1,)), WORD.replace(b'"stop"', b"null")))
         await writer.drain()
         begun.set()
         await reader.read()
 
     async def run() -> bytes:
-        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
-        server = Server(app)
+        app, listener = (
+            RouterApp(RouterConfig(), WorkerClient(), SystemClock(), {}),
+            socket.create_server(("127.0.0.1", 0)),
+        )
+        server = HTTPServer(app)
         await server.start(listener)
         place = await asyncio.start_server(never_ends, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-        app.dispatch.register(Card("a", "ia", url, (MODEL,)))
-        app.dispatch.beat(Beat("a", "ia"))
+        app.dispatcher.register(WorkerRegistration("a", "ia", url, (MODEL,)))
+        app.dispatcher.record_heartbeat(Heartbeat("a", "ia"))
         asking = asyncio.create_task(asked(listener.getsockname()[1]))
         await begun.wait()
-        while not any(each.open for each in app.dispatch.workers.values()):
+        while not any(each.open_requests for each in app.dispatcher.workers.values()):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # the first event is passed on
         await server.stop(0.0)

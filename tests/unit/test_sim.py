@@ -6,53 +6,57 @@ from dataclasses import replace
 
 import pytest
 
-from emberline.core.plan import StepPlan, Work
-from emberline.router.kvindex import State
-from emberline.sim.agents import Habits, sessions
-from emberline.sim.cluster import Seen, Shape, SimCluster, at_random, by_policy
+from emberline.core.plan import StepPlan, WorkItem
+from emberline.router.kvindex import KVIndexState
+from emberline.sim.agents import AgentWorkload, make_sessions
+from emberline.sim.cluster import SimCluster, SimClusterConfig, SimResult, choose_by_policy, random_chooser
 from emberline.sim.costmodel import CostModel
-from emberline.sim.oracle import Oracle
+from emberline.sim.oracle import PrefixOracle
 from emberline.sim.sharedstore import SharedStore
-from emberline.sim.worker import Store
+from emberline.sim.worker import SimStore
 
-HABITS = Habits(
+HABITS = AgentWorkload(
     sessions=12, systems=2, system_tokens=(200, 300), turns=(4, 6), user_tokens=40, reply_tokens=12, over_seconds=20
 )
-SHAPE = Shape(workers=3, kv_tokens=4096, max_running=8, batch_tokens=256)
+SHAPE = SimClusterConfig(workers=3, kv_tokens=4096, max_running=8, batch_tokens=256)
 
 
 @pytest.fixture(scope="module")
-def inferred() -> Seen:
-    return SimCluster(SHAPE, by_policy).run(sessions(HABITS, 1))
+def inferred() -> SimResult:
+    return SimCluster(SHAPE, choose_by_policy).run(make_sessions(HABITS, 1))
 
 
-def test_every_turn_is_answered_once_and_counted(inferred: Seen) -> None:
-    turns = sum(session.turns for session in sessions(HABITS, 1))
-    assert inferred.requests == turns == len(inferred.first)
-    assert inferred.seconds > max(session.begins for session in sessions(HABITS, 1))
+def test_every_turn_is_answered_once_and_counted(inferred: SimResult) -> None:
+    turns = sum(session.turns_left for session in make_sessions(HABITS, 1))
+    assert inferred.requests == turns == len(inferred.ttft_seconds)
+    assert inferred.seconds > max(session.starts_at for session in make_sessions(HABITS, 1))
 
 
-def test_the_same_seed_gives_the_same_run(inferred: Seen) -> None:
-    assert SimCluster(SHAPE, by_policy).run(sessions(HABITS, 1)) == inferred
+def test_the_same_seed_gives_the_same_run(inferred: SimResult) -> None:
+    assert SimCluster(SHAPE, choose_by_policy).run(make_sessions(HABITS, 1)) == inferred
 
 
-def test_affinity_saves_what_random_routing_loses(inferred: Seen) -> None:
-    random = SimCluster(SHAPE, at_random(1)).run(sessions(HABITS, 1))
+def test_affinity_saves_what_random_routing_loses(inferred: SimResult) -> None:
+    random = SimCluster(SHAPE, random_chooser(1)).run(make_sessions(HABITS, 1))
     assert inferred.cached_share > random.cached_share + 0.1
     assert inferred.cached_share <= inferred.oracle_share
 
 
 @pytest.mark.parametrize("begin_s", [5.0, 60.0])  # all at once, and one after another
 def test_a_system_prompt_that_all_share_does_not_send_them_to_one_worker(begin_s: float) -> None:
-    talks = Habits(
+    talks = AgentWorkload(
         sessions=30, systems=1, system_tokens=(600, 600), turns=(2, 3), user_tokens=30, reply_tokens=20, think_seconds=1
     )
-    slow = Shape(workers=3, kv_tokens=16_384, max_running=16, batch_tokens=256, cost=CostModel(0.03, 1.5e-3, 2e-6))
+    slow = SimClusterConfig(
+        workers=3, kv_tokens=16_384, max_running=16, batch_tokens=256, cost=CostModel(0.03, 1.5e-3, 2e-6)
+    )
     plain, named = (
-        SimCluster(slow, by_policy, header=header).run(sessions(replace(talks, over_seconds=begin_s), 1))
+        SimCluster(slow, choose_by_policy, names_session=header).run(
+            make_sessions(replace(talks, over_seconds=begin_s), 1)
+        )
         for header in (False, True)
     )
-    assert plain.spread(3) <= 1.5, plain.conversations
+    assert plain.conversation_imbalance(3) <= 1.5, plain.conversations_by_worker
     assert plain.cached_share > named.cached_share - 0.01, "as much as where clients name their session"
 
 
@@ -61,20 +65,20 @@ def test_a_router_that_knows_what_caches_hold_saves_more() -> None:
     crowd, small = replace(HABITS, sessions=30, systems=3), replace(SHAPE, kv_tokens=1024)
     margins = []
     for seed in (1, 2, 3):
-        inferred = SimCluster(small, by_policy).run(sessions(crowd, seed))
-        aware = SimCluster(small, by_policy, kv_events=True)
-        seen = aware.run(sessions(crowd, seed))
+        inferred = SimCluster(small, choose_by_policy).run(make_sessions(crowd, seed))
+        aware = SimCluster(small, choose_by_policy, kv_events=True)
+        seen = aware.run(make_sessions(crowd, seed))
         assert seen.cached_share <= seen.oracle_share
         margins.append(seen.cached_share - inferred.cached_share)
-        assert aware.dispatch.kv is not None
+        assert aware.dispatch.kv_index is not None
         for worker in aware.dispatch.workers.values():
-            assert aware.dispatch.kv.state(worker.id) is State.EXACT
+            assert aware.dispatch.kv_index.state(worker.id) is KVIndexState.EXACT
     assert sum(margins) / len(margins) > 0.03, margins
 
 
 def test_a_shared_store_saves_nearly_all_wherever_a_request_goes() -> None:
-    store = Store(SharedStore(1 << 16), 1e-5)
-    seen = SimCluster(SHAPE, at_random(1), store=store).run(sessions(HABITS, 1))
+    store = SimStore(SharedStore(1 << 16), 1e-5)
+    seen = SimCluster(SHAPE, random_chooser(1), store=store).run(make_sessions(HABITS, 1))
     assert 0.9 * seen.oracle_share < seen.cached_share <= seen.oracle_share
 
 
@@ -94,12 +98,12 @@ def test_a_step_costs_the_slower_of_reading_and_multiplying() -> None:
 
 
 def test_the_oracle_knows_whole_blocks_of_what_was_seen_but_never_the_last_token() -> None:
-    oracle = Oracle(block_size=4)
-    assert oracle.cached(list(range(10))) == 0
-    assert oracle.cached(list(range(10))) == 8
-    assert oracle.cached(list(range(8))) == 4
-    assert oracle.cached([*range(4), 9, 9, 9, 9, 9]) == 4
+    oracle = PrefixOracle(block_size=4)
+    assert oracle.count_cached_and_add(list(range(10))) == 0
+    assert oracle.count_cached_and_add(list(range(10))) == 8
+    assert oracle.count_cached_and_add(list(range(8))) == 4
+    assert oracle.count_cached_and_add([*range(4), 9, 9, 9, 9, 9]) == 4
 
 
 def _plan(tokens: int, start: int) -> StepPlan:
-    return StepPlan(1, (), [Work("a", start, [1] * tokens, [0], samples=True)], ())
+    return StepPlan(1, (), [WorkItem("a", start, [1] * tokens, [0], samples=True)], ())

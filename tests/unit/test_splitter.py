@@ -6,23 +6,25 @@ from itertools import count
 
 import pytest
 
-from emberline.api.callreader import MAX_HEAD
 from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from emberline.api.output_parser import MIN_MARKER_CHARS, OutputParser, Piece, merge_pieces
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
-from emberline.api.splitter import MIN_MARKER, Piece, Splitter, fold
-from emberline.api.tools import written
-from emberline.api.toolstyle import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
+from emberline.api.tool_call_parser import MAX_HEAD_CHARS
+from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
+from emberline.api.tools import format_tool_calls
 
 
-def splitter(style: ToolStyle | None = None, reasoning: ReasoningStyle | None = None, inside: bool = False) -> Splitter:
+def splitter(
+    style: ToolStyle | None = None, reasoning: ReasoningStyle | None = None, inside: bool = False
+) -> OutputParser:
     ids = count()
-    return Splitter(0, lambda: f"{next(ids):024d}", style, reasoning, inside)
+    return OutputParser(0, lambda: f"{next(ids):024d}", style, reasoning, inside)
 
 
 def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
     """Pieces as short tuples, ids left out."""
     short: list[tuple[str, ...]] = []
-    for piece in fold(pieces):
+    for piece in merge_pieces(pieces):
         match piece:
             case TextDelta(text=text):
                 short.append(("text", text))
@@ -35,7 +37,7 @@ def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
     return short
 
 
-def split(text: str, one: Splitter, size: int = 0) -> list[tuple[str, ...]]:
+def split(text: str, one: OutputParser, size: int = 0) -> list[tuple[str, ...]]:
     chunks = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
     pieces = [piece for chunk in chunks for piece in one.push(chunk)]
     return brief([*pieces, *one.flush()])
@@ -184,7 +186,7 @@ def test_arguments_come_as_they_are_written_and_names_only_when_complete() -> No
         [],
         [("text", " end")],
     ]
-    assert one.flush() == [] and one.calls == 1
+    assert one.flush() == [] and one.num_calls == 1
 
 
 def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
@@ -200,8 +202,8 @@ def test_slots_and_ids() -> None:
 
 
 def test_an_endless_head_becomes_text() -> None:
-    for head in ('<tool_call>{"name": "', "<tool_call>" + " " * MAX_HEAD, '<tool_call>{"name": "f", "x": "'):
-        text = head + "x" * (3 * MAX_HEAD)
+    for head in ('<tool_call>{"name": "', "<tool_call>" + " " * MAX_HEAD_CHARS, '<tool_call>{"name": "f", "x": "'):
+        text = head + "x" * (3 * MAX_HEAD_CHARS)
         one = splitter(HERMES)
         assert brief(one.push(text)) == [("text", text)]
 
@@ -210,12 +212,12 @@ def test_an_endless_head_becomes_text() -> None:
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_call_cut_off_anywhere_leaves_no_text(style: ToolStyle, size: int) -> None:
     """But for a piece of a marker too short to tell, and the first brace of a bare call."""
-    calls = written([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')], style)
-    first = calls if style.bare else calls[MIN_MARKER:]
-    for end in range(len(calls) - len(first) + 1 if not style.bare else len('{"name":'), len(calls) + 1):
+    calls = format_tool_calls([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')], style)
+    first = calls if style.allows_bare_call else calls[MIN_MARKER_CHARS:]
+    for end in range(len(calls) - len(first) + 1 if not style.allows_bare_call else len('{"name":'), len(calls) + 1):
         one = splitter(style)
         pieces = [p for at in range(0, end, size or end) for p in one.push(calls[at : min(end, at + (size or end))])]
-        pieces = fold([*pieces, *one.flush(cut=True)])
+        pieces = merge_pieces([*pieces, *one.flush(was_cut_off=True)])
         assert not [p for p in pieces if isinstance(p, TextDelta)], (calls[:end], pieces)
         names = [p.name for p in pieces if isinstance(p, ToolCallStart)]
         assert names == ["get_weather", "f"][: len(names)], "none is repeated"
@@ -234,7 +236,7 @@ def test_a_call_cut_off_anywhere_leaves_no_text(style: ToolStyle, size: int) -> 
 )
 def test_text_that_was_cut_off_stays(style: ToolStyle, text: str) -> None:
     one = splitter(style)
-    assert fold([*one.push(text), *one.flush(cut=True)]) == [TextDelta(0, text)]
+    assert merge_pieces([*one.push(text), *one.flush(was_cut_off=True)]) == [TextDelta(0, text)]
 
 
 def test_a_head_that_the_model_ended_itself_is_text() -> None:

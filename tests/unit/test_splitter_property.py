@@ -11,17 +11,22 @@ from hypothesis import strategies as st
 from test_splitter import splitter
 
 from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from emberline.api.output_parser import Piece, merge_pieces
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
-from emberline.api.splitter import Piece, fold
-from emberline.api.tools import written
-from emberline.api.toolstyle import STYLES, ToolStyle
+from emberline.api.tool_style import TOOL_STYLES, ToolStyle
+from emberline.api.tools import format_tool_calls
 
-MARKERS = sorted({m for style in STYLES.values() for m in style.markers} | {*THINK.markers, *MAGISTRAL.markers})
+MARKERS = sorted({m for style in TOOL_STYLES.values() for m in style.markers} | {*THINK.markers, *MAGISTRAL.markers})
 
 NAMES = ["f", "get_weather", "a.b-c", "", '\u00e9"\n']
 ARGUMENTS = [{}, {"a": 1}, {"s": '}"{\\ </tool_call>', "n": [{"m": {}}, None]}, {"中": "👍\n"}, {"k": '\\"'}]
 CALLS = [
-    *(written([(name, json.dumps(args))], style) for style in STYLES.values() for name in NAMES for args in ARGUMENTS),
+    *(
+        format_tool_calls([(name, json.dumps(args))], style)
+        for style in TOOL_STYLES.values()
+        for name in NAMES
+        for args in ARGUMENTS
+    ),
     *(json.dumps({"id": 1, "arguments": args, "name": name}) for name in NAMES for args in ARGUMENTS),
 ]
 SCRAPS = [
@@ -41,7 +46,7 @@ SCRAPS = [
     "é",
 ]
 
-styles = st.sampled_from([None, *STYLES.values()])
+styles = st.sampled_from([None, *TOOL_STYLES.values()])
 reasonings = st.sampled_from([None, THINK, MAGISTRAL])
 cuts = st.lists(st.integers(0, 500), max_size=6)
 lengths = st.sampled_from([999, 999, 999, 1, 3, 9, 20])  # a part may be cut short: near-markers, truncated calls
@@ -53,7 +58,7 @@ def pieces_of(
     chunks: list[str], style: ToolStyle | None, reasoning: ReasoningStyle | None, inside: bool
 ) -> list[Piece]:
     one = splitter(style, reasoning, inside)
-    return fold([*(piece for chunk in chunks for piece in one.push(chunk)), *one.flush()])
+    return merge_pieces([*(piece for chunk in chunks for piece in one.push(chunk)), *one.flush()])
 
 
 def chunked(text: str, cuts: list[int]) -> list[str]:
@@ -94,10 +99,10 @@ said = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(["", "Well: ", "é {} \n"]), said, st.sampled_from(list(STYLES.values())))
+@given(st.sampled_from(["", "Well: ", "é {} \n"]), said, st.sampled_from(list(TOOL_STYLES.values())))
 def test_what_a_style_writes_is_read_back(text: str, said: list[tuple[str, Any]], style: ToolStyle) -> None:
-    lead = "" if style.bare else text
-    document = lead + written([(name, json.dumps(args)) for name, args in said], style)
+    lead = "" if style.allows_bare_call else text
+    document = lead + format_tool_calls([(name, json.dumps(args)) for name, args in said], style)
     pieces = pieces_of([document], style, None, inside=False)
     assert [p.name for p in pieces if isinstance(p, ToolCallStart)] == [name for name, _ in said]
     assert [json.loads(p.text) for p in pieces if isinstance(p, ToolCallArguments)] == [args for _, args in said]

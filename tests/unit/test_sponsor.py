@@ -12,17 +12,17 @@ import pytest
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
-from emberline.core.foreign_config import Foreign
-from emberline.net.errors import Unreached
-from emberline.router.ask import Ask
-from emberline.router.call import Call
-from emberline.router.upstream import Reply, Upstream
-from emberline.server.routing.dispatch import Dispatch
-from emberline.server.routing.sponsor import Sponsor
-from emberline.server.routing.trip import Trip
+from emberline.core.foreign_config import ForeignWorkerConfig
+from emberline.net.errors import UpstreamUnreachable
+from emberline.router.request_summary import RequestSummary
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.router.worker_client import HTTPClientResponse, WorkerClient
+from emberline.server.routing.dispatcher import Dispatcher
+from emberline.server.routing.foreign_worker_poller import ForeignWorkerPoller
+from emberline.server.routing.routed_request import RoutedRequest
 
 MODELS = b'{"data": [{"id": "m", "max_model_len": 512}]}'
-SERVER = Foreign("http://v:8000", "vllm")
+SERVER = ForeignWorkerConfig("http://v:8000", "vllm")
 
 
 @dataclass
@@ -34,22 +34,22 @@ class Server:
     away: bool = False
     asked: list[str] = field(default_factory=list)
 
-    async def request(self, at: str, call: Call) -> Reply:
+    async def request(self, at: str, call: UpstreamRequest) -> HTTPClientResponse:
         self.asked.append(call.path)
         if self.away:
-            raise Unreached("refused")
+            raise UpstreamUnreachable("refused")
         wrong = self.key is not None and call.headers.get("authorization") != f"Bearer {self.key}"
         status = 401 if wrong and call.path != "/health" else self.health if call.path == "/health" else 200
 
         async def whole() -> bytes:
             return MODELS
 
-        return cast("Reply", SimpleNamespace(status=status, whole=whole, close=lambda: None))
+        return cast("HTTPClientResponse", SimpleNamespace(status=status, whole=whole, close=lambda: None))
 
 
-def looked_for(server: Server, key: str | None = None, rounds: int = 2) -> Dispatch:
-    dispatch = Dispatch(RouterConfig(), SystemClock())
-    sponsor = Sponsor(dispatch, cast("Upstream", server), [SERVER], 0.01, key)
+def looked_for(server: Server, key: str | None = None, rounds: int = 2) -> Dispatcher:
+    dispatch = Dispatcher(RouterConfig(), SystemClock())
+    sponsor = ForeignWorkerPoller(dispatch, cast("WorkerClient", server), [SERVER], 0.01, key)
 
     async def main() -> None:
         looking = asyncio.create_task(sponsor.run())
@@ -68,9 +68,9 @@ def test_a_server_without_a_health_check_is_found_by_its_models(health: int) -> 
 
 
 def test_two_servers_behind_one_host_have_names_of_their_own() -> None:
-    dispatch, server = Dispatch(RouterConfig(), SystemClock()), Server()
-    places = [Foreign.parsed(f"vllm=http://v:8000/{name}/") for name in ("a", "b")]
-    sponsor = Sponsor(dispatch, cast("Upstream", server), places, 0.01)
+    dispatch, server = Dispatcher(RouterConfig(), SystemClock()), Server()
+    places = [ForeignWorkerConfig.parse(f"vllm=http://v:8000/{name}/") for name in ("a", "b")]
+    sponsor = ForeignWorkerPoller(dispatch, cast("WorkerClient", server), places, 0.01)
 
     async def main() -> None:
         looking = asyncio.create_task(sponsor.run())
@@ -80,7 +80,7 @@ def test_two_servers_behind_one_host_have_names_of_their_own() -> None:
         looking.cancel()
 
     asyncio.run(main())
-    assert {name: dispatch.url(worker) for name, worker in dispatch.workers.items()} == {
+    assert {name: dispatch.worker_url(worker) for name, worker in dispatch.workers.items()} == {
         "vllm v:8000/a": "http://v:8000/a",
         "vllm v:8000/b": "http://v:8000/b",
     }
@@ -109,10 +109,12 @@ def test_why_a_server_is_not_used_is_logged_once(server: Server, why: str, caplo
 def test_requests_to_it_carry_its_key_and_not_the_clients() -> None:
     dispatch = looked_for(Server(key="secret"), "secret")
     (worker,) = dispatch.workers.values()
-    call = Call("POST", "/v1/chat/completions", {"authorization": "Bearer client"}, b"{}")
+    call = UpstreamRequest("POST", "/v1/chat/completions", {"authorization": "Bearer client"}, b"{}")
     for generates in (True, False):
         for key, expected in (("secret", "Bearer secret"), (None, "Bearer client")):
             exchange: Any = SimpleNamespace(status=None)
-            trip = Trip(exchange, Ask("m", 0, False, None), call, 1, 2, None, 9.0, 3, 3, generates, False, key)
-            sent = asyncio.run(trip.call(worker, 0.0))
+            trip = RoutedRequest(
+                exchange, RequestSummary("m", 0, False, None), call, 1, 2, None, 9.0, 3, 3, generates, False, key
+            )
+            sent = asyncio.run(trip.build_worker_request(worker, 0.0))
             assert sent is not None and sent.headers["authorization"] == expected

@@ -8,46 +8,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.core.plan import Work
-from emberline.engine.gpu.shape import MOST_TOKENS, Grid, Shape, by_use, shapes
+from emberline.core.plan import WorkItem
+from emberline.engine.gpu.shape import MAX_CHUNK_TOKENS, ShapeGrid, StepShape, captured_shapes, order_by_use
 
 SMOLLM2, LLAMA_8B = 106_000_000, 6_980_000_000  # weights in the layers
 
 
-def work(count: int) -> Work:
-    return Work("a", 0, [1] * count, [], samples=True)
+def work(count: int) -> WorkItem:
+    return WorkItem("a", 0, [1] * count, [], samples=True)
 
 
 def test_large_model_is_captured_up_to_1024_tokens() -> None:
-    assert Grid.of(LLAMA_8B, 8192) == Grid()
-    assert Shape.of([], [work(MOST_TOKENS + 1)], Grid.of(LLAMA_8B, 8192)) is None
+    assert ShapeGrid.of(LLAMA_8B, 8192) == ShapeGrid()
+    assert StepShape.of([], [work(MAX_CHUNK_TOKENS + 1)], ShapeGrid.of(LLAMA_8B, 8192)) is None
 
 
 def test_small_model_is_captured_up_to_the_whole_batch() -> None:
-    grid = Grid.of(SMOLLM2, 8192)
-    assert grid.most_tokens == 8192
-    assert Shape.of([work(1)] * 3, [work(3000)], grid) == Shape(64, 64, 3072 - 64)
-    assert len(shapes(256, 8192, grid)) < len(shapes(256, 8192))
+    grid = ShapeGrid.of(SMOLLM2, 8192)
+    assert grid.max_tokens == 8192
+    assert StepShape.of([work(1)] * 3, [work(3000)], grid) == StepShape(64, 64, 3072 - 64)
+    assert len(captured_shapes(256, 8192, grid)) < len(captured_shapes(256, 8192))
 
 
 @given(st.sampled_from([SMOLLM2, 600_000_000, LLAMA_8B]), st.integers(1, 300), st.integers(1, 9000), st.randoms())
 def test_every_captured_step_was_planned_for(parameters: int, running: int, batch: int, rng: Random) -> None:
-    grid = Grid.of(parameters, batch)
+    grid = ShapeGrid.of(parameters, batch)
     singles = rng.randint(0, min(running, batch))
     left = min(running, batch) - singles
     chunks = [rng.randint(1, max(1, (batch - singles) // left)) for _ in range(rng.randint(0, left))]
     if not singles and not chunks:
         return
-    found = Shape.of([work(1)] * singles, [work(count) for count in chunks], grid)
+    found = StepShape.of([work(1)] * singles, [work(count) for count in chunks], grid)
     if found is not None:
-        assert found in shapes(running, batch, grid)
+        assert found in captured_shapes(running, batch, grid)
         assert found.singles >= singles and found.singles + found.tokens >= singles + sum(chunks)
 
 
 @pytest.mark.parametrize("parameters", [SMOLLM2, LLAMA_8B])
 def test_shapes_of_a_first_request_come_first(parameters: int) -> None:
-    found = shapes(256, 8192, Grid.of(parameters, 8192))
-    order = by_use(found)
+    found = captured_shapes(256, 8192, ShapeGrid.of(parameters, 8192))
+    order = order_by_use(found)
     assert set(order) == found and len(order) == len(found)
-    prompt = Shape.of([], [work(200)], Grid.of(parameters, 8192))
-    assert {Shape(1, 0, 0), prompt} <= set(order[:6])
+    prompt = StepShape.of([], [work(200)], ShapeGrid.of(parameters, 8192))
+    assert {StepShape(1, 0, 0), prompt} <= set(order[:6])

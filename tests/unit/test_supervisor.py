@@ -20,14 +20,14 @@ import pytest
 
 from emberline.cli import cluster
 from emberline.cluster import supervisor
-from emberline.cluster.supervisor import Child, Supervisor
+from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.errors import InvalidRequest
 
 SLEEPS = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
-def child(name: str, log: Path, *program: str) -> Child:
-    return Child(name, [], log, os.environ, program, immediate=0, pause=0.01)
+def child(name: str, log: Path, *program: str) -> SupervisedProcess:
+    return SupervisedProcess(name, [], log, os.environ, program, immediate_restarts_left=0, restart_pause_s=0.01)
 
 
 async def until(what: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ def test_the_first_restarts_are_immediate_and_later_ones_are_not(
 
     async def main() -> None:
         them = Supervisor(lambda who, what: said.append(what))
-        one = Child("one", [], tmp_path / "log", os.environ, (sys.executable, "-c", ""))
+        one = SupervisedProcess("one", [], tmp_path / "log", os.environ, (sys.executable, "-c", ""))
         real = asyncio.sleep
         monkeypatch.setattr(asyncio, "sleep", pause)
         await them.start(one)
@@ -159,13 +159,15 @@ def runs(pid: int) -> bool:
 def test_a_taken_port_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
-    monkeypatch.setattr(supervisor, "children", lambda *_, **__: pytest.fail("processes are made"))
+    monkeypatch.setattr(supervisor, "build_processes", lambda *_, **__: pytest.fail("processes are made"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InvalidRequest, match=f"cannot listen on 127.0.0.1:{port}"):
-            asyncio.run(cluster._up(parser.parse_args(["up", "--port", str(port), "m"]), {"both": 1}, tmp_path))
+            asyncio.run(
+                cluster._run_cluster(parser.parse_args(["up", "--port", str(port), "m"]), {"both": 1}, tmp_path)
+            )
 
 
 class Late:
@@ -186,12 +188,12 @@ class Late:
 
 
 def test_one_that_ends_as_it_is_killed_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(supervisor, "GRACE", 0.01)
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.01)
     said: list[str] = []
     them = Supervisor(lambda who, what: said.append(what))
     one = child("one", tmp_path / "log")
     one.process = cast("Any", Late())
-    asyncio.run(them._end(one))
+    asyncio.run(them._stop_process(one))
     assert said == ["stopped"]
 
 
@@ -202,16 +204,18 @@ def test_who_looks_after_others_does_not_need_a_terminal(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", Gone())
-        cluster._say("one", "started")
+        cluster._print_event("one", "started")
 
 
 def test_a_terminal_that_is_closed_stops_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parser, one = argparse.ArgumentParser(), child("one", tmp_path / "log", *SLEEPS)
     cluster.add_arguments(parser)
-    monkeypatch.setattr(supervisor, "children", lambda *_, **__: [one])
+    monkeypatch.setattr(supervisor, "build_processes", lambda *_, **__: [one])
 
     async def main() -> None:
-        up = asyncio.create_task(cluster._up(parser.parse_args(["up", "--port", "0", "m"]), {"both": 1}, tmp_path))
+        up = asyncio.create_task(
+            cluster._run_cluster(parser.parse_args(["up", "--port", "0", "m"]), {"both": 1}, tmp_path)
+        )
         await until(lambda: one.process is not None)
         os.kill(os.getpid(), signal.SIGHUP)
         async with asyncio.timeout(20):
@@ -226,5 +230,5 @@ def test_a_terminal_that_is_closed_stops_all(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_an_end_is_told_by_whatever_signal() -> None:
-    told = [supervisor._ending(status) for status in (0, 3, -signal.SIGKILL, -(signal.SIGRTMIN + 1))]
+    told = [supervisor._describe_exit(status) for status in (0, 3, -signal.SIGKILL, -(signal.SIGRTMIN + 1))]
     assert told[:3] == ["ended with status 0", "ended with status 3", "ended by SIGKILL"] and "signal 3" in told[3]

@@ -12,7 +12,7 @@ import tokenizers_made as made
 
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.tokens import template as module
-from emberline.tokens.fuel import Fuel
+from emberline.tokens.render_budget import RenderBudget
 from emberline.tokens.template import ChatTemplate
 
 USER = {"role": "user", "content": "Hi there"}
@@ -240,8 +240,8 @@ def test_arguments_are_the_variables_it_reads_beside_its_own() -> None:
 {% macro m(x) %}{{ x }}{{ inside }}{% endmacro %}{% for message in messages %}{{ m(message) }}{{ looped }}{% endfor %}
 {{ raise_exception("no") if strftime_now("%Y") == asked }}"""
     template = ChatTemplate({"default": source, "tool_use": "{{ with_tools }}"}, {})
-    assert template.arguments(with_tools=False) == {"early", "kept", "inside", "looped", "asked"}
-    assert template.arguments(with_tools=True) == {"with_tools"}
+    assert template.extra_variables(with_tools=False) == {"early", "kept", "inside", "looped", "asked"}
+    assert template.extra_variables(with_tools=True) == {"with_tools"}
 
 
 def test_hidden_attributes_show_nothing() -> None:
@@ -253,6 +253,6 @@ def test_fuel_is_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate({"default": "{% for i in range(10000) %}x{% endfor %}"}, {})
     for _ in range(30):
         assert len(template.render([USER])) == 10000
-    monkeypatch.setattr(module, "Fuel", lambda: Fuel(100_000))
+    monkeypatch.setattr(module, "RenderBudget", lambda: RenderBudget(100_000))
     with pytest.raises(ModelFileError, match="too much work"):
         template.render([USER])

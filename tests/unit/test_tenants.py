@@ -9,11 +9,11 @@ from typing import Any
 from scripted_engine import House
 
 from emberline.core.handoff import Handoff
-from emberline.router.ask import Ask
-from emberline.router.call import Call
-from emberline.router.native import Native
+from emberline.router.native import NativeDialect
+from emberline.router.request_summary import RequestSummary
+from emberline.router.upstream_request import UpstreamRequest
 from emberline.server.worker.engine_app import EngineApp
-from emberline.server.worker.journey import TENANT
+from emberline.server.worker.request_context import TENANT_HEADER
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -49,18 +49,18 @@ def test_without_keys_all_share() -> None:
 
 
 def test_a_router_with_keys_names_the_tenant_and_one_without_parts_nothing() -> None:
-    made, name = house(), TENANT.replace("-", "_")
+    made, name = house(), TENANT_HEADER.replace("-", "_")
     assert salt(made, {name: "checked t"}) == salt(house(), {name: "checked t"}) != ""
     assert salt(made, {name: "presented t"}) == ""
 
 
 def test_a_reply_that_goes_on_elsewhere_keeps_its_tenant() -> None:
-    plain = Call("POST", "/v1/chat/completions", {TENANT: "checked t"}, b"{}")
-    dialect = Native(plain, 1, None)
-    assert dialect.resume(Handoff(), 1.0, None, None).headers[TENANT] == "checked t"
-    assert dialect.prefill({}, 1.0)[0].headers[TENANT] == "checked t"
+    plain = UpstreamRequest("POST", "/v1/chat/completions", {TENANT_HEADER: "checked t"}, b"{}")
+    dialect = NativeDialect(plain, 1, None)
+    assert dialect.build_resume_request(Handoff(), 1.0, None, None).headers[TENANT_HEADER] == "checked t"
+    assert dialect.build_prefill_request({}, 1.0)[0].headers[TENANT_HEADER] == "checked t"
     envelope = {"path": "/v1/chat/completions", "body": {**CHAT, "stream": True}}
-    resumed, name = house(), TENANT.replace("-", "_")
+    resumed, name = house(), TENANT_HEADER.replace("-", "_")
     assert resumed.post("/cluster/resume", envelope, **{name: "checked t"}).status == 200
     assert resumed.engine.submissions[0].salt == salt(house(), {name: "checked t"})
 
@@ -68,5 +68,7 @@ def test_a_reply_that_goes_on_elsewhere_keeps_its_tenant() -> None:
 def test_routing_looks_for_a_prefix_within_the_tenant() -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 600)
     hinted = body[:-1] + b', "prompt_cache_key": "k"}'
-    assert Ask.read(body).points == Ask.read(hinted).points != ()
-    assert {p.digest for p in Ask.read(body).points}.isdisjoint(p.digest for p in Ask.read(body, "", "t").points)
+    assert RequestSummary.parse(body).prefixes == RequestSummary.parse(hinted).prefixes != ()
+    assert {p.digest for p in RequestSummary.parse(body).prefixes}.isdisjoint(
+        p.digest for p in RequestSummary.parse(body, "", "t").prefixes
+    )

@@ -10,19 +10,19 @@ import pytest
 from blocks_made import digest
 
 from emberline.core.config import kernel_dir
-from emberline.kernels.cpu.build import build
-from emberline.kernels.cpu.library import load
-from emberline.kv.codec import Unweight
+from emberline.kernels.cpu.build import build_library
+from emberline.kernels.cpu.library import load_library
+from emberline.kv.codec import UnweightKVCodec
+from emberline.kv.tiers.coding_gain import BlockReadTiming, CodingGain
 from emberline.kv.tiers.disk import DiskTier
-from emberline.kv.tiers.gain import Gain, Reading
 
 SIZE = 131072
 FILE = SIZE + 4096
 NAMES = [digest(i) for i in range(20)]
-CODEC = Unweight(load(build(kernel_dir())), 2)
+CODEC = UnweightKVCodec(load_library(build_library(kernel_dir())), 2)
 
 
-class Other(Unweight):
+class Other(UnweightKVCodec):
     name = "other"
 
 
@@ -71,8 +71,8 @@ def test_more_of_them_fit_and_the_quota_holds(tmp_path: Path) -> None:
     stats = disk.stats()
     assert 8 <= stats.blocks <= stats.capacity and stats.evicted_blocks == 20 - stats.blocks
     assert loaded(disk, NAMES[-8:]) == 8
-    disk.forget(NAMES)
-    assert disk.stats().blocks == 0 and disk._used == 0 and not list(tmp_path.glob("*/*/*"))
+    disk.discard(NAMES)
+    assert disk.stats().blocks == 0 and disk._used_bytes == 0 and not list(tmp_path.glob("*/*/*"))
 
 
 def test_plain_and_coded_blocks_lie_side_by_side(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_plain_and_coded_blocks_lie_side_by_side(tmp_path: Path) -> None:
     assert loaded(coded, NAMES[14:16]) == 2 and coded.stats().damaged_blocks == 0
 
 
-@pytest.mark.parametrize("codec", [None, Other(CODEC._library, 2), Unweight(CODEC._library, 4)])
-def test_another_codec_is_a_miss(tmp_path: Path, codec: Unweight | None) -> None:
+@pytest.mark.parametrize("codec", [None, Other(CODEC._library, 2), UnweightKVCodec(CODEC._library, 4)])
+def test_another_codec_is_a_miss(tmp_path: Path, codec: UnweightKVCodec | None) -> None:
     fill(tier(tmp_path), NAMES[:2])
     assert loaded(tier(tmp_path, codec=codec), NAMES[:2]) == 0
 
@@ -112,12 +112,12 @@ def test_any_damage_is_a_miss(tmp_path: Path) -> None:
 
 
 def test_coding_pays_on_a_slow_disk() -> None:
-    slow, fast = Gain(SIZE), Gain(SIZE)
-    assert slow.pays()
+    slow, fast = CodingGain(SIZE), CodingGain(SIZE)
+    assert slow.is_worthwhile()
     for _ in range(30):
-        slow.note(Reading(90_000, 1e-3, 5e-5))
-        fast.note(Reading(90_000, 2e-5, 5e-5))
-    assert slow.pays() and not fast.pays()
+        slow.record(BlockReadTiming(90_000, 1e-3, 5e-5))
+        fast.record(BlockReadTiming(90_000, 2e-5, 5e-5))
+    assert slow.is_worthwhile() and not fast.is_worthwhile()
     for _ in range(60):
-        fast.note(Reading(SIZE, 1e-3, 0.0))
-    assert fast.pays(), "the disk became slow"
+        fast.record(BlockReadTiming(SIZE, 1e-3, 0.0))
+    assert fast.is_worthwhile(), "the disk became slow"

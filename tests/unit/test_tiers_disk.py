@@ -19,7 +19,7 @@ from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, diges
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.kv.tiers import blockfile
-from emberline.kv.tiers.disk import MAX_EVICTIONS_PER_WRITE, PAUSE, STALE, DiskTier
+from emberline.kv.tiers.disk import MAX_EVICTIONS_PER_WRITE, RETRY_INTERVAL_S, STALE_FILE_S, DiskTier
 
 FILE = BUFFER_BYTES + 4096
 NAMES = [digest(i) for i in range(6)]
@@ -49,7 +49,7 @@ def file_of(where: Path, name: bytes) -> Path:
 @pytest.fixture(params=["direct", "buffered", "memory"])
 def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if request.param == "buffered":
-        monkeypatch.setattr(blockfile, "DIRECT", 0)
+        monkeypatch.setattr(blockfile, "O_DIRECT", 0)
     if request.param == "memory":  # a file system that may have no direct I/O
         if not os.access("/dev/shm", os.W_OK):
             pytest.skip("there is no /dev/shm")
@@ -65,7 +65,7 @@ def test_a_restart_finds_what_was_stored(where: Path) -> None:
     assert disk.lookup(NAMES) == 3 and loaded(disk, NAMES) == 3
     stats = disk.stats()
     assert (stats.blocks, stats.loaded_blocks, stats.damaged_blocks, stats.on) == (3, 3, 0, True)
-    disk.forget(NAMES[:1])
+    disk.discard(NAMES[:1])
     assert disk.lookup(NAMES) == 0 and tier(where).lookup(NAMES[1:]) == 2
 
 
@@ -128,7 +128,7 @@ def test_strangers_in_the_directory(tmp_path: Path) -> None:
     fresh, stale = folder / "1-2-3.part", folder / "1-2-4.part"
     fresh.write_bytes(b"begun")
     stale.write_bytes(b"begun")
-    os.utime(stale, (time.time() - 2 * STALE,) * 2)
+    os.utime(stale, (time.time() - 2 * STALE_FILE_S,) * 2)
     linked = file_of(tmp_path, NAMES[1])
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
@@ -178,7 +178,7 @@ def test_a_write_error_turns_it_off_for_a_while(
         for _ in range(3):
             assert disk.store([NAMES[2]], [block(NAMES[2])]) == 0
             assert disk.lookup(NAMES) == 0 and not disk.stats().on and loaded(disk, NAMES[:1]) == 0
-            clock.advance(PAUSE)  # it is tried again, and fails again
+            clock.advance(RETRY_INTERVAL_S)  # it is tried again, and fails again
     assert [r.message for r in caplog.records if "off" in r.message] == [caplog.records[0].message]
     assert not list(tmp_path.glob("*/*/*.part")) and len(list(tmp_path.glob("*/*/*"))) == 2
     fill(disk, NAMES[2:3])
@@ -233,9 +233,9 @@ def test_a_disk_that_others_fill_skips_stores_and_is_tried_again(
     assert len(caplog.records) == 1 and disk.stats().on
     assert disk.stats().blocks == 12 - MAX_EVICTIONS_PER_WRITE and disk.stats().dropped_blocks == 3
     assert loaded(disk, names[MAX_EVICTIONS_PER_WRITE:12]) == 12 - MAX_EVICTIONS_PER_WRITE, "what is left is of use"
-    clock.advance(PAUSE)
+    clock.advance(RETRY_INTERVAL_S)
     assert disk.store(names[12:13], [block(names[12])]) == 0 and disk.stats().blocks == 0
-    clock.advance(PAUSE)
+    clock.advance(RETRY_INTERVAL_S)
     room[0] = 20
     fill(disk, names[12:14])
     assert loaded(disk, names[12:14]) == 2
@@ -253,7 +253,7 @@ def test_a_read_error_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         patched.setattr(os, "readv", readv)
         assert loaded(disk, NAMES[:2]) == 0
     assert not disk.stats().on and disk.stats().errors == 1 and disk.lookup(NAMES) == 0
-    clock.advance(PAUSE)
+    clock.advance(RETRY_INTERVAL_S)
     assert loaded(disk, NAMES[1:2]) == 1 and disk.stats().on
 
 
@@ -285,7 +285,7 @@ def test_a_directory_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     assert disk.store(NAMES[2:3], [block(NAMES[2])]) == 0 and not disk.stats().on
     assert not (tmp_path / "kv").exists()
     (tmp_path / "away").rename(tmp_path / "kv")
-    clock.advance(PAUSE)
+    clock.advance(RETRY_INTERVAL_S)
     assert loaded(disk, NAMES[1:2]) == 1 and disk.stats().on
 
 
@@ -302,17 +302,17 @@ def test_what_could_not_be_listed_is_looked_at_again(tmp_path: Path, monkeypatch
     clock = ManualClock()
     mine, theirs = tier(tmp_path, clock=clock), tier(tmp_path)
     fill(theirs, NAMES[:3])
-    turns, listing = iter([1, 2]), mine._list
+    turns, listing = iter([1, 2]), mine._list_blocks
 
     def fails(folder: Path) -> dict[bytes, tuple[float, int]]:
         if next(turns, None) == 2:
             raise OSError(errno.EMFILE, "too many open files")
         return listing(folder)
 
-    monkeypatch.setattr(mine, "_list", fails)
+    monkeypatch.setattr(mine, "_list_blocks", fails)
     mine.refresh()
     assert mine.lookup(NAMES[:3]) == 0 and mine.stats().errors == 1
-    clock.advance(PAUSE + 1)
+    clock.advance(RETRY_INTERVAL_S + 1)
     mine.refresh()
     assert mine.lookup(NAMES[:3]) == 3
 
@@ -323,9 +323,9 @@ def test_others_are_seen_after_a_refresh(tmp_path: Path) -> None:
     assert mine.lookup(NAMES) == 0
     mine.refresh()
     assert mine.lookup(NAMES) == 3 and loaded(mine, NAMES[:3]) == 3
-    theirs.forget(NAMES[:1])
+    theirs.discard(NAMES[:1])
     assert mine.lookup(NAMES) == 3 and loaded(mine, NAMES[:1]) == 0, "a miss, no error"
-    theirs.forget(NAMES[1:2])
+    theirs.discard(NAMES[1:2])
     mine.refresh()
     assert mine.lookup(NAMES[1:2]) == 0 and mine.lookup(NAMES[2:3]) == 1 and mine.stats().on
 

@@ -33,7 +33,7 @@ def test_what_is_filling_cannot_be_found() -> None:
     assert name not in host and host.reserve(name) is not None
     host.publish(name)
     assert host.lookup([name]) == 1
-    host.check()
+    host.check_invariants()
 
 
 def test_pinned_blocks_stay_and_others_leave() -> None:
@@ -41,14 +41,14 @@ def test_pinned_blocks_stay_and_others_leave() -> None:
     host.store(names[:2], [block(n) for n in names[:2]])
     read = host.pin(names[0])
     assert read is not None
-    host.forget(names[:1])
+    host.discard(names[:1])
     assert host.store(names[2:3], [block(names[2])]) == 1 and host.lookup([names[1]]) == 0
     assert host.pin(names[2]) is not None
     assert host.reserve(names[3]) is None, "nobody may leave"
     assert bytes(read) == content(names[0])
     host.unpin(names[0])
     assert host.reserve(names[3]) is not None and host.lookup([names[0]]) == 0
-    host.check()
+    host.check_invariants()
 
 
 def test_too_little_memory_is_refused() -> None:
@@ -85,7 +85,7 @@ def test_bytes_are_right_whatever_happens(actions: list[tuple[str, int]], policy
             pinned[name].pop()
             host.unpin(name)
         elif action == "forget":
-            host.forget([name])
-        host.check()
+            host.discard([name])
+        host.check_invariants()
         assert all(bytes(read) == content(n) for n, reads in pinned.items() for read in reads)
     assert host.num_pinned == len(filling) + sum(bool(reads) for reads in pinned.values())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from emberline.core.events import Stats, TierStats
-from emberline.engine.messages import Inbox, Progress, encode
-from emberline.server.metrics import Metrics, exposition
+from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode_message
+from emberline.server.metrics import ModelMetrics, render_exposition
 
 
 def test_by_tier_and_only_where_there_are_any() -> None:
     told = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
-    (message,) = Inbox().feed(encode(Progress("m", [], Stats(tiers=told))))
-    assert isinstance(message, Progress) and message.stats.tiers == told
-    text = exposition(Metrics("m").families(message.stats, restarts=0, ready=True, block_size=16))
+    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=told))))
+    assert isinstance(message, EngineUpdate) and message.stats.tiers == told
+    text = render_exposition(ModelMetrics("m").families(message.stats, restarts=0, ready=True, block_size=16))
     for line in (
         'emberline:kv_tier_hit_tokens_total{model_name="m",tier="host"} 32.0',
         'emberline:kv_tier_hit_tokens_total{model_name="m",tier="disk"} 16.0',
@@ -21,5 +21,5 @@ def test_by_tier_and_only_where_there_are_any() -> None:
     ):
         assert line in text.splitlines()
     assert Stats.total([message.stats, message.stats]).tiers == {}
-    without = exposition(Metrics("m").families(Stats(), restarts=0, ready=True, block_size=16))
+    without = render_exposition(ModelMetrics("m").families(Stats(), restarts=0, ready=True, block_size=16))
     assert "kv_tier" not in without

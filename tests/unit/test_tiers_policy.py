@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import InvalidRequest
-from emberline.kv.tiers.policy import ARC, LRU, Policy, policy_of
+from emberline.kv.tiers.policy import ARC, LRU, EvictionPolicy, make_policy
 
 
-def use(policy: Policy, capacity: int, key: bytes) -> bool:
+def use(policy: EvictionPolicy, capacity: int, key: bytes) -> bool:
     """As a cache does; whether it was there."""
     if key in policy:
         policy.touch(key)
@@ -103,7 +103,7 @@ def test_a_scan_washes_lru_out_but_not_arc() -> None:
     capacity=st.integers(1, 5),
 )
 def test_who_may_not_leave_stays(name: str, actions: list[tuple[str, int]], capacity: int) -> None:
-    policy, pinned, kept = policy_of(name, capacity), set[bytes](), set[bytes]()
+    policy, pinned, kept = make_policy(name, capacity), set[bytes](), set[bytes]()
 
     def may(key: bytes) -> bool:
         return key not in pinned
@@ -130,4 +130,4 @@ def test_who_may_not_leave_stays(name: str, actions: list[tuple[str, int]], capa
 
 def test_other_names_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="lru or arc"):
-        policy_of("mru", 3)
+        make_policy("mru", 3)

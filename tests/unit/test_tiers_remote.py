@@ -16,19 +16,19 @@ import pytest
 from blocks_made import BLOCK_BYTES, block, buffer, content, digest
 from listening import listening_ports
 
-from emberline.bench.master import Master, freeze
+from emberline.bench.mooncake_master import MooncakeMaster, freeze
 from emberline.core.clock import ManualClock
 from emberline.core.config import kernel_dir
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
-from emberline.kernels.cpu.build import build
-from emberline.kernels.cpu.library import load as load_library
-from emberline.kv.codec import Unweight
+from emberline.kernels.cpu.build import build_library
+from emberline.kernels.cpu.library import load_library as load_library
+from emberline.kv.codec import UnweightKVCodec
 from emberline.kv.tiers import storeclient
 from emberline.kv.tiers.host import HostTier
-from emberline.kv.tiers.remote import HOPELESS, RemoteTier
+from emberline.kv.tiers.remote import RETRY_MISSING_AFTER_S, RemoteTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.tiers.storeclient import NO_ROOM, NOT_THERE, StoreClient, StoreDown, StorePlace
+from emberline.kv.tiers.storeclient import NO_MEMORY, NOT_FOUND, StoreClient, StoreListenAddress, StoreUnavailable
 
 NAMES = [digest(i) for i in range(8)]
 MEMORY = 64 << 20
@@ -47,11 +47,11 @@ class FakeClient:
     def _say(self, answer: int) -> int:
         self.calls += 1
         if self.down:
-            raise StoreDown("told to fail")
+            raise StoreUnavailable("told to fail")
         return self.answer or answer
 
     def get(self, key: str) -> memoryview | int:
-        answer = self._say(0 if key in self.values else NOT_THERE)
+        answer = self._say(0 if key in self.values else NOT_FOUND)
         return answer or memoryview(bytearray(self.values[key]))
 
     def put(self, key: str, fill: Callable[[memoryview], int]) -> tuple[int, int]:
@@ -96,11 +96,11 @@ def loaded(tier: RemoteTier, names: list[bytes]) -> int:
 def test_what_is_stored_is_loaded(fake: Fake) -> None:
     tier, store, clock = fake
     assert fill(tier, NAMES[:3]) == 3 and len(store.values) == 3
-    assert tier.lookup(NAMES) == 3 and tier.guess(NAMES) == 8, "only asking would tell"
-    assert loaded(tier, NAMES) == 3 and tier.guess(NAMES) == 3
-    clock.advance(HOPELESS)
-    assert tier.guess(NAMES) == 8, "others may have stored it meanwhile"
-    tier.forget(NAMES[:1])
+    assert tier.lookup(NAMES) == 3 and tier.lookup_optimistic(NAMES) == 8, "only asking would tell"
+    assert loaded(tier, NAMES) == 3 and tier.lookup_optimistic(NAMES) == 3
+    clock.advance(RETRY_MISSING_AFTER_S)
+    assert tier.lookup_optimistic(NAMES) == 8, "others may have stored it meanwhile"
+    tier.discard(NAMES[:1])
     assert not tier.lookup(NAMES) and len(store.values) == 2
     stats = tier.stats()
     assert (stats.on, stats.stored_blocks, stats.loaded_blocks, stats.blocks, stats.errors) == (True, 3, 3, 2, 0)
@@ -114,7 +114,7 @@ def test_a_value_that_is_not_the_block_is_removed(fake: Fake) -> None:
     wrong = [whole[:100], whole[:-1], whole + b"x", store.values[two], whole[:5000] + b"?" + whole[5001:], b"?" * 20000]
     for i, value in enumerate(wrong):
         store.values[one] = value
-        clock.advance(HOPELESS)
+        clock.advance(RETRY_MISSING_AFTER_S)
         assert loaded(tier, NAMES[:1]) == 0 and one not in store.values
         assert tier.stats().damaged_blocks == i + 1
     assert loaded(tier, NAMES[1:2]) == 1 and tier.stats().on
@@ -127,7 +127,7 @@ def test_nobody_asks_a_store_that_failed(fake: Fake, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         assert loaded(tier, NAMES[:1]) == 0
         calls = store.calls
-        assert tier.guess(NAMES) == 0 == tier.lookup(NAMES) and not tier.stats().on
+        assert tier.lookup_optimistic(NAMES) == 0 == tier.lookup(NAMES) and not tier.stats().on
         assert loaded(tier, NAMES[:1]) == 0 and fill(tier, NAMES[2:4]) == 0 and store.calls == calls
         tier.refresh()
         assert not tier.stats().on and store.calls == calls + 1
@@ -142,7 +142,7 @@ def test_nobody_asks_a_store_that_failed(fake: Fake, caplog: pytest.LogCaptureFi
 
 def test_a_store_that_is_full_and_a_provider_that_is_gone(fake: Fake) -> None:
     tier, store, _ = fake
-    store.answer = NO_ROOM
+    store.answer = NO_MEMORY
     assert fill(tier, NAMES[:2]) == 0 and tier.stats().dropped_blocks == 2 and tier.stats().on
     store.answer = PROVIDER_GONE  # a miss, and no reason to leave all others alone
     assert loaded(tier, NAMES[:1]) == 0 and tier.stats().on and tier.stats().errors == 1
@@ -162,13 +162,13 @@ def test_a_master_elsewhere_needs_our_address(caplog: pytest.LogCaptureFixture) 
         StoreClient("192.0.2.7:50051", MEMORY, 1 << 16)
     assert raised.value.hint is not None and "--kv-mooncake-host" in raised.value.hint
     assert not caplog.text
-    StoreClient("192.0.2.7:50051", MEMORY, 1 << 16, StorePlace("192.0.2.8"))
+    StoreClient("192.0.2.7:50051", MEMORY, 1 << 16, StoreListenAddress("192.0.2.8"))
     assert "open to the network: host=192.0.2.8" in caplog.text
 
 
 def test_no_master_is_no_reason_not_to_start() -> None:
     tier = RemoteTier(f"127.0.0.1:{free_port()}", "m", BLOCK_BYTES, MEMORY)
-    assert not tier.stats().on and fill(tier, NAMES[:1]) == 0 and tier.guess(NAMES) == 0
+    assert not tier.stats().on and fill(tier, NAMES[:1]) == 0 and tier.lookup_optimistic(NAMES) == 0
     tier.close()
 
 
@@ -184,7 +184,7 @@ def test_a_process_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatc
         client = StoreClient(f"127.0.0.1:{knocked.getsockname()[1]}", MEMORY, 1 << 16)
         monkeypatch.setattr(subprocess, "Popen", refuse)
         before = descriptors()
-        with pytest.raises(StoreDown, match="Cannot allocate memory") as raised:
+        with pytest.raises(StoreUnavailable, match="Cannot allocate memory") as raised:
             client.check()
         del raised
         assert descriptors() == before and client.pid is None
@@ -194,15 +194,15 @@ def test_a_process_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatc
 
 
 @pytest.fixture
-def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
-    monkeypatch.setattr(storeclient, "CLOSE", 0.01)  # parting takes two seconds
-    started = Master().start()
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
+    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # parting takes two seconds
+    started = MooncakeMaster().start()
     yield started
     started.kill()
 
 
-def test_another_worker_finds_what_one_has_stored(master: Master) -> None:
-    codec = Unweight(load_library(build(kernel_dir())), 2)
+def test_another_worker_finds_what_one_has_stored(master: MooncakeMaster) -> None:
+    codec = UnweightKVCodec(load_library(build_library(kernel_dir())), 2)
     one = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     two = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, codec=codec, coding="uw")
     assert fill(one, NAMES[:3]) == 3 and fill(two, NAMES[3:5]) == 2
@@ -214,14 +214,14 @@ def test_another_worker_finds_what_one_has_stored(master: Master) -> None:
     fetch = stack.fetch(NAMES[1:])
     while stack.read_next():
         pass
-    assert stack.take(fetch) == ([], True)
+    assert stack.take_fetched(fetch) == ([], True)
     for tier in (one, two, other):
         tier.close()
 
 
-def test_our_part_of_the_store_is_at_the_stated_place(master: Master) -> None:
+def test_our_part_of_the_store_is_at_the_stated_place(master: MooncakeMaster) -> None:
     base = free_port()
-    client = StoreClient(master.address, MEMORY, 1 << 16, StorePlace(port=base))
+    client = StoreClient(master.address, MEMORY, 1 << 16, StoreListenAddress(port=base))
     client.check()
     assert client.pid is not None
     ports = listening_ports(client.pid)
@@ -234,7 +234,7 @@ def test_our_part_of_the_store_is_at_the_stated_place(master: Master) -> None:
     client.close()
 
 
-def test_a_master_that_is_killed_and_started_again(master: Master) -> None:
+def test_a_master_that_is_killed_and_started_again(master: MooncakeMaster) -> None:
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     assert fill(tier, NAMES[:2]) == 2
     master.kill()
@@ -251,28 +251,28 @@ def test_a_master_that_is_killed_and_started_again(master: Master) -> None:
     tier.close()
 
 
-def test_a_master_that_hangs(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_hangs(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     assert fill(tier, NAMES[:2]) == 2
-    monkeypatch.setattr(storeclient, "WAIT", 0.3)
+    monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
     master.hang()
     assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
-    monkeypatch.setattr(storeclient, "SETUP", 0.5)
+    monkeypatch.setattr(storeclient, "SETUP_TIMEOUT_S", 0.5)
     newcomer = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)  # the system answers the knock, nobody the client
     assert not newcomer.stats().on
     newcomer.close()
     master.wake()
     come_back(tier)
-    monkeypatch.setattr(storeclient, "WAIT", 5.0)
+    monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert loaded(tier, NAMES[:2]) == 2
     tier.close()
 
 
-def test_our_own_process_may_hang_or_die(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_process_may_hang_or_die(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
     client = StoreClient(master.address, MEMORY, 1 << 16)
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, client=client)
     assert fill(tier, NAMES[:2]) == 2
-    monkeypatch.setattr(storeclient, "WAIT", 0.3)
+    monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
     first = client.pid
     assert first is not None
     freeze(first)
@@ -281,17 +281,17 @@ def test_our_own_process_may_hang_or_die(master: Master, monkeypatch: pytest.Mon
     assert tier.load(NAMES[:1], [into]) == 0 and not tier.stats().on
     os.kill(first, signal.SIGCONT)
     come_back(tier)
-    monkeypatch.setattr(storeclient, "WAIT", 5.0)
+    monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert bytes(into) == before and loaded(tier, NAMES[:2]) == 2 and client.pid == first
-    monkeypatch.setattr(storeclient, "WAIT", 0.3)
+    monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
     freeze(first)
     assert loaded(tier, NAMES[:1]) == 0
-    monkeypatch.setattr(storeclient, "STUCK", 0.0)
+    monkeypatch.setattr(storeclient, "STUCK_TIMEOUT_S", 0.0)
     come_back(tier)
     second = client.pid
     assert second is not None and second != first
     os.kill(second, signal.SIGKILL)
-    monkeypatch.setattr(storeclient, "WAIT", 5.0)
+    monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert fill(tier, NAMES[4:5]) == 0 and not tier.stats().on
     come_back(tier)
     # For ten seconds the master hands out memory of the dead process too, which cannot be written to: some fail.

@@ -17,10 +17,10 @@ from emberline.core.events import Output, TierStats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
-from emberline.kv.tiers.stack import STUCK, TierStack
+from emberline.kv.tiers.stack import STUCK_READ_S, TierStack
 
 NAMES = [digest(i) for i in range(8)]
 
@@ -38,8 +38,8 @@ class MemoryTier:
     def lookup(self, hashes: Sequence[bytes]) -> int:
         return next((i for i, d in enumerate(hashes) if d not in self.blocks), len(hashes))
 
-    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        for i, (name, room) in enumerate(zip(hashes, into, strict=True)):
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        for i, (name, room) in enumerate(zip(hashes, buffers, strict=True)):
             room[:] = b"\xee" * len(room)  # what a failed load leaves is rubbish
             if self.broken or name not in self.blocks:
                 return i
@@ -51,11 +51,11 @@ class MemoryTier:
             self.blocks |= {name: bytes(b) for name, b in zip(hashes, buffers, strict=True)}
         return 0 if self.broken else len(hashes)
 
-    def forget(self, hashes: Sequence[bytes]) -> None:
+    def discard(self, hashes: Sequence[bytes]) -> None:
         for name in hashes:
             self.blocks.pop(name, None)
 
-    def guess(self, hashes: Sequence[bytes]) -> int:
+    def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
         return self.lookup(hashes)
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def save(tiers: TierStack, names: list[bytes]) -> None:
         room = tiers.reserve(name)
         if room is not None:
             room[:] = content(name)
-            tiers.saved(name)
+            tiers.finish_save(name)
 
 
 def test_a_prefix_may_lie_in_several_tiers() -> None:
@@ -88,20 +88,20 @@ def test_a_prefix_may_lie_in_several_tiers() -> None:
     tiers.host.store([NAMES[0], NAMES[2]], [block(NAMES[0]), block(NAMES[2])])
     assert tiers.lookup(NAMES) == 4
     fetch = tiers.fetch(NAMES[:4])
-    arrivals, ended = tiers.take(fetch)
+    arrivals, ended = tiers.take_fetched(fetch)
     assert [a.digest for a in arrivals] == NAMES[:1] and not ended
     while tiers.read_next():
         pass
-    more, ended = tiers.take(fetch)
+    more, ended = tiers.take_fetched(fetch)
     assert ended and [(a.digest, a.tier) for a in more] == list(
         zip(NAMES[1:4], ["below", "host", "below"], strict=True)
     )
     assert all(bytes(a.buffer) == content(a.digest) for a in [*arrivals, *more])
     assert tiers.host.num_pinned == 4
     for arrival in [*arrivals, *more]:
-        tiers.loaded(arrival.digest)
+        tiers.release_fetched(arrival.digest)
     assert tiers.host.num_pinned == 0 and tiers.host.lookup(NAMES) == 4, "promoted"
-    tiers.host.check()
+    tiers.host.check_invariants()
 
 
 def test_a_load_that_fails_ends_the_fetch_early() -> None:
@@ -110,13 +110,13 @@ def test_a_load_that_fails_ends_the_fetch_early() -> None:
     below.blocks = {n: content(n) for n in NAMES[:3]}
     fetch = tiers.fetch(NAMES[:3])
     tiers.read_next()
-    below.forget(NAMES[1:2])  # since the lookup
+    below.discard(NAMES[1:2])  # since the lookup
     assert tiers.read_next() and not tiers.read_next()
-    arrivals, ended = tiers.take(fetch)
+    arrivals, ended = tiers.take_fetched(fetch)
     assert [a.digest for a in arrivals] == NAMES[:1] and ended
-    tiers.loaded(NAMES[0])
+    tiers.release_fetched(NAMES[0])
     assert tiers.host.num_pinned == 0 and tiers.host.lookup(NAMES[1:2]) == 0
-    tiers.host.check()
+    tiers.host.check_invariants()
 
 
 def test_the_writer_has_a_bounded_queue_and_drops() -> None:
@@ -144,10 +144,10 @@ def test_a_reader_that_is_stuck_is_left_alone() -> None:
     clock, began, go = ManualClock(), threading.Event(), threading.Event()
 
     class Slow(MemoryTier):
-        def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
             began.set()
             go.wait(10)
-            return super().load(hashes, into)
+            return super().load(hashes, buffers)
 
     below = Slow()
     tiers = stack(4, below, clock)
@@ -156,13 +156,13 @@ def test_a_reader_that_is_stuck_is_left_alone() -> None:
     reader = threading.Thread(target=tiers.read_next)
     reader.start()
     assert began.wait(10) and tiers.lookup(NAMES[4:]) == 4
-    clock.advance(2 * STUCK)
+    clock.advance(2 * STUCK_READ_S)
     assert tiers.lookup(NAMES[4:]) == 0, "a second request does not wait for it too"
     tiers.cancel(fetch)
     go.set()
     reader.join(10)
     assert tiers.lookup(NAMES[4:]) == 4 and tiers.host.num_pinned == 0
-    tiers.host.check()
+    tiers.host.check_invariants()
 
 
 def test_threads_write_behind_and_close() -> None:
@@ -227,8 +227,8 @@ class Schedule:
 
     def step(self) -> None:
         self.outputs += self.engine.step()
-        self.engine.kv.check()
-        self.tiers.host.check()
+        self.engine.kv.check_invariants()
+        self.tiers.host.check_invariants()
 
     def finish(self) -> None:
         for _ in range(10_000):
@@ -240,7 +240,7 @@ class Schedule:
         while self.tiers.write_next():
             pass
         assert self.tiers.host.num_pinned == 0
-        assert self.engine.kv.num_free + self.engine.kv.num_cached == self.engine.kv.total
+        assert self.engine.kv.num_free + self.engine.kv.num_cached == self.engine.kv.num_blocks
 
     def act(self, action: str, *numbers: int | str) -> None:
         clock, number = self.engine.clock, int(numbers[0])
@@ -266,14 +266,14 @@ class Schedule:
             case "break" | "mend" if self.below is not None:
                 self.below.broken = action == "break"
             case "lose" if self.below is not None:
-                self.below.forget(list(self.below.blocks)[number : number + 2])
+                self.below.discard(list(self.below.blocks)[number : number + 2])
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     actions=st.lists(st.one_of(ADD, DO, DO), min_size=1, max_size=60),
     blocks=st.integers(12, 20),
-    runner=st.sampled_from([FakeRunner, FakeAheadRunner]),
+    runner=st.sampled_from([FakeRunner, FakePipelinedRunner]),
     buffers=st.integers(2, 12),
     deep=st.booleans(),
 )
@@ -312,10 +312,10 @@ def test_tiers_are_used_at_all() -> None:
 
     assert [ask(start) for start in (0, 1, 2, 0)] == [0, 0, 0, 40]
     hit = schedule.tiers.stats()["host"].hit_tokens
-    assert hit > 0 and hit + schedule.engine.kv.hits == 40
+    assert hit > 0 and hit + schedule.engine.kv.hit_tokens == 40
     schedule.act("restart", 0)
     assert ask(0) == 40 and schedule.tiers.stats()["below"].hit_tokens == 40
-    assert ask(0) == 40 and schedule.engine.kv.hits == 40
+    assert ask(0) == 40 and schedule.engine.kv.hit_tokens == 40
     assert ask(0, "b") == 0, "another tenant's"
 
 
@@ -331,10 +331,10 @@ def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> Non
         fetch = tiers.fetch(prefix)
         while tiers.read_next():
             pass
-        arrived, ended = tiers.take(fetch)
+        arrived, ended = tiers.take_fetched(fetch)
         assert ended
         for arrival in arrived:
-            tiers.loaded(arrival.digest)
+            tiers.release_fetched(arrival.digest)
         return len(arrived)
 
     def compute(tiers: TierStack) -> None:
@@ -342,7 +342,7 @@ def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> Non
         for name in prefix:
             if (room := tiers.reserve(name)) is not None:
                 room[:] = block(name)
-                tiers.saved(name)
+                tiers.finish_save(name)
             tiers.write_next()
 
     compute(started()[0])

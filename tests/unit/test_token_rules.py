@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberline.core.params import SamplingParams
-from emberline.engine.token_rules import TokenRules, masker_of
+from emberline.engine.token_rules import TokenRules, make_masker
 
 VOCAB = 70
 
@@ -13,9 +13,9 @@ VOCAB = 70
 class Even:
     """A grammar that allows even tokens."""
 
-    done, error = False, None
+    is_complete, error = False, None
 
-    def fill(self, mask: np.ndarray) -> None:
+    def fill_mask(self, mask: np.ndarray) -> None:
         mask[:] = 0x55555555
 
     def accept(self, token: int) -> bool:
@@ -24,7 +24,7 @@ class Even:
 
 def may_follow(rules: TokenRules) -> set[int]:
     mask = np.zeros(-(-VOCAB // 32), np.int32)
-    rules.fill(mask)
+    rules.fill_mask(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
     return set(np.flatnonzero(bits).tolist())
 
@@ -46,10 +46,10 @@ def test_a_bad_word_is_never_completed() -> None:
 
 def test_rules_that_leave_nothing_end_the_request() -> None:
     rules = TokenRules(SamplingParams(allowed_token_ids=(3,), bad_words=((3,),)), None)
-    assert may_follow(rules) and rules.error and not rules.done
+    assert may_follow(rules) and rules.error and not rules.is_complete
 
 
 def test_without_rules_the_grammar_stays_as_it_is() -> None:
     grammar = Even()
-    assert masker_of(SamplingParams(), grammar) is grammar
-    assert masker_of(SamplingParams(), None) is None
+    assert make_masker(SamplingParams(), grammar) is grammar
+    assert make_masker(SamplingParams(), None) is None

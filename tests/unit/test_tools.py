@@ -11,12 +11,20 @@ from bytelevel import EOS, SPECIALS, VOCAB_SIZE, build, byte_level, tokenizer_fi
 from tokenizers import AddedToken
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle, reasoned
-from emberline.api.reasoning import style_for as reasoning_for
-from emberline.api.tools import MAX_CALLS, fit_ids, grammar_for, inject, knows_tools, shown, written
-from emberline.api.toolstyle import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, STYLES, ToolStyle, style_for
+from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle, constrain_after_reasoning
+from emberline.api.reasoning import select_reasoning_style as reasoning_for
+from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, TOOL_STYLES, ToolStyle, select_tool_style
+from emberline.api.tools import (
+    MAX_CALLS_PER_REPLY,
+    fit_call_ids,
+    format_tool_calls,
+    inject_tools,
+    template_supports_tools,
+    tool_call_grammar,
+    tools_for_template,
+)
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.engine.grammar import GrammarCompiler
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -31,7 +39,7 @@ STRICT = Tool("weather", "Says the weather.", PLACE, strict=True)
 TIME = Tool("time")
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 IDS = {text: VOCAB_SIZE - len(SPECIALS) + i for i, text in enumerate(SPECIALS)}
-ALL = list(STYLES.values())
+ALL = list(TOOL_STYLES.values())
 ROME = ("weather", '{"city": "Rome"}')
 NOW = ("time", "{}")
 
@@ -41,10 +49,10 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), VOCAB_SIZE, [EOS])
 
 
-def takes(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
+def takes(compiler: GrammarCompiler, grammar: GrammarSpec | None, text: str) -> bool:
     assert grammar is not None
     matcher = compiler.compile(grammar)
-    return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed()
+    return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed_tokens()
 
 
 def special(style: ToolStyle) -> dict[str, int]:
@@ -64,21 +72,25 @@ def special(style: ToolStyle) -> dict[str, int]:
     ],
 )
 def test_a_style_is_found_by_its_markers(template: str, style: ToolStyle) -> None:
-    assert style_for(template) is style
-    assert style_for(template, "mistral") is MISTRAL
+    assert select_tool_style(template) is style
+    assert select_tool_style(template, "mistral") is MISTRAL
     with pytest.raises(InvalidRequest, match="hermes"):
-        style_for(template, "klingon")
+        select_tool_style(template, "klingon")
 
 
 def test_which_templates_know_tools_and_reasoning() -> None:
-    assert not knows_tools(CHATML) and knows_tools("{% if tools %}") and not knows_tools("toolset")
+    assert (
+        not template_supports_tools(CHATML)
+        and template_supports_tools("{% if tools %}")
+        and not template_supports_tools("toolset")
+    )
     assert reasoning_for(CHATML) is None and reasoning_for("x.split('</think>')") is THINK
     assert reasoning_for("[THINK][/THINK]") is MAGISTRAL
-    assert THINK.opened_by("<|assistant|><think>\n") and not THINK.opened_by("<think>\n\n</think>\n\n")
+    assert THINK.is_opened_by("<|assistant|><think>\n") and not THINK.is_opened_by("<think>\n\n</think>\n\n")
 
 
 def test_tools_as_templates_take_them() -> None:
-    assert shown([WEATHER, TIME]) == [
+    assert tools_for_template([WEATHER, TIME]) == [
         {"type": "function", "function": {"name": "weather", "description": "Says the weather.", "parameters": PLACE}},
         {"type": "function", "function": {"name": "time", "description": "", "parameters": NOTHING}},
     ]
@@ -99,117 +111,125 @@ HISTORY: list[dict[str, Any]] = [
 
 def test_inject_puts_tools_into_the_system_message_and_calls_into_text() -> None:
     before = json.dumps(HISTORY)
-    told = inject(HISTORY, [WEATHER, TIME], HERMES)
+    told = inject_tools(HISTORY, [WEATHER, TIME], HERMES)
     assert json.dumps(HISTORY) == before, "the caller's messages stay as they were"
     assert [m["role"] for m in told] == ["system", "user", "assistant", "user", "assistant"]
     assert told[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in told[0]["content"]
     assert HERMES.begin in told[0]["content"]
-    assert told[2] == {"role": "assistant", "content": written([ROME, NOW], HERMES)}
+    assert told[2] == {"role": "assistant", "content": format_tool_calls([ROME, NOW], HERMES)}
     assert told[3]["content"].count("<tool_response>") == 2 and "answers" not in told[3]
 
 
 def test_inject_makes_a_system_message_and_without_tools_says_nothing() -> None:
     question = [{"role": "user", "content": "Hi"}]
-    assert [m["role"] for m in inject(question, [TIME], HERMES)] == ["system", "user"]
-    assert inject(question, [], HERMES) == question
-    assert inject(HISTORY, [], HERMES)[0] == HISTORY[0]
+    assert [m["role"] for m in inject_tools(question, [TIME], HERMES)] == ["system", "user"]
+    assert inject_tools(question, [], HERMES) == question
+    assert inject_tools(HISTORY, [], HERMES)[0] == HISTORY[0]
 
 
 def test_mistral_gets_the_ids_its_templates_take() -> None:
-    fitted = fit_ids(HISTORY, MISTRAL)
+    fitted = fit_call_ids(HISTORY, MISTRAL)
     ids = [call["id"] for call in fitted[2]["tool_calls"]]
     assert ids == ["000000abc", "000000def"] == [m["tool_call_id"] for m in fitted[3:5]]
-    assert fit_ids(HISTORY, HERMES) == HISTORY
-    assert fit_ids([{"role": "tool", "tool_call_id": "x-1"}], MISTRAL_ARGS)[0]["tool_call_id"] == "0000000x1"
+    assert fit_call_ids(HISTORY, HERMES) == HISTORY
+    assert fit_call_ids([{"role": "tool", "tool_call_id": "x-1"}], MISTRAL_ARGS)[0]["tool_call_id"] == "0000000x1"
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_required_forces_calls(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = grammar_for([WEATHER, TIME], ToolChoice("required"), style, True, special(style))
-    assert takes(compiler, grammar, written([ROME], style))
-    assert takes(compiler, grammar, written([ROME, NOW, ROME], style))
-    assert takes(compiler, grammar, written([NOW] * MAX_CALLS, style))
-    assert not takes(compiler, grammar, written([NOW] * (MAX_CALLS + 1), style))
-    for wrong in ("Hello", "", written([("other", "{}")], style), written([("weather", '{"city": "Oslo"}')], style)):
+    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("required"), style, True, special(style))
+    assert takes(compiler, grammar, format_tool_calls([ROME], style))
+    assert takes(compiler, grammar, format_tool_calls([ROME, NOW, ROME], style))
+    assert takes(compiler, grammar, format_tool_calls([NOW] * MAX_CALLS_PER_REPLY, style))
+    assert not takes(compiler, grammar, format_tool_calls([NOW] * (MAX_CALLS_PER_REPLY + 1), style))
+    for wrong in (
+        "Hello",
+        "",
+        format_tool_calls([("other", "{}")], style),
+        format_tool_calls([("weather", '{"city": "Oslo"}')], style),
+    ):
         assert not takes(compiler, grammar, wrong)
-    assert not takes(compiler, grammar, written([("weather", "[]")], style))
+    assert not takes(compiler, grammar, format_tool_calls([("weather", "[]")], style))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_one_call_where_only_one_is_wanted(compiler: GrammarCompiler, style: ToolStyle) -> None:
     for choice, parallel in ((ToolChoice("required"), False), (ToolChoice("named", "weather"), True)):
-        grammar = grammar_for([WEATHER, TIME], choice, style, parallel, special(style))
-        assert takes(compiler, grammar, written([ROME], style))
-        assert not takes(compiler, grammar, written([ROME, ROME], style))
-        assert takes(compiler, grammar, written([NOW], style)) == (choice.mode == "required")
+        grammar = tool_call_grammar([WEATHER, TIME], choice, style, parallel, special(style))
+        assert takes(compiler, grammar, format_tool_calls([ROME], style))
+        assert not takes(compiler, grammar, format_tool_calls([ROME, ROME], style))
+        assert takes(compiler, grammar, format_tool_calls([NOW], style)) == (choice.mode == "required")
 
 
 def test_a_call_that_is_complete_ends_the_request(compiler: GrammarCompiler) -> None:
-    grammar = grammar_for([TIME], ToolChoice("named", "time"), HERMES, True)
+    grammar = tool_call_grammar([TIME], ToolChoice("named", "time"), HERMES, True)
     assert grammar is not None
     matcher = compiler.compile(grammar)
-    assert all(matcher.accept(token) for token in build().encode(written([NOW], HERMES)).ids) and matcher.done
+    assert (
+        all(matcher.accept(token) for token in build().encode(format_tool_calls([NOW], HERMES)).ids)
+        and matcher.is_complete
+    )
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_auto_holds_calls_to_strict_tools_and_leaves_text_free(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = grammar_for([STRICT, TIME], ToolChoice("auto"), style, True, special(style))
+    grammar = tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special(style))
     text = "It is <tool_cal or {so} [x].\n"
-    lead = "" if style.bare else text
+    lead = "" if style.allows_bare_call else text
     assert takes(compiler, grammar, text) and takes(compiler, grammar, "")
-    assert takes(compiler, grammar, lead + written([ROME], style))
-    assert takes(compiler, grammar, lead + written([ROME, NOW], style))
-    assert not takes(compiler, grammar, lead + written([("weather", '{"city": "Oslo"}')], style))
-    assert not takes(compiler, grammar, lead + written([("other", "{}")], style))
-    tagged = grammar_for([STRICT], ToolChoice("auto"), LLAMA3, True, special(LLAMA3))
-    assert takes(compiler, tagged, "Well. <|python_tag|>" + written([ROME], LLAMA3))
+    assert takes(compiler, grammar, lead + format_tool_calls([ROME], style))
+    assert takes(compiler, grammar, lead + format_tool_calls([ROME, NOW], style))
+    assert not takes(compiler, grammar, lead + format_tool_calls([("weather", '{"city": "Oslo"}')], style))
+    assert not takes(compiler, grammar, lead + format_tool_calls([("other", "{}")], style))
+    tagged = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True, special(LLAMA3))
+    assert takes(compiler, tagged, "Well. <|python_tag|>" + format_tool_calls([ROME], LLAMA3))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_auto_without_parallel_allows_one_call(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = grammar_for([WEATHER, TIME], ToolChoice("auto"), style, False, special(style))
-    assert takes(compiler, grammar, "Hello") and takes(compiler, grammar, written([NOW], style))
-    assert not takes(compiler, grammar, written([NOW, NOW], style))
+    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("auto"), style, False, special(style))
+    assert takes(compiler, grammar, "Hello") and takes(compiler, grammar, format_tool_calls([NOW], style))
+    assert not takes(compiler, grammar, format_tool_calls([NOW, NOW], style))
 
 
 def test_when_nothing_is_to_be_held() -> None:
-    assert grammar_for([WEATHER], ToolChoice("none"), HERMES, True) is None
-    assert grammar_for([WEATHER], ToolChoice("auto"), HERMES, True) is None
-    assert grammar_for([], ToolChoice("auto"), HERMES, False) is None
+    assert tool_call_grammar([WEATHER], ToolChoice("none"), HERMES, True) is None
+    assert tool_call_grammar([WEATHER], ToolChoice("auto"), HERMES, True) is None
+    assert tool_call_grammar([], ToolChoice("auto"), HERMES, False) is None
     with pytest.raises(InvalidRequest) as caught:
-        grammar_for([WEATHER], ToolChoice("named", "nope"), HERMES, True)
+        tool_call_grammar([WEATHER], ToolChoice("named", "nope"), HERMES, True)
     assert caught.value.param == "tool_choice"
 
 
 def test_only_strict_tools_insist_on_every_keyword(compiler: GrammarCompiler) -> None:
     for strict in (False, True):
         tool = Tool("t", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, strict)
-        grammar = grammar_for([tool], ToolChoice("required"), HERMES, True)
+        grammar = tool_call_grammar([tool], ToolChoice("required"), HERMES, True)
         if strict:
             with pytest.raises(InvalidRequest, match="uniqueItems"):
                 takes(compiler, grammar, "")
         else:
-            assert takes(compiler, grammar, written([("t", '{"a": []}')], HERMES))
+            assert takes(compiler, grammar, format_tool_calls([("t", '{"a": []}')], HERMES))
 
 
 BOTH = [
-    Grammar("json_object"),
-    Grammar("json_schema", '{"type": "object"}'),
-    Grammar("regex", r"\{(/|\n)?\}"),
-    Grammar("choice", '["{}", "x"]'),
-    Grammar("grammar", 'start: "{}"'),
-    Grammar("grammar", 'root ::= "{}"'),
+    GrammarSpec("json_object"),
+    GrammarSpec("json_schema", '{"type": "object"}'),
+    GrammarSpec("regex", r"\{(/|\n)?\}"),
+    GrammarSpec("choice", '["{}", "x"]'),
+    GrammarSpec("grammar", 'start: "{}"'),
+    GrammarSpec("grammar", 'root ::= "{}"'),
 ]
 
 
 @pytest.mark.parametrize("grammar", BOTH, ids=lambda g: f"{g.kind}-{g.text}")
 @pytest.mark.parametrize("style", [THINK, ReasoningStyle("[ARGS]", "[TOOL_CALLS]")], ids=["text", "special"])
 def test_a_constraint_holds_after_the_reasoning(
-    compiler: GrammarCompiler, grammar: Grammar, style: ReasoningStyle
+    compiler: GrammarCompiler, grammar: GrammarSpec, style: ReasoningStyle
 ) -> None:
     ids = {marker: IDS[marker] for marker in style.markers if marker in IDS}
     thought = f"Hm.\n{{ {style.end}"
-    free, inside = (reasoned(grammar, style, opened, ids) for opened in (False, True))
+    free, inside = (constrain_after_reasoning(grammar, style, opened, ids) for opened in (False, True))
     assert takes(compiler, free, f"{style.begin}{thought}\n\n{{}}") and takes(compiler, free, "{}")
     assert takes(compiler, inside, thought + "{}") and not takes(compiler, inside, "{}")
     for wrong in (f"{style.begin}{thought}y", "y", style.begin + "Hm. {}"):
@@ -217,17 +237,17 @@ def test_a_constraint_holds_after_the_reasoning(
 
 
 def test_forced_calls_may_be_reasoned_about(compiler: GrammarCompiler) -> None:
-    grammar = grammar_for([WEATHER], ToolChoice("required"), HERMES, True)
+    grammar = tool_call_grammar([WEATHER], ToolChoice("required"), HERMES, True)
     assert grammar is not None
-    held = reasoned(grammar, THINK, True, {})
-    assert takes(compiler, held, "Rome, I think.</think>\n\n" + written([ROME], HERMES))
+    held = constrain_after_reasoning(grammar, THINK, True, {})
+    assert takes(compiler, held, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
     assert not takes(compiler, held, "Rome, I think.</think>\n\nRome")
 
 
 @pytest.mark.parametrize("text", ["{", '{"grammars": 1}', '{"grammars": []}', '{"grammars": [1]}', '{"a":' * 9999])
 def test_what_cannot_be_read_is_left_to_the_compiler(text: str) -> None:
-    grammar = Grammar("grammar", text)
-    assert reasoned(grammar, THINK, True, {}) is grammar
+    grammar = GrammarSpec("grammar", text)
+    assert constrain_after_reasoning(grammar, THINK, True, {}) is grammar
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
@@ -241,14 +261,14 @@ def test_markers_may_be_tokens_flagged_special_or_not(tmp_path: Path, style: Too
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [EOS])
     for choice in (ToolChoice("required"), ToolChoice("auto")):
         for said, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
-            grammar = grammar_for([STRICT, TIME], choice, style, True, ids)
+            grammar = tool_call_grammar([STRICT, TIME], choice, style, True, ids)
             assert grammar is not None
             matcher = compiler.compile(grammar)
-            tokens = tokenizer.encode(written(said, style)).ids
-            assert all(token in matcher.allowed() and matcher.accept(token) for token in tokens) == fits
+            tokens = tokenizer.encode(format_tool_calls(said, style)).ids
+            assert all(token in matcher.allowed_tokens() and matcher.accept(token) for token in tokens) == fits
 
 
 def test_a_style_whose_markers_are_no_tokens_is_held_by_their_text(compiler: GrammarCompiler) -> None:
-    grammar = grammar_for([STRICT], ToolChoice("auto"), LLAMA3, True)
-    assert takes(compiler, grammar, written([ROME, ROME], LLAMA3)) and takes(compiler, grammar, "Well")
-    assert not takes(compiler, grammar, written([("weather", "{}")], LLAMA3))
+    grammar = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True)
+    assert takes(compiler, grammar, format_tool_calls([ROME, ROME], LLAMA3)) and takes(compiler, grammar, "Well")
+    assert not takes(compiler, grammar, format_tool_calls([("weather", "{}")], LLAMA3))

@@ -16,19 +16,19 @@ from emberline.core.clock import ManualClock
 from emberline.core.config import TraceConfig
 from emberline.core.errors import InvalidRequest, Overloaded
 from emberline.core.events import Output, Timing
-from emberline.core.handoff import Handoff, Pulled
+from emberline.core.handoff import BlockPull, Handoff
 from emberline.core.request import FinishReason
-from emberline.net.errors import Unreached
-from emberline.net.pool import Pool
-from emberline.router.call import Call
-from emberline.router.native import Native
-from emberline.server.exchange import ClientGone, Exchange
-from emberline.server.tracing import Handler, Tracing
-from emberline.server.worker.phases import Phases
-from emberline.trace import collector as place
-from emberline.trace.collector import Collector
-from emberline.trace.context import Context
-from emberline.trace.span import Kind, Span
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.net.errors import UpstreamUnreachable
+from emberline.router.native import NativeDialect
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.server.exchange import ClientDisconnected, Exchange
+from emberline.server.tracing import Handler, RequestTracing
+from emberline.server.worker.phase_spans import PhaseSpans
+from emberline.trace import otlp_exporter as place
+from emberline.trace.context import TraceContext
+from emberline.trace.otlp_exporter import OTLPSpanExporter
+from emberline.trace.span import Span, SpanKind
 from emberline.trace.tracer import Tracer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -45,9 +45,9 @@ class Kept(list[Span]):
 
 @pytest.mark.parametrize("flags,sampled", [("01", True), ("00", False), ("03", True), ("fe", False)])
 def test_a_context_is_read_and_written(flags: str, sampled: bool) -> None:
-    found = Context.read(f"00-{TRACE}-{SPAN}-{flags}")
-    assert found == Context(TRACE, SPAN, sampled)
-    assert Context.read(str(found)) == found
+    found = TraceContext.parse(f"00-{TRACE}-{SPAN}-{flags}")
+    assert found == TraceContext(TRACE, SPAN, sampled)
+    assert TraceContext.parse(str(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ def test_a_context_is_read_and_written(flags: str, sampled: bool) -> None:
     ],
 )
 def test_what_is_no_context(header: str) -> None:
-    assert Context.read(header) is None
+    assert TraceContext.parse(header) is None
 
 
 def test_versions_to_come_may_say_more() -> None:
-    assert Context.read(f"01-{TRACE}-{SPAN}-01-more") == Context(TRACE, SPAN)
+    assert TraceContext.parse(f"01-{TRACE}-{SPAN}-01-more") == TraceContext(TRACE, SPAN)
 
 
 def test_of_new_traces_a_share_is_wanted() -> None:
-    assert not any(Context.new(0.0).sampled for _ in range(200))
-    assert all(Context.new(1.0).sampled for _ in range(200))
-    assert 300 < sum(Context.new(0.5).sampled for _ in range(1000)) < 700
+    assert not any(TraceContext.start_trace(0.0).is_sampled for _ in range(200))
+    assert all(TraceContext.start_trace(1.0).is_sampled for _ in range(200))
+    assert 300 < sum(TraceContext.start_trace(0.5).is_sampled for _ in range(1000)) < 700
 
 
 # -- spans -----------------------------------------------------------------------------------------------------------
@@ -82,19 +82,19 @@ def test_of_new_traces_a_share_is_wanted() -> None:
 
 def test_spans_hang_together_and_end_once() -> None:
     kept, clock = Kept(), ManualClock(100.0)
-    root = Tracer(kept, clock).begin("a request", Kind.SERVER, Context(TRACE, SPAN))
+    root = Tracer(kept, clock).start_span("a request", SpanKind.SERVER, TraceContext(TRACE, SPAN))
     clock.advance(1.0)
-    leg = root.child("a leg", Kind.CLIENT)
-    assert Context.read(str(leg.context)) == leg.context
-    leg.about |= {"int": 1, "float": 0.5, "bool": True, "str": "x", "unknown": None}
-    leg.event("moved", reason="lost")
+    leg = root.start_child("a leg", SpanKind.CLIENT)
+    assert TraceContext.parse(str(leg.context)) == leg.context
+    leg.attributes |= {"int": 1, "float": 0.5, "bool": True, "str": "x", "unknown": None}
+    leg.add_event("moved", reason="lost")
     clock.advance(1.0)
     leg.end("worker_lost")
-    root.child("before", began=99.0).end(at=100.5)
+    root.start_child("before", start_time=99.0).end(end_time=100.5)
     root.end()
-    assert [span.context.trace for span in kept] == [TRACE] * 3
-    assert [span.parent for span in kept] == [root.context.span, root.context.span, SPAN]
-    told = leg.told(epoch=1000.0)
+    assert [span.context.trace_id for span in kept] == [TRACE] * 3
+    assert [span.parent_id for span in kept] == [root.context.span_id, root.context.span_id, SPAN]
+    told = leg.to_otlp(epoch=1000.0)
     assert (told["startTimeUnixNano"], told["endTimeUnixNano"]) == ("1101000000000", "1102000000000")
     assert told["status"] == {"code": 2, "message": "worker_lost"} and told["events"][0]["name"] == "moved"
     values = [{"intValue": "1"}, {"doubleValue": 0.5}, {"boolValue": True}, {"stringValue": "x"}]
@@ -106,31 +106,31 @@ def test_spans_hang_together_and_end_once() -> None:
 def test_who_asks_decides_whether_it_is_told() -> None:
     kept = Kept()
     never, always = Tracer(kept, ManualClock(), 0.0), Tracer(kept, ManualClock(), 1.0)
-    for tracer, parent in ((never, None), (always, Context(TRACE, SPAN, False))):
-        span = tracer.begin("x", Kind.SERVER, parent)
-        child = span.child("y")
+    for tracer, parent in ((never, None), (always, TraceContext(TRACE, SPAN, False))):
+        span = tracer.start_span("x", SpanKind.SERVER, parent)
+        child = span.start_child("y")
         child.end()
         span.end()
         assert str(child.context).endswith("-00")  # and so nobody behind us begins a trace of its own
     assert not kept
-    never.begin("x", Kind.SERVER, Context(TRACE, SPAN)).end()
-    assert [span.context.trace for span in kept] == [TRACE]
+    never.start_span("x", SpanKind.SERVER, TraceContext(TRACE, SPAN)).end()
+    assert [span.context.trace_id for span in kept] == [TRACE]
 
 
 # -- exchanges -------------------------------------------------------------------------------------------------------
 
 
 async def answered(x: Exchange) -> None:
-    await x.json({})
+    await x.reply_json({})
 
 
 async def refused(x: Exchange) -> None:
-    await x.json({}, 404)
+    await x.reply_json({}, 404)
 
 
 async def broke(x: Exchange) -> None:
-    await x.start_events()
-    x.note["error"] = "worker_lost"
+    await x.start_event_stream()
+    x.log_fields["error"] = "worker_lost"
 
 
 async def overloaded(x: Exchange) -> None:
@@ -142,7 +142,7 @@ async def buggy(x: Exchange) -> None:
 
 
 async def left(x: Exchange) -> None:
-    raise ClientGone
+    raise ClientDisconnected
 
 
 @pytest.mark.parametrize(
@@ -160,17 +160,17 @@ def test_an_exchange_is_a_span_however_it_ends(handler: Handler, error: str) -> 
     async def nobody(*message: Any) -> Any: ...
 
     kept = Kept()
-    tracing = Tracing(Tracer(kept, ManualClock()), cast("Collector", None))
+    tracing = RequestTracing(Tracer(kept, ManualClock()), cast("OTLPSpanExporter", None))
     headers = [(b"traceparent", b"not one"), (b"tracestate", b"vendor=1")]
     x = Exchange({"method": "POST", "path": "/v1/completions", "headers": headers}, nobody, nobody)
 
     async def work() -> None:
         with contextlib.suppress(Exception):
-            await tracing.traced(handler)(x)
+            await tracing.trace_handler(handler)(x)
 
     asyncio.run(work())
     (span,) = kept
-    assert (span.error, span.parent, span.name) == (error, "", "text_completion")
+    assert (span.error_code, span.parent_id, span.name) == (error, "", "text_completion")
     assert x.span is span and b"tracestate" not in x.headers
 
 
@@ -180,17 +180,17 @@ def test_an_exchange_is_a_span_however_it_ends(handler: Handler, error: str) -> 
 def phases(*outputs: tuple[int, Output]) -> tuple[Span, dict[str, Span]]:
     """The request's span, and those below it by name; outputs come with their choice. It is over at 9."""
     kept = Kept()
-    request = Tracer(kept, ManualClock()).begin("x", Kind.SERVER, None)
-    told = Phases(request, "m", [10, 7])
+    request = Tracer(kept, ManualClock()).start_span("x", SpanKind.SERVER, None)
+    told = PhaseSpans(request, "m", [10, 7])
     for index, output in outputs:
-        told.take(index, output)
+        told.record_output(index, output)
     told.close(9.0)
     assert len({span.name for span in kept}) == len(kept)
     return request, {span.name: span for span in kept}
 
 
 def test_phases_are_by_the_engines_clock() -> None:
-    pulled = Pulled("peer", 2.0, 3.0, 0.5, 4096, "ticket_over")
+    pulled = BlockPull("peer", 2.0, 3.0, 0.5, 4096, "ticket_over")
     whole = Timing(1.0, 2.0, 4.0, 8.0, pulled)
     request, found = phases(
         (0, Output("", 0, [1], cached_tokens=4, timing=Timing(1.0, 2.0, 4.0, None, pulled))),
@@ -198,23 +198,23 @@ def test_phases_are_by_the_engines_clock() -> None:
         (0, Output("", 0, [2])),
         (0, Output("", 0, [3], finish=FinishReason.LENGTH, timing=whole)),
     )
-    edges = {name: (span.began, span.ended, span.error) for name, span in found.items()}
+    edges = {name: (span.start_time, span.end_time, span.error_code) for name, span in found.items()}
     assert edges == {"queue": (1.0, 2.0, ""), "prefill": (2.0, 4.0, ""), "pull": (2.0, 3.0, "ticket_over"),
                      "decode": (4.0, 8.0, "")}  # fmt: skip
-    assert found["pull"].parent == found["prefill"].context.span
-    assert found["prefill"].about == {"emberline.prompt_tokens": 10, "emberline.cached_tokens": 4}
-    assert found["decode"].about == {"emberline.tokens": 3, "emberline.ttft": 3.0, "emberline.itl_mean": 2.0}
-    assert [request.about[f"gen_ai.usage.{name}"] for name in ("input_tokens", "output_tokens")] == [17, 4]
-    assert request.about["gen_ai.usage.cache_read.input_tokens"] == 6
+    assert found["pull"].parent_id == found["prefill"].context.span_id
+    assert found["prefill"].attributes == {"emberline.prompt_tokens": 10, "emberline.cached_tokens": 4}
+    assert found["decode"].attributes == {"emberline.tokens": 3, "emberline.ttft": 3.0, "emberline.itl_mean": 2.0}
+    assert [request.attributes[f"gen_ai.usage.{name}"] for name in ("input_tokens", "output_tokens")] == [17, 4]
+    assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 6
 
 
 def test_what_was_cut_off_ends_too() -> None:
     _, found = phases((0, Output("", 0, [1], timing=Timing(1.0, 2.0, 4.0))))
-    assert (found["decode"].ended, found["decode"].error) == (9.0, "cut_off")
+    assert (found["decode"].end_time, found["decode"].error_code) == (9.0, "cut_off")
     _, found = phases(
         (0, Output("", error="deadline_exceeded", finish=FinishReason.ERROR, timing=Timing(1.0, finished=5.0)))
     )
-    assert [(span.name, span.ended, span.error) for span in found.values()] == [("queue", 5.0, "cut_off")]
+    assert [(span.name, span.end_time, span.error_code) for span in found.values()] == [("queue", 5.0, "cut_off")]
     assert not phases()[1]  # it never came to an output: nobody knows more than the request's own span tells
 
 
@@ -222,8 +222,8 @@ def test_what_was_cut_off_ends_too() -> None:
 
 
 def span(text: str = "") -> Span:
-    made = Tracer(Kept(), ManualClock()).begin("x", Kind.SERVER, None)
-    made.about["text"] = text
+    made = Tracer(Kept(), ManualClock()).start_span("x", SpanKind.SERVER, None)
+    made.attributes["text"] = text
     made.end()
     return made
 
@@ -250,7 +250,7 @@ class Peer:
     async def ask(self, *request: Any) -> Answer:
         said = self.script.pop(0) if self.script else (200, {}, b"{}")
         if said is None:
-            raise Unreached("nobody there")
+            raise UpstreamUnreachable("nobody there")
         return Answer(*said)
 
 
@@ -260,19 +260,21 @@ class Silent(Peer):
         raise AssertionError
 
 
-def made(peer: Peer) -> Collector:
+def made(peer: Peer) -> OTLPSpanExporter:
     config = TraceConfig("http://127.0.0.1:1/v1/traces")
-    return Collector(cast("Pool", peer), config, {"service.name": "x"}, ManualClock(), ManualClock())
+    return OTLPSpanExporter(
+        cast("HTTPConnectionPool", peer), config, {"service.name": "x"}, ManualClock(), ManualClock()
+    )
 
 
 def test_what_waits_is_bounded() -> None:
     async def work() -> None:
         collector = made(Silent())
-        for _ in range(place.MOST_SPANS + 5):
+        for _ in range(place.MAX_QUEUED_SPANS + 5):
             collector.put(span())
         assert collector.dropped == 5
         large = made(Silent())
-        large.put(span("x" * place.MOST_BYTES))
+        large.put(span("x" * place.MAX_QUEUED_BYTES))
         large.put(span("x"))
         assert large.dropped == 1
 
@@ -280,10 +282,10 @@ def test_what_waits_is_bounded() -> None:
 
 
 def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "LINGER", 0.0)
-    monkeypatch.setattr(place, "MOST_BYTES", 1000)
+    monkeypatch.setattr(place, "BATCH_DELAY_S", 0.0)
+    monkeypatch.setattr(place, "MAX_QUEUED_BYTES", 1000)
 
-    async def work() -> Collector:
+    async def work() -> OTLPSpanExporter:
         async with asyncio.timeout(20), made(Peer()) as collector:
             for sent in range(3):
                 collector.put(span("x" * 600))
@@ -296,13 +298,13 @@ def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "GOODBYE", 0.05)
+    monkeypatch.setattr(place, "SHUTDOWN_TIMEOUT_S", 0.05)
 
     async def work() -> None:
         async with asyncio.timeout(20), made(Silent()) as collector:
-            for _ in range(place.BATCH + 1):  # one batch is under way then, the rest waits
+            for _ in range(place.MAX_BATCH_SPANS + 1):  # one batch is under way then, the rest waits
                 collector.put(span())
-        assert collector.sent == 0 and collector.dropped == place.BATCH + 1
+        assert collector.sent == 0 and collector.dropped == place.MAX_BATCH_SPANS + 1
 
     asyncio.run(work())
 
@@ -318,7 +320,7 @@ def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_all_are_sent_or_counted(script: list[Said | None], sent: int, dropped: int) -> None:
-    async def work() -> Collector:
+    async def work() -> OTLPSpanExporter:
         async with asyncio.timeout(20), made(Peer(*script)) as collector:  # who leaves makes it hurry
             for _ in range(3):
                 collector.put(span())
@@ -334,31 +336,37 @@ def test_all_are_sent_or_counted(script: list[Said | None], sent: int, dropped: 
 def test_an_address_that_is_none() -> None:
     for url in ("collector:4318", "ftp://collector", "http://"):
         with pytest.raises(InvalidRequest, match="otlp"):
-            TraceConfig.given(url, 1.0)
+            TraceConfig.from_options(url, 1.0)
     with pytest.raises(InvalidRequest, match="share"):
-        TraceConfig.given("http://collector:4318", 1.5)
+        TraceConfig.from_options("http://collector:4318", 1.5)
 
 
 def test_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TraceConfig.given(None, 1.0) is None
-    assert TraceConfig.given("http://c:4318", 0.5) == TraceConfig("http://c:4318/v1/traces", {}, 0.5)
+    assert TraceConfig.from_options(None, 1.0) is None
+    assert TraceConfig.from_options("http://c:4318", 0.5) == TraceConfig("http://c:4318/v1/traces", {}, 0.5)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318/base/")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Key=a%20b, other = c,")
-    assert TraceConfig.given(None, 1.0) == TraceConfig("http://env:4318/base/v1/traces", {"key": "a b", "other": "c"})
-    assert TraceConfig.given("", 1.0) is None
+    assert TraceConfig.from_options(None, 1.0) == TraceConfig(
+        "http://env:4318/base/v1/traces", {"key": "a b", "other": "c"}
+    )
+    assert TraceConfig.from_options("", 1.0) is None
 
 
 def test_a_cluster_is_traced_as_one() -> None:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     args = parser.parse_args(["up", "--otlp", "http://c:4318", "--trace-share", "0.5"])
-    assert cluster._traced(args) == ["--otlp", "http://c:4318", "--trace-share", "0.5"]
+    assert cluster._trace_options(args) == ["--otlp", "http://c:4318", "--trace-share", "0.5"]
     with pytest.raises(InvalidRequest, match="otlp"):
-        cluster._traced(parser.parse_args(["up", "--otlp", "c:4318"]))
+        cluster._trace_options(parser.parse_args(["up", "--otlp", "c:4318"]))
 
 
 def test_what_is_not_traced_here_is_passed_on_as_it_came() -> None:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1", "x-other": "1"}
-    spoken = Native(Call("POST", "/v1/completions", headers, b"{}"), 1, None)
-    for call in (spoken.plain(True), spoken.prefill({}, 1.0)[0], spoken.resume(Handoff(), 1.0, None, None)):
+    spoken = NativeDialect(UpstreamRequest("POST", "/v1/completions", headers, b"{}"), 1, None)
+    for call in (
+        spoken.build_plain_request(True),
+        spoken.build_prefill_request({}, 1.0)[0],
+        spoken.build_resume_request(Handoff(), 1.0, None, None),
+    ):
         assert call.headers["traceparent"] == headers["traceparent"] and call.headers["tracestate"] == "vendor=1"

@@ -17,22 +17,28 @@ from transfers import content, fill, small, soon
 from emberline.core.config import TransferConfig
 from emberline.core.freeport import free_port
 from emberline.kernels.cpu.library import find_library
-from emberline.kv.checksum import crc_of
-from emberline.kv.codec import codec_of
-from emberline.kv.transfer import dock
-from emberline.kv.transfer.dock import Dock, Near, Ways
-from emberline.kv.transfer.errors import Corrupted
+from emberline.kv.checksum import select_crc
+from emberline.kv.codec import select_kv_codec
+from emberline.kv.transfer import endpoint
+from emberline.kv.transfer.endpoint import SameHostAccess, TransferEndpoint, TransferOptions
+from emberline.kv.transfer.errors import TransferCorrupted
 from emberline.kv.transfer.mooncake import MooncakeServer
 from emberline.kv.transfer.region import HostRegion
-from emberline.kv.transfer.shm import Segment
+from emberline.kv.transfer.shm import SharedSegment
 
 LIBRARY = find_library()
 
 
-def opened(name: str, *, mooncake: bool, host: str = "127.0.0.1", port: int = 0, at: str = "127.0.0.1") -> Dock:
-    ways = Ways(crc_of(LIBRARY), codec_of("auto", LIBRARY, "bfloat16"), True, at if mooncake else None, mooncake)
-    segment = Segment(small(), 12)
-    return Dock.opened(TransferConfig(name, host, port), segment.region, Near.by_memory(segment), ways)
+def opened(
+    name: str, *, mooncake: bool, host: str = "127.0.0.1", port: int = 0, at: str = "127.0.0.1"
+) -> TransferEndpoint:
+    ways = TransferOptions(
+        select_crc(LIBRARY), select_kv_codec("auto", LIBRARY, "bfloat16"), True, at if mooncake else None, mooncake
+    )
+    segment = SharedSegment(small(), 12)
+    return TransferEndpoint.open(
+        TransferConfig(name, host, port), segment.region, SameHostAccess.via_shared_memory(segment), ways
+    )
 
 
 @pytest.mark.parametrize("kind", ["shm", "mooncake", "tcp"])
@@ -49,8 +55,8 @@ def test_blocks_arrive_by_every_way(kind: str) -> None:
 
 
 def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(dock, "_engines", {})
-    monkeypatch.setattr(dock, "probe", lambda *_: "it died of signal 11")
+    monkeypatch.setattr(endpoint, "_mooncake_engines", {})
+    monkeypatch.setattr(endpoint, "probe", lambda *_: "it died of signal 11")
     with caplog.at_level(logging.WARNING):
         made = opened("here", mooncake=True)
     assert set(made.sender.endpoints) == {"shm", "tcp"} and "signal 11" in caplog.text
@@ -91,7 +97,7 @@ def test_ports_of_every_transport_are_those_stated() -> None:
 def test_an_address_of_the_network_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dock, "is_loopback", lambda host: host != "127.0.0.9")
+    monkeypatch.setattr(endpoint, "is_loopback", lambda host: host != "127.0.0.9")
     with caplog.at_level(logging.WARNING):
         opened("here", mooncake=True, at="127.0.0.9").close()
     assert "authenticates no peer" in caplog.text and "host=127.0.0.9" in caplog.text
@@ -126,7 +132,7 @@ def test_blocks_that_a_stranger_overwrites_are_refused() -> None:
     stranger = [sys.executable, "-c", STRANGER, engine.session, str(address), str(region.layout.plane_bytes)]
     assert subprocess.run(stranger, capture_output=True, timeout=60).returncode == 0
     assert content(region, [4]) != first, "the stranger wrote"
-    with pytest.raises(Corrupted, match="another checksum than the published one"):
+    with pytest.raises(TransferCorrupted, match="another checksum than the published one"):
         here.receiver.pull(ticket, [2], soon())
     here.receiver.pull(kept, [2, 3], soon())
     assert content(here.receiver.region, [2, 3]) == sent

@@ -16,43 +16,43 @@ from transfers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
 from emberline.kernels.cpu.library import find_library
-from emberline.kv.checksum import chained, crc_of
+from emberline.kv.checksum import crc_of_views, select_crc
 from emberline.kv.transfer import local
 from emberline.kv.transfer.errors import (
     BadTransfer,
     BlockReused,
-    Corrupted,
-    Incompatible,
+    IncompatibleCaches,
     PeerChanged,
     PeerUnreachable,
-    TicketOver,
+    TicketEnded,
     TransferCancelled,
+    TransferCorrupted,
     TransferTimeout,
 )
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.local import LocalTransport, offer
-from emberline.kv.transfer.piece import Piece, cut
-from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.local import LocalTransport, advertise_local
+from emberline.kv.transfer.piece import TransferPiece, cut_pieces
+from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
-from emberline.kv.transfer.region import HostRegion, Staging, move, runs
+from emberline.kv.transfer.region import HostRegion, StagingBuffer, contiguous_ranges, copy_piece
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 LEASE, FAR = 30.0, 1e9
-CRC = crc_of(find_library())
+CRC = select_crc(find_library())
 
 
 class Pair:
     """A sender and a receiver in one process."""
 
-    def __init__(self, layout: Layout | None = None, other: Layout | None = None, **how: bool) -> None:
+    def __init__(self, layout: KVLayout | None = None, other: KVLayout | None = None, **how: bool) -> None:
         self.clock = ManualClock()
         self.sender = Sender(blank(layout or small(), 12), "p", clock=self.clock, **how)
-        offer(self.sender, "here")
+        advertise_local(self.sender, "here")
         transport = LocalTransport([self.sender], self.clock)
         region = blank(other or layout or small(), 12)
-        self.receiver = Receiver(region, [transport], clock=self.clock, piece_bytes=64)
+        self.receiver = Receiver(region, [transport], clock=self.clock, max_piece_bytes=64)
 
     def got(self, blocks: list[int]) -> bytes:
         return content(self.receiver.region, blocks)
@@ -62,21 +62,23 @@ def test_blocks_arrive_and_are_given_back_once() -> None:
     pair = Pair()
     sent = fill(pair.sender.region, [5, 6, 2], 1)
     ticket = pair.sender.publish([5, 6, 2], LEASE)
-    assert pair.sender.pinned() == [(0.0, 3)]
+    assert pair.sender.lease_ages() == [(0.0, 3)]
     progress = pair.receiver.pull(ticket, [9, 1, 2], FAR)
-    assert progress.complete and progress.bytes == 3 * small().block_bytes
+    assert progress.complete and progress.arrived_bytes == 3 * small().block_bytes
     assert pair.got([9, 1, 2]) == sent
     assert pair.sender.collect() == []
     pair.receiver.acknowledge(ticket, FAR)
     pair.receiver.acknowledge(ticket, FAR)  # an answer may get lost: saying it twice is saying it
-    assert [(e.id, e.blocks, e.how) for e in pair.sender.collect()] == [(ticket.id, (5, 6, 2), How.ACKNOWLEDGED)]
-    assert pair.sender.collect() == [] and pair.sender.pinned() == []
+    assert [(e.id, e.blocks, e.reason) for e in pair.sender.collect()] == [
+        (ticket.id, (5, 6, 2), LeaseEndReason.ACKNOWLEDGED)
+    ]
+    assert pair.sender.collect() == [] and pair.sender.lease_ages() == []
 
 
 def test_a_ticket_is_the_same_in_json() -> None:
     pair = Pair(seal=True)
     ticket = pair.sender.publish([3, 1], LEASE, complete=False)
-    assert Ticket.parsed(json.loads(json.dumps(ticket.as_dict()))) == ticket
+    assert Ticket.parse(json.loads(json.dumps(ticket.as_dict()))) == ticket
     assert ticket.peer.layout.digest == small(tokens=8).digest != small(width=4).digest
 
 
@@ -87,14 +89,14 @@ def test_a_ticket_is_the_same_in_json() -> None:
 def test_a_malformed_ticket_is_refused(change: dict[str, object]) -> None:
     told = {**Pair().sender.publish([3, 1], LEASE).as_dict(), **change}
     with pytest.raises(BadTransfer):
-        Ticket.parsed(told)
+        Ticket.parse(told)
 
 
 def test_it_follows_a_ticket_that_grows() -> None:
     pair = Pair()
     pair.sender = Sender(pair.sender.region, "p")  # real time: two threads
-    offer(pair.sender, "here")
-    receiver = Receiver(pair.receiver.region, [LocalTransport([pair.sender])], piece_bytes=64)
+    advertise_local(pair.sender, "here")
+    receiver = Receiver(pair.receiver.region, [LocalTransport([pair.sender])], max_piece_bytes=64)
     sent = fill(pair.sender.region, [0], 1)
     ticket = pair.sender.publish([0], LEASE, complete=False)
     thread = threading.Thread(target=receiver.pull, args=(ticket, [0, 1, 2, 3], FAR))
@@ -113,7 +115,7 @@ def test_copies_hide_behind_what_the_peer_computes_next(monkeypatch: pytest.Monk
     ticket = pair.sender.publish([0], LEASE, complete=False)
     (transport,) = pair.receiver._transports
     link = transport.connect(ticket.peer, FAR)
-    state, computed = link.state, [([1], False), ([2], False), ([], True)]
+    state, computed = link.poll_ticket, [([1], False), ([2], False), ([], True)]
 
     def later(*asked: Any) -> Any:
         blocks, complete = computed.pop(0)
@@ -125,11 +127,11 @@ def test_copies_hide_behind_what_the_peer_computes_next(monkeypatch: pytest.Monk
         pair.clock.advance(float(len(fetch.pieces) > 0))
         copy(fetch)
 
-    monkeypatch.setattr(link, "state", later)
+    monkeypatch.setattr(link, "poll_ticket", later)
     monkeypatch.setattr(link, "fetch", slow)
     monkeypatch.setattr(transport, "connect", lambda peer, deadline: link)
     progress = pair.receiver.pull(ticket, [0, 1, 2], FAR)
-    assert progress.complete and (progress.moving, progress.hidden) == (3.0, 2.0)
+    assert progress.complete and (progress.transfer_seconds, progress.overlapped_seconds) == (3.0, 2.0)
 
 
 def test_layers_can_be_pulled_apart() -> None:
@@ -173,8 +175,8 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) ->
 )
 def test_caches_that_do_not_pair_are_refused_with_a_reason(change: dict[str, object], named: str) -> None:
     pair = Pair(small(), small(**change))
-    with pytest.raises(Incompatible, match=named):
-        pair.receiver.pair(pair.sender.peer, FAR)
+    with pytest.raises(IncompatibleCaches, match=named):
+        pair.receiver.connect(pair.sender.peer, FAR)
 
 
 def test_a_lease_expires_unless_renewed() -> None:
@@ -186,10 +188,10 @@ def test_a_lease_expires_unless_renewed() -> None:
     assert pair.sender.collect() == []
     pair.clock.advance(LEASE)
     for attempt in (pair.receiver.renew, pair.receiver.acknowledge, lambda t, d: pair.receiver.pull(t, [0], d)):
-        with pytest.raises(TicketOver, match="expired"):
+        with pytest.raises(TicketEnded, match="expired"):
             attempt(ticket, FAR)
     pair.receiver.release(ticket, FAR)  # harmless
-    assert [e.how for e in pair.sender.collect()] == [How.EXPIRED]
+    assert [e.reason for e in pair.sender.collect()] == [LeaseEndReason.EXPIRED]
 
 
 def test_no_renewal_goes_beyond_the_deadline_of_the_whole() -> None:
@@ -198,7 +200,7 @@ def test_no_renewal_goes_beyond_the_deadline_of_the_whole() -> None:
     pair.clock.advance(LEASE - 1)
     pair.receiver.renew(ticket, FAR)
     pair.clock.advance(11)
-    with pytest.raises(TicketOver, match="expired"):
+    with pytest.raises(TicketEnded, match="expired"):
         pair.receiver.renew(ticket, FAR)
 
 
@@ -210,12 +212,12 @@ def test_a_ticket_cannot_be_replayed(how: str) -> None:
         pair.sender.close(ticket)
     else:
         getattr(pair.receiver, how)(ticket, FAR)
-    with pytest.raises(TicketOver, match=how[:5]):
+    with pytest.raises(TicketEnded, match=how[:5]):
         pair.receiver.pull(ticket, [0], FAR)
-    with pytest.raises(TicketOver):
+    with pytest.raises(TicketEnded):
         pair.sender.extend(ticket, [2])
     assert len(pair.sender.collect()) == 1
-    with pytest.raises(TicketOver, match="no such"):
+    with pytest.raises(TicketEnded, match="no such"):
         pair.receiver.pull(replace(ticket, id="0" * 32), [0], FAR)
 
 
@@ -224,14 +226,14 @@ def test_reuse_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     ticket = pair.sender.publish([1, 2], LEASE)
 
     def meanwhile(*everything: Any) -> None:
-        move(*everything)
+        copy_piece(*everything)
         fill(pair.sender.region, [2], 5)
 
-    monkeypatch.setattr(local, "move", meanwhile)
-    progress = Progress()
+    monkeypatch.setattr(local, "copy_piece", meanwhile)
+    progress = PullProgress()
     with pytest.raises(BlockReused):
         pair.receiver.pull(ticket, [0, 1], FAR, progress=progress)
-    assert progress.bytes == 0 and not progress.complete
+    assert progress.arrived_bytes == 0 and not progress.complete
 
 
 def test_a_lease_that_ends_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,14 +241,14 @@ def test_a_lease_that_ends_during_the_copy_is_noticed(monkeypatch: pytest.Monkey
     ticket = pair.sender.publish([1, 2], LEASE)
 
     def meanwhile(*everything: Any) -> None:
-        move(*everything)
+        copy_piece(*everything)
         pair.clock.advance(LEASE)
 
-    monkeypatch.setattr(local, "move", meanwhile)
-    progress = Progress()
-    with pytest.raises(TicketOver, match="expired"):
+    monkeypatch.setattr(local, "copy_piece", meanwhile)
+    progress = PullProgress()
+    with pytest.raises(TicketEnded, match="expired"):
         pair.receiver.pull(ticket, [0, 1], FAR, progress=progress)
-    assert progress.bytes == 0
+    assert progress.arrived_bytes == 0
 
 
 def test_reading_keeps_the_lease_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +256,10 @@ def test_reading_keeps_the_lease_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = pair.sender.publish([1, 2, 3], LEASE)
 
     def slowly(*everything: Any) -> None:
-        move(*everything)
+        copy_piece(*everything)
         pair.clock.advance(LEASE - 1)
 
-    monkeypatch.setattr(local, "move", slowly)
+    monkeypatch.setattr(local, "copy_piece", slowly)
     assert pair.receiver.pull(ticket, [0, 1, 2], FAR).complete
     assert pair.clock.now() > 2 * LEASE
 
@@ -268,16 +270,16 @@ def test_a_pull_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = pair.sender.publish([1, 2, 3], LEASE)
     copied = []
 
-    def slowly(piece: Piece, *others: Any) -> None:
-        move(piece, *others)
+    def slowly(piece: TransferPiece, *others: Any) -> None:
+        copy_piece(piece, *others)
         copied.append(piece.size(small()))
         pair.clock.advance(1)
 
-    monkeypatch.setattr(local, "move", slowly)
-    progress = Progress()
+    monkeypatch.setattr(local, "copy_piece", slowly)
+    progress = PullProgress()
     with pytest.raises(TransferTimeout):
         pair.receiver.pull(ticket, [0, 1, 2], pair.clock.now() + 2, progress=progress)
-    assert 0 < progress.bytes < len(sent)
+    assert 0 < progress.arrived_bytes < len(sent)
     pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
     assert progress.complete and pair.got([0, 1, 2]) == sent and sum(copied) == len(sent)
     pair.receiver.release(ticket, FAR)
@@ -288,13 +290,13 @@ def test_a_pull_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cancelled_pull_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
-    ticket, progress, copied = pair.sender.publish([1, 2, 3], LEASE), Progress(), []
+    ticket, progress, copied = pair.sender.publish([1, 2, 3], LEASE), PullProgress(), []
 
     def once(*everything: Any) -> None:
         copied.append(1)
         progress.cancel()
 
-    monkeypatch.setattr(local, "move", once)
+    monkeypatch.setattr(local, "copy_piece", once)
     with pytest.raises(TransferCancelled):
         pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
     assert copied == [1]
@@ -315,7 +317,7 @@ def test_what_changed_unnoticed_fails_its_seal() -> None:
     generations = pair.sender.region.generations.copy()
     fill(pair.sender.region, [2], 9)
     pair.sender.region.generations[:] = generations  # an owner that forgot to say so
-    with pytest.raises(Corrupted, match="block 1"):
+    with pytest.raises(TransferCorrupted, match="block 1"):
         pair.receiver.pull(ticket, [3, 4], FAR)
 
 
@@ -323,20 +325,22 @@ def test_another_incarnation_is_another_peer() -> None:
     pair = Pair()
     ticket = pair.sender.publish([1], LEASE)
     second = Sender(pair.sender.region, "p", clock=pair.clock)
-    offer(second, "here")
+    advertise_local(second, "here")
     receiver = Receiver(pair.receiver.region, [LocalTransport([second])], clock=pair.clock)
     with pytest.raises(PeerChanged):
         receiver.pull(ticket, [0], FAR)
     receiver = Receiver(pair.receiver.region, [], clock=pair.clock)
     with pytest.raises(PeerUnreachable, match="no transport in common"):
-        receiver.pair(Peer.parsed(ticket.as_dict()["peer"]), FAR)
+        receiver.connect(Peer.parse(ticket.as_dict()["peer"]), FAR)
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4000))
 def test_pieces_cover_everything_once(layers: int, blocks: int, most: int) -> None:
     layout = small(layers=layers)
-    pieces = list(cut(range(layers), range(blocks), layout, most))
-    cells = [(y, x) for p in pieces for y in range(p.top, p.bottom) for x in range(p.first, p.last)]
+    pieces = list(cut_pieces(range(layers), range(blocks), layout, most))
+    cells = [
+        (y, x) for p in pieces for y in range(p.first_layer, p.end_layer) for x in range(p.first_block, p.end_block)
+    ]
     assert sorted(cells) == [(y, x) for y in range(layers) for x in range(blocks)]
     assert all(p.size(layout) <= max(most, layout.layer_bytes) for p in pieces)
 
@@ -344,13 +348,13 @@ def test_pieces_cover_everything_once(layers: int, blocks: int, most: int) -> No
 @given(st.binary(max_size=300), st.integers(0, 300))
 def test_the_native_checksum_is_zlibs(data: bytes, at: int) -> None:
     for whole in (memoryview(data), memoryview(bytearray(data))):
-        assert chained(CRC, [whole[:at], whole[at:]]) == zlib.crc32(data)
+        assert crc_of_views(CRC, [whole[:at], whole[at:]]) == zlib.crc32(data)
 
 
 def test_neighbours_are_read_as_one() -> None:
-    assert runs(np.array([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
+    assert contiguous_ranges(np.array([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
     region: HostRegion = blank(small(), 6)
-    assert len(region.views(Piece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2
+    assert len(region.views(TransferPiece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8), (8, 4), (2, 8), (16, 2)])
@@ -362,21 +366,25 @@ def test_keys_that_lie_turned_arrive_turned(theirs: int, ours: int) -> None:
     values = rng.integers(0, 1 << 16, (layers, total, heads, numbers), np.uint16)
 
     def region(tokens: int, *, full: bool) -> HostRegion:
-        layout = Layout("m", layers, 2, heads, tokens, 2 * numbers, "bfloat16", turned=2)
+        layout = KVLayout("m", layers, 2, heads, tokens, 2 * numbers, "bfloat16", turned=2)
         shape = (layers, total // tokens, tokens, heads, numbers)
         parts = [keys.reshape(shape).transpose(0, 1, 3, 4, 2), values.reshape(shape).transpose(0, 1, 3, 2, 4)]
         return HostRegion(layout, [bytearray(part.tobytes() if full else part.nbytes) for part in parts])
 
     source, target, wanted = region(theirs, full=True), region(ours, full=False), region(ours, full=True)
-    for piece in (Piece(0, 1, 0, total // theirs), Piece(1, 2, 0, 1), Piece(1, 2, 1, total // theirs)):
-        move(piece, source, np.arange(total // theirs), target, np.arange(total // ours), Staging())
+    for piece in (
+        TransferPiece(0, 1, 0, total // theirs),
+        TransferPiece(1, 2, 0, 1),
+        TransferPiece(1, 2, 1, total // theirs),
+    ):
+        copy_piece(piece, source, np.arange(total // theirs), target, np.arange(total // ours), StagingBuffer())
     assert [bytes(part) for part in target.parts] == [bytes(part) for part in wanted.parts]
     assert not layouts_pair(source.layout, replace(source.layout, turned=0))
 
 
-def layouts_pair(one: Layout, other: Layout) -> bool:
+def layouts_pair(one: KVLayout, other: KVLayout) -> bool:
     try:
-        one.check_pair(other)
-    except Incompatible:
+        one.check_compatible(other)
+    except IncompatibleCaches:
         return False
     return True

@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from transfers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
-from emberline.kv.transfer.errors import BlockReused, TicketOver, TransferCancelled, TransferTimeout
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.local import LocalTransport, offer
-from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.errors import BlockReused, TicketEnded, TransferCancelled, TransferTimeout
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.local import LocalTransport, advertise_local
+from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Ticket
@@ -46,8 +46,8 @@ class Published:
     content: bytes
     complete: bool
     into: list[int]
-    progress: Progress = field(default_factory=Progress)
-    over: How | None = None  # as we ended it; expiry is found out
+    progress: PullProgress = field(default_factory=PullProgress)
+    over: LeaseEndReason | None = None  # as we ended it; expiry is found out
     spoiled: int = 0  # bytes up to the last block to which its owner wrote, against its promise
 
 
@@ -58,9 +58,9 @@ class Handoffs(RuleBasedStateMachine):
         self.between = Interrupting(self.clock)
         self.region = blank(small(), BLOCKS)
         self.sender = Sender(self.region, "p", clock=self.clock)
-        offer(self.sender, "here")
+        advertise_local(self.sender, "here")
         transport = LocalTransport([self.sender], self.between)
-        self.receiver = Receiver(blank(small(), 4), [transport], clock=self.clock, piece_bytes=40)
+        self.receiver = Receiver(blank(small(), 4), [transport], clock=self.clock, max_piece_bytes=40)
         self.free = set(range(BLOCKS))
         self.all: list[Published] = []
         self.returned: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class Handoffs(RuleBasedStateMachine):
         blocks, sent = self.fresh(min(1, 4 - len(it.blocks)))
         try:
             it.ticket = self.sender.extend(it.ticket, blocks, complete=complete)
-        except TicketOver:
+        except TicketEnded:
             assert self.is_over(it)
             self.free.update(blocks)
         else:
@@ -98,25 +98,25 @@ class Handoffs(RuleBasedStateMachine):
         """Resumed or from the start, with something happening before its n-th piece."""
         it = data.draw(st.sampled_from(self.all))
         doing = data.draw(st.sampled_from(["nothing", "wait", "cancel", "close", "reuse"]))
-        progress = it.progress if again and not it.progress.complete else Progress()
+        progress = it.progress if again and not it.progress.complete else PullProgress()
         acts = {"wait": lambda: self.clock.advance(LEASE), "cancel": progress.cancel, "close": lambda: self.close(it)}
         self.between.left, self.between.act = at, acts.get(doing, lambda: None)
         if doing == "reuse":
             self.between.act = self.end_and_reuse
-        landed = progress.bytes
+        landed = progress.arrived_bytes
         try:
             self.receiver.pull(it.ticket, it.into, FAR, progress=progress, follow=False)
-        except TicketOver:
+        except TicketEnded:
             assert self.is_over(it)
         except BlockReused:
             assert it.spoiled
         except TransferCancelled:
-            it.progress = Progress()
+            it.progress = PullProgress()
         except TransferTimeout:
             raise AssertionError("there was time enough") from None
         else:
             assert not self.is_over(it) and landed >= it.spoiled, "what was spoiled had come before"
-            if progress.bytes == len(it.content):  # resumed, others may have pulled into the same blocks since
+            if progress.arrived_bytes == len(it.content):  # resumed, others may have pulled into the same blocks since
                 got = content(self.receiver.region, it.into[: len(it.blocks)])
                 assert got == it.content or progress is it.progress
             assert progress.complete == it.complete
@@ -137,15 +137,15 @@ class Handoffs(RuleBasedStateMachine):
         self.fresh_and_back(count)
 
     @precondition(lambda self: self.all)
-    @rule(data=st.data(), how=st.sampled_from([How.ACKNOWLEDGED, How.RELEASED]))
-    def end(self, data: st.DataObject, how: How) -> None:
+    @rule(data=st.data(), how=st.sampled_from([LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED]))
+    def end(self, data: st.DataObject, how: LeaseEndReason) -> None:
         it = data.draw(st.sampled_from(self.all))
-        say = self.receiver.acknowledge if how is How.ACKNOWLEDGED else self.receiver.release
+        say = self.receiver.acknowledge if how is LeaseEndReason.ACKNOWLEDGED else self.receiver.release
         was_over = self.is_over(it)
         try:
             say(it.ticket, FAR)
-        except TicketOver:
-            assert was_over and how is How.ACKNOWLEDGED
+        except TicketEnded:
+            assert was_over and how is LeaseEndReason.ACKNOWLEDGED
         else:
             it.over = it.over if was_over else how  # to release what has ended does nothing
 
@@ -157,10 +157,10 @@ class Handoffs(RuleBasedStateMachine):
     def close(self, it: Published) -> None:
         try:
             self.sender.close(it.ticket)
-        except TicketOver:
+        except TicketEnded:
             assert self.is_over(it)
         else:
-            it.over = it.over or How.CLOSED
+            it.over = it.over or LeaseEndReason.CLOSED
 
     @precondition(lambda self: any(p.blocks for p in self.all))
     @rule(data=st.data())
@@ -180,14 +180,14 @@ class Handoffs(RuleBasedStateMachine):
         for ended in self.sender.collect():
             self.returned[ended.id] += 1
             it = next(p for p in self.all if p.ticket.id == ended.id)
-            assert list(ended.blocks) == it.blocks and (it.over or How.EXPIRED) is ended.how
-            it.over = ended.how
+            assert list(ended.blocks) == it.blocks and (it.over or LeaseEndReason.EXPIRED) is ended.reason
+            it.over = ended.reason
             self.free.update(ended.blocks)
 
     def is_over(self, it: Published) -> bool:
         try:
             self.sender._leases.find(it.ticket.id)
-        except TicketOver:
+        except TicketEnded:
             return True
         return False
 
@@ -203,7 +203,7 @@ class Handoffs(RuleBasedStateMachine):
             self.close(it)  # their owner says when they end
         self.clock.advance(LEASE)
         self.collect()
-        assert self.sender.pinned() == [] and self.free == set(range(BLOCKS))
+        assert self.sender.lease_ages() == [] and self.free == set(range(BLOCKS))
         assert set(self.returned) == {p.ticket.id for p in self.all}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from emberline.core.events import Stats, TransferStats
-from emberline.engine.messages import Inbox, Progress, encode
-from emberline.server.metrics import Metrics, exposition
-from emberline.server.worker.transfer_metrics import families
+from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode_message
+from emberline.server.metrics import ModelMetrics, render_exposition
+from emberline.server.worker.transfer_metrics import transfer_families
 
 TOLD = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
@@ -16,10 +16,10 @@ TOLD = TransferStats(
 
 
 def test_each_has_its_line() -> None:
-    (message,) = Inbox().feed(encode(Progress("m", [], Stats(transfer=TOLD))))
-    assert isinstance(message, Progress) and message.stats.transfer == TOLD
-    metrics = Metrics("m")
-    lines = exposition(families(metrics.labels, message.stats.transfer)).splitlines()
+    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(transfer=TOLD))))
+    assert isinstance(message, EngineUpdate) and message.stats.transfer == TOLD
+    metrics = ModelMetrics("m")
+    lines = render_exposition(transfer_families(metrics.labels, message.stats.transfer)).splitlines()
     for line in (
         'vllm:nixl_xfer_time_seconds_sum{model_name="m"} 0.5',
         'vllm:nixl_xfer_time_seconds_count{model_name="m"} 4',
@@ -40,7 +40,7 @@ def test_each_has_its_line() -> None:
         'emberline:kv_transfer_quarantined_blocks{model_name="m"} 7',
     ):
         assert line in lines
-    sources = exposition(metrics.families(message.stats, restarts=0, ready=True, block_size=16))
+    sources = render_exposition(metrics.families(message.stats, restarts=0, ready=True, block_size=16))
     assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="external_kv_transfer"} 64' in sources
 
 

@@ -17,9 +17,9 @@ from emberline.kv import mooncake as adapter
 from emberline.kv.mooncake import MooncakeMissing, probe
 from emberline.kv.transfer import mooncake
 from emberline.kv.transfer.errors import PeerLost, PeerUnreachable, TransferCancelled, TransferTimeout
-from emberline.kv.transfer.link import Habits
-from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, Rooms, serve_mooncake
-from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.link import LinkOptions
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, RegisteredBuffers, serve_mooncake
+from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
 
@@ -60,10 +60,10 @@ class SlowEngine:
 class Pair:
     engine: SlowEngine
     sender: Sender
-    mooncake: Mooncake
+    mooncake: MooncakeEngine
 
     def receiver(self, patience: float = 20.0) -> Receiver:
-        transport = MooncakeTransport(small(), self.mooncake, Habits(streams=1, patience=patience))
+        transport = MooncakeTransport(small(), self.mooncake, LinkOptions(connections=1, io_timeout_s=patience))
         return Receiver(blank(small(), 12), [transport])
 
     def let_go(self) -> None:
@@ -81,7 +81,7 @@ class Pair:
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     engine = SlowEngine()
     monkeypatch.setattr(mooncake, "new_engine", lambda _port: engine)
-    made = Pair(engine, Sender(blank(small(), 12), "p"), Mooncake())
+    made = Pair(engine, Sender(blank(small(), 12), "p"), MooncakeEngine())
     server = serve_mooncake(made.sender, made.mooncake)
     yield made
     made.let_go()
@@ -97,7 +97,7 @@ def test_a_late_write_never_reaches_the_cache(pair: Pair) -> None:
     pair.let_go()
     assert content(receiver.region, range(12)) == before != sent
     receiver.pull(ticket, [3, 4], soon())
-    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.rooms._count == 1  # the room was used again
+    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.buffers._count == 1  # the room was used again
     receiver.close()
 
 
@@ -106,27 +106,27 @@ def test_a_room_is_not_used_again_before_the_engine_is_done(pair: Pair) -> None:
     for given_up in range(3):
         with pytest.raises(PeerLost, match="sent nothing"):
             receiver.pull(ticket, [3, 4], soon())
-        assert pair.mooncake.rooms._count == given_up + 1
+        assert pair.mooncake.buffers._count == given_up + 1
     pair.let_go()
     patient = pair.receiver()
     patient.pull(ticket, [3, 4], soon())
-    assert pair.mooncake.rooms._count == 3
+    assert pair.mooncake.buffers._count == 3
     receiver.close()
     patient.close()
 
 
 def test_nothing_more_is_read_for_who_has_left(pair: Pair) -> None:
-    transport = MooncakeTransport(small(), pair.mooncake, Habits(streams=1, patience=0.05))
-    receiver = Receiver(blank(small(), 12), [transport], piece_bytes=64)
+    transport = MooncakeTransport(small(), pair.mooncake, LinkOptions(connections=1, io_timeout_s=0.05))
+    receiver = Receiver(blank(small(), 12), [transport], max_piece_bytes=64)
     with pytest.raises(PeerLost, match="sent nothing"):
         receiver.pull(pair.sender.publish([1, 2, 3], LEASE), [3, 4, 5], soon())
     pair.let_go()
-    assert pair.engine.reads == 1 and len(pair.mooncake.rooms._idle) == 1
+    assert pair.engine.reads == 1 and len(pair.mooncake.buffers._idle) == 1
     receiver.close()
 
 
 def test_a_pull_is_cancelled_while_the_engine_reads(pair: Pair) -> None:
-    receiver, progress, ended = pair.receiver(), Progress(), []
+    receiver, progress, ended = pair.receiver(), PullProgress(), []
     ticket = pair.sender.publish([1, 2], LEASE)
 
     def pull() -> None:
@@ -152,32 +152,32 @@ def test_a_failed_read_is_the_peers_loss_and_its_room_rests(pair: Pair, monkeypa
     for failed in range(2):
         with pytest.raises(PeerLost, match="memory"):
             receiver.pull(ticket, [3, 4], soon())
-        assert pair.mooncake.rooms._count == failed + 1
+        assert pair.mooncake.buffers._count == failed + 1
     pair.engine.answer = 0
-    monkeypatch.setattr(mooncake, "QUARANTINE", -1.0)
+    monkeypatch.setattr(mooncake, "QUARANTINE_S", -1.0)
     receiver.pull(ticket, [3, 4], soon())
-    assert pair.mooncake.rooms._count == 2
+    assert pair.mooncake.buffers._count == 2
     receiver.close()
 
 
 def test_rooms_are_bounded() -> None:
-    rooms = Rooms(lambda view: None, most=2)
-    first = rooms.take(10)
-    rooms.take(10)
+    rooms = RegisteredBuffers(lambda view: None, max_buffers=2)
+    first = rooms.acquire(10)
+    rooms.acquire(10)
     with pytest.raises(PeerUnreachable, match="held by failed reads"):
-        rooms.take(10)
-    rooms.give(first, well=True)
-    assert rooms.take(10) is first
+        rooms.acquire(10)
+    rooms.release(first, reusable=True)
+    assert rooms.acquire(10) is first
 
 
 def test_a_room_that_could_not_be_had_is_not_counted() -> None:
     def refuse(view: memoryview) -> None:
         raise PeerUnreachable("no memory may be locked")
 
-    rooms = Rooms(refuse, most=1)
+    rooms = RegisteredBuffers(refuse, max_buffers=1)
     for _ in range(2):
         with pytest.raises(PeerUnreachable, match="locked"):
-            rooms.take(10)
+            rooms.acquire(10)
 
 
 BROKEN = {
@@ -194,7 +194,7 @@ def test_a_broken_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "mooncake" / "__init__.py").write_text("")
     (tmp_path / "mooncake" / "engine.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert BROKEN[code] in (probe(seconds=1.5 if "sleep" in code else 20.0) or "")
+    assert BROKEN[code] in (probe(timeout_s=1.5 if "sleep" in code else 20.0) or "")
 
 
 def test_the_wheel_of_the_tests_works() -> None:
@@ -207,7 +207,7 @@ def test_a_missing_wheel_is_a_transport_that_cannot_be_had(monkeypatch: pytest.M
 
     monkeypatch.setattr(mooncake, "new_engine", missing)
     with pytest.raises(PeerUnreachable, match="cannot be imported"):
-        Mooncake()
+        MooncakeEngine()
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(MooncakeMissing, match="cannot be imported"):
         adapter.new_engine()

@@ -24,29 +24,29 @@ from transfers import Fault, Proxy, blank, content, fill, small, soon, via
 
 from emberline.core.clock import ManualClock
 from emberline.kv.transfer.base import Transport
-from emberline.kv.transfer.channel import CRC, HEAD, Channel, Kind
+from emberline.kv.transfer.channel import HEADER, HEADER_CRC, MessageChannel, MessageKind
 from emberline.kv.transfer.errors import (
     BadTransfer,
     BlockReused,
-    Corrupted,
-    Incompatible,
+    IncompatibleCaches,
     PeerChanged,
     PeerLost,
     PeerUnreachable,
-    TicketOver,
+    TicketEnded,
     TransferCancelled,
+    TransferCorrupted,
     TransferError,
     TransferTimeout,
 )
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.link import Habits
-from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, serve_mooncake
-from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.link import LinkOptions
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, serve_mooncake
+from emberline.kv.transfer.progress import PullProgress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import Server
-from emberline.kv.transfer.shm import Segment, ShmTransport, serve_shm
+from emberline.kv.transfer.server import TransferServer
+from emberline.kv.transfer.shm import SharedSegment, ShmTransport, serve_shm
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
 
@@ -56,8 +56,8 @@ SLACK = 16  # bytes by which one run may be shorter than another: seconds are to
 
 
 @functools.cache
-def mooncake() -> Mooncake:
-    return Mooncake()
+def mooncake() -> MooncakeEngine:
+    return MooncakeEngine()
 
 
 @dataclass
@@ -65,20 +65,20 @@ class Host:
     """A sender that all transports reach."""
 
     sender: Sender
-    servers: list[Server]
+    servers: list[TransferServer]
 
-    def receiver(self, kind: str, layout: Layout | None = None, **habits: object) -> Receiver:
+    def receiver(self, kind: str, layout: KVLayout | None = None, **habits: object) -> Receiver:
         layout = layout or small()
-        how = replace(Habits(patience=PATIENCE, streams=1), **habits)
+        how = replace(LinkOptions(io_timeout_s=PATIENCE, connections=1), **habits)
         transport: Transport = TcpTransport(layout, how) if kind == "tcp" else ShmTransport(layout, how)
         if kind == "mooncake":
             transport = MooncakeTransport(layout, mooncake(), how)
-        return Receiver(blank(layout, 12), [transport], piece_bytes=64)
+        return Receiver(blank(layout, 12), [transport], max_piece_bytes=64)
 
     def settled(self) -> None:
         """Nobody is connected, and no thread is left."""
         until = soon()
-        while any(server.num_open for server in self.servers):
+        while any(server.num_connections for server in self.servers):
             assert time.monotonic() < until, "a connection stays open"
             time.sleep(0.005)
 
@@ -89,7 +89,7 @@ class Squeeze:
     def __init__(self) -> None:
         self.used = 0
 
-    def room(self, size: int) -> int:
+    def max_encoded_bytes(self, size: int) -> int:
         return 2 * size + 64
 
     def encode(self, data: memoryview, out: memoryview) -> int:
@@ -109,14 +109,14 @@ class Squeeze:
 @pytest.fixture
 def host() -> Iterator[Host]:
     before = set(threading.enumerate())
-    segment = Segment(small(), 12)
+    segment = SharedSegment(small(), 12)
     sender = Sender(segment.region, "p")
-    servers = [serve_tcp(sender, patience=PATIENCE), serve_shm(sender, segment, patience=PATIENCE)]
-    made = Host(sender, [*servers, serve_mooncake(sender, mooncake(), patience=PATIENCE)])
+    servers = [serve_tcp(sender, io_timeout_s=PATIENCE), serve_shm(sender, segment, io_timeout_s=PATIENCE)]
+    made = Host(sender, [*servers, serve_mooncake(sender, mooncake(), io_timeout_s=PATIENCE)])
     yield made
     for server in made.servers:
         server.stop()
-    assert all(server.num_open == 0 for server in made.servers)
+    assert all(server.num_connections == 0 for server in made.servers)
     ours = [one for one in threading.enumerate() if one.name.startswith("kv-") and one not in before]
     for thread in ours:
         thread.join(10)  # one whose connection had just ended may be on its last line
@@ -127,15 +127,15 @@ def host() -> Iterator[Host]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
     receiver = host.receiver(kind, streams=streams)
-    receiver.pair(host.sender.peer, soon())
+    receiver.connect(host.sender.peer, soon())
     sent = fill(host.sender.region, [4, 5, 1, 7], 1)
-    ticket = Ticket.parsed(host.sender.publish([4, 5, 1, 7], LEASE).as_dict())
+    ticket = Ticket.parse(host.sender.publish([4, 5, 1, 7], LEASE).as_dict())
     receiver.pull(ticket, [0, 3, 2, 9], soon())
     assert content(receiver.region, [0, 3, 2, 9]) == sent
     receiver.renew(ticket, soon())
     receiver.acknowledge(ticket, soon())
-    assert [e.how for e in host.sender.collect()] == [How.ACKNOWLEDGED]
-    with pytest.raises(TicketOver, match="acknowledged"):
+    assert [e.reason for e in host.sender.collect()] == [LeaseEndReason.ACKNOWLEDGED]
+    with pytest.raises(TicketEnded, match="acknowledged"):
         receiver.pull(ticket, [0, 3, 2, 9], soon())
     receiver.close()
     host.settled()
@@ -146,7 +146,7 @@ def test_it_follows_a_ticket_that_grows(host: Host, kind: str) -> None:
     receiver = host.receiver(kind, small(8))
     sent = fill(host.sender.region, [0], 1)
     ticket = host.sender.publish([0], LEASE, complete=False)
-    progress = Progress()
+    progress = PullProgress()
     thread = threading.Thread(target=receiver.pull, args=(ticket, [5, 3], soon()), kwargs={"progress": progress})
     thread.start()
     for block in (1, 2, 3):
@@ -175,8 +175,8 @@ def test_a_codec_is_used_if_both_have_it() -> None:
     server = serve_tcp(sender, codecs=[theirs])
     sent = fill(sender.region, [1, 2], 1)
     for codecs, always, used in (([], True, False), ([ours], False, False), ([ours], True, True)):
-        transport = TcpTransport(small(), Habits(codecs=codecs, always=always))
-        receiver = Receiver(blank(small(), 12), [transport], piece_bytes=64)
+        transport = TcpTransport(small(), LinkOptions(codecs=codecs, always_encode=always))
+        receiver = Receiver(blank(small(), 12), [transport], max_piece_bytes=64)
         receiver.pull(sender.publish([1, 2], LEASE), [3, 4], soon())
         assert content(receiver.region, [3, 4]) == sent and bool(theirs.used) is used
         receiver.close()
@@ -194,7 +194,7 @@ def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
     receiver.pull(fresh, [1, 2], soon())
     if kind != "shm":
         forged = replace(fresh, generations=tuple(g + 1 for g in fresh.generations))
-        with pytest.raises(Corrupted, match="generation"):
+        with pytest.raises(TransferCorrupted, match="generation"):
             receiver.pull(forged, [1, 2], soon())
     receiver.close()
 
@@ -203,22 +203,22 @@ def test_pairing_is_refused_with_a_reason(host: Host) -> None:
     peer = host.sender.peer
     for kind in KINDS:
         with pytest.raises(PeerChanged):
-            host.receiver(kind).pair(replace(peer, incarnation="earlier"), soon())
+            host.receiver(kind).connect(replace(peer, incarnation="earlier"), soon())
         lying = host.receiver(kind, small(heads=4))
-        with pytest.raises(Incompatible, match="heads"):  # also by the sender, whatever its description says
-            lying.pair(replace(peer, layout=small(heads=4)), soon())
+        with pytest.raises(IncompatibleCaches, match="heads"):  # also by the sender, whatever its description says
+            lying.connect(replace(peer, layout=small(heads=4)), soon())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for address in (f"127.0.0.1:{port}", "nonsense", "127.0.0.1:x"):
         with pytest.raises(PeerUnreachable):
-            host.receiver("tcp").pair(replace(peer, endpoints={"tcp": address}), soon())
+            host.receiver("tcp").connect(replace(peer, endpoints={"tcp": address}), soon())
     with pytest.raises(PeerUnreachable):
-        host.receiver("shm").pair(replace(peer, endpoints={"shm": "nobody"}), soon())
+        host.receiver("shm").connect(replace(peer, endpoints={"shm": "nobody"}), soon())
     host.settled()
 
 
 def test_the_next_transport_is_taken_if_the_first_is_broken(host: Host) -> None:
-    habits = Habits(patience=PATIENCE)
+    habits = LinkOptions(io_timeout_s=PATIENCE)
     receiver = Receiver(blank(small(), 12), [ShmTransport(small()), TcpTransport(small(), habits)])
     ticket = host.sender.publish([1], LEASE)
     elsewhere = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "shm": "of another host"})
@@ -229,11 +229,11 @@ def test_the_next_transport_is_taken_if_the_first_is_broken(host: Host) -> None:
 def test_a_restarted_sender_at_the_same_address_is_not_mistaken(host: Host) -> None:
     receiver = host.receiver("tcp")
     ticket = host.sender.publish([1], LEASE)
-    receiver.pair(ticket.peer, soon())
+    receiver.connect(ticket.peer, soon())
     port = int(host.sender.endpoints["tcp"].rpartition(":")[2])
     host.servers[0].stop()
     second = Sender(host.sender.region, "p")
-    host.servers[0] = serve_tcp(second, port=port, patience=PATIENCE)
+    host.servers[0] = serve_tcp(second, port=port, io_timeout_s=PATIENCE)
     with pytest.raises(PeerChanged):
         receiver.pull(ticket, [0], soon())
     receiver.close()
@@ -242,35 +242,37 @@ def test_a_restarted_sender_at_the_same_address_is_not_mistaken(host: Host) -> N
 def test_any_damage_to_a_message_is_noticed() -> None:
     here, there = socket.socketpair()
     with here, there:
-        sender, receiver = Channel(here), Channel(there)
-        sender.send(Kind.SEALED, 7, b"body", soon())
+        sender, receiver = MessageChannel(here), MessageChannel(there)
+        sender.send(MessageKind.PIECE_END, 7, b"body", soon())
         raw = there.recv(1000)
         for at in range(len(raw)):
             here.sendall(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-            with pytest.raises(Corrupted):
+            with pytest.raises(TransferCorrupted):
                 receiver.receive(soon())
-            there.recv(1000, socket.MSG_DONTWAIT) if at < HEAD.size + CRC.size else None  # the body that was not read
+            there.recv(
+                1000, socket.MSG_DONTWAIT
+            ) if at < HEADER.size + HEADER_CRC.size else None  # the body that was not read
         here.sendall(raw)
-        assert receiver.receive(soon()) == (Kind.SEALED, 7, b"body")
+        assert receiver.receive(soon()) == (MessageKind.PIECE_END, 7, b"body")
 
 
 def test_an_answer_to_another_question_is_refused(host: Host) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            channel = Channel(listener.accept()[0])
+            channel = MessageChannel(listener.accept()[0])
             hello = channel.receive(soon())
-            told = {"layout": hello.read()["layout"], "codec": None}
-            channel.tell(Kind.WELCOME, hello.transfer ^ 1, told, soon())
+            told = {"layout": hello.read_json()["layout"], "codec": None}
+            channel.send_json(MessageKind.WELCOME, hello.transfer ^ 1, told, soon())
             with contextlib.suppress(PeerLost):
-                channel.rest(20)
+                channel.wait_for_message(20)
             channel.close()
 
         thread = threading.Thread(target=answer)
         thread.start()
         peer = replace(host.sender.peer, endpoints={"tcp": f"127.0.0.1:{listener.getsockname()[1]}"})
-        with pytest.raises(Corrupted, match="another request"):
-            host.receiver("tcp").pair(peer, soon())
+        with pytest.raises(TransferCorrupted, match="another request"):
+            host.receiver("tcp").connect(peer, soon())
         thread.join(20)
 
 
@@ -291,7 +293,7 @@ def test_a_connection_broken_anywhere(host: Host, kind: str, down: bool) -> None
     failed = 0
     for at in sorted(whole.borders[down] | set(range(0, whole.counts[down] - SLACK, 11))):
         with Proxy(host.sender.endpoints["tcp"], Fault(kind, down, at)) as proxy:
-            receiver, progress = host.receiver("tcp"), Progress()
+            receiver, progress = host.receiver("tcp"), PullProgress()
             ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
             try:
                 receiver.pull(ticket, [5, 3], soon(), progress=progress)
@@ -313,7 +315,7 @@ def test_a_silent_peer_is_given_up(host: Host, down: bool) -> None:
     whole = clean_run(host)
     for at in (0, whole.counts[down] // 2, whole.counts[down] - SLACK):
         with Proxy(host.sender.endpoints["tcp"], Fault("hold", down, at)) as proxy:
-            receiver, progress = host.receiver("tcp", patience=0.3), Progress()
+            receiver, progress = host.receiver("tcp", patience=0.3), PullProgress()
             ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
             try:
                 receiver.pull(ticket, [5, 3], soon(), progress=progress)
@@ -328,25 +330,25 @@ def test_a_deadline_holds_against_a_silent_peer(host: Host) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # the system accepts, nobody answers
         peer = replace(host.sender.peer, endpoints={"tcp": f"127.0.0.1:{mute.getsockname()[1]}"})
         with pytest.raises(TransferTimeout):
-            host.receiver("tcp", patience=30.0).pair(peer, soon(0.2))
+            host.receiver("tcp", patience=30.0).connect(peer, soon(0.2))
         with pytest.raises(PeerLost, match="no byte"):
-            host.receiver("tcp", patience=0.2).pair(peer, soon(30))
+            host.receiver("tcp", patience=0.2).connect(peer, soon(30))
 
 
 def test_a_deadline_holds_for_a_ticket_that_does_not_grow(host: Host) -> None:
     for kind in KINDS:
-        receiver, progress = host.receiver(kind), Progress()
+        receiver, progress = host.receiver(kind), PullProgress()
         ticket = host.sender.publish([1], LEASE, complete=False)
         with pytest.raises(TransferTimeout):
             receiver.pull(ticket, [0], soon(0.2), progress=progress)
-        assert progress.bytes == small().block_bytes and not progress.complete
+        assert progress.arrived_bytes == small().block_bytes and not progress.complete
         receiver.close()
 
 
 def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
     whole = clean_run(host)
     with Proxy(host.sender.endpoints["tcp"], Fault("hold", True, whole.counts[True] // 2)) as proxy:
-        receiver, progress = host.receiver("tcp", patience=30.0), Progress()
+        receiver, progress = host.receiver("tcp", patience=30.0), PullProgress()
         ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
         ended: list[TransferError] = []
 
@@ -367,7 +369,7 @@ def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
             receiver.pull(ticket, [5, 3], soon(), progress=progress)
         receiver.release(ticket, soon())
         receiver.close()
-    assert [e.how for e in host.sender.collect()] == [How.RELEASED]
+    assert [e.reason for e in host.sender.collect()] == [LeaseEndReason.RELEASED]
 
 
 def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
@@ -375,19 +377,19 @@ def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
     clock = ManualClock()
     big = small(tokens=1 << 14, layers=32)
     sender = Sender(blank(big, 4), "p", clock=clock)
-    server = serve_tcp(sender, patience=0.3)
+    server = serve_tcp(sender, io_timeout_s=0.3)
     ticket = sender.publish([0, 1, 2, 3], LEASE)
     sock = socket.create_connection(("127.0.0.1", int(sender.endpoints["tcp"].rpartition(":")[2])))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    channel = Channel(sock)
+    channel = MessageChannel(sock)
     told = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
-    channel.tell(Kind.HELLO, 1, told, soon())
-    assert channel.receive(soon()).kind == Kind.WELCOME
+    channel.send_json(MessageKind.HELLO, 1, told, soon())
+    assert channel.receive(soon()).kind == MessageKind.WELCOME
     asked = {"id": ticket.id, "pieces": [[0, 32, 0, 4]], "seconds": 60, "checked": True, "coded": False}
-    channel.tell(Kind.PULL, 2, asked, soon())
+    channel.send_json(MessageKind.PULL, 2, asked, soon())
     Host(sender, [server]).settled()
     clock.advance(LEASE)
-    assert [e.how for e in sender.collect()] == [How.EXPIRED] and sender.collect() == []
+    assert [e.reason for e in sender.collect()] == [LeaseEndReason.EXPIRED] and sender.collect() == []
     channel.close()
     server.stop()
 
@@ -407,17 +409,17 @@ def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
 def test_a_malformed_request_is_answered(host: Host, asked: dict[str, object]) -> None:
     ticket = host.sender.publish([1, 2], LEASE)
     sock = socket.create_connection(("127.0.0.1", int(host.sender.endpoints["tcp"].rpartition(":")[2])))
-    channel = Channel(sock)
+    channel = MessageChannel(sock)
     told = {"incarnation": host.sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
-    channel.tell(Kind.HELLO, 1, told, soon())
-    assert channel.receive(soon()).kind == Kind.WELCOME
+    channel.send_json(MessageKind.HELLO, 1, told, soon())
+    assert channel.receive(soon()).kind == MessageKind.WELCOME
     body = {**asked, "id": ticket.id if asked["id"] == "T" else asked["id"], "how": "closed"}
-    for kind in (Kind.PULL, Kind.OKAY, Kind.ATTACH, Kind.END):
-        channel.tell(kind, 2, body, soon())
+    for kind in (MessageKind.PULL, MessageKind.OKAY, MessageKind.ATTACH, MessageKind.END):
+        channel.send_json(kind, 2, body, soon())
         answer = channel.receive(soon())
-        assert answer.kind == Kind.ERROR and isinstance(answer.error(), BadTransfer | TicketOver)
+        assert answer.kind == MessageKind.ERROR and isinstance(answer.to_error(), BadTransfer | TicketEnded)
     channel.close()
-    assert len(host.sender.pinned()) == 1
+    assert len(host.sender.lease_ages()) == 1
 
 
 def test_garbage_ends_the_connection_only(host: Host) -> None:
@@ -470,7 +472,7 @@ def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.S
     try:
         assert child.stdout is not None
         told, sent = json.loads(child.stdout.readline())
-        ticket = Ticket.parsed(told)
+        ticket = Ticket.parse(told)
         receiver = Host(None, []).receiver(kind, patience=0.5)  # type: ignore[arg-type]
         receiver.pull(ticket, [0, 1, 2], soon())
         assert content(receiver.region, [0, 1, 2]).hex() == sent
@@ -503,7 +505,7 @@ def no_thread(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
 
 def test_nothing_writes_any_more_though_a_thread_was_missing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = host.receiver("tcp", streams=4)
-    receiver.pair(host.sender.peer, soon())
+    receiver.connect(host.sender.peer, soon())
     sent = fill(host.sender.region, [4, 5, 1, 7], 1)
     no_thread(monkeypatch, "kv-pull", 1)
     receiver.pull(host.sender.publish([4, 5, 1, 7], LEASE), [0, 3, 2, 9], soon())
@@ -517,7 +519,7 @@ def test_a_connection_without_a_thread_is_not_the_last(host: Host, monkeypatch: 
     receiver = host.receiver("tcp", patience=PATIENCE)
     no_thread(monkeypatch, "kv-serve", 0)
     with pytest.raises(PeerLost):
-        receiver.pair(host.sender.peer, soon())
-    receiver.pair(host.sender.peer, soon())
+        receiver.connect(host.sender.peer, soon())
+    receiver.connect(host.sender.peer, soon())
     receiver.close()
     host.settled()

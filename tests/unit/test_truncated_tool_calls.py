@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from scripted_engine import House
 
-from emberline.api.toolstyle import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
-from emberline.gateway.dialects.inner import Spoken
-from emberline.gateway.dialects.translate import Asked, StreamTranslator, translate_reply
+from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
+from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.gateway.dialects.translate import ReplyContext, StreamTranslator, translate_reply
 
 PROSE = "Let me see. "
 FIRST, SECOND = ("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Rome"}')
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 QUESTION = [{"role": "user", "content": "why"}]
-DIALECTS: list[Spoken] = ["openai-chat", "anthropic", "openai-responses"]
-REQUESTS: dict[Spoken, tuple[str, str, dict[str, Any]]] = {  # path, field of the token limit, body
+DIALECTS: list[ChatDialect] = ["openai-chat", "anthropic", "openai-responses"]
+REQUESTS: dict[ChatDialect, tuple[str, str, dict[str, Any]]] = {  # path, field of the token limit, body
     "openai-chat": (
         "/v1/chat/completions",
         "max_tokens",
@@ -45,9 +45,9 @@ STYLES = [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS]
 def reply_text(style: ToolStyle) -> str:
     """Return the model's output: prose and two calls of the same tool."""
     calls = [style.head % name + arguments + style.tail for name, arguments in (FIRST, SECOND)]
-    if style.listed is None:
-        return PROSE + style.joint.join(style.begin + call for call in calls)
-    return PROSE + style.begin + style.listed[0] + style.joint.join(calls) + style.listed[1]
+    if style.list_brackets is None:
+        return PROSE + style.separator.join(style.begin + call for call in calls)
+    return PROSE + style.begin + style.list_brackets[0] + style.separator.join(calls) + style.list_brackets[1]
 
 
 @dataclass
@@ -59,7 +59,7 @@ class ParsedReply:
     reason: str | None = None
 
 
-def parse_reply(dialect: Spoken, reply: dict[str, Any]) -> ParsedReply:
+def parse_reply(dialect: ChatDialect, reply: dict[str, Any]) -> ParsedReply:
     parsed = ParsedReply()
     match dialect:
         case "openai-chat":
@@ -84,7 +84,7 @@ def parse_reply(dialect: Spoken, reply: dict[str, Any]) -> ParsedReply:
     return parsed
 
 
-def parse_stream(dialect: Spoken, stream: bytes) -> list[ParsedReply]:
+def parse_stream(dialect: ChatDialect, stream: bytes) -> list[ParsedReply]:
     """Return the parsed choices, ordered by index."""
     parsed: dict[int, ParsedReply] = {}
     blocks: dict[int, list[str]] = {}
@@ -159,7 +159,7 @@ def cut_positions(style: ToolStyle) -> list[int]:
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_tool_calls_at_token_limit(dialect: Spoken, style: ToolStyle) -> None:
+def test_tool_calls_at_token_limit(dialect: ChatDialect, style: ToolStyle) -> None:
     server = House(lambda before, index: before + reply_text(style), style)
     path, limit, body = REQUESTS[dialect]
     for end in cut_positions(style):
@@ -185,10 +185,10 @@ def test_tool_calls_of_several_choices_at_token_limit(style: ToolStyle) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DIALECTS, 2)))
-def test_tool_calls_at_token_limit_are_translated(source: Spoken, target: Spoken) -> None:
+def test_tool_calls_at_token_limit_are_translated(source: ChatDialect, target: ChatDialect) -> None:
     server = House(lambda before, index: before + reply_text(HERMES), HERMES)
     path, limit, body = REQUESTS[source]
-    to = Asked(model="m", created=1700000000, id="made-1")
+    to = ReplyContext(model="m", created=1700000000, id="made-1")
     for end in cut_positions(HERMES)[::2]:
         request = {"model": "m", limit: end, **body}
         translator = StreamTranslator(source, target, to)

@@ -13,13 +13,27 @@ from hypothesis import strategies as st
 
 from emberline.core.errors import ModelFileError
 from emberline.kernels.cpu.library import find_library
-from emberline.unweight.code import Code, entropy
-from emberline.unweight.codec import Codec, codec_of
-from emberline.unweight.format import BLOCK, INDEX, STREAMS, Bytes, most_coded
+from emberline.unweight.codec import WeightCodec, select_weight_codec
+from emberline.unweight.format import BLOCK_ELEMENTS, BLOCK_STREAMS, INDEX_ENTRY_BYTES, Bytes, max_coded_bytes
+from emberline.unweight.prefix_code import PrefixCode, entropy_bits
 
-NATIVE, PLAIN = codec_of(find_library()), codec_of(None)
+NATIVE, PLAIN = select_weight_codec(find_library()), select_weight_codec(None)
 CODECS = pytest.mark.parametrize("codec", [NATIVE, PLAIN], ids=lambda codec: codec.name)
-SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77]
+SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    15,
+    16,
+    17,
+    1000,
+    BLOCK_ELEMENTS - 1,
+    BLOCK_ELEMENTS,
+    BLOCK_ELEMENTS + 1,
+    2 * BLOCK_ELEMENTS + 77,
+]
 
 
 def gaussian(count: int, width: int, seed: int = 0) -> Bytes:
@@ -41,11 +55,11 @@ def zeros(count: int, width: int, seed: int = 0) -> Bytes:
     return np.zeros(count * width, np.uint8)
 
 
-def fitted(codec: Codec, elements: Bytes, width: int) -> Code:
-    return Code.fit(codec.count(elements, width))
+def fitted(codec: WeightCodec, elements: Bytes, width: int) -> PrefixCode:
+    return PrefixCode.from_counts(codec.count_symbols(elements, width))
 
 
-def round_trip(codec: Codec, elements: Bytes, width: int) -> int:
+def round_trip(codec: WeightCodec, elements: Bytes, width: int) -> int:
     """Bytes it took."""
     code = fitted(codec, elements, width)
     coded, index = codec.encode(elements, width, code)
@@ -60,7 +74,7 @@ def test_the_native_codec_is_what_is_tested() -> None:
 
 
 @CODECS
-def test_all_bf16_patterns_survive(codec: Codec) -> None:
+def test_all_bf16_patterns_survive(codec: WeightCodec) -> None:
     """NaN payloads, infinities, denormals and -0 among them; in order, and mixed among many weights of one exponent."""
     patterns = np.arange(1 << 16, dtype="<u2")
     round_trip(codec, patterns.view(np.uint8), 2)
@@ -75,31 +89,31 @@ def test_both_codecs_write_the_same_bytes_and_read_each_other(make: Callable[...
     for count in SIZES:
         elements = make(count, width)
         code = fitted(NATIVE, elements, width)
-        assert np.array_equal(NATIVE.count(elements, width), PLAIN.count(elements, width))
+        assert np.array_equal(NATIVE.count_symbols(elements, width), PLAIN.count_symbols(elements, width))
         native, plain = NATIVE.encode(elements, width, code), PLAIN.encode(elements, width, code)
         assert np.array_equal(native[0], plain[0]) and np.array_equal(native[1], plain[1])
-        assert len(native[0]) <= most_coded(count, width)
-        both = count < BLOCK - 1 or (make is gaussian and width == 2)
+        assert len(native[0]) <= max_coded_bytes(count, width)
+        both = count < BLOCK_ELEMENTS - 1 or (make is gaussian and width == 2)
         for codec in (NATIVE, PLAIN) if both else (NATIVE,):
             out = np.full_like(elements, 0xA5)
             assert codec.decode(*native, width, code, out) == -1 and np.array_equal(out, elements)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3 * BLOCK), st.sampled_from([1, 2, 4]), st.floats(0.01, 0.99), st.integers(0, 99))
+@given(st.integers(1, 3 * BLOCK_ELEMENTS), st.sampled_from([1, 2, 4]), st.floats(0.01, 0.99), st.integers(0, 99))
 def test_any_size_and_skew(count: int, width: int, skew: float, seed: int) -> None:
     elements = (np.random.default_rng(seed).geometric(skew, count * width) % 256).astype(np.uint8)
     size = round_trip(NATIVE, elements, width)
-    counts = NATIVE.count(elements, width)
-    bound = (width - 1) * count + count * entropy(counts) / 8
+    counts = NATIVE.count_symbols(elements, width)
+    bound = (width - 1) * count + count * entropy_bits(counts) / 8
     assert bound <= size + 1e-6
 
 
 def test_gaussian_weights_come_out_near_the_bound() -> None:
     """Within a hundredth of it: the code, the index and the ends of streams together."""
-    elements = gaussian(4 * BLOCK, 2)
-    bound = 8 + entropy(NATIVE.count(elements, 2))
-    assert bound < 8 * round_trip(NATIVE, elements, 2) / (4 * BLOCK) < 1.01 * bound < 10.8
+    elements = gaussian(4 * BLOCK_ELEMENTS, 2)
+    bound = 8 + entropy_bits(NATIVE.count_symbols(elements, 2))
+    assert bound < 8 * round_trip(NATIVE, elements, 2) / (4 * BLOCK_ELEMENTS) < 1.01 * bound < 10.8
 
 
 def test_golden_bytes() -> None:
@@ -136,7 +150,7 @@ def test_every_damaged_byte_is_noticed() -> None:
 
 
 @CODECS
-def test_both_bits_mean_the_only_symbol(codec: Codec) -> None:
+def test_both_bits_mean_the_only_symbol(codec: WeightCodec) -> None:
     elements = np.full(400, 0x77, np.uint8)
     code = fitted(codec, elements, 1)
     coded, index = codec.encode(elements, 1, code)
@@ -162,13 +176,13 @@ def test_streams_must_end_where_the_index_says() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([NATIVE, PLAIN]), st.sampled_from([1, 2, 4]))
-def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: Codec, width: int) -> None:
-    """What the bytes mean is anyone's guess; nothing outside `out` is written, and the answer is a block or -1."""
+def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: WeightCodec, width: int) -> None:
+    """What the bytes mean is anyone's guess; nothing outside `request` is written, and the answer is a block or -1."""
     count = data.draw(st.integers(1, 700))
     code = fitted(NATIVE, skewed(2000, width), width)
-    sizes = data.draw(st.lists(st.integers(0, 400), min_size=STREAMS, max_size=STREAMS))
+    sizes = data.draw(st.lists(st.integers(0, 400), min_size=BLOCK_STREAMS, max_size=BLOCK_STREAMS))
     coded = np.frombuffer(data.draw(st.binary(min_size=0, max_size=2000 + 3 * 700)), np.uint8)
-    index = np.zeros(INDEX, np.uint8)
+    index = np.zeros(INDEX_ENTRY_BYTES, np.uint8)
     index[:8] = np.array(sizes, "<u2").view(np.uint8)
     guarded = np.full(width * count + 128, 0x5A, np.uint8)
     assert codec.decode(coded, index, width, code, guarded[64:-64], check=False) in (-1, 0)
@@ -191,13 +205,13 @@ def huffman_bits(counts: list[int]) -> int:
 def test_codes_are_complete_and_optimal_where_the_limit_does_not_bind(few: list[int]) -> None:
     counts = np.zeros(256, np.uint64)
     counts[: len(few)] = few
-    code = Code.fit(counts)
-    parsed = Code.parse(code.first, str(code))  # refuses codes that are not complete
+    code = PrefixCode.from_counts(counts)
+    parsed = PrefixCode.parse(code.first, str(code))  # refuses codes that are not complete
     assert np.array_equal(parsed.lengths, code.lengths)
     assert ((code.lengths > 0) == (counts > 0)).all()
-    assert code.bits(counts) >= huffman_bits(few)
+    assert code.total_bits(counts) >= huffman_bits(few)
     if code.lengths.max() < 11:
-        assert code.bits(counts) == huffman_bits(few)
+        assert code.total_bits(counts) == huffman_bits(few)
 
 
 def test_a_limited_code_is_the_best_of_its_kind() -> None:
@@ -207,7 +221,7 @@ def test_a_limited_code_is_the_best_of_its_kind() -> None:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
     counts = np.zeros(256, np.uint64)
     counts[:16] = fibonacci
-    assert Code.fit(counts).bits(counts) == best_limited(tuple(sorted(fibonacci, reverse=True)), 11)
+    assert PrefixCode.from_counts(counts).total_bits(counts) == best_limited(tuple(sorted(fibonacci, reverse=True)), 11)
 
 
 def best_limited(counts: tuple[int, ...], limit: int) -> int:
@@ -232,4 +246,4 @@ def best_limited(counts: tuple[int, ...], limit: int) -> int:
 )  # fmt: skip
 def test_what_is_no_code_is_refused(first: object, text: object) -> None:
     with pytest.raises(ModelFileError):
-        Code.parse(first, text)
+        PrefixCode.parse(first, text)

@@ -18,10 +18,10 @@ from emberline.cli import service
 from emberline.cli.__main__ import main
 from emberline.core.config import EngineConfig, ServerConfig
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.kernels.cpu import library
 from emberline.unweight import model
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 
 
 def cut(path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_file_that_is_written_meanwhile(tmp_path: Path, change: Callable[[Path
             change(source / "model.safetensors")
 
     with pytest.raises(ModelFileError, match="changed while it was read"):
-        model.pack(source, tmp_path / "packed", codec_of(None), advance)
+        model.pack(source, tmp_path / "packed", select_weight_codec(None), advance)
     assert done and [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
@@ -66,7 +66,7 @@ def test_a_tensor_without_elements_saves_nothing(tmp_path: Path, capsys: pytest.
     source = unweight_models.save(tmp_path / "m", {"none": np.empty((0, 4), np.uint16)})
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert ", 0.0% saved" in capsys.readouterr().out
+    assert ", 0.0% saved" in capsys.readouterr().request
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "m")
     os.mkfifo(source / "pipe")
     with pytest.raises(ModelError, match=r"cannot create .*packed: .*pipe"):
-        model.pack(source, tmp_path / "packed", codec_of(None), lambda _: None)
+        model.pack(source, tmp_path / "packed", select_weight_codec(None), lambda _: None)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
@@ -99,7 +99,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("smollm2", str(tmp_path / ("x" * 300))):
         with pytest.raises(ModelError, match="cannot get") as caught:
-            resolve(name, tmp_path / "file", progress=False)
+            resolve_model(name, tmp_path / "file", progress=False)
         assert "EMBERLINE_CACHE" in str(caught.value)
 
 
@@ -136,7 +136,7 @@ def test_no_amount_of_memory(text: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_amounts_of_memory() -> None:
-    assert [service.size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
+    assert [service.parse_size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import read_tensors
 from emberline.kernels.cpu.library import find_library
 from emberline.unweight import model
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.file import ModelFile
 from emberline.unweight.tensor import CodedTensor, is_coded
-from emberline.unweight.unpack import checked_chunks
+from emberline.unweight.unpack import iter_verified_chunks
 
-CODEC = codec_of(find_library())
+CODEC = select_weight_codec(find_library())
 KINDS = {"embed", "odd", "wide", "half", "eight"}  # what gains
 
 
@@ -46,7 +46,7 @@ def tensors(path: Path) -> dict[str, bytes]:
     """As a loader gets them: checked by CRC-32, not by hash."""
     file = ModelFile(path, CODEC)
     with ThreadPoolExecutor(1) as pool:
-        return {name: b"".join(chunk.tobytes() for chunk in file.chunks(name, pool)) for name in file.tensors}
+        return {name: b"".join(chunk.tobytes() for chunk in file.iter_chunks(name, pool)) for name in file.tensors}
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_checkpoint_answers_for_the_tensors_as_they_were(packed: Path) -> None
         n: (t.dtype, t.shape) for n, t in plain.tensors.items()
     }
     assert {name for name, info in ours.tensors.items() if is_coded(info)} == KINDS
-    assert all(ours.info(name).nbytes < plain.info(name).nbytes for name in KINDS)
+    assert all(ours.tensor_info(name).nbytes < plain.tensor_info(name).nbytes for name in KINDS)
 
 
 def test_other_readers_see_bytes_and_no_weights(packed: Path) -> None:
@@ -96,15 +96,15 @@ def test_tensors_lie_where_their_elements_want_to(packed: Path) -> None:
 def test_blocks_decode_alone_from_pieces_of_the_file(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "plain", rows=2000)  # four blocks
     model.pack(source, tmp_path / "packed", CODEC, nothing)
-    info = Checkpoint.open(tmp_path / "packed").info("embed")
+    info = Checkpoint.open(tmp_path / "packed").tensor_info("embed")
     data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
     tensor = CodedTensor.open("embed", info, lambda begin, end: data[begin:end], CODEC)
-    assert tensor.blocks == 4 and tensor.starts[-1] <= info.nbytes
+    assert tensor.num_blocks == 4 and tensor.block_starts[-1] <= info.nbytes
     whole = np.frombuffer(tensors(source / "model.safetensors")["embed"], np.uint8)
     for block in (2, 0, 3, 1):
-        begin, end = tensor.span(block, block + 1)
+        begin, end = tensor.decoded_span(block, block + 1)
         out = np.empty(end - begin, np.uint8)
-        tensor.decode(data[tensor.starts[block] : tensor.starts[block + 1]].copy(), block, block + 1, out)
+        tensor.decode(data[tensor.block_starts[block] : tensor.block_starts[block + 1]].copy(), block, block + 1, out)
         assert np.array_equal(out, whole[begin:end])
     for begin, end in ((0, 0), (0, 1), (131_071, 131_073), (262_140, 400_000), (len(whole) - 5, len(whole))):
         assert np.array_equal(tensor.read(lambda a, b: data[a:b], begin, end), whole[begin:end])
@@ -125,8 +125,8 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert contents(tmp_path / "again") == contents(source)
     capsys.readouterr()
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert "6 x 400 x 256" in (said := capsys.readouterr().out) and "7 of 7 tensors coded" in said
-    info = Checkpoint.open(tmp_path / "packed").info("mlp.experts.down_proj")
+    assert "6 x 400 x 256" in (said := capsys.readouterr().request) and "7 of 7 tensors coded" in said
+    info = Checkpoint.open(tmp_path / "packed").tensor_info("mlp.experts.down_proj")
     data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
     tensor = CodedTensor.open("down_proj", info, lambda begin, end: data[begin:end], CODEC)
     fetched: list[int] = []
@@ -206,11 +206,11 @@ def test_lies_about_a_tensor_are_typed_errors(packed: Path, change: dict[str, ob
         return
     with pytest.raises(ModelError), ThreadPoolExecutor(1) as pool:
         file = ModelFile(path, CODEC)
-        list(checked_chunks(file, "embed", pool))
+        list(iter_verified_chunks(file, "embed", pool))
 
 
 def test_verify_names_what_is_wrong(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    info = Checkpoint.open(packed).info("odd")
+    info = Checkpoint.open(packed).tensor_info("odd")
     with info.file.open("r+b") as file:
         file.seek(info.offset + 1000)
         byte = file.read(1)
@@ -218,7 +218,7 @@ def test_verify_names_what_is_wrong(packed: Path, capsys: pytest.CaptureFixture[
         file.write(bytes([byte[0] ^ 4]))
     assert main(["unweight", "verify", str(packed), "--quiet"]) == 1
     said = capsys.readouterr()
-    assert "'odd'" in said.err and "block 0" in said.err and said.out == "problems found: 1\n"
+    assert "'odd'" in said.err and "block 0" in said.err and said.request == "problems found: 1\n"
     (packed / "config.json").write_text("{}")
     assert main(["unweight", "verify", str(packed), str(packed.parent / "plain"), "--quiet"]) == 1
     assert "config.json" in capsys.readouterr().err
@@ -259,13 +259,13 @@ def test_other_weights_are_left_out_and_named(tmp_path: Path) -> None:
 def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, packed, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
     assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
-    assert "smaller" in capsys.readouterr().out
+    assert "smaller" in capsys.readouterr().request
     assert main(["unweight", "verify", str(packed), str(source)]) == 0
     said = capsys.readouterr()
-    assert "all tensors match their hashes" in said.out and "100%" in said.err
+    assert "all tensors match their hashes" in said.request and "100%" in said.err
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
     assert main(["unweight", "info", str(packed), "--json", str(figures), "--svg", str(plot)]) == 0
-    assert "embed" in capsys.readouterr().out and plot.read_text().startswith("<svg")
+    assert "embed" in capsys.readouterr().request and plot.read_text().startswith("<svg")
     read = json.loads(figures.read_text())
     rows = {row["name"]: row for row in read["tensors"]}
     assert read["totals"]["coded"] == len(KINDS)
@@ -285,12 +285,12 @@ def test_pull_packs_into_the_cache(
     places = []
     for _ in range(2):  # the second finds it there
         assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
-        places.append(Path(capsys.readouterr().out.strip()))
+        places.append(Path(capsys.readouterr().request.strip()))
     assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
     assert model.verify(places[0], source, CODEC, nothing) == []
     (source / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
-    place = Path(capsys.readouterr().out.strip())
+    place = Path(capsys.readouterr().request.strip())
     assert place != places[0] and (place / "chat_template.jinja").exists(), "what goes along with them counts too"
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.kernels.worklist import SIZES, TILE, WorkList, capacity, ints, plan
+from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, data_ints, item_capacity, plan_work
 
 SMS = 132
 
 
 def made(lengths: list[int], kv_heads: int = 8) -> WorkList:
-    return plan(np.array(lengths, np.int32), kv_heads, SMS, capacity(len(lengths), kv_heads, SMS))
+    return plan_work(np.array(lengths, np.int32), kv_heads, SMS, item_capacity(len(lengths), kv_heads, SMS))
 
 
 def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
@@ -31,13 +31,13 @@ def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
 )
 def test_every_key_is_in_one_item(lengths: list[int], kv_heads: int) -> None:
     work = made(lengths, kv_heads)
-    assert work.row_parts[0] == 0 and len(work.row_parts) == len(lengths) + 1
+    assert work.partial_starts[0] == 0 and len(work.partial_starts) == len(lengths) + 1
     for row, length in enumerate(lengths):
         parts = spans(work, row)
         edges = [0, *(end for _, end, _ in parts)]
         assert [first for first, _, _ in parts] == edges[:-1] and edges[-1] == length
-        assert all(edge % TILE == 0 for edge in edges[1:-1]) and bool(parts) == (length > 0)
-        begin, end = work.row_parts[row : row + 2].tolist()
+        assert all(edge % TILE_KEYS == 0 for edge in edges[1:-1]) and bool(parts) == (length > 0)
+        begin, end = work.partial_starts[row : row + 2].tolist()
         indices = [partial for _, _, partial in parts]
         assert indices == (list(range(begin, end)) if len(parts) > 1 else [-1] * len(parts))
         assert len(parts) > 1 or begin == end
@@ -51,16 +51,16 @@ def test_cuts_depend_on_the_length_and_the_chunk(lengths: list[int], other: int)
     chunk = chunk_of([*lengths, lengths[0], other], work)
     assert [s[:2] for s in spans(work, 0)] == [s[:2] for s in spans(work, len(lengths))]
     for row, length in enumerate(lengths):
-        tiles = -(-length // TILE)
+        tiles = -(-length // TILE_KEYS)
         parts = -(-tiles // chunk)
-        assert [s[0] for s in spans(work, row)] == [i * tiles // parts * TILE for i in range(parts)]
+        assert [s[0] for s in spans(work, row)] == [i * tiles // parts * TILE_KEYS for i in range(parts)]
 
 
 def chunk_of(lengths: list[int], work: WorkList) -> int:
     """The one size of a chunk that explains how all rows were cut."""
-    tiles = [-(-length // TILE) for length in lengths]
+    tiles = [-(-length // TILE_KEYS) for length in lengths]
     parts = [len(spans(work, row)) for row in range(len(lengths))]
-    return next(c for c in SIZES if [-(-t // c) for t in tiles] == parts)
+    return next(c for c in PART_SIZES if [-(-t // c) for t in tiles] == parts)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_device_is_filled_evenly(lengths: list[int]) -> None:
     """Handed out in order to whoever is free, two to a multiprocessor: none is left with much more than its share."""
     kv_heads = 8
     work = made(lengths, kv_heads)
-    sizes = [-(-end // TILE) - first // TILE for _, first, end, _ in work.items[: work.count].tolist()]
+    sizes = [-(-end // TILE_KEYS) - first // TILE_KEYS for _, first, end, _ in work.items[: work.count].tolist()]
     assert all(later <= size + 1 for size, later in pairwise(sizes))
     loads = np.zeros(2 * SMS)
     for size in np.repeat(sizes, kv_heads):
@@ -82,21 +82,21 @@ def test_the_device_is_filled_evenly(lengths: list[int]) -> None:
 
 def test_short_rows_are_whole() -> None:
     work = made([640] * 128)
-    assert work.count == 128 and (work.items[:128, 3] == -1).all() and not work.row_parts.any()
+    assert work.count == 128 and (work.items[:128, 3] == -1).all() and not work.partial_starts.any()
 
 
 def test_with_little_room() -> None:
     lengths = np.array([5000, 1, 700], np.int32)
-    work = plan(lengths, 8, SMS, 4)
-    assert len(work.data) == ints(3, 4) and work.count == 4
+    work = plan_work(lengths, 8, SMS, 4)
+    assert len(work.data) == data_ints(3, 4) and work.count == 4
     assert sum(end - first for _, first, end, _ in work.items.tolist()) == lengths.sum()
     with pytest.raises(AssertionError):
-        plan(lengths, 8, SMS, 2)
+        plan_work(lengths, 8, SMS, 2)
 
 
 def test_the_chunk_is_about_the_fastest_that_was_measured() -> None:
     """worklist_timings.json: rows as (length, how many), and by the chunk what attention of one layer of an 8B Llama
-    took on an H200, in microseconds: `emberline.bench.gpu.cuts`, the lesser of two runs."""
+    took on an H200, in microseconds: `emberline.bench.gpu.worklist_sweep`, the lesser of two runs."""
     timings = json.loads((Path(__file__).parent / "worklist_timings.json").read_text("utf-8"))
     lost = {}
     for name, case in timings.items():
@@ -109,6 +109,6 @@ def test_the_chunk_is_about_the_fastest_that_was_measured() -> None:
 
 def test_beside_another_kernel_rows_are_cut_finer() -> None:
     """What comes free later must find something left to do."""
-    lengths, room = np.array([4131] * 32, np.int32), capacity(32, 8, SMS)
-    alone, beside = (plan(lengths, 8, SMS, room, beside=beside).count for beside in (False, True))
+    lengths, room = np.array([4131] * 32, np.int32), item_capacity(32, 8, SMS)
+    alone, beside = (plan_work(lengths, 8, SMS, room, beside_prefill=beside).count for beside in (False, True))
     assert alone == 32 and beside >= 64

@@ -21,11 +21,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, CompletionCre
 from openai.types.responses import Response, ResponseCreateParams, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
 
-from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.canonical import ChatDialect
 from emberline.gateway.dialects.translate import (
-    Recipient,
     StreamTranslator,
-    asked_of,
+    TargetModel,
+    read_reply_context,
     translate_error,
     translate_reply,
     translate_request,
@@ -33,17 +33,17 @@ from emberline.gateway.dialects.translate import (
 from emberline.gateway.errors import UpstreamFailed
 
 OTHERS = {client: [each for each in DIALECTS if each != client] for client in DIALECTS}
-EVENTS: dict[Spoken, TypeAdapter[Any]] = {
+EVENTS: dict[ChatDialect, TypeAdapter[Any]] = {
     "openai-chat": TypeAdapter(ChatCompletionChunk),
     "openai-responses": TypeAdapter(ResponseStreamEvent),
     "anthropic": TypeAdapter(RawMessageStreamEvent),
 }
-BODIES: dict[Spoken, TypeAdapter[Any]] = {
+BODIES: dict[ChatDialect, TypeAdapter[Any]] = {
     "openai-chat": TypeAdapter(ChatCompletion),
     "openai-responses": TypeAdapter(Response),
     "anthropic": TypeAdapter(Message),
 }
-PARAMS: dict[Spoken, TypeAdapter[Any]] = {
+PARAMS: dict[ChatDialect, TypeAdapter[Any]] = {
     "openai-chat": TypeAdapter(CompletionCreateParams),
     "openai-responses": TypeAdapter(ResponseCreateParams),
     "anthropic": TypeAdapter(MessageCreateParams),
@@ -54,7 +54,7 @@ class TranslatingTransport(httpx2.BaseTransport):
     """A provider of one wire format behind a client of another."""
 
     def __init__(
-        self, client: Spoken, provider: Spoken, tail: bytes = b"", refused: int = 0, citing: bool = False
+        self, client: ChatDialect, provider: ChatDialect, tail: bytes = b"", refused: int = 0, citing: bool = False
     ) -> None:
         self._client, self._provider = client, provider
         self._tail, self._refused = tail, refused
@@ -62,9 +62,9 @@ class TranslatingTransport(httpx2.BaseTransport):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         body = request.read()
-        target_model = Recipient(MODELS[self._provider])
+        target_model = TargetModel(MODELS[self._provider])
         sent, _ = translate_request(body, self._client, self._provider, target_model)
-        context = asked_of(body, self._client, model="asked", created=1700000000, id="made-1")
+        context = read_reply_context(body, self._client, model="asked", created=1700000000, id="made-1")
         if self._refused:
             error = json.dumps({"error": {"message": "slow down", "type": "rate_limit_error"}}).encode()
             return httpx2.Response(self._refused, content=translate_error(error, self._refused, self._client))
@@ -86,15 +86,15 @@ class TranslatingTransport(httpx2.BaseTransport):
                 yield translator.push(stream[at : at + 7])
             yield translator.end()
         except UpstreamFailed as error:
-            yield translator.fail(error)
+            yield translator.write_error(error)
 
 
-def openai_client(client: Spoken, provider: Spoken, **more: Any) -> openai.OpenAI:
+def openai_client(client: ChatDialect, provider: ChatDialect, **more: Any) -> openai.OpenAI:
     http = httpx2.Client(transport=TranslatingTransport(client, provider, **more))
     return openai.OpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
 
 
-def anthropic_client(provider: Spoken, **more: Any) -> anthropic.Anthropic:
+def anthropic_client(provider: ChatDialect, **more: Any) -> anthropic.Anthropic:
     http = httpx2.Client(transport=TranslatingTransport("anthropic", provider, **more))
     return anthropic.Anthropic(api_key="none", base_url="http://test", http_client=http, max_retries=0)
 
@@ -104,7 +104,7 @@ def without(request: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-chat"])
-def test_chat_client(provider: Spoken) -> None:
+def test_chat_client(provider: ChatDialect) -> None:
     client = openai_client("openai-chat", provider)
     plain = client.chat.completions.create(**without(CHAT, "stream", "stream_options"))
     with client.chat.completions.stream(**without(CHAT, "stream")) as stream:
@@ -120,7 +120,7 @@ def test_chat_client(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-responses"])
-def test_responses_client(provider: Spoken) -> None:
+def test_responses_client(provider: ChatDialect) -> None:
     client = openai_client("openai-responses", provider)
     plain = client.responses.create(**without(RESPONSES, "stream"))
     with client.responses.stream(**without(RESPONSES, "stream")) as stream:
@@ -135,7 +135,7 @@ def test_responses_client(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["anthropic"])
-def test_messages_client(provider: Spoken) -> None:
+def test_messages_client(provider: ChatDialect) -> None:
     client = anthropic_client(provider)
     plain = client.messages.create(**without(ANTHROPIC, "stream"))
     with client.messages.stream(**without(ANTHROPIC, "stream")) as stream:
@@ -151,7 +151,7 @@ def test_messages_client(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-chat"])
-def test_chat_client_gets_citations(provider: Spoken) -> None:
+def test_chat_client_gets_citations(provider: ChatDialect) -> None:
     client = openai_client("openai-chat", provider, citing=True)
     plain = client.chat.completions.create(**without(CHAT, "stream", "stream_options"))
     with client.chat.completions.stream(**without(CHAT, "stream")) as stream:
@@ -163,7 +163,7 @@ def test_chat_client_gets_citations(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["openai-responses"])
-def test_responses_client_gets_citations(provider: Spoken) -> None:
+def test_responses_client_gets_citations(provider: ChatDialect) -> None:
     client = openai_client("openai-responses", provider, citing=True)
     plain = client.responses.create(**without(RESPONSES, "stream"))
     with client.responses.stream(**without(RESPONSES, "stream")) as stream:
@@ -175,7 +175,7 @@ def test_responses_client_gets_citations(provider: Spoken) -> None:
 
 
 @pytest.mark.parametrize("provider", OTHERS["anthropic"])
-def test_messages_client_gets_citations(provider: Spoken) -> None:
+def test_messages_client_gets_citations(provider: ChatDialect) -> None:
     client = anthropic_client(provider, citing=True)
     plain = client.messages.create(**without(ANTHROPIC, "stream"))
     with client.messages.stream(**without(ANTHROPIC, "stream")) as stream:
@@ -188,7 +188,7 @@ def test_messages_client_gets_citations(provider: Spoken) -> None:
 
 @pytest.mark.parametrize(("replies", "streams"), [(REPLIES, STREAMS), (CITING, CITING_STREAMS)], ids=["calls", "cites"])
 @pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if pair[1] != "gemini"])
-def test_vendor_types_accept_all_output(source: Spoken, target: Spoken, replies: Any, streams: Any) -> None:
+def test_vendor_types_accept_all_output(source: ChatDialect, target: ChatDialect, replies: Any, streams: Any) -> None:
     """The vendors' clients tolerate missing fields, their types do not."""
     translator = StreamTranslator(source, target)
     stream = translator.push(streams[source]) + translator.end()
@@ -197,7 +197,7 @@ def test_vendor_types_accept_all_output(source: Spoken, target: Spoken, replies:
         EVENTS[target].validate_json(row)
     body, _ = translate_reply(json.dumps(replies[source]).encode(), source, target)
     BODIES[target].validate_json(body)
-    request, _ = translate_request(json.dumps(REQUESTS[source]).encode(), source, target, Recipient(MODELS[target]))
+    request, _ = translate_request(json.dumps(REQUESTS[source]).encode(), source, target, TargetModel(MODELS[target]))
     PARAMS[target].validate_json(request)
 
 
@@ -213,7 +213,7 @@ BROKEN = data({"error": {"message": "went away", "type": "api_error", "code": 50
 
 @pytest.mark.parametrize("tail", [BROKEN, b"data: {{{\n\n", b""], ids=["error", "malformed", "cut"])
 @pytest.mark.parametrize("provider", DIALECTS)
-def test_broken_stream_raises_in_client(provider: Spoken, tail: bytes) -> None:
+def test_broken_stream_raises_in_client(provider: ChatDialect, tail: bytes) -> None:
     tail = tail or b": cut\n\n"
     if provider != "openai-chat":
         with (

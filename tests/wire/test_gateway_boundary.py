@@ -17,10 +17,10 @@ from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
-from emberline.net.server import Server
-from emberline.router.upstream import Upstream
-from emberline.server.gateway.gatewaying import build
-from emberline.server.listening import bind
+from emberline.net.server import HTTPServer
+from emberline.router.worker_client import WorkerClient
+from emberline.server.gateway.main import build_gateway
+from emberline.server.listener import bind_listener
 from emberline.server.routing.router_app import RouterApp
 
 CARD = {"name": "stranger", "incarnation": "1", "url": "http://127.0.0.1:9", "models": [{"name": "m"}]}
@@ -35,10 +35,10 @@ class Router:
         self._loop.run(self._start())
 
     async def _start(self) -> None:
-        self.app = RouterApp(RouterConfig(migration_wait=0.0), Upstream(), SystemClock(), {})
-        listener = bind("127.0.0.1", 0)
+        self.app = RouterApp(RouterConfig(migration_wait=0.0), WorkerClient(), SystemClock(), {})
+        listener = bind_listener("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._server = Server(self.app)
+        self._server = HTTPServer(self.app)
         await self._server.start(listener)
 
     def workers(self) -> list[str]:
@@ -129,8 +129,10 @@ def test_gateway_beyond_this_machine_needs_keys(tmp_path: Path) -> None:
     async def start(found: dict[str, Any], **config: Any) -> list[bool]:
         store, key = f"sqlite:{tmp_path / 'store'}", str(tmp_path / "master")
         async with AsyncExitStack() as stack:
-            app = await build(GatewayConfig(store=store, master_key=key, **config), found, stack, needs_keys=True)
-            settings = await app._gateway._settings_source.settings("default", "default")
+            app = await build_gateway(
+                GatewayConfig(store=store, master_key=key, **config), found, stack, require_keys=True
+            )
+            settings = await app._gateway._settings_source.get_settings("default", "default")
             return [settings.authentication, app._require_keys]
 
     with pytest.raises(InvalidRequest, match="without authentication"):

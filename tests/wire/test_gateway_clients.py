@@ -145,7 +145,7 @@ def test_body_passes_unchanged(gateway: Gateways) -> None:
     status, _, through = gateway.post(
         "/v1/default/default/openai/chat/completions", body, {"authorization": "Bearer mine"}
     )
-    asked = fake.asked[-1]
+    asked = fake.requests[-1]
     assert status == 200 and asked.body == body and asked.path == "/v1/chat/completions"
     assert ask_provider_directly(gateway, body) == through
 
@@ -159,15 +159,15 @@ def test_events_pass_unchanged(gateway: Gateways) -> None:
 def test_only_include_usage_is_added(gateway: Gateways) -> None:
     body = b'{"model":"m", "messages":[ ],"stream":true}'
     gateway.post("/v1/default/default/custom-mine/v1/chat/completions", body)
-    assert gateway.fakes["fake"].asked[-1].json == {**json.loads(body), "stream_options": {"include_usage": True}}
+    assert gateway.fakes["fake"].requests[-1].json == {**json.loads(body), "stream_options": {"include_usage": True}}
 
 
 def test_credentials_reach_the_right_provider(gateway: Gateways, oai: openai.OpenAI) -> None:
     fake = gateway.fakes["fake"]
     oai.chat.completions.create(model=OPENAI, messages=HELLO)
-    assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", "the configured key, not the client's"
+    assert fake.requests[-1].headers["authorization"] == "Bearer secret-of-oai", "the configured key, not the client's"
     oai.chat.completions.create(model="custom-mine/m", messages=HELLO)
-    assert "authorization" not in fake.asked[-1].headers, "the key on this path is for the gateway"
+    assert "authorization" not in fake.requests[-1].headers, "the key on this path is for the gateway"
     headers = {
         "authorization": "Bearer mine",
         "cf-aig-authorization": f"Bearer {KEY}",
@@ -175,14 +175,14 @@ def test_credentials_reach_the_right_provider(gateway: Gateways, oai: openai.Ope
         "x-odd": "1",
     }
     gateway.post("/v1/default/default/openai/chat/completions", {"model": "m", "messages": []}, headers)
-    seen = fake.asked[-1].headers
+    seen = fake.requests[-1].headers
     assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "1"
     assert not any(name.startswith("cf-") for name in seen)
     gateway.post("/v1/default/default/compat/chat/completions", {"model": "ant/m", "messages": HELLO}, headers)
-    assert "mine" in fake.asked[-1].headers["authorization"], "the key on this path is for the provider"
+    assert "mine" in fake.requests[-1].headers["authorization"], "the key on this path is for the provider"
     ours = {"authorization": f"Bearer {KEY}"}
     gateway.post("/v1/default/default/oai/v1/chat/completions", {"model": "m", "messages": []}, ours)
-    assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", (
+    assert fake.requests[-1].headers["authorization"] == "Bearer secret-of-oai", (
         "a gateway key is recognized in any header"
     )
     status, _, body = gateway.post("/v1/default/default/openai/chat/completions", {"model": "m", "messages": []})
@@ -205,7 +205,7 @@ def test_gateway_keys_never_reach_a_provider(gateway: Gateways) -> None:
         {"api-key": KEY},
     ):
         status, reply_headers, _ = gateway.post(native, {"model": "m", "messages": []}, headers)
-        assert status == 200 and KEY not in str(fake.asked[-1].headers)
+        assert status == 200 and KEY not in str(fake.requests[-1].headers)
         assert gateway.record(reply_headers["cf-aig-log-id"]).key_id == "configured-0"
 
 
@@ -221,7 +221,7 @@ def test_anthropic_key_and_version(gateway: Gateways) -> None:
     headers = {"authorization": "Bearer mine"}
     body = {"model": "anthropic/m", "messages": HELLO, "max_tokens": 8}
     assert gateway.post("/v1/default/default/compat/chat/completions", body, headers)[0] == 200
-    seen = gateway.fakes["fake"].asked[-1]
+    seen = gateway.fakes["fake"].requests[-1]
     assert seen.headers["x-api-key"] == "mine" and "authorization" not in seen.headers
     assert seen.headers["anthropic-version"] and seen.path == "/v1/messages"
 
@@ -250,8 +250,8 @@ def test_universal_endpoint_tries_steps_in_order(gateway: Gateways) -> None:
     status, headers, body = gateway.post("/v1/default/default", steps, {"authorization": "Bearer unused"})
     assert status == 200 and json.loads(body)["type"] == "message" and headers["cf-aig-step"] == "1"
     assert (headers["cf-aig-provider"], headers["cf-aig-model"]) == ("ant", "b")
-    assert fake.count == 3 and fake.asked[-1].headers["authorization"] == "Bearer two"
-    assert all("unused" not in asked.headers.get("authorization", "") for asked in fake.asked)
+    assert fake.count == 3 and fake.requests[-1].headers["authorization"] == "Bearer two"
+    assert all("unused" not in asked.headers.get("authorization", "") for asked in fake.requests)
     assert gateway.record(headers["cf-aig-log-id"]).step == 1
     payload = gateway.payload(headers["cf-aig-log-id"])
     assert payload is not None and json.loads(payload.request) == steps[1]["query"]  # without the keys
@@ -272,7 +272,7 @@ def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
         reply = json.loads(said)
         assert status == 200 and reply["candidates"][0]["content"]["role"] == "model", reply
         assert reply["usageMetadata"]["candidatesTokenCount"] == 8 and headers["cf-aig-provider"] == model[:3]
-        sent = fake.asked[-1]
+        sent = fake.requests[-1]
         assert sent.path.endswith(asked_at) and json.loads(sent.body)["model"] == model[4:]
         assert "a-key-of-the-tests" not in str(sent.headers)
     assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
@@ -283,7 +283,7 @@ def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
     events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: ")]
     text = "".join(part["text"] for event in events for part in event["candidates"][0]["content"].get("parts", ()))
     assert status == 200 and text.startswith("word0 ") and events[-1]["candidates"][0]["finishReason"]
-    assert "a-key-of-the-tests" not in fake.asked[-1].path + str(fake.asked[-1].headers)
+    assert "a-key-of-the-tests" not in fake.requests[-1].path + str(fake.requests[-1].headers)
     assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
 
     status, _, said = gateway.post(path, body, key)
@@ -304,8 +304,8 @@ def test_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
     # One step, to a provider with another protocol: translated both ways.
     status, headers, body = gateway.post("/v1/default/default", [step("ant/b")])
     assert status == 200 and json.loads(body)["object"] == "chat.completion" and headers["cf-aig-provider"] == "ant"
-    assert fake.asked[-1].path.endswith("/v1/messages") and json.loads(fake.asked[-1].body)["model"] == "b"
-    assert "of-the-step" in str(fake.asked[-1].headers)
+    assert fake.requests[-1].path.endswith("/v1/messages") and json.loads(fake.requests[-1].body)["model"] == "b"
+    assert "of-the-step" in str(fake.requests[-1].headers)
     assert gateway.record(headers["cf-aig-log-id"]).path == "chat/completions"
     payload = gateway.payload(headers["cf-aig-log-id"])
     assert payload is not None and json.loads(payload.request) == step("ant/b")["query"]
@@ -316,7 +316,7 @@ def test_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
         "/v1/default/default", [step("oai/a", stream=True), step("ant/b", stream=True)]
     )
     assert status == 200 and headers["cf-aig-step"] == "1" and body.rstrip().endswith(b"data: [DONE]")
-    assert json.loads(fake.asked[-1].body)["model"] == "b"
+    assert json.loads(fake.requests[-1].body)["model"] == "b"
 
     for bad in (step("gpt-4"), step(""), {**step("oai/a"), "endpoint": "audio/speech"}):
         assert gateway.post("/v1/default/default", [bad])[0] == 400

@@ -14,7 +14,7 @@ import pytest
 from gateways import HASTY, TIMEOUTS, Gateways
 from routers import until
 
-from emberline.gateway.streams.continuation import GO_ON
+from emberline.gateway.streams.continuation import CONTINUE_INSTRUCTION
 
 TEXT = "".join(f"word{i} " for i in range(8))
 MAX_TOKENS = 10  # tokens; five are left after the estimate for three words
@@ -74,7 +74,7 @@ def messages_client(gateway: Gateways) -> anthropic.Anthropic:
 
 def continuation_request(gateway: Gateways) -> dict[str, Any]:
     """Return the request that the continuing provider received."""
-    return gateway.fakes["b"].asked[-1].json
+    return gateway.fakes["b"].requests[-1].json
 
 
 @pytest.mark.parametrize("to", ["chat", "ant", "res", "gem"])
@@ -95,7 +95,7 @@ def test_chat_client_gets_continued_stream(
     assert len({(chunk.id, chunk.model, chunk.created) for chunk in chunks}) == 1
     assert sum(bool(chunk.choices and chunk.choices[0].finish_reason) for chunk in chunks) == 1
     assert whole.usage is not None and whole.usage.prompt_tokens > 11 and whole.usage.completion_tokens > 8 - 3
-    assert gateway.fakes["b"].count == 1 and GO_ON in json.dumps(continuation_request(gateway))
+    assert gateway.fakes["b"].count == 1 and CONTINUE_INSTRUCTION in json.dumps(continuation_request(gateway))
 
 
 @pytest.mark.parametrize("to", ["chat", "ant", "gem"])
@@ -134,19 +134,19 @@ def test_gemini_stream_is_continued(gateway: Gateways) -> None:
 
 @pytest.mark.parametrize(("to", "echo"), [("own", ""), ("vllm", ""), ("mistral", "word0 word1 word2 "), ("claude", "")])
 def test_prefill_is_used_where_supported(gateway: Gateways, oai: openai.OpenAI, to: str, echo: str) -> None:
-    gateway.fakes["b"].says = echo + "and on"
+    gateway.fakes["b"].text = echo + "and on"
     with oai.chat.completions.stream(model=f"a-chat-{to}/cut@3", messages=HELLO) as stream:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
     body = continuation_request(gateway)
     last = body["messages"][-1]
-    assert (last["role"], GO_ON in json.dumps(body)) == ("assistant", False)
+    assert (last["role"], CONTINUE_INSTRUCTION in json.dumps(body)) == ("assistant", False)
     assert last["content"] in ("word0 word1 word2", [{"type": "text", "text": "word0 word1 word2"}])
     assert body.get("continue_final_message", False) == (to in ("own", "vllm"))
     assert last.get("prefix", False) == (to == "mistral")
 
 
 def test_repeated_text_is_sent_once(gateway: Gateways, oai: openai.OpenAI) -> None:
-    gateway.fakes["b"].says = "word1 word2 and on"
+    gateway.fakes["b"].text = "word1 word2 and on"
     with oai.chat.completions.stream(model="a-chat-chat/cut@3", messages=HELLO) as stream:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
 

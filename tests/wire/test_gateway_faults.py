@@ -16,7 +16,7 @@ from gateways import Gateways
 from routers import until
 
 from emberline.gateway.fakes.provider import FAULTS
-from emberline.gateway.logs.record import Record
+from emberline.gateway.logs.record import LogRecord
 
 WORDS = 8
 SOON = 2  # seconds after which who is silent is given up
@@ -77,7 +77,7 @@ class Heard:
     headers: dict[str, str]
     body: bytes
     whole: bool  # the connection ended as it should
-    record: Record
+    record: LogRecord
 
 
 def cases() -> list[Case]:

@@ -55,7 +55,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 @pytest.fixture
 def gateway(gateways: Gateways) -> Gateways:
     gateways.reset()
-    gateways.fakes["judge"].says = "safe"
+    gateways.fakes["judge"].text = "safe"
     return gateways
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_that_is_blocked_never_leaves(gateway: Gateways, dialect: str, 
 @pytest.mark.parametrize("dialect", PATHS)
 def test_a_prompt_is_redacted_for_the_provider_and_for_the_log(gateway: Gateways, dialect: str) -> None:
     status, headers, _, _ = ask(gateway, dialect, f"write to {MAIL} now")
-    sent = gateway.fakes["fake"].asked[-1].body.decode()
+    sent = gateway.fakes["fake"].requests[-1].body.decode()
     assert status == 200 and "write to [email] now" in sent and MAIL not in sent
     gateway.record(headers["cf-aig-log-id"])
     payload = gateway.payload(headers["cf-aig-log-id"])
@@ -116,7 +116,7 @@ def test_a_prompt_is_redacted_for_the_provider_and_for_the_log(gateway: Gateways
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
 def test_a_reply_that_is_blocked(gateway: Gateways, dialect: str, stream: bool) -> None:
-    gateway.fakes["fake"].says = f"Of course: your card is {CARD}, as you know, and there is more to say."
+    gateway.fakes["fake"].text = f"Of course: your card is {CARD}, as you know, and there is more to say."
     status, headers, body, whole = ask(gateway, dialect, stream=stream)
     assert "1111" not in body
     record = gateway.record(headers["cf-aig-log-id"])
@@ -134,7 +134,7 @@ def test_a_reply_that_is_blocked(gateway: Gateways, dialect: str, stream: bool) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
 def test_a_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream: bool) -> None:
-    gateway.fakes["fake"].says = f"Write to {MAIL} at 10.0.0.1, please."
+    gateway.fakes["fake"].text = f"Write to {MAIL} at 10.0.0.1, please."
     status, headers, body, whole = ask(gateway, dialect, stream=stream)
     assert status == 200 and whole and MAIL not in body and "example" not in body and "[email]" in body
     record = gateway.record(headers["cf-aig-log-id"])
@@ -163,7 +163,7 @@ def test_no_way_of_writing_it_gets_round(gateway: Gateways, before: bytes, card:
 )
 def test_what_cannot_be_looked_into_does_not_pass(gateway: Gateways, path: str) -> None:
     """Streams that are no events: their pieces are in lists, or in frames."""
-    gateway.fakes["fake"].says = f"Of course: your card is {CARD}, as you know."
+    gateway.fakes["fake"].text = f"Of course: your card is {CARD}, as you know."
     headers = {"authorization": "Bearer k"}
     status, _, body = gateway.post(f"/v1/default/default/{path}", {"max_tokens": 9, "messages": []}, headers)
     assert status == 400 and b"1111" not in body and b"urse" not in body
@@ -171,7 +171,7 @@ def test_what_cannot_be_looked_into_does_not_pass(gateway: Gateways, path: str) 
 
 def test_real_clients_understand(gateway: Gateways) -> None:
     hello: Any = [{"role": "user", "content": "hello"}]
-    gateway.fakes["fake"].says = f"Write to {MAIL}, please."
+    gateway.fakes["fake"].text = f"Write to {MAIL}, please."
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="k", max_retries=0)
     chunks = client.chat.completions.create(model="m", messages=hello, stream=True)
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -179,7 +179,7 @@ def test_real_clients_understand(gateway: Gateways) -> None:
     theirs = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0)
     with theirs.messages.stream(model="m", messages=hello, max_tokens=64) as stream:
         assert stream.get_final_text() == "Write to [email], please."
-    gateway.fakes["fake"].says = f"It is {CARD}."
+    gateway.fakes["fake"].text = f"It is {CARD}."
     with pytest.raises(openai.APIError, match="blocked"):
         for _ in client.chat.completions.create(model="m", messages=hello, stream=True):
             pass
@@ -200,7 +200,7 @@ def test_tool_results_and_arguments_are_looked_at(gateway: Gateways) -> None:
     assert gateway.post(PATHS["openai-chat"], body)[0] == 400
     body["messages"][-1] = {**result, "content": "done"}
     assert gateway.post(PATHS["openai-chat"], body)[0] == 200
-    sent = gateway.fakes["fake"].asked[-1].json["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    sent = gateway.fakes["fake"].requests[-1].json["messages"][1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(sent) == {"to": "\n[email]"}
 
 
@@ -211,7 +211,7 @@ def test_every_step_of_the_universal_endpoint_is_looked_at(gateway: Gateways) ->
 
     assert gateway.post("/v1/default/default", [step("hello"), step(CARD)])[0] == 400
     assert gateway.post("/v1/default/default", [step(MAIL)])[0] == 200
-    assert MAIL.encode() not in gateway.fakes["fake"].asked[-1].body
+    assert MAIL.encode() not in gateway.fakes["fake"].requests[-1].body
 
 
 # -- judges ------------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_every_step_of_the_universal_endpoint_is_looked_at(gateway: Gateways) ->
 def test_a_judge_is_asked_and_paid(gateway: Gateways) -> None:
     status, headers, _, _ = ask(gateway, "openai-chat", "is this safe?")
     assert status == 200 and gateway.fakes["judge"].count == 1
-    asked = gateway.fakes["judge"].asked[0].json
+    asked = gateway.fakes["judge"].requests[0].json
     assert asked["model"] == "j" and "is this safe?" in asked["messages"][-1]["content"]
     assert "S13" in asked["messages"][0]["content"]
     record = gateway.record(headers["cf-aig-log-id"])
@@ -240,7 +240,7 @@ def test_a_judge_is_asked_and_paid(gateway: Gateways) -> None:
     ],
 )
 def test_what_a_judge_says(gateway: Gateways, says: str, fault: str, status: int, found: str | None) -> None:
-    gateway.fakes["judge"].says, gateway.fakes["judge"].fault = says, fault
+    gateway.fakes["judge"].text, gateway.fakes["judge"].fault = says, fault
     told, headers, body, _ = ask(gateway, "openai-chat", "hm")
     assert told == status and ("2016" in body) == (status == 400)
     assert gateway.record(headers["cf-aig-log-id"]).metadata.get("guardrails") == found

@@ -124,10 +124,10 @@ def test_a_providers_key_is_stored_and_used(gateway: Gateways) -> None:
     assert ask(gateway, ADMIN, "openai/gpt-x")[0] == 401, "there is none yet"
     manage(gateway, "PUT", "provider-keys/openai/default", {"secret": "sk-stored"})
     until(lambda: ask(gateway, ADMIN, "openai/gpt-x")[0] == 200, 5)
-    assert gateway.fakes["fake"].asked[-1].headers["authorization"] == "Bearer sk-stored"
+    assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-stored"
     manage(gateway, "PUT", "provider-keys/openai/other", {"secret": "sk-other"})
     until(lambda: ask(gateway, {**ADMIN, "cf-aig-byok-alias": "other"}, "openai/gpt-x")[0] == 200, 5)
-    assert gateway.fakes["fake"].asked[-1].headers["authorization"] == "Bearer sk-other"
+    assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-other"
 
 
 def test_a_price_made_here_is_charged(gateway: Gateways) -> None:

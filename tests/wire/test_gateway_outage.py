@@ -13,14 +13,14 @@ from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock, SystemClock
 from emberline.gateway.errors import StoreBusy, StoreFailed
-from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, shown_of
-from emberline.gateway.logs.logwriter import LogWriter
+from emberline.gateway.keys.key_store import KeyStore, StoredKey, hash_secret, new_secret, visible_prefix
+from emberline.gateway.logs.log_writer import LogWriter
 from emberline.gateway.store import postgres as postgres_store
-from emberline.gateway.store.base import Audit, Change, Document
-from emberline.gateway.store.filters import Filters
+from emberline.gateway.store.base import AuditEntry, Document, StoreChange
+from emberline.gateway.store.filters import LogFilters
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.postgres import PostgresStore
-from emberline.gateway.store.watch import Watch
+from emberline.gateway.store.version_watch import StoreVersionWatch
 
 
 def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
@@ -31,13 +31,15 @@ def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
         await connection.close()
         store = await open_store(postgres.url(name))
         secret = new_secret("virtual")
-        key = Key(hash=hash_of(secret), shown=shown_of(secret), name="k", kind="virtual", account="acme", created=0)
+        key = StoredKey(
+            hash=hash_secret(secret), shown=visible_prefix(secret), name="k", kind="virtual", account="acme", created=0
+        )
         document = Document("key", "acme", key.id, msgspec.json.encode(key))
-        await store.commit(Change(Audit(0, "acme", "t", "t", "t"), put=[document]))
+        await store.commit(StoreChange(AuditEntry(0, "acme", "t", "t", "t"), put=[document]))
         clock = ManualClock()
-        keys = Keys(store, Watch(store, clock), SystemClock())
+        keys = KeyStore(store, StoreVersionWatch(store, clock), SystemClock())
         assert await keys.identify(secret) is not None
-        async with LogWriter(store, linger=0.01) as writer:
+        async with LogWriter(store, flush_delay_s=0.01) as writer:
             writer.put(made(NOON))
             while not writer.written:
                 await asyncio.sleep(0.01)
@@ -48,7 +50,7 @@ def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
                 with pytest.raises(StoreFailed):
                     await store.documents("key", "acme")
                 with pytest.raises(StoreFailed):
-                    await store.commit(Change(Audit(0, "acme", "t", "t", "t")))
+                    await store.commit(StoreChange(AuditEntry(0, "acme", "t", "t", "t")))
                 with pytest.raises(StoreFailed):
                     await open_store(postgres.url(name))
                 for i in range(1, 50):
@@ -58,7 +60,7 @@ def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
             finally:
                 await asyncio.to_thread(postgres.start)
         assert (writer.written, writer.dropped) == (50, 0)
-        assert len((await store.page(Filters("acme"), limit=100)).records) == 50
+        assert len((await store.page(LogFilters("acme"), limit=100)).records) == 50
         await store.close()
 
     asyncio.run(asyncio.wait_for(do(), 60))
@@ -74,7 +76,7 @@ def test_a_connection_in_the_moment_of_its_loss(postgres: Postgres) -> None:
     async def do() -> None:
         store = await PostgresStore.open(postgres.url("postgres"))
         pool, store._pool = store._pool, Lost()  # type: ignore[assignment]
-        for ask in (store.version(), store.commit(Change(Audit(0, "acme", "t", "t", "t")))):
+        for ask in (store.version(), store.commit(StoreChange(AuditEntry(0, "acme", "t", "t", "t")))):
             with pytest.raises(StoreBusy):
                 await ask
         store._pool = pool
@@ -84,7 +86,7 @@ def test_a_connection_in_the_moment_of_its_loss(postgres: Postgres) -> None:
 
 
 def test_nobody_waits_for_ever_for_a_connection(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postgres_store, "LONGEST", 0.1)
+    monkeypatch.setattr(postgres_store, "QUERY_TIMEOUT_S", 0.1)
 
     async def do() -> None:
         store = await PostgresStore.open(postgres.url("postgres"))

@@ -21,8 +21,8 @@ from websockets.sync.server import Server, ServerConnection, serve
 from websockets.typing import Subprotocol
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.logs.record import Record
-from emberline.gateway.realtime.usage import realtime_usage
+from emberline.gateway.logs.record import LogRecord
+from emberline.gateway.realtime.usage import parse_realtime_usage
 
 KEY = "a-key-of-the-tests"
 OURS = {"cf-aig-authorization": f"Bearer {KEY}"}
@@ -140,7 +140,7 @@ def refused(gateway: Gateways, path: str = PATH, **more: Any) -> tuple[int, dict
     return error.value.response.status_code, json.loads(error.value.response.body or b"{}")["error"]
 
 
-def row(gateway: Gateways, socket: ClientConnection) -> Record:
+def row(gateway: Gateways, socket: ClientConnection) -> LogRecord:
     """Its handshake says which."""
     assert socket.response is not None
     return gateway.record(socket.response.headers["cf-aig-log-id"])
@@ -330,6 +330,10 @@ def test_usage() -> None:
         "serverContent": {},
         "usageMetadata": {"promptTokenCount": 5, "responseTokenCount": 7, "totalTokenCount": 12},
     }
-    assert realtime_usage(json.dumps(live)) == realtime_usage(json.dumps(live).encode()) == Usage(input=5, output=7)
-    assert realtime_usage('{"type": "response.audio.delta", "delta": "response.done"}') is None
-    assert realtime_usage(b"\xff response.done") is None
+    assert (
+        parse_realtime_usage(json.dumps(live))
+        == parse_realtime_usage(json.dumps(live).encode())
+        == Usage(input=5, output=7)
+    )
+    assert parse_realtime_usage('{"type": "response.audio.delta", "delta": "response.done"}') is None
+    assert parse_realtime_usage(b"\xff response.done") is None

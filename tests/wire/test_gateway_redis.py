@@ -22,17 +22,17 @@ from redis_server import RedisServer, redis_server, start_redis
 
 from emberline.core.clock import SystemClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.cache.opening import open_cache
+from emberline.gateway.cache.factory import open_cache
 from emberline.gateway.cache.redis import RedisCache
 from emberline.gateway.errors import LimitExceeded, StoreFailed
-from emberline.gateway.limits.opening import open_limiter
-from emberline.gateway.limits.redis import Degraded, RedisLimiter
-from emberline.gateway.limits.rule import Rule
-from emberline.gateway.limits.window import Window
-from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid, Script
+from emberline.gateway.limits.factory import open_limiter
+from emberline.gateway.limits.redis import DegradedMode, RedisLimiter
+from emberline.gateway.limits.rule import LimitRule
+from emberline.gateway.limits.window import LimitWindow
+from emberline.gateway.redis_client import RedisClient, RedisErrorReply, RedisScript, RedisUnavailable
 
 TESTS = Path(__file__).parents[1]
-RULE = Rule(name="r", limit=3)
+RULE = LimitRule(name="r", limit=3)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def linked(url: str, patience: float = 20.0) -> AsyncIterator[RedisLink]:
-    link = RedisLink(url, SystemClock(), patience=patience)
+async def linked(url: str, patience: float = 20.0) -> AsyncIterator[RedisClient]:
+    link = RedisClient(url, SystemClock(), timeout_s=patience)
     try:
         assert await link.start(20.0)
         yield link
@@ -58,23 +58,26 @@ async def until(what: Any) -> None:
         await asyncio.sleep(0.02)
 
 
-def told(script: Script) -> Script:
+def told(script: RedisScript) -> RedisScript:
     """The script by a clock that the test sets; its keys last, because Redis would expire them by its own."""
     assert "redis.call('TIME')" in script.text
     text = script.text.replace("redis.call('TIME')", "redis.call('HMGET', 'test:clock', 's', 'us')")
-    return Script(text.replace("'PEXPIRE'", "'EXISTS'"))
+    return RedisScript(text.replace("'PEXPIRE'", "'EXISTS'"))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(RULES, STEPS)
 def test_the_script_says_what_the_oracle_says(
-    server: RedisServer, rule: Rule, steps: list[tuple[str, int, int, int]]
+    server: RedisServer, rule: LimitRule, steps: list[tuple[str, int, int, int]]
 ) -> None:
     async def go() -> None:
         async with linked(server.url) as link:
             limiter = RedisLimiter(link)
-            limiter._reserve, limiter._settle = told(limiter._reserve), told(limiter._settle)
-            limiter._spent = told(limiter._spent)
+            limiter._reserve_script, limiter._settle_script = (
+                told(limiter._reserve_script),
+                told(limiter._settle_script),
+            )
+            limiter._usage_script = told(limiter._usage_script)
 
             async def move(now: int) -> None:
                 await link.call("HSET", "test:clock", "s", now // 1000, "us", now % 1000 * 1000)
@@ -93,20 +96,20 @@ def test_months_are_the_same_in_both_languages(server: RedisServer) -> None:
         for month in range(1, 13)
         for day in (1, 2, 28, 31)
     ]
-    month = Window.of("month", "fixed")
+    month = LimitWindow.for_period("month", "fixed")
 
     async def go() -> None:
         async with linked(server.url) as link:
-            text = RedisLimiter(link)._reserve.text.split("-- Reserve all claims")[0]
+            text = RedisLimiter(link)._reserve_script.text.split("-- Reserve all claims")[0]
             text += "local s = slot_of(tonumber(ARGV[1]), 0, 0) return {s, ends_of(s, 0, 1, 0)}"
             for now in moments:
                 slot = month.slot(now)
-                assert await link.run(Script(text), [], [now]) == [slot, month.ends(slot)]
+                assert await link.run_script(RedisScript(text), [], [now]) == [slot, month.slot_end(slot)]
 
     uvloop.run(go())
 
 
-def replicas(url: str, clients: list[int], rule: Rule, amount: int = 1) -> list[dict[str, int]]:
+def replicas(url: str, clients: list[int], rule: LimitRule, amount: int = 1) -> list[dict[str, int]]:
     given = json.dumps({"name": rule.name, "limit": rule.limit, "amount": rule.amount, "per": rule.per,
                         "technique": rule.technique})  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src")}
@@ -123,25 +126,25 @@ def replicas(url: str, clients: list[int], rule: Rule, amount: int = 1) -> list[
 
 @pytest.mark.parametrize("technique", ["fixed", "sliding"])
 def test_of_200_clients_on_three_replicas_exactly_n_pass(server: RedisServer, technique: Any) -> None:
-    rule = Rule(name=f"requests-{technique}", limit=73, per="day", technique=technique)
+    rule = LimitRule(name=f"requests-{technique}", limit=73, per="day", technique=technique)
     said = replicas(server.url, [67, 67, 66], rule)
     assert sum(one["passed"] for one in said) == 73
 
 
 def test_a_budget_on_three_replicas_is_overshot_by_less_than_one_reservation(server: RedisServer) -> None:
-    rule = Rule(name="budget", limit=10_000, amount="micros", per="month")
+    rule = LimitRule(name="budget", limit=10_000, amount="micros", per="month")
     said = replicas(server.url, [40, 40, 40], rule, amount=300)
     used = sum(one["used"] for one in said)
     assert 5_000 < used < 10_000 + 300
 
 
 def test_what_a_dead_replica_held_comes_back(server: RedisServer) -> None:
-    rule = Rule(name="crash", limit=1, per="day")
+    rule = LimitRule(name="crash", limit=1, per="day")
 
     async def go() -> None:
         async with linked(server.url) as link:
             dead, alive = RedisLimiter(link), RedisLimiter(link)
-            claims = [rule.claim({}, 1)]
+            claims = [rule.make_claim({}, 1)]
             late = await dead.reserve(claims, 0, 2)
             with pytest.raises(LimitExceeded):
                 await alive.reserve(claims, 0, 60)
@@ -158,20 +161,20 @@ def test_what_a_dead_replica_held_comes_back(server: RedisServer) -> None:
 
 
 def test_a_settlement_sent_twice_counts_once_and_keys_expire(server: RedisServer) -> None:
-    rule = Rule(name="twice", limit=10, amount="tokens", per="hour")
+    rule = LimitRule(name="twice", limit=10, amount="tokens", per="hour")
 
     async def go() -> None:
         async with linked(server.url) as link:
             limiter = RedisLimiter(link)
-            claims = [rule.claim({"gateway": "acc/gw"}, 5)]
+            claims = [rule.make_claim({"gateway": "acc/gw"}, 5)]
             made = await limiter.reserve(claims, 0, 60)
             for _ in range(2):
-                made.settled = False
+                made.is_settled = False
                 limiter.settle(made, {"tokens": 2})
             await limiter.close()
             after = await limiter.reserve(claims, 0, 60)
             assert after.grants[0].remaining == 10 - 2 - 5
-            for key in limiter._keys(claims):
+            for key in limiter._redis_keys(claims):
                 assert key.startswith("emberline:{acc/gw}:twice:")
                 assert 0 < await link.call("PTTL", key) <= 3_600_000
 
@@ -179,13 +182,13 @@ def test_a_settlement_sent_twice_counts_once_and_keys_expire(server: RedisServer
 
 
 @pytest.mark.parametrize("degraded", ["local", "closed"])
-def test_a_redis_that_hangs_is_no_outage(degraded: Degraded) -> None:
+def test_a_redis_that_hangs_is_no_outage(degraded: DegradedMode) -> None:
     with redis_server() as server:
 
         async def go() -> None:
             async with linked(server.url, patience=0.05) as link:
                 limiter = RedisLimiter(link, degraded=degraded)
-                claims = [RULE.claim({"gateway": "g"}, 1)]
+                claims = [RULE.make_claim({"gateway": "g"}, 1)]
                 server.process.send_signal(signal.SIGSTOP)
                 for _ in range(20):  # three wait 50 ms, the others not at all
                     try:
@@ -195,10 +198,10 @@ def test_a_redis_that_hangs_is_no_outage(degraded: Degraded) -> None:
                     except StoreFailed:
                         assert degraded == "closed"
                 assert limiter.stats.degraded == 20
-                assert 3 <= link.stats.slow <= 6 and link.stats.refused >= 14
+                assert 3 <= link.stats.timeouts <= 6 and link.stats.rejected >= 14
                 server.process.send_signal(signal.SIGCONT)
-                link.patience = 20.0
-                await until(lambda: link.healthy)
+                link.timeout_s = 20.0
+                await until(lambda: link.is_healthy)
                 await limiter.reserve(claims, 0, 60)
                 assert limiter.stats.reserved == 1
 
@@ -212,19 +215,19 @@ def test_what_was_settled_while_redis_was_gone_is_sent_when_it_is_back() -> None
         nonlocal server
         async with linked(server.url) as link:
             limiter = RedisLimiter(link)
-            rule = Rule(name="owed", limit=100, amount="tokens", per="day")
-            claims = [rule.claim({}, 10)]
+            rule = LimitRule(name="owed", limit=100, amount="tokens", per="day")
+            claims = [rule.make_claim({}, 10)]
             made = await limiter.reserve(claims, 0, 0.001)  # it will have come back: the new Redis never knew of it
             server.process.kill()
             server.process.wait()
-            await until(lambda: not link.healthy)
+            await until(lambda: not link.is_healthy)
             limiter.settle(made, {"tokens": 7})
-            assert limiter.stats.owed == 1
+            assert limiter.stats.pending_settlements == 1
             server = start_redis(server.port)
-            await until(lambda: link.healthy)
+            await until(lambda: link.is_healthy)
             limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
-            assert limiter.stats.owed == 0
+            assert limiter.stats.pending_settlements == 0
             assert (await limiter.reserve(claims, 0, 60)).grants[0].remaining == 100 - 7 - 10
 
     try:
@@ -235,18 +238,18 @@ def test_what_was_settled_while_redis_was_gone_is_sent_when_it_is_back() -> None
 
 
 @pytest.mark.parametrize("degraded", ["local", "closed"])
-def test_a_redis_that_takes_nothing_is_no_outage(server: RedisServer, degraded: Degraded) -> None:
+def test_a_redis_that_takes_nothing_is_no_outage(server: RedisServer, degraded: DegradedMode) -> None:
     async def go() -> None:
         async with linked(server.url) as link:
             limiter = RedisLimiter(link, degraded=degraded, prefix=f"refused-{degraded}")
-            claims = [Rule(name="r", limit=100, amount="tokens", per="day").claim({}, 10)]
+            claims = [LimitRule(name="r", limit=100, amount="tokens", per="day").make_claim({}, 10)]
             made = await limiter.reserve(claims, 0, 60)
             await link.call("REPLICAOF", "127.0.0.1", 1)  # of nobody: from now on it only reads
             try:
                 limiter.settle(made, {"tokens": 7})
-                await until(lambda: limiter.stats.owed == 1)
+                await until(lambda: limiter.stats.pending_settlements == 1)
                 if degraded == "local":
-                    assert (await limiter.reserve(claims, 0, 60)).local
+                    assert (await limiter.reserve(claims, 0, 60)).is_local
                 else:
                     with pytest.raises(StoreFailed):
                         await limiter.reserve(claims, 0, 60)
@@ -254,7 +257,11 @@ def test_a_redis_that_takes_nothing_is_no_outage(server: RedisServer, degraded: 
                 await link.call("REPLICAOF", "NO", "ONE")
             limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
-            assert (limiter.stats.degraded, limiter.stats.owed, limiter.stats.lost) == (1, 0, 0)
+            assert (limiter.stats.degraded, limiter.stats.pending_settlements, limiter.stats.lost_settlements) == (
+                1,
+                0,
+                0,
+            )
             assert (await limiter.reserve(claims, 0, 60)).grants[0].remaining == 100 - 7 - 10
 
     uvloop.run(go())
@@ -264,14 +271,14 @@ def test_a_settlement_that_is_never_taken_is_given_up(server: RedisServer) -> No
     async def go() -> None:
         async with linked(server.url) as link:
             limiter = RedisLimiter(link, prefix="spoiled")
-            one, other = ([Rule(name=name, limit=9).claim({}, 1)] for name in ("one", "other"))
+            one, other = ([LimitRule(name=name, limit=9).make_claim({}, 1)] for name in ("one", "other"))
             made = await limiter.reserve(one, 0, 60)
-            await link.call("SET", limiter._keys(one)[1], "of somebody else")
+            await link.call("SET", limiter._redis_keys(one)[1], "of somebody else")
             limiter.settle(made, {"requests": 1})
-            await until(lambda: limiter.stats.owed == 1)
+            await until(lambda: limiter.stats.pending_settlements == 1)
             limiter.settle(await limiter.reserve(other, 0, 60), {"requests": 1})
-            await until(lambda: limiter.stats.lost == 1)
-            assert limiter.stats.owed == 0
+            await until(lambda: limiter.stats.lost_settlements == 1)
+            assert limiter.stats.pending_settlements == 0
 
     uvloop.run(go())
 
@@ -283,14 +290,14 @@ def test_the_link_speaks_redis(server: RedisServer) -> None:
             answers = await asyncio.gather(*(link.call("ECHO", i) for i in range(300)))
             assert answers == [str(i).encode() for i in range(300)]
             assert await link.call("GET", "k") == b"\x00\r\nv" and await link.call("GET", "none") is None
-            with pytest.raises(RedisSaid, match="unknown command"):
+            with pytest.raises(RedisErrorReply, match="unknown command"):
                 await link.call("FROB")
             await link.call("SCRIPT", "FLUSH")
-            assert await link.run(Script("return {KEYS[1], ARGV[1]}"), ["a"], [7]) == [b"a", b"7"]
+            assert await link.run_script(RedisScript("return {KEYS[1], ARGV[1]}"), ["a"], [7]) == [b"a", b"7"]
         async with linked(server.url) as other:
             assert await other.call("GET", "k") is None
-        with pytest.raises(LinkDown):
-            await RedisLink(server.url, SystemClock()).call("PING")
+        with pytest.raises(RedisUnavailable):
+            await RedisClient(server.url, SystemClock()).call("PING")
 
     uvloop.run(go())
 
@@ -301,10 +308,10 @@ def test_replies_are_cached_for_all_replicas_and_without_redis_for_none(server: 
             await RedisCache(one).put("k", b"\x00reply", 60)
             assert await RedisCache(two).get("k") == b"\x00reply" and await RedisCache(two).get("other") is None
             assert 0 < await one.call("PTTL", "emberline:cache:k") <= 60_000
-            small = RedisCache(one, largest=3)
+            small = RedisCache(one, max_entry_bytes=3)
             await small.put("large", b"1234", 60)
             assert await small.get("large") is None and small.failures == 0
-        cache = RedisCache(RedisLink(server.url, SystemClock()))
+        cache = RedisCache(RedisClient(server.url, SystemClock()))
         await cache.put("k", b"x", 60)
         assert await cache.get("k") is None and cache.failures == 2
 
@@ -317,9 +324,9 @@ def test_a_gateway_opens_them_by_address(server: RedisServer, tmp_path: Path, th
         url, clock = server.url if there else "redis://127.0.0.1:9", SystemClock()
         async with AsyncExitStack() as stack:
             for limiter in (await open_limiter(None, clock, stack), await open_limiter(url, clock, stack)):
-                made = await limiter.reserve([Rule(name="opened", limit=9).claim({}, 1)], time.time(), 9)
+                made = await limiter.reserve([LimitRule(name="opened", limit=9).make_claim({}, 1)], time.time(), 9)
                 limiter.settle(made, {})
-                assert made.local is not (there and isinstance(limiter, RedisLimiter))
+                assert made.is_local is not (there and isinstance(limiter, RedisLimiter))
             for place in (None, f"sqlite:{tmp_path}/cache.db", url):
                 cache = await open_cache(place, clock, clock, stack)
                 await cache.put("opened", b"x", 9)
@@ -331,11 +338,11 @@ def test_a_gateway_opens_them_by_address(server: RedisServer, tmp_path: Path, th
 
 
 def test_addresses() -> None:
-    assert RedisLink("redis://h", SystemClock()).patience == 0.05
-    assert RedisLink("redis://h:1/2?patience=75", SystemClock()).patience == 0.075
+    assert RedisClient("redis://h", SystemClock()).timeout_s == 0.05
+    assert RedisClient("redis://h:1/2?patience=75", SystemClock()).timeout_s == 0.075
     for wrong in ("http://h", "redis://", "redis://h?patience=0", "redis://h?patience=x", "redis://h?db=1"):
         with pytest.raises(InvalidRequest):
-            RedisLink(wrong, SystemClock())
+            RedisClient(wrong, SystemClock())
 
 
 def test_a_password_is_given(server: RedisServer) -> None:

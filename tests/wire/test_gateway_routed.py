@@ -93,7 +93,7 @@ def test_a_route_by_condition_limit_and_fallback(gateway: Gateways) -> None:
         status, headers, body = gateway.post(path, {"model": "dynamic/support", "messages": HELLO})
         assert status == 200 and served(headers) == ("second", "small", "0")
         assert json.loads(body)["choices"][0]["message"]["content"] == TEXT
-    assert gateway.fakes["second"].asked[-1].json["model"] == "small"
+    assert gateway.fakes["second"].requests[-1].json["model"] == "small"
     step = {
         "provider": "compat",
         "endpoint": "chat/completions",
@@ -104,7 +104,7 @@ def test_a_route_by_condition_limit_and_fallback(gateway: Gateways) -> None:
     ways = [served(ask(gateway, "dynamic/support", {"plan": "paid", "user": user})[1])[0] for user in "aaab"]
     assert ways == ["first", "first", "second", "first"]
     for fault, user in (("500", "c"), ("silent", "d"), ("cut", "e"), ("error-event", "f"), ("refused", "g")):
-        gateway.fakes["first"].fault, gateway.fakes["first"].after = fault, 0
+        gateway.fakes["first"].fault, gateway.fakes["first"].fault_after = fault, 0
         for stream in (False, True):
             status, headers, body = ask(gateway, "dynamic/support", {"plan": "paid", "user": user}, stream=stream)
             assert status == 200 and served(headers) == ("second", "small", "1"), (fault, stream)
@@ -126,7 +126,7 @@ def test_clients_of_both_dialects_stream_through_a_route(gateway: Gateways) -> N
     client = openai.OpenAI(base_url=f"{gateway.url}/v1/default/default/compat", api_key="not-for-them", max_retries=0)
     chunks = client.chat.completions.create(model="dynamic/both", messages=HELLO, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == TEXT
-    assert "authorization" not in gateway.fakes["second"].asked[-1].headers, "a key of one is not shown to another"
+    assert "authorization" not in gateway.fakes["second"].requests[-1].headers, "a key of one is not shown to another"
     theirs = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0)
     with theirs.messages.stream(model="dynamic/both", messages=HELLO, max_tokens=8) as stream:
         assert stream.get_final_text() == TEXT

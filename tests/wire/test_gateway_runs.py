@@ -12,7 +12,7 @@ import pytest
 from gateways import Gateways
 from routers import until
 
-from emberline.gateway.run import queue, runs
+from emberline.gateway.run import batch_queue, run_handler
 
 TEXT = "".join(f"word{i} " for i in range(8))
 RUN = "/client/v4/accounts/default/ai/run"
@@ -47,7 +47,7 @@ def test_a_prompt(gateway: Gateways, model: str) -> None:
     status, said = run(gateway, f"/{model}", {"prompt": "What is it?", "max_tokens": 8})
     assert status == 200 and said["success"] and said["errors"] == said["messages"] == []
     assert said["result"]["response"] == TEXT and said["result"]["usage"]["completion_tokens"] == 8
-    asked = gateway.fakes["fake"].asked[-1]
+    asked = gateway.fakes["fake"].requests[-1]
     assert asked.json["messages"] == [{"role": "user", "content": "What is it?"}]
     assert asked.json["model"] == model.removeprefix("oai/").removeprefix("ant/")
 
@@ -64,7 +64,7 @@ def test_tools_and_schemas(gateway: Gateways) -> None:
     body = {"prompt": "x", "tools": [tool], "response_format": form}
     _, said = run(gateway, "/m", body)
     assert said["result"]["tool_calls"] == [{"name": "weather", "arguments": {"city": "Paris"}}]
-    asked = gateway.fakes["fake"].asked[-1].json
+    asked = gateway.fakes["fake"].requests[-1].json
     assert asked["tools"] == [{"type": "function", "function": tool}]
     assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
@@ -105,7 +105,7 @@ def is_idle(gateway: Gateways) -> bool:
 
 
 def test_json_that_is_nested_too_deep_stays_text(gateway: Gateways) -> None:
-    gateway.fakes["fake"].says = "[" * 1500
+    gateway.fakes["fake"].text = "[" * 1500
     status, headers, said = gateway.post(f"{RUN}/m", FORM, KEY)
     assert status == 200 and json.loads(said)["result"]["response"] == "[" * 1500
     assert gateway.record(headers["cf-aig-log-id"]).success and is_idle(gateway)
@@ -115,7 +115,7 @@ def test_json_that_is_nested_too_deep_stays_text(gateway: Gateways) -> None:
 
 def test_json_that_can_just_be_read_holds_nobody_up(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
-    fake.says = "[" * 900 + "]" * 900
+    fake.text = "[" * 900 + "]" * 900
     assert gateway.post(f"{RUN}/m", FORM, KEY)[0] == 200 and is_idle(gateway)
     [row] = fetched(gateway, queued(gateway, [FORM]))["responses"]
     assert row["error"]["code"] == 3043 and fake.count == 2, "there is no room for it among others"
@@ -125,7 +125,7 @@ def test_a_reply_that_cannot_be_told_is_closed(gateway: Gateways, monkeypatch: p
     def odd(*_: Any) -> Any:
         raise RuntimeError("as told")
 
-    monkeypatch.setattr(runs, "answered", odd)
+    monkeypatch.setattr(run_handler, "to_run_reply", odd)
     assert gateway.post(f"{RUN}/odd", {"prompt": "x"}, KEY)[0] == 500
     until(lambda: (record := gateway.newest()) is not None and record.model == "odd", 10)
     assert is_idle(gateway)
@@ -167,12 +167,12 @@ def test_bad_requests(gateway: Gateways, path: str, body: Any, status: int) -> N
 
 def test_workers_ai_answers_itself(gateway: Gateways) -> None:
     status, _ = run(gateway, "/workers-ai/@cf/meta/llama-3.1-8b-instruct", {"prompt": "x"})
-    asked = gateway.fakes["fake"].asked[-1]
+    asked = gateway.fakes["fake"].requests[-1]
     assert status == 200 and asked.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
     assert asked.headers["authorization"] == "Bearer of-workers"
     model = "workers-ai/@cf/meta/llama-3.1-8b-instruct"
     run(gateway, "", {"model": model, "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
-    assert gateway.fakes["fake"].asked[-1].path.endswith("-instruct?rejectIfBusy=true")
+    assert gateway.fakes["fake"].requests[-1].path.endswith("-instruct?rejectIfBusy=true")
 
 
 # -- queued ------------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_batch(gateway: Gateways) -> None:
     assert [each["external_reference"] for each in found["responses"]] == [f"r{i}" for i in range(9)]
     assert all(each["success"] and each["result"]["response"] == TEXT for each in found["responses"])
     assert found["usage"] == {"prompt_tokens": 99, "completion_tokens": 72, "total_tokens": 171}
-    prompts = {asked.json["messages"][0]["content"] for asked in gateway.fakes["fake"].asked}
+    prompts = {asked.json["messages"][0]["content"] for asked in gateway.fakes["fake"].requests}
     assert prompts == {f"number {i}" for i in range(9)}
 
 
@@ -235,7 +235,7 @@ def test_strangers_see_nothing(gateway: Gateways) -> None:
 def test_what_a_key_may_no_longer_is_not_done_for_it(
     gateway: Gateways, monkeypatch: pytest.MonkeyPatch, narrowed: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(queue, "PAUSES", (0.05,))
+    monkeypatch.setattr(batch_queue, "RETRY_DELAYS_S", (0.05,))
     fake = gateway.fakes["fake"]
     fake.script, fake.fault = ["", ""], "429"  # two are answered, the others wait for room
     status, _, made = gateway.post("/admin/accounts/default/keys", {"name": "k", "kind": "virtual"}, KEY)

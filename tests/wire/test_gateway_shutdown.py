@@ -21,7 +21,7 @@ def test_open_streams_are_told(tmp_path: Path, path: str) -> None:
     gateway = Gateways(tmp_path, ("oai",), lambda urls: {"openai": {"base_url": urls["oai"], "key": "k"}})
     with gateway:
         gateway.fakes["oai"].pace = 1.0
-        gateway.fakes["oai"].after = 1000
+        gateway.fakes["oai"].fault_after = 1000
         body = json.dumps({"model": "openai/gpt-5", "stream": True, **BODIES[path]}).encode()
         asked = urllib.request.Request(f"{gateway.url}/v1/{path}", body, {"content-type": "application/json"})
         with urllib.request.urlopen(asked, timeout=30) as reply:

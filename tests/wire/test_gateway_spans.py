@@ -82,7 +82,7 @@ def test_who_is_asked_goes_on_below_it(gateway: Gateways, collecting: Collecting
     _, headers, _ = gateway.post(path, body, told)
     span, _ = of(collecting, headers["cf-aig-log-id"])
     assert (span["traceId"], span["parentSpanId"]) == (TRACE, PARENT)
-    asked = gateway.fakes["fake"].asked[-1].headers
+    asked = gateway.fakes["fake"].requests[-1].headers
     assert asked["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and asked["tracestate"] == "vendor=1"
 
 
@@ -90,7 +90,7 @@ def test_a_steps_key_is_in_no_span(gateway: Gateways, collecting: Collecting) ->
     secret = {"headers": {"authorization": "Bearer sk-of-the-caller"}}
     _, headers, _ = gateway.post("/v1/default/default", [STEP | secret])
     _, facts = of(collecting, headers["cf-aig-log-id"])
-    assert gateway.fakes["fake"].asked[-1].headers["authorization"] == "Bearer sk-of-the-caller"
+    assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-of-the-caller"
     assert json.loads(facts["gen_ai.prompt_json"]) == STEP["query"]
     assert "sk-of-the-caller" not in str(collecting.spans)
 
@@ -99,7 +99,7 @@ def test_what_is_no_trace_is_not_passed_on(gateway: Gateways, collecting: Collec
     _, log = ask(gateway, {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"})
     span, _ = of(collecting, log)
     assert span["traceId"] != TRACE and "parentSpanId" not in span
-    asked = gateway.fakes["fake"].asked[-1].headers
+    asked = gateway.fakes["fake"].requests[-1].headers
     assert asked["traceparent"] == f"00-{span['traceId']}-{span['spanId']}-01" and "tracestate" not in asked
 
 

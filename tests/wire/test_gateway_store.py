@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from emberline.core.clock import ManualClock
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Conflict, StoreFailed
-from emberline.gateway.logs.record import Payload, Record, day_of, new_id
+from emberline.gateway.logs.record import LogPayload, LogRecord, day_of, new_record_id
 from emberline.gateway.logs.retention import Retention
-from emberline.gateway.settings import Logging, Settings
-from emberline.gateway.store import crowd, postgres, sqlite, tables
-from emberline.gateway.store.base import Audit, Change, Document, Feedback, Store
-from emberline.gateway.store.filters import Containing, Filters, Span, Unlike
+from emberline.gateway.settings import GatewaySettings, LogSettings
+from emberline.gateway.store import daily_users, postgres, sqlite, tables
+from emberline.gateway.store.base import AuditEntry, Document, Feedback, GatewayStore, StoreChange
+from emberline.gateway.store.filters import ContainsFilter, ExcludeFilter, LogFilters, NumberRange
 from emberline.gateway.store.opening import open_store
-from emberline.gateway.store.rollup import OTHERS, RollupQuery
+from emberline.gateway.store.rollup import OTHER_USERS, RollupQuery
 
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]
@@ -43,25 +43,25 @@ def url(store_url: str) -> str:
 
 
 @pytest.fixture
-def store(url: str, run: Run[Any]) -> Iterator[Store]:
+def store(url: str, run: Run[Any]) -> Iterator[GatewayStore]:
     opened = run(open_store(url))
     yield opened
     run(opened.close())
 
 
-def audit(action: str = "test") -> Audit:
-    return Audit(at=NOON, account="acme", actor="root", action=action, target="it")
+def audit(action: str = "test") -> AuditEntry:
+    return AuditEntry(at=NOON, account="acme", actor="root", action=action, target="it")
 
 
-def put(*documents: Document) -> Change:
-    return Change(audit(), put=documents)
+def put(*documents: Document) -> StoreChange:
+    return StoreChange(audit(), put=documents)
 
 
-def everything(store: Store, filters: Filters, run: Run[Any], limit: int = 3) -> list[Record]:
-    found: list[Record] = []
+def everything(store: GatewayStore, filters: LogFilters, run: Run[Any], limit: int = 3) -> list[LogRecord]:
+    found: list[LogRecord] = []
     before = ""
     while True:
-        page = run(store.page(filters, before=before, limit=limit, patience=60))
+        page = run(store.page(filters, before=before, limit=limit, timeout_s=60))
         assert page.complete and len(page.records) <= limit
         found += page.records
         if not page.has_more:
@@ -73,7 +73,7 @@ def everything(store: Store, filters: Filters, run: Run[Any], limit: int = 3) ->
 # Documents
 
 
-def test_documents_come_back_and_are_listed_by_id(store: Store, run: Run[Any]) -> None:
+def test_documents_come_back_and_are_listed_by_id(store: GatewayStore, run: Run[Any]) -> None:
     names = ["b", "a/2", "a/1", "a", "Z"]
     run(store.commit(put(*(Document("route", "acme", name, name.encode()) for name in names))))
     run(store.commit(put(Document("route", "other", "a", b"theirs"), Document("key", "acme", "a", b"a key"))))
@@ -88,22 +88,22 @@ def test_documents_come_back_and_are_listed_by_id(store: Store, run: Run[Any]) -
     assert run(store.get("budget", "acme", "a")) is None
 
 
-def test_a_change_needs_the_version_it_was_made_from(store: Store, run: Run[Any]) -> None:
+def test_a_change_needs_the_version_it_was_made_from(store: GatewayStore, run: Run[Any]) -> None:
     run(store.commit(put(Document("gateway", "acme", "g", b"1"))))
     first = run(store.get("gateway", "acme", "g"))
     with pytest.raises(Conflict, match="already"):
         run(store.commit(put(Document("gateway", "acme", "g", b"again"))))
     run(store.commit(put(replace(first, body=b"2"))))
-    for stale in (put(replace(first, body=b"3")), Change(audit(), delete=[first])):
+    for stale in (put(replace(first, body=b"3")), StoreChange(audit(), delete=[first])):
         with pytest.raises(Conflict, match="by another request"):
             run(store.commit(stale))
     second = run(store.get("gateway", "acme", "g"))
     assert (second.body, second.version) == (b"2", 2)
-    run(store.commit(Change(audit(), delete=[second])))
+    run(store.commit(StoreChange(audit(), delete=[second])))
     assert run(store.get("gateway", "acme", "g")) is None
 
 
-def test_a_change_is_whole_or_not_at_all(store: Store, run: Run[Any]) -> None:
+def test_a_change_is_whole_or_not_at_all(store: GatewayStore, run: Run[Any]) -> None:
     run(store.commit(put(Document("price", "acme", "taken", b"1"))))
     before = run(store.version())
     with pytest.raises(Conflict):
@@ -113,11 +113,11 @@ def test_a_change_is_whole_or_not_at_all(store: Store, run: Run[Any]) -> None:
     assert len(run(store.audits("acme"))) == 1
 
 
-def test_every_commit_raises_the_version_and_leaves_an_audit(store: Store, url: str, run: Run[Any]) -> None:
+def test_every_commit_raises_the_version_and_leaves_an_audit(store: GatewayStore, url: str, run: Run[Any]) -> None:
     other = run(open_store(url))  # another replica
     versions = [run(other.version())]
     for i in range(5):
-        run(store.commit(Change(audit(f"made.{i}"), put=[Document("budget", "acme", str(i), b"{}")])))
+        run(store.commit(StoreChange(audit(f"made.{i}"), put=[Document("budget", "acme", str(i), b"{}")])))
         versions.append(run(other.version()))
     run(other.close())
     assert versions == sorted(set(versions))
@@ -128,7 +128,7 @@ def test_every_commit_raises_the_version_and_leaves_an_audit(store: Store, url: 
     assert run(store.audits("nobody")) == []
 
 
-def test_two_at_once_on_one_document_and_one_wins(store: Store, run: Run[Any]) -> None:
+def test_two_at_once_on_one_document_and_one_wins(store: GatewayStore, run: Run[Any]) -> None:
     run(store.commit(put(Document("gateway", "acme", "g", b"0"))))
     base = run(store.get("gateway", "acme", "g"))
 
@@ -145,7 +145,7 @@ def test_what_was_committed_is_there_after_a_restart(url: str, run: Run[Any]) ->
     first = run(open_store(url))
     run(first.commit(put(Document("gateway", "acme", "g", b"kept"))))
     kept = made()
-    run(first.append([(kept, Payload(b"asked", b"answered"))]))
+    run(first.append([(kept, LogPayload(b"asked", b"answered"))]))
     run(first.close())
     again = run(open_store(url))
     assert run(again.get("gateway", "acme", "g")).body == b"kept"
@@ -156,7 +156,7 @@ def test_what_was_committed_is_there_after_a_restart(url: str, run: Run[Any]) ->
 # Logs
 
 
-def test_a_record_comes_back_as_it_was(store: Store, run: Run[Any]) -> None:
+def test_a_record_comes_back_as_it_was(store: GatewayStore, run: Run[Any]) -> None:
     full = made(
         path="chat/completions",
         dialect="openai-chat",
@@ -188,7 +188,7 @@ def test_a_record_comes_back_as_it_was(store: Store, run: Run[Any]) -> None:
         score=70,
     )
     plain = made(NOON + 1)
-    payload = Payload(b"\x00asked" * 1000, b"")
+    payload = LogPayload(b"\x00asked" * 1000, b"")
     run(store.append([(full, payload), (plain, None)]))
     assert run(store.record("acme", "main", full.id)) == full
     assert run(store.record("acme", "main", plain.id)) == plain
@@ -198,28 +198,28 @@ def test_a_record_comes_back_as_it_was(store: Store, run: Run[Any]) -> None:
         assert run(store.record(account, gateway, full.id)) is None
         assert run(store.payload(account, gateway, full.id)) is None
         assert run(store.feedback(account, gateway, full.id, Feedback(1))) is None
-    assert run(store.record("acme", "main", new_id(NOON - 40 * DAY))) is None
+    assert run(store.record("acme", "main", new_record_id(NOON - 40 * DAY))) is None
 
 
-def test_pages_are_exact_over_days_and_equal_milliseconds(store: Store, run: Run[Any]) -> None:
+def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY + (i % 3)) for day in range(3) for i in range(7)]
     run(store.append([(each, None) for each in records]))
     run(store.append([(made(gateway="side"), None)]))
     newest_first = sorted(records, key=lambda r: r.id, reverse=True)
     for limit in (1, 3, 7, 20, 21, 22):
-        assert everything(store, Filters("acme", "main"), run, limit) == newest_first
-    assert len(everything(store, Filters("acme"), run)) == 22
-    assert everything(store, Filters("nobody"), run) == []
-    some = Filters("acme", "main", since=NOON - DAY + 1, until=NOON + 1)
-    assert everything(store, some, run) == [r for r in newest_first if NOON - DAY + 1 <= r.created < NOON + 1]
+        assert everything(store, LogFilters("acme", "main"), run, limit) == newest_first
+    assert len(everything(store, LogFilters("acme"), run)) == 22
+    assert everything(store, LogFilters("nobody"), run) == []
+    some = LogFilters("acme", "main", since=NOON - DAY + 1, until=NOON + 1)
+    assert everything(store, some, run) == [r for r in newest_first if NOON - DAY + 1 <= r.created_ms < NOON + 1]
 
 
-def test_a_page_ends_when_time_runs_out_and_goes_on_from_there(store: Store, run: Run[Any]) -> None:
+def test_a_page_ends_when_time_runs_out_and_goes_on_from_there(store: GatewayStore, run: Run[Any]) -> None:
     old = made(NOON - DAY * 5 // 8, model="rare")  # of the day before
     run(store.append([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
-    filters, before, found = Filters("acme", "main", model=("rare",)), "", []
+    filters, before, found = LogFilters("acme", "main", model=("rare",)), "", []
     while True:
-        page = run(store.page(filters, before=before, patience=0.0))
+        page = run(store.page(filters, before=before, timeout_s=0.0))
         found.append(page.records)
         if page.complete:
             break
@@ -242,36 +242,40 @@ PARTS: list[tuple[str, Any]] = [
     *(("user", each) for each in (("ann",), ("ann", "bob"))),
     ("event_id", ("e1",)),
     *(("feedback", each) for each in ((1,), (1, -1))),
-    *((name, each) for name in ("micros", "tokens_in", "duration_ms") for each in (Span(1), Span(most=2), Span(1, 2))),
-    ("tokens_out", Span(3)),
-    *(("tokens", each) for each in (Span(3), Span(1, 4))),
+    *(
+        (name, each)
+        for name in ("micros", "tokens_in", "duration_ms")
+        for each in (NumberRange(1), NumberRange(maximum=2), NumberRange(1, 2))
+    ),
+    ("tokens_out", NumberRange(3)),
+    *(("tokens", each) for each in (NumberRange(3), NumberRange(1, 4))),
     *(
         ("unlike", each)
         for each in (
-            (Unlike("model", ("a", "b")),),
-            (Unlike("user", ("ann",)), Unlike("status", (429, 500))),  # most have no user
-            (Unlike("micros", (1,)), Unlike("feedback", (1, -1))),
-            (Unlike("tokens", (0, 1, 2)),),
+            (ExcludeFilter("model", ("a", "b")),),
+            (ExcludeFilter("user", ("ann",)), ExcludeFilter("status", (429, 500))),  # most have no user
+            (ExcludeFilter("micros", (1,)), ExcludeFilter("feedback", (1, -1))),
+            (ExcludeFilter("tokens", (0, 1, 2)),),
         )
     ),
     *(
         ("containing", each)
         for each in (
-            (Containing(("provider",), ("PEN", "gr")),),
-            (Containing(("provider", "user"), ("a",)), Containing(("model",), ("b", "c"))),
+            (ContainsFilter(("provider",), ("PEN", "gr")),),
+            (ContainsFilter(("provider", "user"), ("a",)), ContainsFilter(("model",), ("b", "c"))),
         )
     ),
     *(("metadata", each) for each in ({"team": "x"}, {"n": "1"}, {"b": "true"}, {"team": "x", "n": "1"})),
 ]
 
 
-def passes(record: Record, f: Filters) -> bool:
+def passes(record: LogRecord, f: LogFilters) -> bool:
     """The oracle."""
 
-    def within(value: int | None, span: Span) -> bool:
+    def within(value: int | None, span: NumberRange) -> bool:
         if span.is_open:
             return True
-        return value is not None and (span.least or 0) <= value <= (9 if span.most is None else span.most)
+        return value is not None and (span.minimum or 0) <= value <= (9 if span.maximum is None else span.maximum)
 
     def has(field: str) -> Any:
         match field:
@@ -283,8 +287,8 @@ def passes(record: Record, f: Filters) -> bool:
     texts = {"team": "x", "n": "1", "b": "true"}
     return (
         (not f.gateway or record.gateway == f.gateway)
-        and (f.since is None or record.created >= f.since)
-        and (f.until is None or record.created < f.until)
+        and (f.since is None or record.created_ms >= f.since)
+        and (f.until is None or record.created_ms < f.until)
         and (f.success is None or record.success == f.success)
         and (f.cached is None or record.cached == f.cached)
         and (f.rescued is None or (record.success and record.step > 0) == f.rescued)
@@ -304,7 +308,7 @@ def passes(record: Record, f: Filters) -> bool:
     )
 
 
-def varied() -> list[Record]:
+def varied() -> list[LogRecord]:
     """Every value of every filter, in no order."""
     statuses, metadata = (200, 429, 500), ({}, {"team": "x"}, {"team": "x", "n": 1}, {"b": True})
     return [
@@ -330,12 +334,12 @@ def varied() -> list[Record]:
     ]
 
 
-def test_filters_pass_what_an_oracle_passes(store: Store, run: Run[Any]) -> None:
+def test_filters_pass_what_an_oracle_passes(store: GatewayStore, run: Run[Any]) -> None:
     records = varied()
     run(store.append([(each, None) for each in records]))
 
     def check(parts: list[tuple[str, Any]]) -> int:
-        filters = Filters("acme", **dict(parts))
+        filters = LogFilters("acme", **dict(parts))
         wanted = sorted((r for r in records if passes(r, filters)), key=lambda r: r.id, reverse=True)
         assert everything(store, filters, run, 40) == wanted
         return len(wanted)
@@ -349,15 +353,15 @@ def test_filters_pass_what_an_oracle_passes(store: Store, run: Run[Any]) -> None
         check(parts)
 
     check_together()
-    by_id = Filters("acme", id=(records[3].id, records[80].id, new_id(NOON)))
+    by_id = LogFilters("acme", id=(records[3].id, records[80].id, new_record_id(NOON)))
     assert everything(store, by_id, run) == [records[80], records[3]]
-    others = Filters("acme", unlike=(Unlike("id", tuple(each.id for each in records[1:])),))
+    others = LogFilters("acme", unlike=(ExcludeFilter("id", tuple(each.id for each in records[1:])),))
     assert everything(store, others, run) == records[:1]
     for wild in ("%", "_", "\\"):
-        assert everything(store, Filters("acme", containing=(Containing(("provider",), (wild,)),)), run) == []
+        assert everything(store, LogFilters("acme", containing=(ContainsFilter(("provider",), (wild,)),)), run) == []
 
 
-def test_feedback_changes_what_was_given_and_its_labels(store: Store, run: Run[Any]) -> None:
+def test_feedback_changes_what_was_given_and_its_labels(store: GatewayStore, run: Run[Any]) -> None:
     one = made(metadata={"team": "x"})
     run(store.append([(one, None), (made(NOON + 1), None)]))
     new = run(store.feedback("acme", "main", one.id, Feedback(feedback=1)))
@@ -366,11 +370,11 @@ def test_feedback_changes_what_was_given_and_its_labels(store: Store, run: Run[A
     assert (new.feedback, new.score, new.metadata) == (1, 5, {"team": "y", "x": True})
     assert run(store.record("acme", "main", one.id)) == new
     for metadata, wanted in (({"team": "x"}, []), ({"team": "y"}, [new]), ({"x": "true"}, [new])):
-        assert everything(store, Filters("acme", metadata=metadata), run) == wanted
-    assert everything(store, Filters("acme", feedback=(1,)), run) == [new]
+        assert everything(store, LogFilters("acme", metadata=metadata), run) == wanted
+    assert everything(store, LogFilters("acme", feedback=(1,)), run) == [new]
 
 
-def test_a_client_may_send_a_nul(store: Store, run: Run[Any]) -> None:
+def test_a_client_may_send_a_nul(store: GatewayStore, run: Run[Any]) -> None:
     one = made(model="a\0b", user="\0", metadata={"k\0": "v\0"})
     run(store.append([(one, None)]))
     found = run(store.record("acme", "main", one.id))
@@ -381,12 +385,14 @@ def test_a_client_may_send_a_nul(store: Store, run: Run[Any]) -> None:
 # Rollups
 
 
-def totals(store: Store, run: Run[Any], dimension: Any = "all", unit: Any = "day", **more: Any) -> dict[str, int]:
+def totals(
+    store: GatewayStore, run: Run[Any], dimension: Any = "all", unit: Any = "day", **more: Any
+) -> dict[str, int]:
     asked = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
     return {cell.value: cell["requests"] for cell in run(store.rollups(asked))}
 
 
-def test_rollups_count_what_was_appended(store: Store, run: Run[Any]) -> None:
+def test_rollups_count_what_was_appended(store: GatewayStore, run: Run[Any]) -> None:
     records = varied()
     for start in range(0, len(records), 10):
         run(store.append([(each, None) for each in records[start : start + 10]]))
@@ -405,18 +411,18 @@ def test_rollups_count_what_was_appended(store: Store, run: Run[Any]) -> None:
     }
     assert totals(store, run, gateway="side") == {"": sum(r.gateway == "side" for r in records)}
     hours = run(store.rollups(RollupQuery("acme", "hour", NOON - DAY, NOON + DAY)))
-    assert [c.start for c in hours] == sorted({r.created - r.created % 3_600_000 for r in records})
+    assert [c.start for c in hours] == sorted({r.created_ms - r.created_ms % 3_600_000 for r in records})
 
 
-def test_a_batch_that_comes_twice_counts_once(store: Store, run: Run[Any]) -> None:
-    batch = [(made(NOON + i), Payload(b"a", b"b")) for i in range(4)]
+def test_a_batch_that_comes_twice_counts_once(store: GatewayStore, run: Run[Any]) -> None:
+    batch = [(made(NOON + i), LogPayload(b"a", b"b")) for i in range(4)]
     run(store.append(batch))
     run(store.append(batch))  # as after an answer that was lost
-    assert len(everything(store, Filters("acme"), run)) == 4
+    assert len(everything(store, LogFilters("acme"), run)) == 4
     assert totals(store, run) == {"": 4}
 
 
-def test_batches_at_once_are_all_counted(store: Store, url: str, run: Run[Any]) -> None:
+def test_batches_at_once_are_all_counted(store: GatewayStore, url: str, run: Run[Any]) -> None:
     async def both() -> None:
         other = await open_store(url)
         batches = [[(made(NOON + 100 * n + i, user=f"u{i}"), None) for i in range(20)] for n in range(10)]
@@ -429,12 +435,15 @@ def test_batches_at_once_are_all_counted(store: Store, url: str, run: Run[Any]) 
 
 
 def test_a_crowd_of_users_is_kept_small_and_every_sum_right(
-    store: Store, url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+    store: GatewayStore, url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two replicas write, and each looks at the crowd after every batch."""
-    monkeypatch.setattr(crowd, "AGAIN", 1)
-    few = [made(NOON - DAY, user=f"few-{i}", micros=1) for i in range(2 * crowd.KEPT)]
-    many = [made(NOON, user=f"u{i}", micros=i, gateway=("main", "side")[i % 2]) for i in range(3 * crowd.KEPT)]
+    monkeypatch.setattr(daily_users, "RECHECK_AFTER_USERS", 1)
+    few = [made(NOON - DAY, user=f"few-{i}", micros=1) for i in range(2 * daily_users.MAX_USERS_PER_DAY)]
+    many = [
+        made(NOON, user=f"u{i}", micros=i, gateway=("main", "side")[i % 2])
+        for i in range(3 * daily_users.MAX_USERS_PER_DAY)
+    ]
     many.append(made(user="rich", micros=10**6))
 
     async def both() -> None:
@@ -454,28 +463,31 @@ def test_a_crowd_of_users_is_kept_small_and_every_sum_right(
 
     assert spent(NOON - DAY) == {r.user: (1, 1) for r in few}, "so many are exact"
     found = spent(NOON)
-    assert len(found) <= 2 * crowd.KEPT + 1 and OTHERS in found
+    assert len(found) <= 2 * daily_users.MAX_USERS_PER_DAY + 1 and OTHER_USERS in found
     assert sum(requests for requests, _ in found.values()) == len(many)
     assert sum(micros for _, micros in found.values()) == sum(r.micros or 0 for r in many)
-    assert found["rich"] == (1, 10**6) and found[f"u{3 * crowd.KEPT - 1}"] == (1, 3 * crowd.KEPT - 1)
+    assert found["rich"] == (1, 10**6) and found[f"u{3 * daily_users.MAX_USERS_PER_DAY - 1}"] == (
+        1,
+        3 * daily_users.MAX_USERS_PER_DAY - 1,
+    )
 
 
 # Retention
 
 
-def test_days_are_dropped_whole_and_rollups_stay(store: Store, url: str, run: Run[Any]) -> None:
+def test_days_are_dropped_whole_and_rollups_stay(store: GatewayStore, url: str, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
-    run(store.append([(each, Payload(b"q", b"a")) for each in records]))
-    assert len(everything(store, Filters("acme"), run)) == 4  # readers have the files open
+    run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
+    assert len(everything(store, LogFilters("acme"), run)) == 4  # readers have the files open
     today = day_of(NOON)
     assert run(store.days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
     gone = run(store.drop_before(today - timedelta(days=1)))
     assert gone == [today - timedelta(days=d) for d in (3, 2)]
     assert run(store.days()) == [today - timedelta(days=1), today]
-    assert everything(store, Filters("acme"), run) == records[:2]
+    assert everything(store, LogFilters("acme"), run) == records[:2]
     assert run(store.record("acme", "main", records[3].id)) is None
     assert run(store.payload("acme", "main", records[3].id)) is None
-    assert run(store.payload("acme", "main", records[1].id)) == Payload(b"q", b"a")
+    assert run(store.payload("acme", "main", records[1].id)) == LogPayload(b"q", b"a")
     minutes = run(store.rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
     assert totals(store, run) == {"": 4} and sum(cell["requests"] for cell in minutes) == 2
     late = made(NOON - 3 * DAY)  # a record of a day that is gone opens that day again
@@ -483,37 +495,37 @@ def test_days_are_dropped_whole_and_rollups_stay(store: Store, url: str, run: Ru
     assert run(store.record("acme", "main", late.id)) == late
 
 
-def test_more_days_than_files_are_kept_open(store: Store, run: Run[Any]) -> None:
+def test_more_days_than_files_are_kept_open(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY) for day in range(45)]
     run(store.append([(each, None) for each in records]))
-    assert everything(store, Filters("acme"), run, 100) == records
+    assert everything(store, LogFilters("acme"), run, 100) == records
     assert totals(store, run, unit="hour") == {"": 10}  # of the days asked for
 
 
-def test_erased_records_are_gone_with_payload_and_labels(store: Store, run: Run[Any]) -> None:
+def test_erased_records_are_gone_with_payload_and_labels(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY, metadata={"d": "x"}) for day in range(3)]
-    run(store.append([(each, Payload(b"q", b"a")) for each in records]))
+    run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
     run(store.erase([records[0], records[2], made(NOON - 50 * DAY)]))
-    assert everything(store, Filters("acme"), run) == [records[1]]
-    assert everything(store, Filters("acme", metadata={"d": "x"}), run) == [records[1]]
+    assert everything(store, LogFilters("acme"), run) == [records[1]]
+    assert everything(store, LogFilters("acme", metadata={"d": "x"}), run) == [records[1]]
     assert [run(store.payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
     assert totals(store, run) == {"": 3}
 
 
-def test_each_gateway_keeps_its_days(store: Store, run: Run[Any]) -> None:
-    def settings(gateway: str, days: int) -> Settings:
-        return Settings(account="acme", gateway=gateway, logs=Logging(days=days))
+def test_each_gateway_keeps_its_days(store: GatewayStore, run: Run[Any]) -> None:
+    def settings(gateway: str, days: int) -> GatewaySettings:
+        return GatewaySettings(account="acme", gateway=gateway, logs=LogSettings(days=days))
 
     short = msgspec.json.encode(settings("short", 2))
     run(store.commit(put(Document("gateway", "acme", "short", short))))
     records = [made(NOON - day * DAY, gateway=gateway) for day in range(6) for gateway in ("short", "long", "gone")]
     run(store.append([(each, None) for each in records]))
     retention = Retention(store, {("acme", "long"): settings("long", 4)}, ManualClock(NOON / 1e3))
-    gone, erased = run(retention.once())
+    gone, erased = run(retention.run_once())
     assert (len(gone), erased) == (2, 2)
     for gateway, days in (("short", 2), ("long", 4), ("gone", 4)):
-        assert len(everything(store, Filters("acme", gateway), run)) == days, gateway
-    assert run(retention.once()) == ([], 0)
+        assert len(everything(store, LogFilters("acme", gateway), run)) == days, gateway
+    assert run(retention.run_once()) == ([], 0)
 
 
 # Schema
@@ -534,7 +546,7 @@ def test_a_day_is_not_seen_before_its_tables(tmp_path: Path, run: Run[Any], monk
     assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no draft is left"
 
 
-def test_the_next_day_is_there_ahead_whoever_comes_first(store: Store, url: str, run: Run[Any]) -> None:
+def test_the_next_day_is_there_ahead_whoever_comes_first(store: GatewayStore, url: str, run: Run[Any]) -> None:
     async def both() -> list[str]:
         others = [await open_store(url) for _ in range(3)]
         for at in (NOON, NOON + DAY // 2):  # the second is tomorrow's
@@ -546,7 +558,7 @@ def test_the_next_day_is_there_ahead_whoever_comes_first(store: Store, url: str,
     names = run(both())
     today = day_of(NOON)
     assert run(store.days()) == [today, today + timedelta(days=1)], "what is empty is no day of the log"
-    assert len(everything(store, Filters("acme"), run)) == 8
+    assert len(everything(store, LogFilters("acme"), run)) == 8
     if url.startswith("postgres"):
         assert names == [f"logs_{today + timedelta(days=i):%Y%m%d}" for i in range(3)]
 
@@ -563,7 +575,7 @@ async def partitions(url: str) -> list[str]:
 
 
 def test_migrations_go_forward_only(url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def opened(act: Callable[[Store], Awaitable[Any]]) -> Any:
+    async def opened(act: Callable[[GatewayStore], Awaitable[Any]]) -> Any:
         found = await open_store(url)
         try:
             return await act(found)
@@ -574,7 +586,7 @@ def test_migrations_go_forward_only(url: str, run: Run[Any], monkeypatch: pytest
     run(opened(lambda s: s.append([(kept, None)])))
     module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:
-        newer.setattr(module, "LOGS", (*tables.LOGS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
+        newer.setattr(module, "LOGS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
         assert run(opened(lambda s: s.record("acme", "main", kept.id))) == kept
         assert run(opened(lambda s: s.days())) == [day_of(NOON)]  # once is enough
     with pytest.raises(StoreFailed, match="newer version"):

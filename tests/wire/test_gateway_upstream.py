@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.errors import Broken, TimedOut, Unreached
-from emberline.gateway.upstream.outgoing import Outgoing
-from emberline.gateway.upstream.upstream import Upstream
-from emberline.net import pool
-from emberline.net.connection import BUFFER
+from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net import connection_pool
+from emberline.net.client_connection import MAX_BUFFERED_BYTES
 
 ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=1\r\ncontent-length: 5\r\n\r\nhello"
@@ -66,20 +66,20 @@ class Peer:
         writer.close()
 
 
-def run(work: Callable[[Upstream], Awaitable[Any]]) -> Any:
+def run(work: Callable[[UpstreamClient], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        async with asyncio.timeout(20), Upstream(connect=1.0) as upstream:
+        async with asyncio.timeout(20), UpstreamClient(connect_timeout_s=1.0) as upstream:
             return await work(upstream)
 
     return asyncio.run(main())
 
 
 async def fetch(
-    upstream: Upstream, url: str, body: bytes = b"{}", method: str = "POST", **headers: str
+    upstream: UpstreamClient, url: str, body: bytes = b"{}", method: str = "POST", **headers: str
 ) -> tuple[int, bytes]:
-    incoming = await upstream.send(Outgoing(method, url, headers, body), 2.0)
+    incoming = await upstream.send(ProviderRequest(method, url, headers, body), 2.0)
     try:
-        return incoming.status, await incoming.whole(2.0, 1 << 20)
+        return incoming.status, await incoming.read_all(2.0, 1 << 20)
     finally:
         incoming.close()
 
@@ -100,7 +100,7 @@ FRAMINGS = {
 @pytest.mark.parametrize("pieces", [0, 1, 7])
 @pytest.mark.parametrize("frame", FRAMINGS)
 def test_framings_are_independent_of_chunk_boundaries(frame: str, pieces: int) -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(FRAMINGS[frame], pieces=pieces) as peer:
             assert await fetch(upstream, f"{peer.url}/a?b=%20c", x_odd="1") == (200, b"hello")
             first = peer.heads[0]
@@ -114,10 +114,10 @@ def test_framings_are_independent_of_chunk_boundaries(frame: str, pieces: int) -
 def test_cut_reply_is_broken(frame: str) -> None:
     whole = FRAMINGS[frame]
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         for cut in {0, 5, 20, whole.index(b"\r\n\r\n") + 4, len(whole) - 6, len(whole) - 1}:
             async with Peer(whole[:cut]) as peer:  # has no further reply and closes
-                with pytest.raises(Broken):
+                with pytest.raises(UpstreamBroken):
                     await fetch(upstream, peer.url)
 
     run(work)
@@ -135,19 +135,19 @@ def test_cut_reply_is_broken(frame: str) -> None:
     ],
 )
 def test_malformed_reply_is_broken(reply: bytes) -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(reply) as peer:
-            with pytest.raises(Broken):
+            with pytest.raises(UpstreamBroken):
                 await fetch(upstream, peer.url)
 
     run(work)
 
 
 def test_endless_head_is_broken() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 400_000, None) as peer:
-            with pytest.raises(Broken, match="head of the reply is larger"):
-                await upstream.send(Outgoing("GET", peer.url, {}, b""), 5.0)
+            with pytest.raises(UpstreamBroken, match="head of the reply is larger"):
+                await upstream.send(ProviderRequest("GET", peer.url, {}, b""), 5.0)
 
     run(work)
 
@@ -156,19 +156,19 @@ def test_endless_head_is_broken() -> None:
 def test_endless_trailer_is_broken(endless: bytes) -> None:
     begun = CHUNKED[: CHUNKED.index(b"0\r\n")]
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(begun + endless + b"y" * 400_000, None) as peer:
-            with pytest.raises(Broken, match="trailer of the reply is larger"):
+            with pytest.raises(UpstreamBroken, match="trailer of the reply is larger"):
                 await fetch(upstream, peer.url)
 
     run(work)
 
 
 def test_trailers_are_not_headers() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(CHUNKED.replace(b"x-trailer: 1", b"transfer-encoding: x\r\nx-trailer: 1")) as peer:
-            incoming = await upstream.send(Outgoing("GET", peer.url, {}, b""), 2.0)
-            assert await incoming.whole(2.0, 100) == b"hello"
+            incoming = await upstream.send(ProviderRequest("GET", peer.url, {}, b""), 2.0)
+            assert await incoming.read_all(2.0, 100) == b"hello"
             assert incoming.headers == {"transfer-encoding": "chunked"}
             incoming.close()
 
@@ -179,9 +179,9 @@ def test_decompression_bomb_is_broken() -> None:
     packed = gzip.compress(b"\0" * (64 << 20))
     head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(head + packed) as peer:
-            with pytest.raises(Broken):
+            with pytest.raises(UpstreamBroken):
                 await fetch(upstream, peer.url)
 
     run(work)
@@ -197,9 +197,9 @@ def _gzip_reply(body: bytes, *, length: bool = True) -> bytes:
 def test_gzip_must_end_with_reply(body: bytes, length: bool) -> None:
     """Otherwise a truncated body would pass as complete."""
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(_gzip_reply(body, length=length)) as peer:
-            with pytest.raises(Broken, match="packed"):
+            with pytest.raises(UpstreamBroken, match="packed"):
                 await fetch(upstream, peer.url)
         async with Peer(_gzip_reply(b"", length=True)) as peer:  # an empty body is valid
             assert await fetch(upstream, peer.url) == (200, b"")
@@ -208,7 +208,7 @@ def test_gzip_must_end_with_reply(body: bytes, length: bool) -> None:
 
 
 def test_connections_are_reused() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN, CHUNKED, PLAIN, PLAIN) as peer:
             for _ in range(4):
                 assert await fetch(upstream, peer.url) == (200, b"hello")
@@ -222,13 +222,13 @@ def test_connections_are_reused() -> None:
 
 
 def test_closed_idle_connection_is_retried() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN, None, PLAIN) as peer:
             assert await fetch(upstream, peer.url) == (200, b"hello")
             assert await fetch(upstream, peer.url) == (200, b"hello"), "the server closed the reused connection at once"
             assert peer.connections == 2 and len(peer.heads) == 3
         async with Peer(None, PLAIN) as peer:
-            with pytest.raises(Broken):
+            with pytest.raises(UpstreamBroken):
                 await fetch(upstream, peer.url)  # on a new connection it is a failure
             assert len(peer.heads) == 1
 
@@ -236,12 +236,12 @@ def test_closed_idle_connection_is_retried() -> None:
 
 
 def test_late_close_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "SOON", 0.05)
+    monkeypatch.setattr(connection_pool, "STALE_RETRY_WINDOW_S", 0.05)
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN, None, PLAIN, pause=0.2) as peer:
             assert await fetch(upstream, peer.url) == (200, b"hello")
-            with pytest.raises(Broken):
+            with pytest.raises(UpstreamBroken):
                 await fetch(upstream, peer.url)
             assert peer.connections == 1 and len(peer.heads) == 2
 
@@ -249,7 +249,7 @@ def test_late_close_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closed_idle_connections_lead_to_one_new_connection() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN, PLAIN, PLAIN, None, PLAIN) as peer:
             await asyncio.gather(*(fetch(upstream, peer.url) for _ in range(3)))
             assert peer.connections == 3
@@ -260,10 +260,10 @@ def test_closed_idle_connections_lead_to_one_new_connection() -> None:
 
 
 def test_partial_reply_is_not_retried() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN, b"HTTP/1.1 200 OK\r\nx: until-close\r\ncontent-length: 9\r\n\r\nhel", PLAIN) as peer:
             await fetch(upstream, peer.url)
-            with pytest.raises(Broken):
+            with pytest.raises(UpstreamBroken):
                 await fetch(upstream, peer.url)
             assert len(peer.heads) == 2
 
@@ -271,7 +271,7 @@ def test_partial_reply_is_not_retried() -> None:
 
 
 def test_unrequested_reply_closes_connection() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN + PLAIN, PLAIN) as peer:
             assert await fetch(upstream, peer.url) == (200, b"hello")
             assert await fetch(upstream, peer.url) == (200, b"hello")
@@ -281,7 +281,7 @@ def test_unrequested_reply_closes_connection() -> None:
 
 
 def test_head_and_no_content() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN.removesuffix(b"hello"), b"HTTP/1.1 204 No Content\r\n\r\n") as peer:
             assert await fetch(upstream, peer.url, b"", "HEAD") == (200, b"")
             assert await fetch(upstream, peer.url, b"", "GET") == (204, b"")
@@ -291,7 +291,7 @@ def test_head_and_no_content() -> None:
 
 
 def test_close_before_end_closes_connection() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         gone = asyncio.Event()
 
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -303,9 +303,9 @@ def test_close_before_end_closes_connection() -> None:
 
         server = await asyncio.start_server(talk, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        incoming = await upstream.send(Outgoing("GET", url, {}, b""), 2.0)
+        incoming = await upstream.send(ProviderRequest("GET", url, {}, b""), 2.0)
         assert await incoming.read(1.0) == b"x"
-        with pytest.raises(TimedOut):
+        with pytest.raises(UpstreamTimeout):
             await incoming.read(0.05)
         incoming.close()
         incoming.close()
@@ -318,7 +318,7 @@ def test_close_before_end_closes_connection() -> None:
 def test_slow_reader_slows_sender() -> None:
     """The client's buffer is bounded, and all data arrives."""
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         total = 40 << 20
         sent = 0
 
@@ -335,12 +335,12 @@ def test_slow_reader_slows_sender() -> None:
 
         server = await asyncio.start_server(talk, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        incoming = await upstream.send(Outgoing("GET", url, {}, b""), 2.0)
+        incoming = await upstream.send(ProviderRequest("GET", url, {}, b""), 2.0)
         await asyncio.sleep(0.3)
         assert sent < total / 2, "only the system's buffers hold data"
         got = 0
         while data := await incoming.read(5.0):
-            assert len(data) <= 16 * BUFFER
+            assert len(data) <= 16 * MAX_BUFFERED_BYTES
             got += len(data)
         assert got == total
         incoming.close()
@@ -350,13 +350,13 @@ def test_slow_reader_slows_sender() -> None:
 
 
 def test_unreachable_provider() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         for url in ("http://127.0.0.1:1", "http://name.invalid", "https://127.0.0.1:1/x"):
-            with pytest.raises(Unreached):
+            with pytest.raises(UpstreamUnreachable):
                 await fetch(upstream, url)
         async with Peer(b"", PLAIN) as peer:
-            with pytest.raises(TimedOut):
-                await upstream.send(Outgoing("GET", peer.url, {}, b""), 0.1)
+            with pytest.raises(UpstreamTimeout):
+                await upstream.send(ProviderRequest("GET", peer.url, {}, b""), 0.1)
 
     run(work)
 
@@ -381,7 +381,7 @@ def test_tls_certificate_is_verified(tmp_path: Any) -> None:
     ]
     subprocess.run([*command, "-subj", "/CN=localhost"], cwd=tmp_path, check=True, capture_output=True)
 
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
 
@@ -390,7 +390,7 @@ def test_tls_certificate_is_verified(tmp_path: Any) -> None:
 
         server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=context)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(Unreached, match="TLS"):
+        with pytest.raises(UpstreamUnreachable, match="TLS"):
             await fetch(upstream, f"https://localhost:{port}")
         server.close()
 
@@ -398,12 +398,14 @@ def test_tls_certificate_is_verified(tmp_path: Any) -> None:
 
 
 def test_public_only_rejects_private_addresses() -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN) as peer:
             port = peer.url.rpartition(":")[2]
             for host in ("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"):
-                with pytest.raises(Unreached):
-                    await upstream.send(Outgoing("GET", f"http://{host}:{port}/", {}, b"", public=True), 2.0)
+                with pytest.raises(UpstreamUnreachable):
+                    await upstream.send(
+                        ProviderRequest("GET", f"http://{host}:{port}/", {}, b"", public_only=True), 2.0
+                    )
             assert peer.connections == 0
 
     run(work)
@@ -411,7 +413,7 @@ def test_public_only_rejects_private_addresses() -> None:
 
 @pytest.mark.parametrize("url", ["ftp://x/", "http:///x", "http://u:p@h/", "http://h:99999/", "nothing", ""])
 def test_invalid_urls_are_rejected(url: str) -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         with pytest.raises(InvalidRequest):
             await fetch(upstream, url)
 
@@ -420,11 +422,11 @@ def test_invalid_urls_are_rejected(url: str) -> None:
 
 @pytest.mark.parametrize("headers", [{"x": "a\r\nb: c"}, {"x": "a\nb"}, {"x\r\ny": "z"}, {"x": "\u2603"}])
 def test_header_injection_is_rejected(headers: dict[str, str]) -> None:
-    async def work(upstream: Upstream) -> None:
+    async def work(upstream: UpstreamClient) -> None:
         async with Peer(PLAIN) as peer:
             with pytest.raises(InvalidRequest):
-                await upstream.send(Outgoing("POST", f"{peer.url}/x", headers, b""), 1.0)
+                await upstream.send(ProviderRequest("POST", f"{peer.url}/x", headers, b""), 1.0)
             with pytest.raises(InvalidRequest):
-                await upstream.send(Outgoing("POST", f"{peer.url}/x\r\ny", {}, b""), 1.0)
+                await upstream.send(ProviderRequest("POST", f"{peer.url}/x\r\ny", {}, b""), 1.0)
 
     run(work)

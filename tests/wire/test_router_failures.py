@@ -21,10 +21,10 @@ import openai
 import pytest
 from routers import SRC, Fakes, get, spawn, start_router, stop, until
 
-from emberline.cluster.supervisor import Supervisor, children
+from emberline.cluster.supervisor import Supervisor, build_processes
 from emberline.core.freeport import free_port
-from emberline.router.policy import affinity
-from emberline.server.listening import bind
+from emberline.router.policy import rendezvous_hash
+from emberline.server.listener import bind_listener
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -195,7 +195,7 @@ def test_who_finds_all_away_waits_for_them(tmp_path: Path) -> None:
         assert "word" in str(chat(fakes)), "its engine is back"
         assert fakes.status()["retries"] == {"broken": 3, "status 503": 1}
         fakes.start(*"bcde")
-        second, third, *_, first = sorted("abcde", key=lambda name: affinity("s", name))
+        second, third, *_, first = sorted("abcde", key=lambda name: rendezvous_hash("s", name))
         for name in (first, second, third):
             fakes.tell(name, "break", after=0, times=1)
         assert "word" in str(chat(fakes, session="s")), "three at once, and all are heard of again"
@@ -209,7 +209,9 @@ def test_a_request_that_was_only_there_is_answered(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--migration-wait", "30", "--lost-after", "2")
     try:
         fakes.start("a", "b", "c")
-        second, last, first = sorted("abc", key=lambda name: affinity("s", name))  # as the session is sent to them
+        second, last, first = sorted(
+            "abc", key=lambda name: rendezvous_hash("s", name)
+        )  # as the session is sent to them
         for name in (first, second):
             fakes.tell(name, "break", after=0, times=1)
         assert "word" in str(chat(fakes, session="s")), "they beat again: only connections broke"
@@ -443,10 +445,12 @@ def test_clients_that_connect_while_the_router_restarts_are_answered(tmp_path: P
     """As under `cluster up`: the supervisor keeps the socket, and starts the router again at once."""
 
     async def main() -> None:
-        with bind("127.0.0.1", 0) as listener:
+        with bind_listener("127.0.0.1", 0) as listener:
             host, port = listener.getsockname()[:2]
             url, asked = f"http://{host}:{port}", ["--host", host, "--port", str(port)]
-            router, *_ = children(asked, {}, [], url=url, key="k", logs=tmp_path, listener=listener.fileno())
+            router, *_ = build_processes(
+                asked, {}, [], router_url=url, cluster_key="k", log_dir=tmp_path, listen_fd=listener.fileno()
+            )
             supervisor = Supervisor(lambda who, what: None)
             await supervisor.start(router)
             try:

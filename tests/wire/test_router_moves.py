@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from routers import SRC, Fakes, get, until
 
-from emberline.cluster.speech import Asked, Speech
-from emberline.router.policy import affinity
+from emberline.cluster.fake_completion import FakeCompletion, FakeRequest
+from emberline.router.policy import rendezvous_hash
 
 LENGTH = 12
-WELL = b"".join(Speech(7, Asked(max_tokens=LENGTH, uneven=True)).writes(0, 0, False))
-WORDS = Speech(7, Asked(max_tokens=LENGTH))
+WELL = b"".join(FakeCompletion(7, FakeRequest(max_tokens=LENGTH, uneven=True)).chunks(0, 0, False))
+WORDS = FakeCompletion(7, FakeRequest(max_tokens=LENGTH))
 RESUME, PREFILL, CHAT = "/cluster/resume", "/cluster/prefill", "/v1/chat/completions"
 
 
@@ -181,7 +181,9 @@ def test_a_stream_is_not_continued_by_a_worker_of_another_dtype(tmp_path: Path) 
         assert b"worker_lost" in error and b"dtype (" in error and b"kv_dtype (" in error
         fakes.start("same", dtype="bfloat16" if name == "narrow" else "float32")
         sessions = (f"session {i}" for i in range(1000))
-        got, _ = ask(fakes, next(s for s in sessions if max(fakes.workers, key=lambda w: affinity(s, w)) == name))
+        got, _ = ask(
+            fakes, next(s for s in sessions if max(fakes.workers, key=lambda w: rendezvous_hash(s, w)) == name)
+        )
         assert is_well(got) and fakes.tell(other)["resumed"] == 0 and fakes.tell("same")["resumed"] == 1
     finally:
         fakes.close()
@@ -221,7 +223,7 @@ def test_it_goes_on_though_the_others_are_full(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        whole = "".join(map(Speech(7, Asked(max_tokens=60)).text, range(60)))
+        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=60)).text, range(60)))
         assert [words(each) for each in got] == [whole, whole] and moves(fakes) == {("broken", "went on"): 1}
         assert fakes.workers["a"].wait(10) == 1
     finally:
@@ -233,7 +235,7 @@ def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, "--lost-after", "2")
     try:
         fakes.start("a", "b")
-        speech = Speech(7, Asked(max_tokens=60_000))
+        speech = FakeCompletion(7, FakeRequest(max_tokens=60_000))
         connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
         body = {"model": "fake", "messages": [], "max_tokens": speech.length, "stream": True, "seed": 7}
         connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
@@ -251,7 +253,7 @@ def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
         time.sleep(0.6)  # and what it had is cut off
         got = reply.read()
         connection.close()
-        assert got == b"".join(speech.writes(len(json.dumps(body)) // 4, 0, False))
+        assert got == b"".join(speech.chunks(len(json.dumps(body)) // 4, 0, False))
         assert sum(moves(fakes).values()) == 1 and fakes.status()["open_requests"] == 0
     finally:
         fakes.close()
@@ -480,7 +482,7 @@ def test_a_drain_that_can_move_nothing_waits(tmp_path: Path) -> None:
         until(lambda: fakes.tell(first)["generated"] > 20)
         get(f"{fakes.url}/cluster/drain", {"name": first, "move": True})
         thread.join(30)
-        whole = "".join(map(Speech(7, Asked(max_tokens=400)).text, range(400)))
+        whole = "".join(map(FakeCompletion(7, FakeRequest(max_tokens=400)).text, range(400)))
         assert words(got[0]) == whole, "it went back to where it was"
         assert fakes.tell(first)["resumed"] == 1 and quiet(fakes)
     finally:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from emberline.api.wishes import Wish
+from emberline.api.template_settings import TemplateSetting
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority
 
@@ -26,12 +26,12 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CommonFields:
     """The fields that every kind of call has."""
 
     model: str  # empty: the server's only model
     priority: Priority = Priority.INTERACTIVE
-    salt: str = ""
+    cache_salt: str = ""
     user: str | None = None  # written to the request log
     request_id: str | None = None  # the reply's id without the protocol's prefix; None: the server generates one
 
@@ -41,35 +41,37 @@ class GenerationCall:
     """The fields that chats and text completions share."""
 
     bad_words: Sequence[str] = ()  # texts that the output must not contain
-    truncate: int | None = None  # number of prompt tokens to keep, the last ones; -1: as many as the context holds
-    keep_first: bool = False  # truncation keeps the first tokens instead of the last
+    truncate_prompt_tokens: int | None = (
+        None  # number of prompt tokens to keep, the last ones; -1: as many as the context holds
+    )
+    keeps_first_tokens: bool = False  # truncation keeps the first tokens instead of the last
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs write each token as "token_id:N"
-    unset: frozenset[str] = frozenset()  # sampling parameters that take the checkpoint's defaults
-    ignored: Sequence[str] = ()  # names of request fields without effect
+    unset_params: frozenset[str] = frozenset()  # sampling parameters that take the checkpoint's defaults
+    ignored_fields: Sequence[str] = ()  # names of request fields without effect
     stream: bool = False
     running_usage: bool = False  # a RunningUsage precedes the deltas of each engine output
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall(GenerationCall):
-    caller: Caller
+    common: CommonFields
     messages: Sequence[dict[str, Any]]  # in the form chat templates take: content is text, tool arguments are objects
     params: SamplingParams
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     template_args: dict[str, Any] = field(default_factory=dict)  # e.g. enable_thinking
-    wishes: Sequence[Wish] = ()  # the request fields from which template_args were made
+    template_settings: Sequence[TemplateSetting] = ()  # the request fields from which template_args were made
     thinking_budget: int | None = None  # tokens of reasoning after which the server closes it; requires n = 1
-    continue_last: bool = False  # the output continues the last message, which is the assistant's
-    generation_prompt: bool = True  # the prompt ends with the template's opening of an assistant message
+    continues_last_message: bool = False  # the output continues the last message, which is the assistant's
+    adds_generation_prompt: bool = True  # the prompt ends with the template's opening of an assistant message
     add_special_tokens: bool = False  # the tokenizer adds special tokens to those that the template writes
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall(GenerationCall):
-    caller: Caller
+    common: CommonFields
     prompts: Sequence[str | list[int]]  # params.n choices are generated for each
     params: SamplingParams
     echo: bool = False
@@ -78,7 +80,7 @@ class CompletionCall(GenerationCall):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingCall:
-    caller: Caller
+    common: CommonFields
     inputs: Sequence[str | list[int]]
     dimensions: int | None = None
     encoding: Literal["float", "base64"] = "float"

@@ -24,7 +24,7 @@ class TokenInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ReplyStart:
     """The first delta of every reply: the prompt's tokens, known before the first generated token."""
 
     prompt_tokens: int
@@ -32,7 +32,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunningUsage:
     """Tokens of all choices so far, sent before the deltas they count; only with `running_usage`."""
 
     completion_tokens: int
@@ -49,12 +49,12 @@ class PromptDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenIds:
+class TokenIdsDelta:
     """A choice's newest token ids, sent before the deltas made of them; only with return_token_ids."""
 
     index: int
     ids: Sequence[int]
-    prompt: Sequence[int] = ()  # ids of the prompt, with a choice's first tokens
+    prompt_ids: Sequence[int] = ()  # ids of the prompt, with a choice's first tokens
 
 
 class TextDelta(msgspec.Struct, frozen=True):  # a Struct, not a dataclass: one is created for every event
@@ -91,11 +91,11 @@ class Finish:
     reason: Reason
     stop_sequence: str | None = None
     stop_token: int | None = None  # the end token or requested stop token that ended it
-    asked_stop: bool = False  # `stop_token` is one of the request's stop_token_ids
+    is_requested_stop: bool = False  # `stop_token` is one of the request's stop_token_ids
 
-    def reasons(self) -> dict[str, str | int | None]:
+    def stop_details(self) -> dict[str, str | int | None]:
         """Return vLLM's `stop_reason` (without the model's own end tokens) and SGLang's `matched_stop` (with them)."""
-        requested = self.stop_token if self.asked_stop else None
+        requested = self.stop_token if self.is_requested_stop else None
         return {
             "stop_reason": requested if self.stop_sequence is None else self.stop_sequence,
             "matched_stop": self.stop_token if self.stop_sequence is None else self.stop_sequence,
@@ -103,7 +103,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts of the whole reply; the last delta, after every choice has finished."""
 
     prompt_tokens: int
@@ -113,33 +113,33 @@ class Usage:
 
 
 Delta = (
-    Started
-    | Progress
+    ReplyStart
+    | RunningUsage
     | PromptDelta
-    | TokenIds
+    | TokenIdsDelta
     | TextDelta
     | ReasoningDelta
     | ToolCallStart
     | ToolCallArguments
     | Finish
-    | Usage
+    | TokenUsage
 )
 
 
-class Renderer(Protocol):
+class ReplyWriter(Protocol):
     """Writes one reply in one protocol.
 
     The server pushes every delta. A stream sends the events that start, push and end return; a plain reply sends
     `body()` after the last push.
     """
 
-    def start(self) -> list[bytes]: ...
+    def write_start(self) -> list[bytes]: ...
 
-    def push(self, delta: Delta) -> list[bytes]: ...
+    def write(self, delta: Delta) -> list[bytes]: ...
 
-    def end(self) -> list[bytes]: ...
+    def write_end(self) -> list[bytes]: ...
 
-    def fail(self, error: Exception) -> list[bytes]:
+    def write_error(self, error: Exception) -> list[bytes]:
         """Return the protocol's error event and end of stream, for a stream that has already started."""
         ...
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded, Unauthorized
 
-UNAVAILABLE_RETRY_AFTER = 2  # about the time that an engine process takes to restart
+UNAVAILABLE_RETRY_AFTER_S = 2  # about the time that an engine process takes to restart
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -60,7 +60,7 @@ def _headers(error: EmberlineError) -> dict[str, str]:
         case Overloaded():
             return {"retry-after": str(error.retry_after)}
         case EngineUnavailable():
-            return {"retry-after": str(UNAVAILABLE_RETRY_AFTER)}
+            return {"retry-after": str(UNAVAILABLE_RETRY_AFTER_S)}
         case Unauthorized():
             return {"www-authenticate": "Bearer"}
     return {}

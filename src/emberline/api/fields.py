@@ -20,28 +20,28 @@ from msgspec import Meta
 
 from emberline.core.errors import InvalidRequest
 
-IGNORED = "x-emberline-ignored"  # reply header that lists the request fields without effect
+IGNORED_FIELDS_HEADER = "x-emberline-ignored"  # reply header that lists the request fields without effect
 
-Hint = Annotated[Any, Meta(description="Accepted without effect", extra={"accepts": None})]
+IgnoredField = Annotated[Any, Meta(description="Accepted without effect", extra={"accepts": None})]
 
 
-def only(*values: Any) -> Meta:
+def accepts_only(*values: Any) -> Meta:
     """Return the annotation of a field that accepts only these values, which ask for the default behaviour."""
     # The description also keeps the cache of `typing` from merging accepts_only(1) and accepts_only(True).
     description = f"Without effect; may be {values!r}"
     return Meta(description=description, extra={"accepts": values}, extra_json_schema={"enum": [*values, None]})
 
 
-Off = Annotated[Any, only(False)]
-Empty = Annotated[Any, only("", [], {})]
+OnlyFalse = Annotated[Any, accepts_only(False)]
+OnlyEmpty = Annotated[Any, accepts_only("", [], {})]
 
 
-def ignored_fields(asked: msgspec.Struct, path: str = "") -> list[str]:
+def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
     """Return the names of the fields without effect. Raises InvalidRequest for a value that is not accepted."""
     found: list[str] = []
-    rules, nested = _rules_of(type(asked))
+    rules, nested = _rules_of(type(request))
     for attribute, name, accepted in rules:
-        value = getattr(asked, attribute)
+        value = getattr(request, attribute)
         if value is None:
             continue
         if accepted is None:
@@ -52,22 +52,22 @@ def ignored_fields(asked: msgspec.Struct, path: str = "") -> list[str]:
             given = msgspec.json.encode(value).decode()[:100]
             raise InvalidRequest(f"{path}{name} is {given}, which is not supported", param=path + name, hint=hint)
     for attribute, name in nested:
-        value = getattr(asked, attribute)
+        value = getattr(request, attribute)
         if isinstance(value, msgspec.Struct):
-            found += ignored_fields(value, f"{path}{name}.")
+            found += find_ignored_fields(value, f"{path}{name}.")
         elif isinstance(value, list):
             for i, item in enumerate(value):
                 if isinstance(item, msgspec.Struct):
-                    found += ignored_fields(item, f"{path}{name}[{i}].")
+                    found += find_ignored_fields(item, f"{path}{name}[{i}].")
     return found
 
 
-def without_nulls(value: Any, kind: Any) -> Any:
+def remove_nulls(value: Any, declared_type: Any) -> Any:
     """Remove the nulls of optional and unknown fields from decoded JSON, wherever its declared type is a struct."""
     if isinstance(value, list):
-        items = [each for each in _union_members(kind) if get_origin(each) is list]
-        return [without_nulls(item, get_args(items[0])[0]) for item in value] if items else value
-    if not isinstance(value, dict) or (struct := _select_struct(value, kind)) is None:
+        items = [each for each in _union_members(declared_type) if get_origin(each) is list]
+        return [remove_nulls(item, get_args(items[0])[0]) for item in value] if items else value
+    if not isinstance(value, dict) or (struct := _select_struct(value, declared_type)) is None:
         return value
     fields, hints = {field.encode_name: field for field in msgspec.structs.fields(struct)}, _hints(struct)
     kept = {}
@@ -75,15 +75,15 @@ def without_nulls(value: Any, kind: Any) -> Any:
         field = fields.get(name)
         if inner is None and (field is None or not field.required):
             continue
-        kept[name] = inner if field is None else without_nulls(inner, hints[field.name])
+        kept[name] = inner if field is None else remove_nulls(inner, hints[field.name])
     return kept
 
 
-Table = tuple[list[tuple[str, str, tuple[Any, ...] | None]], list[tuple[str, str]]]
+FieldRules = tuple[list[tuple[str, str, tuple[Any, ...] | None]], list[tuple[str, str]]]
 
 
 @cache
-def _rules_of(struct: type[msgspec.Struct]) -> Table:
+def _rules_of(struct: type[msgspec.Struct]) -> FieldRules:
     """Return the struct's fields that have a rule, and its fields that hold structs with such fields."""
     rules, nested = [], []
     hints = _hints(struct)

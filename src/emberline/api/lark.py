@@ -7,24 +7,26 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 
-def literal(text: str, special: Mapping[str, int] | None = None) -> str:
+def match_literal(text: str, special_tokens: Mapping[str, int] | None = None) -> str:
     """Return a term that matches exactly this text; a marker in `special_tokens` matches its token id, not its text."""
-    if not special:
+    if not special_tokens:
         return json.dumps(text)
-    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text)
-    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in pieces if part)
+    pieces = re.split(f"({'|'.join(map(re.escape, special_tokens))})", text)
+    return " ".join(
+        f"<[{special_tokens[part]}]>" if part in special_tokens else json.dumps(part) for part in pieces if part
+    )
 
 
-def pattern(regex: str) -> str:
+def match_pattern(regex: str) -> str:
     """Return the regex as a Lark pattern, between slashes."""
     escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), regex, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
-def parts(grammar: Grammar) -> list[dict[str, Any]]:
+def grammar_parts(grammar: GrammarSpec) -> list[dict[str, Any]]:
     """Convert a grammar to llguidance's list of grammars; the first is the start."""
     match grammar.kind:
         case "json_object":
@@ -32,19 +34,21 @@ def parts(grammar: Grammar) -> list[dict[str, Any]]:
         case "json_schema":
             return [{"json_schema": json.loads(grammar.text)}]
         case "regex":
-            return [{"lark_grammar": f"start: {pattern(grammar.text)}"}]
+            return [{"lark_grammar": f"start: {match_pattern(grammar.text)}"}]
         case "choice":
-            return [{"lark_grammar": "start: " + " | ".join(literal(choice) for choice in json.loads(grammar.text))}]
+            return [
+                {"lark_grammar": "start: " + " | ".join(match_literal(choice) for choice in json.loads(grammar.text))}
+            ]
         case "grammar" if grammar.text.lstrip().startswith("{"):
             return [dict(part) for part in json.loads(grammar.text)["grammars"]]
         case "grammar":
             return [{"lark_grammar": grammar.text}]
 
 
-def either(first: Grammar, second: Grammar) -> Grammar:
+def match_either(first: GrammarSpec, second: GrammarSpec) -> GrammarSpec:
     """Return a grammar that matches either one. At most one of them may have named parts."""
-    a, *rest_a = parts(first)
-    b, *rest_b = parts(second)
+    a, *rest_a = grammar_parts(first)
+    b, *rest_b = grammar_parts(second)
     top = {"lark_grammar": "start: @first | @second"}
     named = [{**a, "name": "first"}, {**b, "name": "second"}]
-    return Grammar("grammar", json.dumps({"grammars": [top, *named, *rest_a, *rest_b]}))
+    return GrammarSpec("grammar", json.dumps({"grammars": [top, *named, *rest_a, *rest_b]}))

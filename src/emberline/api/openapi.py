@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiEndpoint:
     method: Literal["get", "post"]
     path: str
     summary: str
@@ -30,30 +30,30 @@ class Endpoint:
     streams: bool = False
     error: type = replies.OpenAIError
     needs_key: bool = True
-    may_be_down: bool = False  # 503 is a regular reply of this endpoint
+    may_be_unavailable: bool = False  # 503 is a regular reply of this endpoint
 
 
 ENDPOINTS = (
-    Endpoint(
+    ApiEndpoint(
         "post", "/v1/chat/completions", "Generate a chat completion", ChatRequest, replies.ChatCompletion, streams=True
     ),
-    Endpoint(
-        "post", "/v1/completions", "Generate text completions", CompletionRequest, replies.Completion, streams=True
+    ApiEndpoint(
+        "post", "/v1/completions", "Generate text completions", CompletionRequest, replies.TextCompletion, streams=True
     ),
-    Endpoint("post", "/v1/responses", "Generate a response", ResponsesRequest, replies.Response, streams=True),
-    Endpoint("post", "/v1/embeddings", "Compute embeddings", EmbeddingRequest, replies.Embeddings),
-    Endpoint("get", "/v1/models", "List the models", reply=replies.ModelList),
-    Endpoint("get", "/v1/models/{model}", "Describe one model", reply=replies.ModelEntry),
-    Endpoint(
+    ApiEndpoint("post", "/v1/responses", "Generate a response", ResponsesRequest, replies.Response, streams=True),
+    ApiEndpoint("post", "/v1/embeddings", "Compute embeddings", EmbeddingRequest, replies.EmbeddingList),
+    ApiEndpoint("get", "/v1/models", "List the models", reply=replies.ModelListing),
+    ApiEndpoint("get", "/v1/models/{model}", "Describe one model", reply=replies.ModelEntry),
+    ApiEndpoint(
         "post",
         "/v1/messages",
         "Generate a message (Anthropic's protocol)",
         MessagesRequest,
-        replies.Message,
+        replies.AnthropicMessage,
         streams=True,
         error=replies.AnthropicError,
     ),
-    Endpoint(
+    ApiEndpoint(
         "post",
         "/v1/messages/count_tokens",
         "Count the tokens of a message request",
@@ -61,15 +61,19 @@ ENDPOINTS = (
         replies.TokenCount,
         error=replies.AnthropicError,
     ),
-    Endpoint("post", "/tokenize", "Convert text or messages to tokens", TokenizeRequest, replies.Tokens),
-    Endpoint("post", "/detokenize", "Convert tokens to text", DetokenizeRequest, replies.Text),
-    Endpoint("get", "/health", "The same as /health/ready", needs_key=False, may_be_down=True),
-    Endpoint("get", "/health/live", "Whether the server process runs", needs_key=False),
-    Endpoint("get", "/health/ready", "Whether the server accepts requests", needs_key=False, may_be_down=True),
-    Endpoint("get", "/health/progress", "Whether the engine makes progress", needs_key=False, may_be_down=True),
-    Endpoint("get", "/stats", "Load of the server, for the playground"),
-    Endpoint("get", "/metrics", "Metrics in the Prometheus format", content_type="text/plain"),
-    Endpoint("get", "/openapi.json", "This document", needs_key=False),
+    ApiEndpoint("post", "/tokenize", "Convert text or messages to tokens", TokenizeRequest, replies.TokenizeReply),
+    ApiEndpoint("post", "/detokenize", "Convert tokens to text", DetokenizeRequest, replies.DetokenizeReply),
+    ApiEndpoint("get", "/health", "The same as /health/ready", needs_key=False, may_be_unavailable=True),
+    ApiEndpoint("get", "/health/live", "Whether the server process runs", needs_key=False),
+    ApiEndpoint(
+        "get", "/health/ready", "Whether the server accepts requests", needs_key=False, may_be_unavailable=True
+    ),
+    ApiEndpoint(
+        "get", "/health/progress", "Whether the engine makes progress", needs_key=False, may_be_unavailable=True
+    ),
+    ApiEndpoint("get", "/stats", "Load of the server, for the playground"),
+    ApiEndpoint("get", "/metrics", "Metrics in the Prometheus format", content_type="text/plain"),
+    ApiEndpoint("get", "/openapi.json", "This document", needs_key=False),
 )
 
 _REQUEST_ERRORS = {400: "A field is invalid; `param` names it", 404: "Model not found", 413: "The body is too large"}
@@ -82,7 +86,7 @@ _SERVER_ERRORS = {
 }
 
 
-def _pattern(endpoint: Endpoint) -> str:
+def _pattern(endpoint: ApiEndpoint) -> str:
     """Return a regular expression for "METHOD PATH"; `{name}` in the path matches any text, slashes included."""
     path = re.sub(r"\\{\w+\\}", ".+", re.escape(endpoint.path))
     return f"{endpoint.method.upper()} {path}"
@@ -97,7 +101,7 @@ def is_model_api(method: str, path: str) -> bool:
     return _MODEL_API.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}") is not None
 
 
-def document(version: str) -> Json:
+def build_document(version: str) -> Json:
     types = dict.fromkeys(t for e in ENDPOINTS for t in (e.request, e.reply, e.error) if t is not None)
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(types, refs, strict=True))
@@ -125,7 +129,7 @@ def _requires(name: str) -> Json:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
-def _operation(endpoint: Endpoint, ref_of: dict[type, Any]) -> Json:
+def _operation(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
     operation: Json = {
         "operationId": endpoint.method + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
         "summary": endpoint.summary,
@@ -141,13 +145,13 @@ def _operation(endpoint: Endpoint, ref_of: dict[type, Any]) -> Json:
     return operation
 
 
-def _responses(endpoint: Endpoint, ref_of: dict[type, Any]) -> Json:
+def _responses(endpoint: ApiEndpoint, ref_of: dict[type, Any]) -> Json:
     schema = {} if endpoint.reply is None else {"schema": ref_of[endpoint.reply]}
     content: Json = {endpoint.content_type: schema}
     if endpoint.streams:
         content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe single events
     responses: Json = {"200": {"description": "The reply", "content": content}}
-    if endpoint.may_be_down:
+    if endpoint.may_be_unavailable:
         responses["503"] = {"description": "Not ready; the body has the reason", "content": {endpoint.content_type: {}}}
     if not endpoint.needs_key:
         return responses

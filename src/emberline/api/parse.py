@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from emberline.api.fields import without_nulls
+from emberline.api.fields import remove_nulls
 from emberline.core.errors import InvalidRequest
 
-MAX_DEPTH = 64  # levels of nesting: templates and schema compilers recurse, and real requests need far fewer
+MAX_JSON_DEPTH = 64  # levels of nesting: templates and schema compilers recurse, and real requests need far fewer
 
 _ERROR_LOCATION = re.compile(r"^(?P<what>.*?)(?: - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD_ERROR = re.compile(r"^Object (?P<fault>contains unknown|missing required) field `(?P<name>.*)`$", re.DOTALL)
@@ -26,7 +26,7 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 T = TypeVar("T")
 
 
-class Wire(msgspec.Struct, forbid_unknown_fields=True):
+class WireStruct(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON object in a request; an unknown field is an error."""
 
 
@@ -44,7 +44,7 @@ def decode(body: bytes, into: type[T]) -> T:
             value = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise first_error from None
-        stripped = without_nulls(value, into)
+        stripped = remove_nulls(value, into)
         if stripped == value:
             raise
         return _decode_json(msgspec.json.encode(stripped), into, "")
@@ -104,10 +104,10 @@ def _is_within_depth(data: bytes) -> bool:
 
     Each round removes the innermost pairs of brackets with one bytes.replace, which is fast for large bodies.
     """
-    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+    if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return True
     brackets = _STRING.sub(b"", data).translate(_BRACKETS, _NOT_BRACKETS)
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         if not brackets:
             return True
         brackets = brackets.replace(b"[]", b"")
@@ -115,4 +115,6 @@ def _is_within_depth(data: bytes) -> bool:
 
 
 def _depth_error(outer: str) -> InvalidRequest:
-    return InvalidRequest(f"{outer or 'request body'} is nested deeper than {MAX_DEPTH} levels", param=outer or None)
+    return InvalidRequest(
+        f"{outer or 'request body'} is nested deeper than {MAX_JSON_DEPTH} levels", param=outer or None
+    )

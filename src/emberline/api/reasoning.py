@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.api.lark import literal, parts, pattern
-from emberline.core.params import Grammar
+from emberline.api.lark import grammar_parts, match_literal, match_pattern
+from emberline.core.params import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ReasoningStyle:
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end)
 
-    def opened_by(self, prompt: str) -> bool:
+    def is_opened_by(self, prompt: str) -> bool:
         """Return whether the prompt ends with the opening marker, so that the output starts inside the reasoning."""
         return prompt.rstrip().endswith(self.begin)
 
@@ -30,39 +30,41 @@ THINK = ReasoningStyle()
 MAGISTRAL = ReasoningStyle("[THINK]", "[/THINK]")
 
 
-def style_for(template: str) -> ReasoningStyle | None:
+def select_reasoning_style(template: str) -> ReasoningStyle | None:
     return next((style for style in (THINK, MAGISTRAL) if style.end in template), None)
 
 
-def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Mapping[str, int]) -> Grammar:
+def constrain_after_reasoning(
+    grammar: GrammarSpec, style: ReasoningStyle, is_opened: bool, special_tokens: Mapping[str, int]
+) -> GrammarSpec:
     """Return the grammar that allows reasoning first and then applies the given grammar to the answer.
 
     `special_tokens`: the ids of the markers that are special tokens. A grammar that cannot be parsed is returned
     unchanged: the grammar compiler reports its error.
     """
     try:
-        first, *rest = parts(grammar)
+        first, *rest = grammar_parts(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
-    if style.end in special:
-        thought = f"TEXT {literal(style.end, special)}"
-        lead = f"lead: {thought}" if opened else f"lead: ({literal(style.begin, special)} {thought})?"
+    if style.end in special_tokens:
+        thought = f"TEXT {match_literal(style.end, special_tokens)}"
+        lead = f"lead: {thought}" if is_opened else f"lead: ({match_literal(style.begin, special_tokens)} {thought})?"
     else:
         inside = f"(.|\\n)*{re.escape(style.end)}"
-        thought = f"thought[lazy]: {pattern(inside if opened else re.escape(style.begin) + inside)}"
-        lead = f"lead: thought{'' if opened else '?'}\n{thought}"
+        thought = f"thought[lazy]: {match_pattern(inside if is_opened else re.escape(style.begin) + inside)}"
+        lead = f"lead: thought{'' if is_opened else '?'}\n{thought}"
     return _with_prefix(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
 
 
-def answered(grammar: Grammar) -> Grammar:
+def constrain_answer(grammar: GrammarSpec) -> GrammarSpec:
     """Return the grammar for output after closed reasoning: white space, then what the given grammar matches."""
     try:
-        first, *rest = parts(grammar)
+        first, *rest = grammar_parts(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
     return _with_prefix("GAP @body", first, rest)
 
 
-def _with_prefix(start: str, body: dict[str, Any], rest: list[dict[str, Any]]) -> Grammar:
+def _with_prefix(start: str, body: dict[str, Any], rest: list[dict[str, Any]]) -> GrammarSpec:
     top = {"lark_grammar": f"start: {start}\nGAP: /[ \\n]{{0,4}}/\n"}
-    return Grammar("grammar", json.dumps({"grammars": [top, {**body, "name": "body"}, *rest]}))
+    return GrammarSpec("grammar", json.dumps({"grammars": [top, {**body, "name": "body"}, *rest]}))

@@ -7,41 +7,41 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from emberline.api.parse import Wire
+from emberline.api.parse import WireStruct
 
 Json = dict[str, Any]
 
 
-class OpenAIErrorDetail(Wire):
+class OpenAIErrorDetail(WireStruct):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class OpenAIError(Wire):
+class OpenAIError(WireStruct):
     error: OpenAIErrorDetail
 
 
-class AnthropicErrorDetail(Wire):
+class AnthropicErrorDetail(WireStruct):
     type: str
     message: str
 
 
-class AnthropicError(Wire):
+class AnthropicError(WireStruct):
     type: Literal["error"]
     error: AnthropicErrorDetail
 
 
-class PromptTokensDetails(Wire):
+class PromptTokensDetails(WireStruct):
     cached_tokens: int
 
 
-class CompletionTokensDetails(Wire):
+class CompletionTokensDetails(WireStruct):
     reasoning_tokens: int
 
 
-class CompletionUsage(Wire):
+class CompletionUsage(WireStruct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -49,40 +49,40 @@ class CompletionUsage(Wire):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TokenChance(Wire):
+class TokenLogprobEntry(WireStruct):
     token: str
     bytes: list[int]
     logprob: float
     top_logprobs: list[Json] | UnsetType = UNSET
 
 
-class ChatLogprobs(Wire):
-    content: list[TokenChance]
+class ChatLogprobs(WireStruct):
+    content: list[TokenLogprobEntry]
     refusal: None
-    reasoning_content: list[TokenChance] | UnsetType = UNSET
+    reasoning_content: list[TokenLogprobEntry] | UnsetType = UNSET
 
 
-class FunctionCall(Wire):
+class ChatFunctionCall(WireStruct):
     name: str
     arguments: str
 
 
-class ToolCall(Wire):
+class ChatToolCall(WireStruct):
     id: str
     type: Literal["function"]
-    function: FunctionCall
+    function: ChatFunctionCall
 
 
-class ChatMessage(Wire):
+class ChatMessage(WireStruct):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-    function_call: FunctionCall | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    function_call: ChatFunctionCall | UnsetType = UNSET
 
 
-class ChatChoice(Wire):
+class ChatChoice(WireStruct):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -92,7 +92,7 @@ class ChatChoice(Wire):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Wire):
+class ChatCompletion(WireStruct):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -106,14 +106,14 @@ class ChatCompletion(Wire):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionLogprobs(Wire):
+class CompletionLogprobs(WireStruct):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Wire):
+class CompletionChoice(WireStruct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -125,7 +125,7 @@ class CompletionChoice(Wire):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Wire):
+class TextCompletion(WireStruct):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -135,25 +135,25 @@ class Completion(Wire):
     usage: CompletionUsage
 
 
-class Embedding(Wire):
+class Embedding(WireStruct):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str  # numbers, or base64 of little-endian float32
 
 
-class EmbeddingUsage(Wire):
+class EmbeddingUsage(WireStruct):
     prompt_tokens: int
     total_tokens: int
 
 
-class Embeddings(Wire):
+class EmbeddingList(WireStruct):
     object: Literal["list"]
     model: str
     data: list[Embedding]
     usage: EmbeddingUsage
 
 
-class ModelEntry(Wire):
+class ModelEntry(WireStruct):
     id: str
     object: Literal["model"]
     created: int
@@ -168,7 +168,7 @@ class ModelEntry(Wire):
     default_sampling_params: dict[str, float] | UnsetType = UNSET
 
 
-class ModelList(Wire):
+class ModelListing(WireStruct):
     object: Literal["list"]
     data: list[ModelEntry]
     has_more: bool
@@ -176,23 +176,23 @@ class ModelList(Wire):
     last_id: str | None
 
 
-class Tokens(Wire):
+class TokenizeReply(WireStruct):
     count: int
     max_model_len: int
     tokens: list[int | Json]
     token_strs: list[str] | None
 
 
-class Text(Wire):
+class DetokenizeReply(WireStruct):
     prompt: str
     content: str | UnsetType = UNSET  # llama.cpp's name for the same text
 
 
-class TokenCount(Wire):
+class TokenCount(WireStruct):
     input_tokens: int
 
 
-class Message(Wire):
+class AnthropicMessage(WireStruct):
     """A reply of Anthropic's Messages API."""
 
     id: str

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-DONE = b"data: [DONE]\n\n"  # ends a stream of the OpenAI protocols
+DONE_EVENT = b"data: [DONE]\n\n"  # ends a stream of the OpenAI protocols
 
 _ENCODER = msgspec.json.Encoder()  # not orjson, which rejects integers above 64 bits: replies may repeat such values
 
@@ -16,9 +16,9 @@ def dumps(payload: Any) -> bytes:
     return _ENCODER.encode(payload)
 
 
-def data(payload: Any) -> bytes:
+def data_event(payload: Any) -> bytes:
     return b"data: %b\n\n" % _ENCODER.encode(payload)
 
 
-def event(name: str, payload: Any) -> bytes:
+def named_event(name: str, payload: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _ENCODER.encode(payload))

@@ -12,21 +12,21 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from emberline.api.call import Caller, ChatCall
-from emberline.api.fields import ignored_fields, only
-from emberline.api.openai.messages import Message, explain_parts, for_template
-from emberline.api.openai.sampling import Name, TokenId
-from emberline.api.openai.template import continues_last, template_args, wishes
-from emberline.api.openai.tools import Tools, toolbox
-from emberline.api.parse import Wire, decode
+from emberline.api.call import ChatCall, CommonFields
+from emberline.api.fields import accepts_only, find_ignored_fields
+from emberline.api.openai.messages import Message, add_text_only_hint, messages_for_template
+from emberline.api.openai.sampling import ModelName, TokenId
+from emberline.api.openai.template import build_template_args, continues_last_message, list_template_settings
+from emberline.api.openai.tools import Tools, select_tools
+from emberline.api.parse import WireStruct, decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(WireStruct):
     """A text (`prompt` or `content`), or `messages` with the fields that render them."""
 
-    model: Name | None = None  # None: the server's only model
+    model: ModelName | None = None  # None: the server's only model
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt; false for messages: templates write their own
@@ -40,13 +40,13 @@ class TokenizeRequest(Wire):
     # llama.cpp's fields
     content: str | None = None  # a text like `prompt`, by default without special tokens
     add_special: bool | None = None
-    parse_special: Annotated[Any, only(True)] = None
+    parse_special: Annotated[Any, accepts_only(True)] = None
     with_pieces: bool | None = None  # the reply has each token's text
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(WireStruct):
     tokens: list[TokenId]
-    model: Name | None = None
+    model: ModelName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class TokenizeCall:
     model: str | None
     prompt: str | ChatCall
     add_special_tokens: bool  # for a text; a ChatCall has its own field
-    strings: bool  # the reply includes the tokens' texts
-    pieces: bool = False  # the reply has objects with id and text in place of ids
+    returns_strings: bool  # the reply includes the tokens' texts
+    returns_pieces: bool = False  # the reply has objects with id and text in place of ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def parse(body: bytes) -> TokenizeCall:
     try:
         request = decode(body, TokenizeRequest)
     except InvalidRequest as error:
-        raise explain_parts(error) from None
-    ignored_fields(request)
+        raise add_text_only_hint(error) from None
+    find_ignored_fields(request)
     if sum(each is not None for each in (request.prompt, request.content, request.messages)) != 1:
         given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
         found = " and ".join(given) or "none of them"
@@ -100,12 +100,14 @@ def parse_detokenize(body: bytes) -> DetokenizeCall:
 
 
 def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_context: int) -> dict[str, Any]:
-    pieces = [{"id": id_, "piece": piece} for id_, piece in zip(ids, strings, strict=True)] if call.pieces else None
+    pieces = (
+        [{"id": id_, "piece": piece} for id_, piece in zip(ids, strings, strict=True)] if call.returns_pieces else None
+    )
     return {
         "count": len(ids),
         "max_model_len": max_context,
         "tokens": list(ids) if pieces is None else pieces,
-        "token_strs": list(strings) if call.strings else None,
+        "token_strs": list(strings) if call.returns_strings else None,
     }
 
 
@@ -123,16 +125,16 @@ def _plain_text(request: TokenizeRequest) -> str:
 
 
 def _chat_call(request: TokenizeRequest, messages: list[Message]) -> ChatCall:
-    tools = toolbox(request.tools, None, None)
-    continue_last = continues_last(messages, request.continue_final_message, request.add_generation_prompt)
+    tools = select_tools(request.tools, None, None)
+    continue_last = continues_last_message(messages, request.continue_final_message, request.add_generation_prompt)
     return ChatCall(
-        caller=Caller(request.model or ""),
-        messages=for_template(messages),
+        common=CommonFields(request.model or ""),
+        messages=messages_for_template(messages),
         params=SamplingParams(),
         tools=tools.tools,
-        template_args=template_args(request.chat_template_kwargs),
-        wishes=wishes(request.chat_template_kwargs),
-        continue_last=continue_last,
-        generation_prompt=request.add_generation_prompt is not False and not continue_last,
+        template_args=build_template_args(request.chat_template_kwargs),
+        template_settings=list_template_settings(request.chat_template_kwargs),
+        continues_last_message=continue_last,
+        adds_generation_prompt=request.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(request.add_special_tokens),
     )

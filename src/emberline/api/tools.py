@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.lark import literal, pattern
-from emberline.api.toolstyle import MISTRAL, MISTRAL_ARGS, ToolStyle
+from emberline.api.lark import match_literal, match_pattern
+from emberline.api.tool_style import MISTRAL, MISTRAL_ARGS, ToolStyle
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 Message = dict[str, Any]
 
-MAX_CALLS = 16  # of a reply whose grammar forces tool calls
+MAX_CALLS_PER_REPLY = 16  # of a reply whose grammar forces tool calls
 
 
-def knows_tools(template: str) -> bool:
+def template_supports_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the tools in the form that chat templates take."""
     return [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": _parameters(t)}}
@@ -30,7 +30,7 @@ def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def inject(messages: Sequence[Message], tools: Sequence[Tool], style: ToolStyle) -> list[Message]:
+def inject_tools(messages: Sequence[Message], tools: Sequence[Tool], style: ToolStyle) -> list[Message]:
     """Describe the tools in the system message, and earlier calls and results as text, for a template without tools."""
     plain: list[Message] = []
     for message in messages:
@@ -51,19 +51,19 @@ def _calls_as_text(message: Message, style: ToolStyle) -> Message:
     if not calls:
         return dict(message)
     functions = [call["function"] for call in calls]
-    text = written([(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in functions], style)
+    text = format_tool_calls([(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in functions], style)
     content = message.get("content")
     rest = {k: v for k, v in message.items() if k != "tool_calls"}
     return {**rest, "content": f"{content}\n{text}" if content else text}
 
 
-def written(calls: Sequence[tuple[str, str]], style: ToolStyle) -> str:
+def format_tool_calls(calls: Sequence[tuple[str, str]], style: ToolStyle) -> str:
     """Write calls, given as (name, JSON of the arguments), in the format of this style."""
     bodies = [style.head % name + arguments + style.tail for name, arguments in calls]
-    if style.listed is None:
-        return style.joint.join(style.begin + body for body in bodies)
-    opening, closing = style.listed
-    return ("" if style.bare else style.begin) + opening + style.joint.join(bodies) + closing
+    if style.list_brackets is None:
+        return style.separator.join(style.begin + body for body in bodies)
+    opening, closing = style.list_brackets
+    return ("" if style.allows_bare_call else style.begin) + opening + style.separator.join(bodies) + closing
 
 
 def _add_instructions(messages: list[Message], text: str) -> list[Message]:
@@ -74,8 +74,8 @@ def _add_instructions(messages: list[Message], text: str) -> list[Message]:
 
 
 def _instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
-    listing = "\n".join(json.dumps(entry["function"], ensure_ascii=False) for entry in shown(tools))
-    example = written([("tool_name", '{"parameter": "value"}')], style)
+    listing = "\n".join(json.dumps(entry["function"], ensure_ascii=False) for entry in tools_for_template(tools))
+    example = format_tool_calls([("tool_name", '{"parameter": "value"}')], style)
     return (
         "You can call tools. Each line between the tags describes one, with a JSON schema of its parameters.\n"
         f"<tools>\n{listing}\n</tools>\n"
@@ -84,7 +84,7 @@ def _instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
     )
 
 
-def fit_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
+def fit_call_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
     """Shorten tool call ids to the nine letters or digits that Mistral's templates require; no change for others."""
     if style not in (MISTRAL, MISTRAL_ARGS):
         return list(messages)
@@ -103,13 +103,13 @@ def _nine_char_id(id_: str) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", id_)[-9:].rjust(9, "0")
 
 
-def grammar_for(
+def tool_call_grammar(
     tools: Sequence[Tool],
     choice: ToolChoice,
     style: ToolStyle,
     parallel: bool,
-    special: Mapping[str, int] | None = None,
-) -> Grammar | None:
+    special_tokens: Mapping[str, int] | None = None,
+) -> GrammarSpec | None:
     """Return the grammar that enforces the tool choice, or None where it needs none.
 
     required, named   the output is one call, or several (required and parallel)
@@ -130,46 +130,51 @@ def grammar_for(
             f"tool_choice names {choice.name!r}, which is not in tools", param="tool_choice", hint=hint
         )
     several = parallel and choice.mode != "named"
-    special = {m: i for m, i in (special or {}).items() if m in style.markers}
+    special_tokens = {m: i for m, i in (special_tokens or {}).items() if m in style.markers}
     rules = [
-        _optional_rule(style, several, special) if choice.mode == "auto" else _forced_rule(style, several, special)
+        _optional_rule(style, several, special_tokens)
+        if choice.mode == "auto"
+        else _forced_rule(style, several, special_tokens)
     ]
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(callable_))))
     for i, tool in enumerate(callable_):
-        ends = (literal(style.head % tool.name, special), literal(style.tail, special) if style.tail else "")
+        ends = (
+            match_literal(style.head % tool.name, special_tokens),
+            match_literal(style.tail, special_tokens) if style.tail else "",
+        )
         rules.append(f"call{i}: {ends[0]} @arguments{i} {ends[1]}")
     schemas = [{"name": f"arguments{i}", "json_schema": _schema(tool)} for i, tool in enumerate(callable_)]
-    return Grammar("grammar", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *schemas]}))
+    return GrammarSpec("grammar", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *schemas]}))
 
 
 def _forced_rule(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
-    unit = f"{literal(style.begin, special)} {_calls_rule(style, several)}"
-    if style.bare:
+    unit = f"{match_literal(style.begin, special)} {_calls_rule(style, several)}"
+    if style.allows_bare_call:
         unit = _calls_rule(style, several)
-    joint = literal(style.joint) if style.joint else ""
-    more = f" ({joint} {unit}){{0,{MAX_CALLS - 1}}}" if several and style.listed is None else ""
+    joint = match_literal(style.separator) if style.separator else ""
+    more = f" ({joint} {unit}){{0,{MAX_CALLS_PER_REPLY - 1}}}" if several and style.list_brackets is None else ""
     return f"start: {unit}{more}"
 
 
 def _optional_rule(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
     region = _calls_rule(style, several)
-    text = r"(\s*[^{\s](.|\n)*)?" if style.bare else r"(.|\n)*"
+    text = r"(\s*[^{\s](.|\n)*)?" if style.allows_bare_call else r"(.|\n)*"
     if style.begin in special:
-        lead = f"lead: TEXT {literal(style.begin, special)}"
+        lead = f"lead: TEXT {match_literal(style.begin, special)}"
     else:
-        lead = f"lead[lazy]: {pattern(text + re.escape(style.begin))}"
-    start = f"(lead {region})* TEXT" if several and style.listed is None else f"TEXT | lead {region}"
-    if style.bare:  # an output that starts with a brace is a call too
+        lead = f"lead[lazy]: {match_pattern(text + re.escape(style.begin))}"
+    start = f"(lead {region})* TEXT" if several and style.list_brackets is None else f"TEXT | lead {region}"
+    if style.allows_bare_call:  # an output that starts with a brace is a call too
         start = f"{start} | {region}"
-    return f"start: {start}\n{lead}\nTEXT: {pattern(text)}"
+    return f"start: {start}\n{lead}\nTEXT: {match_pattern(text)}"
 
 
 def _calls_rule(style: ToolStyle, several: bool) -> str:
     """Return the rule for the text after the opening marker."""
-    if style.listed is None:
+    if style.list_brackets is None:
         return "call"
-    opening, closing = (literal(text) if text else "" for text in style.listed)
-    more = f"({literal(style.joint)} call){{0,{MAX_CALLS - 1}}}" if several else ""
+    opening, closing = (match_literal(text) if text else "" for text in style.list_brackets)
+    more = f"({match_literal(style.separator)} call){{0,{MAX_CALLS_PER_REPLY - 1}}}" if several else ""
     return f"{opening} call {more} {closing}"
 
 

@@ -36,18 +36,18 @@ class Transcript:
         self._messages: list[_Message] = []
         self._tool_names: dict[str, str] = {}  # by the id of the call
 
-    def say(self, role: Role, text: str) -> None:
+    def add_text(self, role: Role, text: str) -> None:
         self._last_message(role).texts.append(text)
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         self._last_message("assistant").thoughts.append(text)
 
-    def call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
+    def add_tool_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
         self._tool_names[id] = name
         function = {"name": name, "arguments": arguments}
         self._last_message("assistant").calls.append({"id": id, "type": "function", "function": function})
 
-    def answer(self, id: str, text: str, *, param: str) -> None:
+    def add_tool_result(self, id: str, text: str, *, param: str) -> None:
         """Add the result of a tool call. Raises InvalidRequest if no earlier call has this id."""
         if (name := self._tool_names.get(id)) is None:
             hint = "send the tool call in an earlier message"
@@ -56,7 +56,7 @@ class Transcript:
             )
         self._messages.append(_Message("tool", [text], result_of={"tool_call_id": id, "name": name}))
 
-    def messages(self, *, param: str) -> list[dict[str, Any]]:
+    def to_messages(self, *, param: str) -> list[dict[str, Any]]:
         """Return the messages. Raises InvalidRequest if there are none or the last is a call without a result."""
         if not self._messages:
             raise InvalidRequest(f"{param} has no content", param=param, hint="send at least one message with text")

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from emberline.bench.connection import Connection, HTTPFailed, Unreachable, events
+from emberline.bench.connection import LeanHTTPConnection, ServerUnreachable, UnexpectedHTTPStatus, events
 from emberline.core.errors import EngineUnavailable, ModelNotFound
 from emberline.core.events import Timing
 
 
 @dataclass(slots=True)
-class Trace:
+class RequestTrace:
     """One request: when it was sent, when each event with new text came, what the server counted."""
 
     sent: float
@@ -39,7 +39,7 @@ class Trace:
         return [b - a for a, b in pairwise(self.marks)]
 
 
-class Client:
+class CompletionClient:
     def __init__(
         self, url: str, model: str, *, chat: bool = False, plain: bool = False, key: str | None = None
     ) -> None:
@@ -48,24 +48,24 @@ class Client:
         self._model, self._chat, self._plain = model, chat, plain
         base = urlsplit(self._url).path
         self._path = base + ("/chat/completions" if chat else "/completions")
-        self._free: list[Connection] = []
+        self._free: list[LeanHTTPConnection] = []
 
     async def complete(
-        self, prompt: list[int], tokens: int, leave_after: int | None = None, *, into: Trace | None = None
-    ) -> Trace:
+        self, prompt: list[int], tokens: int, leave_after: int | None = None, *, into: RequestTrace | None = None
+    ) -> RequestTrace:
         """Stream one completion. `leave_after`: disconnect after so many events, as impatient users do. `into`: a trace
         to fill, which the caller can read while it grows."""
-        connection = self._free.pop() if self._free else Connection(self._url, self._key)
-        trace = into or Trace(time.perf_counter())
+        connection = self._free.pop() if self._free else LeanHTTPConnection(self._url, self._key)
+        trace = into or RequestTrace(time.perf_counter())
         try:
             async with aclosing(connection.stream(self._path, self._body(prompt, tokens))) as parts:  # type: ignore[type-var]
                 async for event in events(parts):
-                    self._take(event, trace)
+                    self._record_event(event, trace)
                     if leave_after is not None and len(trace.marks) >= leave_after:
                         trace.abandoned = True
                         return trace
             trace.tokens = trace.tokens or len(trace.marks)
-        except HTTPFailed as e:
+        except UnexpectedHTTPStatus as e:
             trace.error = str(e)
         trace.ended = time.perf_counter()
         self._free.append(connection)
@@ -73,14 +73,14 @@ class Client:
 
     async def check(self) -> None:
         """Raise an error before any load if no server answers, or if it lists its models and ours is not among them."""
-        connection = Connection(self._url, self._key)
+        connection = LeanHTTPConnection(self._url, self._key)
         try:
             listed = msgspec.json.decode(await connection.fetch(f"{urlsplit(self._url).path}/models"))
             names = [str(model["id"]) for model in listed["data"]]
-        except Unreachable as e:
+        except ServerUnreachable as e:
             hint = "start one with `emberline serve`, or name another with --url"
             raise EngineUnavailable(f"no server answers at {self._url} ({e})", hint=hint) from e
-        except (HTTPFailed, msgspec.DecodeError, LookupError, TypeError):
+        except (UnexpectedHTTPStatus, msgspec.DecodeError, LookupError, TypeError):
             return  # a server that does not list its models
         finally:
             connection.close()
@@ -104,9 +104,9 @@ class Client:
             body["ignore_eos"] = True
         return msgspec.json.encode(body)
 
-    def _take(self, event: dict[str, Any], trace: Trace) -> None:
+    def _record_event(self, event: dict[str, Any], trace: RequestTrace) -> None:
         if "error" in event:
-            raise HTTPFailed(str(event["error"])[:300])
+            raise UnexpectedHTTPStatus(str(event["error"])[:300])
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):

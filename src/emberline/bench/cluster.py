@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-from emberline.bench.connection import Connection, HTTPFailed
-from emberline.cluster.muster import absences, holdings, until_nothing
-from emberline.cluster.supervisor import Child, Supervisor, children
+from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.cluster.cluster_health import find_held_resources, find_unavailable, wait_until_empty
+from emberline.cluster.supervisor import SupervisedProcess, Supervisor, build_processes
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
-PATIENCE = 120.0  # seconds until all are there
-ANSWER = 5.0  # seconds for what they tell
+START_TIMEOUT_S = 120.0  # seconds until all are there
+STATUS_TIMEOUT_S = 5.0  # seconds for what they tell
 
 
-class Cluster:
+class LocalCluster:
     def __init__(
         self,
         workers: Mapping[Role, int],
@@ -38,14 +38,16 @@ class Cluster:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self._pinned = logs, pinned
         self.url, self.key = f"http://127.0.0.1:{(port := free_port())}", secrets.token_hex(16)
-        made = children(["--port", str(port), *router], workers, worker, url=self.url, key=self.key, logs=logs)
+        made = build_processes(
+            ["--port", str(port), *router], workers, worker, router_url=self.url, cluster_key=self.key, log_dir=logs
+        )
         self.router, self.workers = made[0], made[1:]
         self._urls = {child.name: f"http://127.0.0.1:{free_port()}" for child in self.workers}
         for child in self.workers:
             child.arguments += ["--port", self._urls[child.name].rpartition(":")[2]]
         self._supervisor = Supervisor(lambda who, what: None)
 
-    async def __aenter__(self) -> Cluster:
+    async def __aenter__(self) -> LocalCluster:
         try:
             await self._supervisor.start(self.router)
             cores = sorted(os.sched_getaffinity(0)) if self._pinned and hasattr(os, "sched_setaffinity") else []
@@ -53,7 +55,7 @@ class Cluster:
                 await self._supervisor.start(child)
                 if cores and child.process is not None:  # before it has a thread or a child of its own
                     os.sched_setaffinity(child.process.pid, {cores[i % len(cores)]})
-            if missing := await self.recovers():
+            if missing := await self.wait_until_ready():
                 raise EmberlineError(f"the cluster did not get ready: {missing}", hint=f"its logs are in {self.logs}")
         except BaseException:
             await self._supervisor.stop()
@@ -69,36 +71,36 @@ class Cluster:
 
     async def status(self) -> dict[str, Any] | None:
         """Of the router; None: it does not answer."""
-        return await _ask(self.url, "/cluster/status")
+        return await _fetch_json(self.url, "/cluster/status")
 
-    async def stats(self, child: Child) -> dict[str, Any] | None:
-        return await _ask(self._urls[child.name], "/stats")
+    async def stats(self, child: SupervisedProcess) -> dict[str, Any] | None:
+        return await _fetch_json(self._urls[child.name], "/stats")
 
-    async def missing(self) -> str:
+    async def missing_workers(self) -> str:
         """What keeps it from full strength; "" if nothing does."""
-        return next(iter(absences(await self.status(), await self._told()).values()), "")
+        return next(iter(find_unavailable(await self.status(), await self._read_status()).values()), "")
 
-    async def recovers(self) -> str:
+    async def wait_until_ready(self) -> str:
         """Waits for full strength. What is missing in the end."""
-        return await until_nothing(self.missing, PATIENCE)
+        return await wait_until_empty(self.missing_workers, START_TIMEOUT_S)
 
-    async def held(self) -> str:
+    async def held_blocks(self) -> str:
         """What is held for somebody, when nobody wants anything; "" if nothing is."""
-        return holdings(await self.status(), await self._told())
+        return find_held_resources(await self.status(), await self._read_status())
 
-    async def quiet(self) -> str:
+    async def wait_until_idle(self) -> str:
         """Waits until nothing is held. What is, in the end."""
-        return await until_nothing(self.held, PATIENCE)
+        return await wait_until_empty(self.held_blocks, START_TIMEOUT_S)
 
-    async def _told(self) -> dict[str, dict[str, Any] | None]:
+    async def _read_status(self) -> dict[str, dict[str, Any] | None]:
         return {child.name: await self.stats(child) for child in self.workers}
 
 
-async def _ask(url: str, path: str) -> dict[str, Any] | None:
-    with suppress(HTTPFailed, TimeoutError, ValueError):
-        connection = Connection(url)
+async def _fetch_json(url: str, path: str) -> dict[str, Any] | None:
+    with suppress(UnexpectedHTTPStatus, TimeoutError, ValueError):
+        connection = LeanHTTPConnection(url)
         try:
-            async with asyncio.timeout(ANSWER):
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
                 told: dict[str, Any] = msgspec.json.decode(await connection.fetch(path))
                 return told
         finally:

@@ -12,18 +12,18 @@ import msgspec
 
 from emberline.core.errors import EmberlineError
 
-READ = 1 << 16
+READ_BYTES = 1 << 16
 
 
-class HTTPFailed(EmberlineError):
+class UnexpectedHTTPStatus(EmberlineError):
     """The server answered with an error, or not at all."""
 
 
-class Unreachable(HTTPFailed):
+class ServerUnreachable(UnexpectedHTTPStatus):
     """No connection could be made."""
 
 
-class Reply:
+class LeanHTTPReply:
     """httptools calls these as it reads."""
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class Reply:
         return data
 
 
-class Connection:
+class LeanHTTPConnection:
     def __init__(self, url: str, key: str | None = None) -> None:
         at = urlsplit(url)
         if at.scheme not in ("http", "https") or not at.hostname:
-            raise HTTPFailed(f"{url!r} is not an http or https URL")
+            raise UnexpectedHTTPStatus(f"{url!r} is not an http or https URL")
         self._host, self._tls = at.hostname, at.scheme == "https"
         self._port = at.port or (443 if self._tls else 80)
         self._head = f"host: {at.netloc}\r\naccept: */*\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
@@ -61,19 +61,19 @@ class Connection:
         try:
             await self._send(path, body)
             assert self._reader is not None
-            reply = Reply()
+            reply = LeanHTTPReply()
             while not reply.complete:
-                data = await self._reader.read(READ)
+                data = await self._reader.read(READ_BYTES)
                 if not data:
-                    raise HTTPFailed("the server closed the connection")
+                    raise UnexpectedHTTPStatus("the server closed the connection")
                 reply.parser.feed_data(data)
                 if reply.parser.get_status_code() < 400 and (part := reply.take()):
                     yield part
             if (status := reply.parser.get_status_code()) >= 400:
-                raise HTTPFailed(f"{status}: {reply.take()[:300].decode(errors='replace')}")
+                raise UnexpectedHTTPStatus(f"{status}: {reply.take()[:300].decode(errors='replace')}")
             done = reply.keep
         except (OSError, httptools.HttpParserError) as e:
-            raise HTTPFailed(f"{type(e).__name__}: {e}") from e
+            raise UnexpectedHTTPStatus(f"{type(e).__name__}: {e}") from e
         finally:
             if not done:
                 self.close()
@@ -93,7 +93,7 @@ class Connection:
             try:
                 self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=context)
             except OSError as e:
-                raise Unreachable(f"{type(e).__name__}: {e}") from e
+                raise ServerUnreachable(f"{type(e).__name__}: {e}") from e
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n{self._head}"
         if body is not None:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from emberline.bench.job import Job, Timeline
+from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.core.errors import EmberlineError
 
-START_SECONDS = 1200.0  # one of the peers compiles for minutes
+START_TIMEOUT_S = 1200.0  # one of the peers compiles for minutes
 # Our package goes last on the path, so that every environment keeps its own version of everything else.
 LAUNCH = "import runpy, sys; sys.path.append(sys.argv[1]); runpy.run_module(sys.argv[2], run_name='__main__')"
 
@@ -26,7 +26,7 @@ class ContenderFailed(EmberlineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class ContenderSpec:
     name: str
     python: Path
     module: str
@@ -36,13 +36,13 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    timeline: Timeline
+class ContenderRun:
+    timeline: TokenTimeline
     counters: dict[str, float]
 
 
-class Contender:
-    def __init__(self, spec: Spec, log: Path) -> None:
+class ContenderProcess:
+    def __init__(self, spec: ContenderSpec, log: Path) -> None:
         if not spec.python.exists():
             raise ContenderFailed(f"{spec.name} is not installed", hint="run scripts/bench-peers")
         self.spec = spec
@@ -60,22 +60,22 @@ class Contender:
                 env={**os.environ, **spec.env},
                 start_new_session=True,
             )
-        self.facts: dict[str, Any] = self._answer(START_SECONDS)["ready"]
+        self.facts: dict[str, Any] = self._read_message(START_TIMEOUT_S)["ready"]
         self.ready_seconds = time.perf_counter() - began
 
-    def run(self, job: Job, deadline: float) -> Run:
+    def run(self, job: BenchJob, deadline: float) -> ContenderRun:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as e:
             raise ContenderFailed(f"{self.spec.name} is gone") from e
-        answer = self._answer(deadline)
+        answer = self._read_message(deadline)
         if "error" in answer:
             raise ContenderFailed(answer["error"])
-        timeline = Timeline(answer["times"])
+        timeline = TokenTimeline(answer["times"])
         timeline.check(job)
-        return Run(timeline, answer["counters"])
+        return ContenderRun(timeline, answer["counters"])
 
     def stop(self) -> None:
         """With its children: an engine may have started processes of its own."""
@@ -87,7 +87,7 @@ class Contender:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
+    def _read_message(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         late = threading.Event()
 
@@ -112,9 +112,9 @@ class Contender:
         self.stop()
         if late.is_set():
             raise ContenderFailed(f"no answer after {seconds:.0f} s")
-        raise ContenderFailed(f"ended with status {self._process.returncode}: {self._last_words()}")
+        raise ContenderFailed(f"ended with status {self._process.returncode}: {self._log_tail()}")
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line] or lines or ["nothing"]
         return telling[-1][:300]

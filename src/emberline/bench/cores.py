@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def apart() -> Iterator[int | None]:
+def split_cores() -> Iterator[int | None]:
     """Which one that is, with us and whom we start on the others. None: there is only one, or we may not choose."""
     every = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if len(every) < 2:
@@ -23,7 +23,7 @@ def apart() -> Iterator[int | None]:
         os.sched_setaffinity(0, every)
 
 
-def settle(process: int, core: int | None) -> None:
+def pin_process(process: int, core: int | None) -> None:
     """A process that has just begun."""
     if core is not None:
         os.sched_setaffinity(process, {core})

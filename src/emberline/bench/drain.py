@@ -18,19 +18,19 @@ import msgspec
 import numpy as np
 
 from emberline.bench import workload
-from emberline.bench.client import Client, Trace
-from emberline.bench.cluster import Cluster
-from emberline.bench.connection import Connection
-from emberline.bench.report import Report
+from emberline.bench.client import CompletionClient, RequestTrace
+from emberline.bench.cluster import LocalCluster
+from emberline.bench.connection import LeanHTTPConnection
+from emberline.bench.report import BenchReport
 from emberline.bench.split import OPTIONS, SERVED
 from emberline.core.errors import EmberlineError
 
 ROUND_TIMEOUT_S = 300.0
-LOOK_S = 0.02  # between looks at the streams
+POLL_INTERVAL_S = 0.02  # between looks at the streams
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DrainBenchPlan:
     streams: int
     prompt: int  # tokens of each
     output: int
@@ -39,7 +39,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Pauses:
+class StreamPauses:
     """Of all rounds, in seconds."""
 
     worst: list[float] = field(default_factory=list)  # of all streams of a round
@@ -50,8 +50,8 @@ class Pauses:
     errors: int = 0
 
 
-def bench(model: str, vocab: int, plan: Plan, logs: Path) -> Report:
-    report = Report("drain", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
+def bench(model: str, vocab: int, plan: DrainBenchPlan, logs: Path) -> BenchReport:
+    report = BenchReport("drain", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
     pauses = asyncio.run(_rounds(model, vocab, plan, logs))
     report.add("pause_worst", pauses.worst, "s")
     report.add("pause_worst_of_all_rounds", max(pauses.worst), "s")
@@ -63,10 +63,10 @@ def bench(model: str, vocab: int, plan: Plan, logs: Path) -> Report:
     return report
 
 
-async def _rounds(model: str, vocab: int, plan: Plan, logs: Path) -> Pauses:
-    rng, pauses = np.random.default_rng(0), Pauses()
-    async with Cluster({"both": 2}, [model, *OPTIONS], logs, pinned=True) as cluster:
-        client = Client(f"{cluster.url}/v1", SERVED)
+async def _rounds(model: str, vocab: int, plan: DrainBenchPlan, logs: Path) -> StreamPauses:
+    rng, pauses = np.random.default_rng(0), StreamPauses()
+    async with LocalCluster({"both": 2}, [model, *OPTIONS], logs, pinned=True) as cluster:
+        client = CompletionClient(f"{cluster.url}/v1", SERVED)
         await asyncio.gather(*(client.complete(workload.tokens(plan.prompt, rng, vocab), 8) for _ in range(4)))
         for number in range(plan.rounds):
             prompts = [workload.tokens(plan.prompt, rng, vocab) for _ in range(plan.streams)]
@@ -78,14 +78,19 @@ async def _rounds(model: str, vocab: int, plan: Plan, logs: Path) -> Pauses:
 
 
 async def _round(
-    cluster: Cluster, client: Client, plan: Plan, prompts: list[list[int]], name: str, pauses: Pauses
+    cluster: LocalCluster,
+    client: CompletionClient,
+    plan: DrainBenchPlan,
+    prompts: list[list[int]],
+    name: str,
+    pauses: StreamPauses,
 ) -> None:
-    traces = [Trace(time.perf_counter()) for _ in prompts]
+    traces = [RequestTrace(time.perf_counter()) for _ in prompts]
     async with asyncio.TaskGroup() as group:
         for prompt, trace in zip(prompts, traces, strict=True):
             group.create_task(client.complete(prompt, plan.output, into=trace))
         while any(len(trace.marks) < plan.after and trace.error is None for trace in traces):
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         moved, began = await _migrations(cluster), time.perf_counter()
         await _drain(cluster, name, on=True, move=True)
         pauses.drain.append(time.perf_counter() - began)
@@ -100,13 +105,13 @@ async def _round(
         raise EmberlineError("all streams ended before the drain", hint="raise --output")
 
 
-async def _migrations(cluster: Cluster) -> int:
+async def _migrations(cluster: LocalCluster) -> int:
     status = await cluster.status() or {}
     return sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
 
 
-async def _drain(cluster: Cluster, name: str, **more: Any) -> None:
-    connection = Connection(cluster.url, cluster.key)
+async def _drain(cluster: LocalCluster, name: str, **more: Any) -> None:
+    connection = LeanHTTPConnection(cluster.url, cluster.key)
     try:
         await connection.fetch("/cluster/drain", msgspec.json.encode({"name": name, **more}))
     finally:

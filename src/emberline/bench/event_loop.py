@@ -20,9 +20,9 @@ from pathlib import Path
 from websockets.sync.client import connect
 
 from emberline.bench.event_loop_inputs import HeavyRequest, engine_inputs, gateway_inputs, router_inputs
-from emberline.bench.event_loop_probe import PROBE_SECONDS, Probe
-from emberline.bench.launch import Launch, running
-from emberline.bench.report import Report
+from emberline.bench.event_loop_probe import PROBE_SECONDS, HealthProbe
+from emberline.bench.report import BenchReport
+from emberline.bench.server_launch import ServerLaunch, running_server
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
@@ -86,9 +86,11 @@ action = "redact"
 """
 
 
-def bench(model: str | None, size: int, rounds: int) -> Report:
+def bench(model: str | None, size: int, rounds: int) -> BenchReport:
     """`model`: of the engine server; None: it is left out."""
-    report = Report("event-loop", {"model": model, "bytes": size, "rounds": rounds, "probe_seconds": PROBE_SECONDS})
+    report = BenchReport(
+        "event-loop", {"model": model, "bytes": size, "rounds": rounds, "probe_seconds": PROBE_SECONDS}
+    )
     with gateway(size) as port:
         _measure(report, "gateway", port, gateway_inputs(size), rounds)
     with router() as port:
@@ -99,7 +101,7 @@ def bench(model: str | None, size: int, rounds: int) -> Report:
     return report
 
 
-def _measure(report: Report, server: str, port: int, inputs: dict[str, HeavyRequest], rounds: int) -> None:
+def _measure(report: BenchReport, server: str, port: int, inputs: dict[str, HeavyRequest], rounds: int) -> None:
     _add(report, f"{server}_idle", [1e3 * longest_gap(port, None)[0] for _ in range(rounds)])
     for name, request in inputs.items():
         found = [longest_gap(port, request) for _ in range(rounds)]
@@ -109,7 +111,7 @@ def _measure(report: Report, server: str, port: int, inputs: dict[str, HeavyRequ
         print(f"{server}_{name}: {max(gaps):.0f} ms, {status} after {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
-def _add(report: Report, name: str, gaps: list[float], limit: float | None = None) -> None:
+def _add(report: BenchReport, name: str, gaps: list[float], limit: float | None = None) -> None:
     """The figure is the worst of the rounds, not their median: the bound is for any request."""
     report.add(name, max(gaps), "ms", limit=limit, spread=(min(gaps), max(gaps)))
 
@@ -117,7 +119,7 @@ def _add(report: Report, name: str, gaps: list[float], limit: float | None = Non
 def longest_gap(port: int, request: HeavyRequest | None) -> tuple[float, float, int]:
     """Seconds of the slowest probe, seconds until the request was answered, and its status."""
     began, status = time.perf_counter(), 0
-    with Probe(port) as probe:
+    with HealthProbe(port) as probe:
         began = time.perf_counter()
         if request is None:
             time.sleep(1.0)
@@ -157,7 +159,7 @@ def _send_message(port: int, request: HeavyRequest) -> int:
 @contextmanager
 def _heavy_upstream(size: int) -> Iterator[str]:
     port = free_port()
-    with running(sys.executable, "-m", "emberline.bench.event_loop_upstream", str(port), str(size)):
+    with running_server(sys.executable, "-m", "emberline.bench.event_loop_upstream", str(port), str(size)):
         wait_ready(port, "/health")
         yield f"http://127.0.0.1:{port}"
 
@@ -171,8 +173,10 @@ def gateway(size: int) -> Iterator[int]:
         config = home / "gateway.toml"
         config.write_text(GATEWAY.format(home=home, provider=f"http://127.0.0.1:{provider}", heavy=heavy))
         python = (sys.executable, "-m")
-        stack.enter_context(running(*python, "emberline.gateway.fakes.provider", "--port", str(provider)))
-        stack.enter_context(running(*python, "emberline.cli", "gateway", "--config", str(config), "--port", str(port)))
+        stack.enter_context(running_server(*python, "emberline.gateway.fakes.provider", "--port", str(provider)))
+        stack.enter_context(
+            running_server(*python, "emberline.cli", "gateway", "--config", str(config), "--port", str(port))
+        )
         wait_ready(port, "/health")
         yield port
 
@@ -183,10 +187,12 @@ def router() -> Iterator[int]:
         port, worker = free_port(), free_port()
         python = (sys.executable, "-m")
         foreign = f"vllm={stack.enter_context(_heavy_upstream(0))}"
-        stack.enter_context(running(*python, "emberline.cli", "router", "--port", str(port), "--foreign", foreign))
+        stack.enter_context(
+            running_server(*python, "emberline.cli", "router", "--port", str(port), "--foreign", foreign)
+        )
         wait_ready(port, "/health/live")
         url = f"http://127.0.0.1:{port}"
-        stack.enter_context(running(*python, "emberline.cluster.fake", "--router", url, "--port", str(worker)))
+        stack.enter_context(running_server(*python, "emberline.cluster.fake", "--router", url, "--port", str(worker)))
         wait_ready(port, "/health/ready")
         yield port
 
@@ -197,10 +203,10 @@ def engine(model: str) -> Iterator[int]:
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = free_port()
-        stack.enter_context(running(sys.executable, "-m", "emberline.cli", "router", "--port", str(port)))
+        stack.enter_context(running_server(sys.executable, "-m", "emberline.cli", "router", "--port", str(port)))
         wait_ready(port, "/health/live")
         arguments = [model, "--router", f"http://127.0.0.1:{port}"]
-        yield stack.enter_context(Launch(arguments, home / "log")).port
+        yield stack.enter_context(ServerLaunch(arguments, home / "log")).port
 
 
 def wait_ready(port: int, path: str) -> None:

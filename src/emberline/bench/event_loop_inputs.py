@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 CHAT = "/v1/chat/completions"
 MESSAGE = b'{"role":"user","content":"a"}'
 PROSE = b"the quick brown fox jumps over the lazy dog. "
-LARGEST_BATCH = 10 << 20  # bytes that /ai/run takes
+MAX_BATCH_REQUESTS = 10 << 20  # bytes that /ai/run takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def chat(content: bytes, model: str, **more: object) -> bytes:
     return head + b',"messages":[{"role":"user","content":"' + content + b'"}]}'
 
 
-def listed(item: bytes, size: int, name: str, model: str, **more: object) -> bytes:
+def list_request(item: bytes, size: int, name: str, model: str, **more: object) -> bytes:
     """A request with one field that is a list of this item, of about `size` bytes."""
     head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
     return head + b',"' + name.encode() + b'":[' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
@@ -37,9 +37,9 @@ def shared_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
     return {
         "prose": HeavyRequest(CHAT, chat(PROSE * (size // len(PROSE)), model)),
         "escapes": HeavyRequest(CHAT, chat(b"\\u00e9" * (size // 6), model)),
-        "messages": HeavyRequest(CHAT, listed(MESSAGE, size, "messages", model)),
-        "lists": HeavyRequest(CHAT, listed(b"[]", size, "messages", model)),
-        "token_ids": HeavyRequest("/v1/completions", listed(b"1", size, "prompt", model)),
+        "messages": HeavyRequest(CHAT, list_request(MESSAGE, size, "messages", model)),
+        "lists": HeavyRequest(CHAT, list_request(b"[]", size, "messages", model)),
+        "token_ids": HeavyRequest("/v1/completions", list_request(b"1", size, "prompt", model)),
     }
 
 
@@ -58,7 +58,9 @@ def gateway_inputs(size: int) -> dict[str, HeavyRequest]:
         "cached_messages": at("cached", messages),
         "translated_prose": at("default", chat(text, "anthropic/claude-x")),
         "continued_messages": at(
-            "default", listed(MESSAGE, size, "messages", "fake/bench", stream=True), **{"x-emberline-continue": "true"}
+            "default",
+            list_request(MESSAGE, size, "messages", "fake/bench", stream=True),
+            **{"x-emberline-continue": "true"},
         ),
         "pool_prose": at("routed", chat(text, "pool/both")),
         "route_prose": at("routed", chat(text, "dynamic/by-text")),
@@ -66,10 +68,10 @@ def gateway_inputs(size: int) -> dict[str, HeavyRequest]:
         "universal_messages": HeavyRequest("/v1/default/default", steps(messages)),
         "run_messages": HeavyRequest("/accounts/default/ai/run/fake/bench", messages),
         "run_batch": HeavyRequest(
-            "/accounts/default/ai/run/fake/bench?queueRequest=true", listed_batch(min(size, LARGEST_BATCH))
+            "/accounts/default/ai/run/fake/bench?queueRequest=true", batch_request(min(size, MAX_BATCH_REQUESTS))
         ),
-        "socket_prose": HeavyRequest("/v1/default/default", b"%b" % created(prose), socket=True),
-        "socket_messages": HeavyRequest("/v1/default/default", created(messages), socket=True),
+        "socket_prose": HeavyRequest("/v1/default/default", b"%b" % create_route_request(prose), socket=True),
+        "socket_messages": HeavyRequest("/v1/default/default", create_route_request(messages), socket=True),
         "gzip_reply": HeavyRequest("/v1/default/default/heavy/bomb", b'{"model":"x"}'),
         "large_reply": at("default", chat(b"a", "heavy/whole")),
         "large_event": at("default", chat(b"a", "heavy/event", stream=True)),
@@ -85,12 +87,12 @@ def steps(query: bytes) -> bytes:
     return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + query + b"}]"
 
 
-def created(query: bytes) -> bytes:
+def create_route_request(query: bytes) -> bytes:
     """The message by which a WebSocket's client asks for one step."""
     return b'{"type":"universal.create","request":%b}' % steps(query)[1:-1]
 
 
-def listed_batch(size: int) -> bytes:
+def batch_request(size: int) -> bytes:
     item = b'{"prompt":"%b"}' % (b"a" * (size // 5000 - 14))
     return b'{"requests":[' + b",".join([item] * 5000) + b"]}"
 
@@ -110,17 +112,19 @@ def engine_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
     return {
         **shared_inputs(model, size),
         "tokenize": HeavyRequest("/tokenize", json.dumps({"model": model, "prompt": "word " * (200_000)}).encode()),
-        "short_messages": HeavyRequest(CHAT, listed(MESSAGE, 400_000, "messages", model)),
-        "tools": HeavyRequest(CHAT, listed(tool, size, "tools", model, messages=[json.loads(MESSAGE)])),
-        "detokenize": HeavyRequest("/detokenize", fields(listed(b"1", size, "tokens", model))),
-        "tokenize_messages": HeavyRequest("/tokenize", fields(listed(MESSAGE, size, "messages", model))),
-        "count_tokens": HeavyRequest("/v1/messages/count_tokens", fields(listed(MESSAGE, size, "messages", model))),
-        "embeddings": HeavyRequest("/v1/embeddings", fields(listed(b'"a"', size, "input", model))),
+        "short_messages": HeavyRequest(CHAT, list_request(MESSAGE, 400_000, "messages", model)),
+        "tools": HeavyRequest(CHAT, list_request(tool, size, "tools", model, messages=[json.loads(MESSAGE)])),
+        "detokenize": HeavyRequest("/detokenize", fields(list_request(b"1", size, "tokens", model))),
+        "tokenize_messages": HeavyRequest("/tokenize", fields(list_request(MESSAGE, size, "messages", model))),
+        "count_tokens": HeavyRequest(
+            "/v1/messages/count_tokens", fields(list_request(MESSAGE, size, "messages", model))
+        ),
+        "embeddings": HeavyRequest("/v1/embeddings", fields(list_request(b'"a"', size, "input", model))),
         "responses_prose": HeavyRequest(
             "/v1/responses", b'{"model":"%b","input":"%b"}' % (model.encode(), PROSE * (size // len(PROSE)))
         ),
-        "responses_items": HeavyRequest("/v1/responses", fields(listed(MESSAGE, size, "input", model))),
-        "resume_messages": HeavyRequest("/cluster/resume", envelope(listed(MESSAGE, size, "messages", model))),
+        "responses_items": HeavyRequest("/v1/responses", fields(list_request(MESSAGE, size, "input", model))),
+        "resume_messages": HeavyRequest("/cluster/resume", envelope(list_request(MESSAGE, size, "messages", model))),
     }
 
 

@@ -17,7 +17,7 @@ PROBE_SECONDS = 0.005  # between two probes
 TIMEOUT_S = 300.0
 
 
-class Probe:
+class HealthProbe:
     """Use it as a context; `longest` is known when it is left."""
 
     def __init__(self, port: int) -> None:
@@ -25,7 +25,7 @@ class Probe:
         command = [sys.executable, "-m", "emberline.bench.event_loop_probe", str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> HealthProbe:
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it has begun
         return self

@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.bench import cores, processes
-from emberline.bench.caller import Caller
-from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import running
-from emberline.bench.report import Report
+from emberline.bench.blocking_client import BlockingClient
+from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.report import BenchReport
+from emberline.bench.server_launch import running_server
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
 T = TypeVar("T")
 
-PATIENCE = 60.0
+READY_TIMEOUT_S = 60.0
 KEY = "sk-bench-0123456789abcdef"
 PATH = "/v1/chat/completions"
 SOAK_EVENTS = 500  # of one stream
@@ -37,7 +37,7 @@ ENDING = 3  # finish, usage and [DONE] follow the content of a stream
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GatewayBenchPlan:
     requests: int
     clients: int  # connections with a request open at any time
     prompt: int  # bytes
@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Proxy:
+class BenchedProxy:
     """Whoever stands between the client and the provider."""
 
     name: str
@@ -60,7 +60,7 @@ class Proxy:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GatewayBenchRun:
     work: int  # requests, or events
     wall: float
     cpu: float
@@ -103,22 +103,22 @@ general_settings:
 """
 
 
-def bench(plan: Plan, peers: Path | None) -> Report:
+def bench(plan: GatewayBenchPlan, peers: Path | None) -> BenchReport:
     """`peers`: where LiteLLM's environment is, if it is to be measured beside us."""
-    report = Report("gateway", {name: getattr(plan, name) for name in plan.__slots__})
+    report = BenchReport("gateway", {name: getattr(plan, name) for name in plan.__slots__})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        core = stack.enter_context(cores.apart())
+        core = stack.enter_context(cores.split_cores())
         port = free_port()
         provider = f"http://127.0.0.1:{port}"
         fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
-        stack.enter_context(running(*fake))
-        direct = Proxy("direct", provider, model="bench")
-        _run(_ready(direct))
-        launches = {"ours": partial(_ours, home, provider, core)}
+        stack.enter_context(running_server(*fake))
+        direct = BenchedProxy("direct", provider, model="bench")
+        _run(_wait_until_ready(direct))
+        launches = {"ours": partial(_start_gateway, home, provider, core)}
         if peers is not None:
-            launches["litellm"] = partial(_litellm, home, provider, core, peers)
-        told: dict[str, list[Round]] = {name: [] for name in launches}
+            launches["litellm"] = partial(_start_litellm, home, provider, core, peers)
+        told: dict[str, list[GatewayBenchRound]] = {name: [] for name in launches}
         # In turn, since the machine has better and worse minutes; each time a new process, since they are not alike.
         for _ in range(plan.rounds):
             for name, launch in launches.items():
@@ -127,7 +127,7 @@ def bench(plan: Plan, peers: Path | None) -> Report:
         with launches["ours"]() as ours:
             _round(plan, ours, direct)  # until what it keeps for reuse is there
             grown = _run(_soak(plan, ours, provider))
-    _tell(report, told)
+    _add_results(report, told)
     report.add("rss_growth", grown / 1e6, "MB")
     return report
 
@@ -141,45 +141,45 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class GatewayBenchRound:
     """Of one process; `alone` and `base` one request at a time, through it and past it."""
 
-    loaded: Turn
-    alone: Turn
-    base: Turn
-    streams: Turn
-    short: Turn  # streams of one event
-    hits: Turn | None  # of those who have a cache
+    loaded: GatewayBenchRun
+    alone: GatewayBenchRun
+    base: GatewayBenchRun
+    streams: GatewayBenchRun
+    short: GatewayBenchRun  # streams of one event
+    hits: GatewayBenchRun | None  # of those who have a cache
 
 
-def _round(plan: Plan, proxy: Proxy, direct: Proxy) -> Round:
-    _run(_ready(proxy))
+def _round(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedProxy) -> GatewayBenchRound:
+    _run(_wait_until_ready(proxy))
     cached = replace(proxy, path=f"/v1/default/cached/compat{PATH[3:]}") if proxy.name == "ours" else None
 
-    def measured() -> Round:
-        return Round(
-            loaded=_run(_drive(proxy, plan)),
-            alone=_alone(proxy, plan),
-            base=_alone(direct, plan),
+    def measured() -> GatewayBenchRound:
+        return GatewayBenchRound(
+            loaded=_run(_run_concurrent(proxy, plan)),
+            alone=_run_sequential(proxy, plan),
+            base=_run_sequential(direct, plan),
             streams=_run(_stream(proxy, plan, plan.events)),
             short=_run(_stream(proxy, plan, 1)),
-            hits=None if cached is None else _alone(cached, plan, same=True),
+            hits=None if cached is None else _run_sequential(cached, plan, same=True),
         )
 
     measured()  # warms up
     return measured()
 
 
-async def _soak(plan: Plan, ours: Proxy, provider: str) -> int:
+async def _soak(plan: GatewayBenchPlan, ours: BenchedProxy, provider: str) -> int:
     """How much more memory it has after many events than after some; they come as fast as they can."""
-    await Connection(provider).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
+    await LeanHTTPConnection(provider).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
     size = max(1, min(SOAK_EVENTS, plan.soak // (2 * plan.streams)))
     rounds = max(2, plan.soak // (size * plan.streams))
     rss = [(await _stream(ours, plan, size)).rss for _ in range(rounds)]
     return rss[-1] - rss[rounds // 5]
 
 
-def _tell(report: Report, told: dict[str, list[Round]]) -> None:
+def _add_results(report: BenchReport, told: dict[str, list[GatewayBenchRound]]) -> None:
     figures = {name: _figures(rounds) for name, rounds in told.items()}
     ours, *others = figures.values()
     limits = {"cpu_per_request": 500.0, "cpu_per_event": 60.0, "added_p50": 1.0, "added_p99": 5.0, "rss": 120.0}
@@ -191,7 +191,7 @@ def _tell(report: Report, told: dict[str, list[Round]]) -> None:
     report.add("cache_hit_cpu", [1e6 * turn.cpu / turn.work for turn in hits], "us")
 
 
-def _figures(rounds: Sequence[Round]) -> dict[str, tuple[list[float], str]]:
+def _figures(rounds: Sequence[GatewayBenchRound]) -> dict[str, tuple[list[float], str]]:
     events = [1e6 * (each.streams.cpu - each.short.cpu) / (each.streams.work - each.short.work) for each in rounds]
     added = [
         [1e3 * (q - b) for q, b in zip(_quantiles(each.alone), _quantiles(each.base), strict=True)] for each in rounds
@@ -207,14 +207,14 @@ def _figures(rounds: Sequence[Round]) -> dict[str, tuple[list[float], str]]:
     }
 
 
-def _quantiles(turn: Turn) -> tuple[float, float]:
+def _quantiles(turn: GatewayBenchRun) -> tuple[float, float]:
     cuts = quantiles(turn.seconds, n=100)
     return cuts[49], cuts[98]
 
 
-def _alone(proxy: Proxy, plan: Plan, same: bool = False) -> Turn:
+def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same: bool = False) -> GatewayBenchRun:
     """One after the other; as many as under load: a p99 of few is their worst."""
-    caller = Caller(proxy.url, KEY)
+    caller = BlockingClient(proxy.url, KEY)
     seconds: list[float] = []
     before, start = _usage(proxy), time.perf_counter()
     for number in range(plan.requests):
@@ -225,16 +225,16 @@ def _alone(proxy: Proxy, plan: Plan, same: bool = False) -> Turn:
         _check(reply)
     wall, after = time.perf_counter() - start, _usage(proxy)
     caller.close()
-    return Turn(plan.requests, wall, after.cpu - before.cpu, seconds, after.rss)
+    return GatewayBenchRun(plan.requests, wall, after.cpu - before.cpu, seconds, after.rss)
 
 
-async def _drive(proxy: Proxy, plan: Plan) -> Turn:
+async def _run_concurrent(proxy: BenchedProxy, plan: GatewayBenchPlan) -> GatewayBenchRun:
     """Closed: as many requests are open at any time."""
     left = iter(range(plan.requests))
     seconds: list[float] = []
 
     async def client() -> None:
-        connection = Connection(proxy.url, KEY)
+        connection = LeanHTTPConnection(proxy.url, KEY)
         for number in left:
             body = _body(proxy, plan, number, 8, stream=False)
             began = time.perf_counter()
@@ -243,7 +243,7 @@ async def _drive(proxy: Proxy, plan: Plan) -> Turn:
             _check(reply)
         connection.close()
 
-    return await _timed(proxy, [client() for _ in range(plan.clients)], plan.requests, seconds)
+    return await _measure_run(proxy, [client() for _ in range(plan.clients)], plan.requests, seconds)
 
 
 def _check(reply: bytes) -> None:
@@ -251,12 +251,12 @@ def _check(reply: bytes) -> None:
         raise EmberlineError(f"a reply was {reply[:200]!r}")
 
 
-async def _stream(proxy: Proxy, plan: Plan, events: int) -> Turn:
+async def _stream(proxy: BenchedProxy, plan: GatewayBenchPlan, events: int) -> GatewayBenchRun:
     first: list[float] = []
 
     async def client(phase: float) -> None:
         await asyncio.sleep(phase * plan.pace)  # so that their events do not come together
-        connection = Connection(proxy.url, KEY)
+        connection = LeanHTTPConnection(proxy.url, KEY)
         began, got, last = time.perf_counter(), 0, b""
         async for part in connection.stream(proxy.path, _body(proxy, plan, int(phase * 1e6), events, stream=True)):
             if not got:
@@ -268,61 +268,63 @@ async def _stream(proxy: Proxy, plan: Plan, events: int) -> Turn:
         connection.close()
 
     work = [client(i / plan.streams) for i in range(plan.streams)]
-    return await _timed(proxy, work, plan.streams * (events + ENDING), first)
+    return await _measure_run(proxy, work, plan.streams * (events + ENDING), first)
 
 
-async def _timed(proxy: Proxy, work: Sequence[object], amount: int, seconds: list[float]) -> Turn:
+async def _measure_run(
+    proxy: BenchedProxy, work: Sequence[object], amount: int, seconds: list[float]
+) -> GatewayBenchRun:
     before = _usage(proxy)
     began = time.perf_counter()
     await asyncio.gather(*work)  # type: ignore[call-overload]
     wall, after = time.perf_counter() - began, _usage(proxy)
-    return Turn(amount, wall, after.cpu - before.cpu, seconds, after.rss)
+    return GatewayBenchRun(amount, wall, after.cpu - before.cpu, seconds, after.rss)
 
 
-def _usage(proxy: Proxy) -> processes.Usage:
+def _usage(proxy: BenchedProxy) -> processes.ProcessUsage:
     if proxy.pid is None:
-        return processes.Usage(0.0, 0)
-    used = [processes.usage(pid) for pid in processes.family(proxy.pid).values()]
+        return processes.ProcessUsage(0.0, 0)
+    used = [processes.usage(pid) for pid in processes.process_tree(proxy.pid).values()]
     there = [each for each in used if each is not None]
-    return processes.Usage(sum(each.cpu for each in there), sum(each.rss for each in there))
+    return processes.ProcessUsage(sum(each.cpu for each in there), sum(each.rss for each in there))
 
 
-def _body(proxy: Proxy, plan: Plan, number: int, words: int, *, stream: bool) -> bytes:
+def _body(proxy: BenchedProxy, plan: GatewayBenchPlan, number: int, words: int, *, stream: bool) -> bytes:
     content = f"{number} ".ljust(plan.prompt, "x")
     asked = {"model": proxy.model, "messages": [{"role": "user", "content": content}], "max_tokens": words}
     return msgspec.json.encode({**asked, **({"stream": True} if stream else {})})
 
 
-async def _ready(proxy: Proxy) -> None:
-    deadline = time.monotonic() + PATIENCE
+async def _wait_until_ready(proxy: BenchedProxy) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
     body = msgspec.json.encode({"model": proxy.model, "messages": [{"role": "user", "content": "x"}]})
     while time.monotonic() < deadline:
         try:
-            await Connection(proxy.url, KEY).fetch(proxy.path, body)
+            await LeanHTTPConnection(proxy.url, KEY).fetch(proxy.path, body)
             return
-        except HTTPFailed:
+        except UnexpectedHTTPStatus:
             await asyncio.sleep(0.2)
     raise EmberlineError(f"{proxy.name} did not get ready")
 
 
 @contextmanager
-def _ours(home: Path, provider: str, core: int | None) -> Iterator[Proxy]:
+def _start_gateway(home: Path, provider: str, core: int | None) -> Iterator[BenchedProxy]:
     port, file = free_port(), home / "gateway.toml"
     file.write_text(GATEWAY.format(key=json.dumps(KEY), home=home, provider=provider))
     command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
-    with running(*command) as process:
-        cores.settle(process.pid, core)
-        yield Proxy("ours", f"http://127.0.0.1:{port}", process.pid)
+    with running_server(*command) as process:
+        cores.pin_process(process.pid, core)
+        yield BenchedProxy("ours", f"http://127.0.0.1:{port}", process.pid)
 
 
 @contextmanager
-def _litellm(home: Path, provider: str, core: int | None, peers: Path) -> Iterator[Proxy]:
+def _start_litellm(home: Path, provider: str, core: int | None, peers: Path) -> Iterator[BenchedProxy]:
     program = peers / "litellm" / "bin" / "litellm"
     if not program.exists():
         raise EmberlineError("LiteLLM is not installed", hint="scripts/bench-peers litellm")
     port, file = free_port(), home / "litellm.yaml"
     file.write_text(LITELLM.format(key=KEY, provider=provider))
     command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")
-    with running(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
-        cores.settle(process.pid, core)
-        yield Proxy("litellm", f"http://127.0.0.1:{port}", process.pid)
+    with running_server(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
+        cores.pin_process(process.pid, core)
+        yield BenchedProxy("litellm", f"http://127.0.0.1:{port}", process.pid)

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import aiohttp
 
-from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import running
-from emberline.bench.report import Report
+from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.report import BenchReport
+from emberline.bench.server_launch import running_server
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
@@ -40,7 +40,7 @@ base_url = "{provider}"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CrashBenchPlan:
     flushes: Sequence[float]  # seconds
     rate: float  # requests a second
     seconds: float  # until the kill; up to one more, at random
@@ -48,16 +48,16 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Crash:
+class CrashLoss:
     answered: int  # requests, before the kill
     lost: int  # of these, rows that are missing
     oldest: float  # seconds from the first reply whose row is missing to the kill
 
 
-def bench(plan: Plan) -> Report:
-    report = Report("gateway-crash", {name: getattr(plan, name) for name in plan.__slots__})
+def bench(plan: CrashBenchPlan) -> BenchReport:
+    report = BenchReport("gateway-crash", {name: getattr(plan, name) for name in plan.__slots__})
     port = free_port()
-    with running(sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port)):
+    with running_server(sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port)):
         for flush in plan.flushes:
             crashes = [asyncio.run(_crash(plan, flush, f"http://127.0.0.1:{port}", n)) for n in range(plan.rounds)]
             report.add(f"answered_flush_{flush:g}", [float(each.answered) for each in crashes], "requests")
@@ -67,29 +67,29 @@ def bench(plan: Plan) -> Report:
     return report
 
 
-def is_bounded(report: Report) -> bool:
+def is_bounded(report: BenchReport) -> bool:
     """Whether no row was lost that was older than the setting says."""
     figures = [result for name, result in report.results.items() if name.startswith("oldest_lost")]
     return all(r.spread is not None and r.limit is not None and r.spread[1] <= r.limit for r in figures)
 
 
-async def _crash(plan: Plan, flush: float, provider: str, seed: int) -> Crash:
+async def _crash(plan: CrashBenchPlan, flush: float, provider: str, seed: int) -> CrashLoss:
     with tempfile.TemporaryDirectory() as folder:
         home, port = Path(folder), free_port()
         file = home / "gateway.toml"
         file.write_text(CONFIG.format(home=home, flush=flush, provider=provider))
         command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
-        with running(*command) as process:
+        with running_server(*command) as process:
             url = f"http://127.0.0.1:{port}"
-            await _ready(url)
+            await _wait_until_ready(url)
             replies = await _load(plan, url, random.Random(seed), process.pid)
         killed, answered = replies.pop(""), replies
         rows = _rows(home / "store")
     lost = [at for name, at in answered.items() if name not in rows]
-    return Crash(len(answered), len(lost), max((killed - at for at in lost), default=0.0))
+    return CrashLoss(len(answered), len(lost), max((killed - at for at in lost), default=0.0))
 
 
-async def _load(plan: Plan, url: str, rng: random.Random, pid: int) -> dict[str, float]:
+async def _load(plan: CrashBenchPlan, url: str, rng: random.Random, pid: int) -> dict[str, float]:
     """When the reply to each request arrived, by the id of its row; under "", when the process was killed."""
     arrived: dict[str, float] = {}
     begun, until = time.perf_counter(), plan.seconds + rng.random()
@@ -118,13 +118,13 @@ async def _load(plan: Plan, url: str, rng: random.Random, pid: int) -> dict[str,
     return {name: at for name, at in arrived.items() if at <= killed}
 
 
-async def _ready(url: str) -> None:
+async def _wait_until_ready(url: str) -> None:
     until = time.perf_counter() + READY_TIMEOUT_S
     while time.perf_counter() < until:
         try:
-            await Connection(url).fetch("/health")
+            await LeanHTTPConnection(url).fetch("/health")
             return
-        except HTTPFailed:
+        except UnexpectedHTTPStatus:
             await asyncio.sleep(0.1)
     raise EmberlineError("the gateway did not get ready")
 

@@ -17,34 +17,34 @@ from typing import Any
 
 import msgspec
 
-from emberline.bench.log_days import copy_day, moved
-from emberline.bench.report import Report
+from emberline.bench.log_days import copy_day, shift_id
+from emberline.bench.report import BenchReport
 from emberline.core.clock import ManualClock
-from emberline.gateway.admin.admin import Admin
-from emberline.gateway.admin.desk import Desk
+from emberline.gateway.admin.admin import AdminAPI
+from emberline.gateway.admin.admin_context import AdminContext
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.keys.masterkeys import KeyFile
-from emberline.gateway.keys.vault import Vault
+from emberline.gateway.keys.master_keys import MasterKeyFile
+from emberline.gateway.keys.provider_key_vault import ProviderKeyVault
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.logs.logwriter import BATCH
-from emberline.gateway.logs.record import Payload, Record, day_of
-from emberline.gateway.store.base import Store
+from emberline.gateway.logs.log_writer import MAX_BATCH_RECORDS
+from emberline.gateway.logs.record import LogPayload, LogRecord, day_of
+from emberline.gateway.store.base import GatewayStore
 from emberline.gateway.store.opening import open_store
-from emberline.gateway.store.rollup import MS
-from emberline.gateway.store.watch import Watch
+from emberline.gateway.store.rollup import UNIT_MS
+from emberline.gateway.store.version_watch import StoreVersionWatch
 
 FILL = 10_000  # rows at once, while the time it takes does not matter
 ACCOUNT, GATEWAY = "default", "default"
 RARE = "rare-model"  # of one row in a hundred thousand
 PROVIDERS = ("openai", "anthropic", "google-ai-studio", "groq", "mistral", "emberline")
 
-Entry = tuple[Record, Payload | None]
+Entry = tuple[LogRecord, LogPayload | None]
 Ask = Callable[[str], Awaitable[Any]]  # the end of a path, with its query
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LogBenchPlan:
     rows: int
     days: int
     payload_every: int  # rows: one of so many has a payload
@@ -53,12 +53,12 @@ class Plan:
     @property
     def timed(self) -> int:
         """Rows, the last that are filled in, which are appended as the writer of the log does, and timed."""
-        return min(50 * BATCH, self.rows // self.days // 4)
+        return min(50 * MAX_BATCH_RECORDS, self.rows // self.days // 4)
 
 
-def bench(plan: Plan, url: str | None) -> Report:
+def bench(plan: LogBenchPlan, url: str | None) -> BenchReport:
     """`url`: an empty store; None: SQLite, in a directory that is removed again."""
-    report = Report("gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": url or "sqlite"})
+    report = BenchReport("gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": url or "sqlite"})
     with tempfile.TemporaryDirectory(prefix="emberline-logs-") as directory:
         asyncio.run(_bench(plan, url or f"sqlite:{directory}/store", Path(directory), report))
         if url is None:
@@ -66,14 +66,14 @@ def bench(plan: Plan, url: str | None) -> Report:
     return report
 
 
-async def _bench(plan: Plan, url: str, directory: Path, report: Report) -> None:
+async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchReport) -> None:
     now = int(time.time()) * 1000
-    now -= now % MS["day"]  # the days are whole
+    now -= now % UNIT_MS["day"]  # the days are whole
     began = time.perf_counter()
     middle = await _fill(url, plan, now, report)
     report.add("filled", plan.rows / (time.perf_counter() - began), "rows/s")
     store = await open_store(url)
-    ask = _asker(store, now, directory)
+    ask = _make_query(store, now, directory)
     slowest = 0.0
     for name, wanted in _pages(now, middle).items():
         times: list[float] = []
@@ -83,7 +83,7 @@ async def _bench(plan: Plan, url: str, directory: Path, report: Report) -> None:
             times.append(1e3 * (time.perf_counter() - began))
         report.add(name, times, "ms")
         slowest = max(slowest, *times)
-        if (asked := await _asked(ask, wanted[0], found[0])) > 1:
+        if (asked := await _measure_query(ask, wanted[0], found[0])) > 1:
             report.add(f"{name}_asked", asked, "pages")
     report.add("slowest_of_all", slowest, "ms")
     began = time.perf_counter()
@@ -93,12 +93,12 @@ async def _bench(plan: Plan, url: str, directory: Path, report: Report) -> None:
     await store.close()
 
 
-def _asker(store: Store, now: int, directory: Path) -> Ask:
+def _make_query(store: GatewayStore, now: int, directory: Path) -> Ask:
     """The management API as the dashboard has it, less the wire."""
     wall = ManualClock(now / 1e3)
-    vault = Vault(store, Watch(store, wall), KeyFile(directory / "master.key"))
-    admin = Admin(Desk(store, vault, wall, LocalLimiter()))
-    root = Identity("root", "root", "token", admin=True)
+    vault = ProviderKeyVault(store, StoreVersionWatch(store, wall), MasterKeyFile(directory / "master.key"))
+    admin = AdminAPI(AdminContext(store, vault, wall, LocalLimiter()))
+    root = Identity("root", "root", "token", is_admin=True)
 
     async def ask(wanted: str) -> Any:
         path, _, query = wanted.partition("?")
@@ -110,7 +110,7 @@ def _asker(store: Store, now: int, directory: Path) -> Ask:
     return ask
 
 
-async def _asked(ask: Ask, wanted: str, found: Any) -> int:
+async def _measure_query(ask: Ask, wanted: str, found: Any) -> int:
     """How often one must ask on until something, or the end, was found: patience ended the page before."""
     count = 1
     while not found.get("complete", True) and not found["items"]:
@@ -119,7 +119,7 @@ async def _asked(ask: Ask, wanted: str, found: Any) -> int:
     return count
 
 
-async def _fill(url: str, plan: Plan, now: int, report: Report) -> Record:
+async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> LogRecord:
     """A record from the middle, with a payload."""
     copies = plan.days - 1 if url.startswith("sqlite:") else 0
     rows = -(-plan.rows // (1 + copies))
@@ -129,8 +129,8 @@ async def _fill(url: str, plan: Plan, now: int, report: Report) -> Record:
     await _append(store, records, rows - rows // 2 - plan.timed)
     last = list(islice(records, plan.timed))
     began, busy = time.perf_counter(), time.process_time()
-    for start in range(0, plan.timed, BATCH):
-        await store.append(last[start : start + BATCH])
+    for start in range(0, plan.timed, MAX_BATCH_RECORDS):
+        await store.append(last[start : start + MAX_BATCH_RECORDS])
     report.add("append", plan.timed / (time.perf_counter() - began), "rows/s")
     report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed, "us")
     await store.close()
@@ -138,10 +138,10 @@ async def _fill(url: str, plan: Plan, now: int, report: Report) -> Record:
     for number in range(1, 1 + copies):
         copy_day(Path(url.removeprefix("sqlite:")), first, first + timedelta(days=number))
     assert middle is not None, "give --rows more than --payload-every"
-    return msgspec.structs.replace(middle, id=moved(middle.id, copies // 2 * MS["day"]))
+    return msgspec.structs.replace(middle, id=shift_id(middle.id, copies // 2 * UNIT_MS["day"]))
 
 
-async def _append(store: Store, records: Iterator[Entry], rows: int) -> Record | None:
+async def _append(store: GatewayStore, records: Iterator[Entry], rows: int) -> LogRecord | None:
     """The last one that has a payload."""
     last = None
     for start in range(0, rows, FILL):
@@ -151,17 +151,19 @@ async def _append(store: Store, records: Iterator[Entry], rows: int) -> Record |
     return last
 
 
-def _records(plan: Plan, end: int) -> Iterator[tuple[Record, Payload | None]]:
+def _records(plan: LogBenchPlan, end: int) -> Iterator[tuple[LogRecord, LogPayload | None]]:
     dice = random.Random(1)
-    start = end - plan.days * MS["day"]
+    start = end - plan.days * UNIT_MS["day"]
     models = [(dice.choice(PROVIDERS), f"model-{i}") for i in range(30)]
-    payload = Payload(b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"some words " * 80), b"an answer " * 100)
+    payload = LogPayload(
+        b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"some words " * 80), b"an answer " * 100
+    )
     for i in range(plan.rows):
         at = start + i * (end - start) // plan.rows
         roll = dice.random()
         provider, model = models[min(int(dice.expovariate(0.2)), 29)]
         failed, priced = roll < 0.03, roll < 0.95
-        record = Record(
+        record = LogRecord(
             id=f"{at:012x}{i:020x}",
             account=ACCOUNT,
             gateway=GATEWAY,
@@ -192,8 +194,8 @@ def _records(plan: Plan, end: int) -> Iterator[tuple[Record, Payload | None]]:
         yield record, payload if i % plan.payload_every == 0 else None
 
 
-def _pages(now: int, middle: Record) -> dict[str, tuple[str, ...]]:
-    return _overviews(now) | {name: (f"{query}&limit=50",) for name, query in _explored(middle).items()} | {
+def _pages(now: int, middle: LogRecord) -> dict[str, tuple[str, ...]]:
+    return _overviews(now) | {name: (f"{query}&limit=50",) for name, query in _explorer_queries(middle).items()} | {
         "one_record": (f"logs/{middle.id}",),
         "what_it_said": (f"logs/{middle.id}/request", f"logs/{middle.id}/response"),
         "budgets": ("budgets?limit=500", "spent"),
@@ -207,7 +209,7 @@ def _overviews(now: int) -> dict[str, tuple[str, ...]]:
     }  # fmt: skip
     found: dict[str, tuple[str, ...]] = {}
     for name, (cells, unit) in ranges.items():
-        times = f"rollups?unit={unit}&since={now - cells * MS[unit]}&until={now}"
+        times = f"rollups?unit={unit}&since={now - cells * UNIT_MS[unit]}&until={now}"
         dimensions = ("model", "provider", "status", "error", "key", "user") if name == "30d" else ("model",)
         for dimension in dimensions:
             apart = f"{times}&dimension={dimension}&over_time=false&limit=50"
@@ -215,13 +217,13 @@ def _overviews(now: int) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _explored(middle: Record) -> dict[str, str]:
+def _explorer_queries(middle: LogRecord) -> dict[str, str]:
     """Pages of the explorer, of one gateway and of all."""
     one = f"logs?gateway={GATEWAY}"
     return {
         "newest": "logs?",
         "newest_of_a_gateway": one,
-        "from_the_middle": f"{one}&until={middle.created}",
+        "from_the_middle": f"{one}&until={middle.created_ms}",
         "failed": f"{one}&success=false",
         "failed_with_status": f"{one}&status=503",
         "rescued": f"{one}&rescued=true",

@@ -18,13 +18,13 @@ from typing import Any
 
 from emberline.bench import machine
 from emberline.bench import report as reports
-from emberline.bench.grammar_cases import HOSTILE, ORDINARY, Case
+from emberline.bench.grammar_cases import HOSTILE, ORDINARY, GrammarCase
 from emberline.bench.grammar_child import DEADLINE_S
 
 LIBRARIES = ("llguidance", "xgrammar")
 
 
-class Child:
+class GrammarChild:
     """A library's process; started again after a case that hung or crashed it."""
 
     def __init__(self, library: str, tokenizer: Path) -> None:
@@ -38,7 +38,7 @@ class Child:
         assert self.process.stdout is not None
         self.ready: dict[str, Any] = json.loads(self.process.stdout.readline())
 
-    def ask(self, case: Case) -> dict[str, Any]:
+    def ask(self, case: GrammarCase) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         question = {"kind": case.grammar.kind, "text": case.grammar.text, "sample": case.sample}
         self.process.stdin.write(json.dumps(question) + "\n")
@@ -71,7 +71,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def run(library: str, tokenizer: Path) -> dict[str, Any]:
-    child = Child(library, tokenizer)
+    child = GrammarChild(library, tokenizer)
     ready = child.ready
     ordinary = {case.name: child.ask(case) for case in ORDINARY}
     hostile = {case.name: child.ask(case) for case in HOSTILE}
@@ -148,9 +148,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     reports.add_arguments(parser)
     args = parser.parse_args()
-    from emberline.hub.source import resolve
+    from emberline.hub.source import resolve_model
 
-    tokenizer = resolve(args.model) / "tokenizer.json"
+    tokenizer = resolve_model(args.model) / "tokenizer.json"
     done = report({library: run(library, tokenizer) for library in LIBRARIES}, args.model, args.commit)
     print(f"{'':24}{LIBRARIES[0]:>14}{LIBRARIES[1]:>14}")
     for name, row in done["results"].items():

@@ -6,18 +6,18 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.core.params import Grammar, GrammarKind
+from emberline.core.params import GrammarKind, GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class GrammarCase:
     name: str
-    grammar: Grammar
+    grammar: GrammarSpec
     sample: str  # a text the grammar accepts; its tokens are what the masks are measured on
 
 
-def _schema(name: str, schema: dict[str, Any], sample: Any) -> Case:
-    return Case(name, Grammar("json_schema", json.dumps(schema)), json.dumps(sample, ensure_ascii=False))
+def _schema(name: str, schema: dict[str, Any], sample: Any) -> GrammarCase:
+    return GrammarCase(name, GrammarSpec("json_schema", json.dumps(schema)), json.dumps(sample, ensure_ascii=False))
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -51,8 +51,8 @@ _PROSE = (
     'A long answer, with "quotes", an accent or two (café, naïve), and 中文, so that most tokens lie inside a string.'
 )
 
-ORDINARY: tuple[Case, ...] = (
-    Case("any_object", Grammar("json_object"), json.dumps({"a": [1, 2.5, None, True], "b": {"c": "d"}})),
+ORDINARY: tuple[GrammarCase, ...] = (
+    GrammarCase("any_object", GrammarSpec("json_object"), json.dumps({"a": [1, 2.5, None, True], "b": {"c": "d"}})),
     _schema(
         "flat",
         _object(name=_TEXT, age=_INT, member={"type": "boolean"}),
@@ -96,37 +96,37 @@ ORDINARY: tuple[Case, ...] = (
         {"type": "object", "properties": {f"field_{i}": _TEXT for i in range(30)}, "additionalProperties": False},
         {"field_3": "a", "field_17": "b", "field_29": "c"},
     ),
-    Case("regex_phone", Grammar("regex", r"\+[0-9]{1,3} [0-9]{3} [0-9]{3,8}"), "+49 228 1234567"),
-    Case(
+    GrammarCase("regex_phone", GrammarSpec("regex", r"\+[0-9]{1,3} [0-9]{3} [0-9]{3,8}"), "+49 228 1234567"),
+    GrammarCase(
         "regex_words",
-        Grammar("regex", r"([A-Z][a-z]+ ){2,20}[A-Z][a-z]+\."),
+        GrammarSpec("regex", r"([A-Z][a-z]+ ){2,20}[A-Z][a-z]+\."),
         "The Quick Brown Fox Jumps Over The Lazy Dog.",
     ),
-    Case("choice", Grammar("choice", json.dumps(["yes", "no", "I do not know"])), "I do not know"),
-    Case("arithmetic", Grammar("grammar", _ARITHMETIC), "12*(3+4)-56/(7+(8*9))"),
-    Case("query", Grammar("grammar", _QUERY), "SELECT name, age FROM people WHERE city = 'Bonn'"),
+    GrammarCase("choice", GrammarSpec("choice", json.dumps(["yes", "no", "I do not know"])), "I do not know"),
+    GrammarCase("arithmetic", GrammarSpec("grammar", _ARITHMETIC), "12*(3+4)-56/(7+(8*9))"),
+    GrammarCase("query", GrammarSpec("grammar", _QUERY), "SELECT name, age FROM people WHERE city = 'Bonn'"),
 )
 
 
-def _nested(depth: int) -> str:
+def _nested_schema(depth: int) -> str:
     return '{"type":"object","properties":{"a":' * depth + '{"type":"integer"}' + "}}" * depth
 
 
-def _doubling(levels: int, keyword: str) -> str:
+def _doubling_schema(levels: int, keyword: str) -> str:
     """Each definition mentions the next one twice: small to write, two to the power of `levels` when expanded."""
     defs: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return json.dumps({"$defs": {**defs, f"d{levels}": _object(a=_INT)}, "$ref": "#/$defs/d0"})
 
 
-def _crossed(pairs: int) -> str:
+def _crossed_schema(pairs: int) -> str:
     """An intersection of unions, whose product has two to the power of `pairs` members."""
     union = [{"anyOf": [{"properties": {f"p{i}": {"const": bit}}} for bit in (0, 1)]} for i in range(pairs)]
     return json.dumps({"allOf": union})
 
 
 _HOSTILE_SCHEMAS: dict[str, str] = {
-    "nested_500": _nested(500),
-    "nested_20000": _nested(20_000),
+    "nested_500": _nested_schema(500),
+    "nested_20000": _nested_schema(20_000),
     "min_items_1e6": '{"type":"array","items":{"type":"integer"},"minItems":1000000}',
     "max_items_1e9": '{"type":"array","items":{"type":"integer"},"maxItems":1000000000}',
     "max_length_1e9": '{"type":"string","maxLength":1000000000}',
@@ -134,9 +134,9 @@ _HOSTILE_SCHEMAS: dict[str, str] = {
     "ref_cycle": '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}',
     "ref_endless": '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}',
     "ref_remote": '{"$ref":"http://127.0.0.1:9/schema"}',
-    "doubling_all_of": _doubling(30, "allOf"),
-    "doubling_any_of": _doubling(30, "anyOf"),
-    "crossed_40": _crossed(40),
+    "doubling_all_of": _doubling_schema(30, "allOf"),
+    "doubling_any_of": _doubling_schema(30, "anyOf"),
+    "crossed_40": _crossed_schema(40),
     "one_megabyte": json.dumps(
         {
             "type": "object",
@@ -186,6 +186,8 @@ _HOSTILE: dict[GrammarKind, dict[str, str]] = {
     "regex": _HOSTILE_REGEXES,
     "grammar": _HOSTILE_GRAMMARS,
 }
-HOSTILE: tuple[Case, ...] = tuple(
-    Case(f"{kind}_{name}", Grammar(kind, text), "") for kind, table in _HOSTILE.items() for name, text in table.items()
+HOSTILE: tuple[GrammarCase, ...] = tuple(
+    GrammarCase(f"{kind}_{name}", GrammarSpec(kind, text), "")
+    for kind, table in _HOSTILE.items()
+    for name, text in table.items()
 )

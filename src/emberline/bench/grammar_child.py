@@ -17,21 +17,21 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 DEADLINE_S = 10.0
 
 Mask = npt.NDArray[np.int32]
 
 
-class Matcher(Protocol):
+class LibraryMatcher(Protocol):
     def fill(self, mask: Mask) -> None: ...
 
     def accept(self, token: int) -> bool: ...
 
 
-class Library(Protocol):
-    def compile(self, grammar: Grammar) -> Matcher: ...
+class GrammarLibrary(Protocol):
+    def compile(self, grammar: GrammarSpec) -> LibraryMatcher: ...
 
 
 class LLGuidanceMatcher:
@@ -54,7 +54,7 @@ class LLGuidance:
         self.library = llguidance
         self.tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=len(vocab), eos_token=eos)
 
-    def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
+    def compile(self, grammar: GrammarSpec) -> LLGuidanceMatcher:
         text = '{"type":"object"}' if grammar.kind == "json_object" else grammar.text
         form: Any = "json_schema" if grammar.kind == "json_object" else grammar.kind
         matcher = self.library.LLMatcher(self.tokenizer, self.library.grammar_from(form, text), log_level=0)
@@ -83,10 +83,10 @@ class XGrammar:
         info = xgrammar.TokenizerInfo(vocab, xgrammar.VocabType.BYTE_LEVEL, stop_token_ids=[eos])
         self.compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def compile(self, grammar: Grammar) -> XGrammarMatcher:
+    def compile(self, grammar: GrammarSpec) -> XGrammarMatcher:
         return XGrammarMatcher(self.library.GrammarMatcher(self._compile(grammar)))
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: GrammarSpec) -> Any:
         match grammar.kind:
             case "json_object":
                 return self.compiler.compile_json_schema('{"type":"object"}', strict_mode=False)
@@ -105,7 +105,7 @@ class XGrammar:
 LIBRARIES: dict[str, type[LLGuidance] | type[XGrammar]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
 
 
-def measure(library: Library, grammar: Grammar, tokens: list[int], vocab_size: int) -> dict[str, Any]:
+def measure(library: GrammarLibrary, grammar: GrammarSpec, tokens: list[int], vocab_size: int) -> dict[str, Any]:
     start = time.thread_time()
     try:
         matcher = library.compile(grammar)
@@ -146,7 +146,7 @@ def main(name: str, tokenizer_file: str) -> None:
         case = json.loads(line)
         tokens = tokenizer.encode(case["sample"], add_special_tokens=False).ids
         signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # unhandled: the signal ends us wherever we are
-        result = measure(library, Grammar(case["kind"], case["text"]), tokens, size)
+        result = measure(library, GrammarSpec(case["kind"], case["text"]), tokens, size)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps({**result, "rss_mb": rss_mb() - before}), flush=True)
 

@@ -9,7 +9,7 @@ from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     prompts: list[list[int]]
     outputs: list[int]  # tokens to generate for each prompt, whatever they are
 
@@ -23,12 +23,12 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class TokenTimeline:
     """Seconds since submission, one per output token, for each request of the job."""
 
     times: list[list[float]]
 
-    def check(self, job: Job) -> None:
+    def check(self, job: BenchJob) -> None:
         """A contender that stopped early or said too much did another job."""
         counts = [len(times) for times in self.times]
         if counts != job.outputs:
@@ -47,7 +47,7 @@ class Timeline:
         """From the last first token to the first last one: while all requests decode and none prefills."""
         return max(times[0] for times in self.times), min(times[-1] for times in self.times)
 
-    def prefill_rate(self, job: Job) -> float:
+    def prefill_rate(self, job: BenchJob) -> float:
         """Prompt tokens a second until every request has its first token."""
         return job.prompt_tokens / self.full[0]
 

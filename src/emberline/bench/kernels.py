@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from emberline.bench import ceiling
+from emberline.bench import machine_limits
 from emberline.bench import report as reports
-from emberline.bench.ceiling import Ceiling, Cost
 from emberline.bench.machine import llc_bytes
-from emberline.bench.report import Report
+from emberline.bench.machine_limits import MachineLimits, TokenCost
+from emberline.bench.report import BenchReport
 from emberline.core.config import core_count
 from emberline.kernels import ops
-from emberline.kernels.packed import Layout
+from emberline.kernels.packed_weight import WeightLayout
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
-from emberline.models.forward import Forward
+from emberline.models.decoder import DecoderModel
+from emberline.models.forward import ForwardBatch
 from emberline.models.weights import Weights
 
 Work = Callable[[], object]
 
 SECONDS, LEAST, MOST = 0.1, 3, 100  # of one figure: time, and rounds
-FEW = 16
+FEW_ROWS = 16
 ROWS = (1, 8, 16, 64, 512, 2048)
 LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B Llama
     "qkv": (960, 576),
@@ -44,7 +44,7 @@ LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B 
     "head": (49152, 576),
     "8b_o": (4096, 4096),
 }
-MOST_FLOP = 30e9  # a product beyond this tells nothing new
+MAX_FLOP = 30e9  # a product beyond this tells nothing new
 STEPS = {  # sequences, new tokens of each, and tokens before them
     "decode_1": (1, 1, 128),
     "decode_8": (8, 1, 128),
@@ -70,11 +70,11 @@ SMOLLM2 = {
 }
 
 
-class RandomWeights(Weights):
+class BenchRandomWeights(Weights):
     """Any matrix asked for."""
 
     def __init__(self) -> None:
-        self.taken_bytes = 0
+        self.loaded_bytes = 0
 
     def has(self, name: str) -> bool:
         return "lm_head" not in name and "bias" not in name
@@ -83,14 +83,16 @@ class RandomWeights(Weights):
         return torch.ones(size)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        self.taken_bytes += 2 * rows * columns
+        self.loaded_bytes += 2 * rows * columns
         return torch.randn(rows, columns).mul_(columns**-0.5).to(torch.bfloat16)
 
 
-def bench(threads: int) -> Report:
-    backend = ops.start(threads=threads)
-    top = ceiling.measure(threads)  # leaves torch with as many threads
-    report = Report("kernels", {"threads": threads, "backend": str(backend), "ceiling": top.how, "on_more_cores": {}})
+def bench(threads: int) -> BenchReport:
+    backend = ops.start_backend(threads=threads)
+    top = machine_limits.measure(threads)  # leaves torch with as many threads
+    report = BenchReport(
+        "kernels", {"threads": threads, "backend": str(backend), "ceiling": top.how, "on_more_cores": {}}
+    )
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
     _steps(report, top)
@@ -100,14 +102,14 @@ def bench(threads: int) -> Report:
     return report
 
 
-def _linears(report: Report, name: str, n: int, k: int, top: Ceiling) -> None:
+def _linears(report: BenchReport, name: str, n: int, k: int, top: MachineLimits) -> None:
     weight = torch.randn(n, k).to(torch.bfloat16)
     packed = ops.pack_linear(weight, gated=name == "gate_up")
     copies = -(-max(1 << 28, llc_bytes() * 3 // 2) // weight.nbytes)
     ours = [packed] + [replace(packed, data=data, ptr=data.data_ptr()) for data in _copies(packed.data, copies)]
     for m in ROWS:
-        flop, some = 2.0 * m * n * k, copies if m <= FEW else 1
-        if flop > MOST_FLOP:
+        flop, some = 2.0 * m * n * k, copies if m <= FEW_ROWS else 1
+        if flop > MAX_FLOP:
             continue
         x, norm = torch.randn(m, k), torch.ones(k)
         y = torch.empty(m, n // 2 if packed.gated else n)
@@ -116,7 +118,7 @@ def _linears(report: Report, name: str, n: int, k: int, top: Ceiling) -> None:
             return ops.gate_up_silu(x, w, norm=norm, eps=1e-5, out=y) if w.gated else ops.linear(x, w, out=y)
 
         seconds = _times(lambda some=some, mine=mine: [mine(w) for w in ours[:some]])  # type: ignore[misc]
-        limit = max(flop / top.flops, weight.nbytes / top.bandwidth if m <= FEW else 0.0)
+        limit = max(flop / top.flops, weight.nbytes / top.bandwidth if m <= FEW_ROWS else 0.0)
         label = f"{name}_{m}"
         theirs = _peers(report, label, _torch(x, weight, some, packed.layout), some)
         best = min(theirs.values(), default=None)
@@ -125,7 +127,7 @@ def _linears(report: Report, name: str, n: int, k: int, top: Ceiling) -> None:
             report.add(f"{label}/{who}", value, "us")
 
 
-def _peers(report: Report, label: str, ways: Iterator[tuple[str, Work]], some: int) -> dict[str, float]:
+def _peers(report: BenchReport, label: str, ways: Iterator[tuple[str, Work]], some: int) -> dict[str, float]:
     """Microseconds of each. torch's BLAS does not always keep to the threads it was given: a peer on more cores than we
     have is no peer, and is named in the config instead."""
     best = {}
@@ -140,9 +142,9 @@ def _peers(report: Report, label: str, ways: Iterator[tuple[str, Work]], some: i
     return best
 
 
-def _torch(x: Tensor, weight: Tensor, copies: int, layout: Layout) -> Iterator[tuple[str, Work]]:
+def _torch(x: Tensor, weight: Tensor, copies: int, layout: WeightLayout) -> Iterator[tuple[str, Work]]:
     """torch's ways to the same product, one set of weights at a time in memory."""
-    if layout is not Layout.AMX:
+    if layout is not WeightLayout.AMX:
         wide = [weight.float() for _ in range(max(1, copies // 2))] * (2 if copies > 1 else 1)
         yield "torch_fp32", lambda: [linear(x, w) for w in wide[:copies]]
         return
@@ -158,12 +160,12 @@ def _torch(x: Tensor, weight: Tensor, copies: int, layout: Layout) -> Iterator[t
     yield "onednn", lambda: [mkldnn._linear_pointwise(inputs, w, None, "none", [], "") for w in ready]
 
 
-def _steps(report: Report, top: Ceiling) -> None:
+def _steps(report: BenchReport, top: MachineLimits) -> None:
     config = ModelConfig.from_hf(SMOLLM2)
-    model = Decoder.load(config, RandomWeights(), 4096, "random")
+    model = DecoderModel.load(config, BenchRandomWeights(), 4096, "random")
     blocks = max(1 + batch * -(-(new + before) // BLOCK) for batch, new, before in STEPS.values())
     keys = torch.zeros(config.layers, blocks, config.kv_heads, BLOCK, config.head_dim, dtype=torch.bfloat16)
-    values, cost = keys.clone(), Cost.of(config)
+    values, cost = keys.clone(), TokenCost.of(config)
     for name, (batch, new, before) in STEPS.items():
         step = _forward(batch, new, before, config.vocab, keys, values)
         rates = [batch * new / seconds for seconds in _times(lambda step=step: model.forward(step))]  # type: ignore[misc]
@@ -172,7 +174,7 @@ def _steps(report: Report, top: Ceiling) -> None:
         report.add(f"{name}_attention", _attention_ms(step, config), "ms")
 
 
-def _attention_ms(step: Forward, config: ModelConfig) -> list[float]:
+def _attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
     """Of a step's layers together. All of them read one layer's cache, which prefill would find in the cache anyway."""
     heads = (config.heads, config.kv_heads, config.head_dim)
     qkv = torch.randn(len(step.tokens), (heads[0] + 2 * heads[1]) * heads[2])
@@ -180,11 +182,11 @@ def _attention_ms(step: Forward, config: ModelConfig) -> list[float]:
     return [config.layers * s * 1e3 for s in _times(lambda: ops.paged_attention(qkv, *where, heads[2] ** -0.5, *heads))]
 
 
-def _forward(batch: int, new: int, before: int, vocab: int, keys: Tensor, values: Tensor) -> Forward:
+def _forward(batch: int, new: int, before: int, vocab: int, keys: Tensor, values: Tensor) -> ForwardBatch:
     per = -(-(new + before) // BLOCK)
     tables = torch.arange(1, 1 + batch * per, dtype=torch.int32).view(batch, per)
     at = torch.arange(before, before + new).repeat(batch, 1)
-    return Forward(
+    return ForwardBatch(
         tokens=torch.randint(vocab, (batch * new,)),
         positions=at.flatten().int(),
         slots=(tables.gather(1, at // BLOCK).long() * BLOCK + at % BLOCK).flatten(),

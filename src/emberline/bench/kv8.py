@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from emberline.bench import report as reports
-from emberline.bench.report import Report
+from emberline.bench.report import BenchReport
 from emberline.core.config import DEFAULT_MODEL, core_count
 from emberline.core.errors import InvalidRequest
-from emberline.core.plan import Work
-from emberline.engine.batch import build
-from emberline.hub.source import resolve
+from emberline.core.plan import WorkItem
+from emberline.engine.batch import build_forward
+from emberline.hub.source import resolve_model
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models import attention
-from emberline.models.decoder import Decoder
-from emberline.models.loader import load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import load_decoder
 from emberline.tokens.tokenizer import Tokenizer
 
 Rounding = Callable[[Tensor], Tensor]
@@ -44,12 +44,12 @@ WINDOW = 2048  # tokens, each window from position 0 on
 CHUNK = 256  # tokens of a step
 SPANS = (0, 128, 512, 1024, 2048, 4096, 8192)  # positions between which figures are given too
 BLOCK = 16
-MOST = 448.0  # the largest e4m3
+FLOAT8_MAX = 448.0  # the largest e4m3
 
 
 def float8(x: Tensor) -> Tensor:
     """As kernels/triton/rope.py stores it; clamped there and here, whatever the conversion makes of larger numbers."""
-    return x.clamp(-MOST, MOST).to(torch.float8_e4m3fn).float()
+    return x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
 
 
 def bfloat16(x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class RoundingOps:
 
 
 @contextmanager
-def rounded(rounding: Rounding) -> Iterator[None]:
+def rounding_ops(rounding: Rounding) -> Iterator[None]:
     """Within, attention's cache holds rounded numbers."""
     names = vars(attention)
     names["ops"] = RoundingOps(rounding)
@@ -97,7 +97,7 @@ def rounded(rounding: Rounding) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Errors:
+class RoundingErrors:
     """Of one kind of cache, a number for each position of each window."""
 
     kl: list[Tensor] = field(default_factory=list)  # nats, of the exact distribution from this one
@@ -116,29 +116,29 @@ class Errors:
         self.most.append(error.amax(-1))
 
 
-class Run:
+class RoundingRun:
     """One model over one window after the other, with one kind of cache."""
 
-    def __init__(self, model: Decoder, rounding: Rounding | None) -> None:
+    def __init__(self, model: DecoderModel, rounding: Rounding | None) -> None:
         c = model.config
         self._model = model if rounding is None else replace(model, stack=None)  # else the layers are one native call
         self._rounding = rounding
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))
 
     def logits(self, tokens: list[int], start: int) -> Tensor:
-        work = [Work("", start, tokens, range(self.cache.num_blocks), samples=True, prompt_logprobs=True)]
-        step = build(work, self.cache)
+        work = [WorkItem("", start, tokens, range(self.cache.num_blocks), samples=True, prompt_logprobs=True)]
+        step = build_forward(work, self.cache)
         if self._rounding is None:
             return self._model.forward(step)
-        with rounded(self._rounding):
+        with rounding_ops(self._rounding):
             return self._model.forward(step)
 
 
 @torch.inference_mode()
-def compare(model: Decoder, tokens: list[int]) -> tuple[dict[str, Errors], np.ndarray, dict[str, float]]:
+def compare(model: DecoderModel, tokens: list[int]) -> tuple[dict[str, RoundingErrors], np.ndarray, dict[str, float]]:
     """Errors of each kind, the position of each, and how large keys and values are."""
-    exact, runs = Run(model, None), {name: Run(model, rounding) for name, rounding in ROUNDINGS.items()}
-    errors = {name: Errors() for name in ("float32", *runs)}
+    exact, runs = RoundingRun(model, None), {name: RoundingRun(model, rounding) for name, rounding in ROUNDINGS.items()}
+    errors = {name: RoundingErrors() for name in ("float32", *runs)}
     positions, largest = [], {"key": 0.0, "value": 0.0}
     for at in range(0, len(tokens), CHUNK):
         start, chunk = at % WINDOW, tokens[at : at + CHUNK]
@@ -154,15 +154,15 @@ def compare(model: Decoder, tokens: list[int]) -> tuple[dict[str, Errors], np.nd
     return errors, np.concatenate(positions), largest
 
 
-def bench(name: str, text: str, config: dict[str, Any]) -> Report:
-    directory = resolve(name)
-    backend = ops.start()
+def bench(name: str, text: str, config: dict[str, Any]) -> BenchReport:
+    directory = resolve_model(name)
+    backend = ops.start_backend()
     torch.set_num_threads(core_count() if backend.library is None else 1)
-    model = load(directory, "auto", WINDOW)
+    model = load_decoder(directory, "auto", WINDOW)
     tokens = Tokenizer.load(directory).encode(text, add_special=False)
     if len(tokens) < 2:
         raise InvalidRequest("the text has fewer than 2 tokens", param="text")
-    report = Report("kv-float8", {"model": name, "weights": str(model.dtype), "window": WINDOW, **config})
+    report = BenchReport("kv-float8", {"model": name, "weights": str(model.dtype), "window": WINDOW, **config})
     report.config |= {"tokens": len(tokens), "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
     errors, positions, largest = compare(model, tokens)
     for who in ROUNDINGS:
@@ -174,7 +174,7 @@ def bench(name: str, text: str, config: dict[str, Any]) -> Report:
     return report
 
 
-def add_figures(report: Report, errors: Errors, positions: np.ndarray, who: str) -> None:
+def add_figures(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, who: str) -> None:
     kl, same = torch.cat(errors.kl).numpy(), torch.cat(errors.same).numpy()
     mean, most = torch.cat(errors.mean).numpy(), torch.cat(errors.most).numpy()
     spans = [(low, high, (positions >= low) & (positions < high)) for low, high in pairwise(SPANS)]

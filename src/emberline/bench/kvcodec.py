@@ -19,21 +19,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emberline.bench.asked import Ask, asked
-from emberline.bench.narrow import Far, NotAllowed, narrow
-from emberline.bench.report import Report
+from emberline.bench.narrow_network import NamespaceNotAllowed, RemoteNamespace, narrow_network
+from emberline.bench.question_process import Ask, question_process
+from emberline.bench.report import BenchReport
 from emberline.core.config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.kernels.cpu.library import find_library
-from emberline.kv.checksum import crc_of
-from emberline.kv.codec import Codec, codec_of
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.link import Habits
-from emberline.kv.transfer.pace import AGAIN
+from emberline.kv.checksum import select_crc
+from emberline.kv.codec import KVCodec, select_kv_codec
+from emberline.kv.transfer.codec_choice import RETRY_AFTER_TRANSFERS
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.link import LinkOptions
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
@@ -42,21 +42,21 @@ from emberline.kv.transfer.ticket import Ticket
 from emberline.tokens.tokenizer import Tokenizer
 
 Elements = NDArray[np.uint16]
-LEASE = DEADLINE = 120.0  # seconds
+LEASE_S = DEADLINE = 120.0  # seconds
 STREAMS = 2
 
 
-def bench(name: str, tokens: int, gigabits: list[float], rounds: int) -> Report:
-    keys, values = _sample(resolve(name), tokens)
-    codec = codec_of("auto", find_library(), "bfloat16")
+def bench(name: str, tokens: int, gigabits: list[float], rounds: int) -> BenchReport:
+    keys, values = _sample(resolve_model(name), tokens)
+    codec = select_kv_codec("auto", find_library(), "bfloat16")
     if codec is None:
         raise InvalidRequest("there is no native library to measure", hint="install g++")
-    report = Report("kv-codec", {"model": name, "tokens": tokens, "rounds": rounds, "streams": STREAMS})
+    report = BenchReport("kv-codec", {"model": name, "tokens": tokens, "rounds": rounds, "streams": STREAMS})
     for part, what in ((keys, "keys"), (values, "values")):
-        size = len(_encoded(codec, part)) * 8 / part.size
-        report.add(f"{what}_bits_per_value", size, "bit", peer=16.0, limit=_bound(part))
+        size = len(_encode(codec, part)) * 8 / part.size
+        report.add(f"{what}_bits_per_value", size, "bit", peer=16.0, limit=_entropy_bound(part))
     both = np.stack([keys, values], 1)
-    report.add("wire_bits_per_value", len(_encoded(codec, both)) * 8 / both.size, "bit", peer=16.0)
+    report.add("wire_bits_per_value", len(_encode(codec, both)) * 8 / both.size, "bit", peer=16.0)
     _speeds(report, codec, both, rounds)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kv.npy"
@@ -82,7 +82,7 @@ def _sample(model: Path, tokens: int) -> tuple[Elements, Elements]:
     return parts[0][:, used], parts[1][:, used]
 
 
-def _bound(part: Elements) -> float:
+def _entropy_bound(part: Elements) -> float:
     """Bits a value that no code can go below which knows how often signs, exponents and mantissas occur in a layer."""
     fields = ((part >> 15).astype(np.int64), (part >> 7 & 255).astype(np.int64), (part & 127).astype(np.int64))
     return sum(float(np.mean([_entropy(layer) for layer in field])) for field in fields)
@@ -98,15 +98,15 @@ def _bytes(data: Elements) -> memoryview:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
 
 
-def _encoded(codec: Codec, data: Elements) -> memoryview:
+def _encode(codec: KVCodec, data: Elements) -> memoryview:
     plain = _bytes(data)
-    room = memoryview(bytearray(codec.room(len(plain))))
+    room = memoryview(bytearray(codec.max_encoded_bytes(len(plain))))
     return room[: codec.encode(plain, room)]
 
 
-def _speeds(report: Report, codec: Codec, data: Elements, rounds: int) -> None:
+def _speeds(report: BenchReport, codec: KVCodec, data: Elements, rounds: int) -> None:
     plain = _bytes(data)
-    room, out = (memoryview(bytearray(size)) for size in (codec.room(len(plain)), len(plain)))
+    room, out = (memoryview(bytearray(size)) for size in (codec.max_encoded_bytes(len(plain)), len(plain)))
     coded = room[: codec.encode(plain, room)]
     copy = max(_rates(lambda: np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(plain, np.uint8)), plain, rounds))
     report.add("encode", _rates(lambda: codec.encode(plain, room), plain, rounds), "GB/s", limit=copy)
@@ -128,15 +128,19 @@ def _rates(call: Callable[[], object], data: memoryview, rounds: int) -> list[fl
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
-def _link(report: Report, file: Path, codec: Codec, gigabits: float, rounds: int) -> None:
+def _link(report: BenchReport, file: Path, codec: KVCodec, gigabits: float, rounds: int) -> None:
     """GB of keys and values a second over one link: as they are, coded, and as the link itself chooses."""
     name = f"link_{gigabits:g}gbit" if gigabits else "link_loopback"
     try:
-        with narrow(gigabits) if gigabits else nullcontext() as far, asked(_serve, file, far) as ask:
-            plain = _pulls(file, Habits(streams=STREAMS), rounds + 1, ask)[1:]  # the first touches the memory
-            coded = _pulls(file, Habits(streams=STREAMS, codecs=[codec], always=True), rounds + 1, ask)[1:]
-            chosen = _pulls(file, Habits(streams=STREAMS, codecs=[codec]), rounds + 2, ask)[2:]  # of each kind one
-    except NotAllowed as error:
+        with narrow_network(gigabits) if gigabits else nullcontext() as far, question_process(_serve, file, far) as ask:
+            plain = _pulls(file, LinkOptions(connections=STREAMS), rounds + 1, ask)[1:]  # the first touches the memory
+            coded = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec], always_encode=True), rounds + 1, ask)[
+                1:
+            ]
+            chosen = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec]), rounds + 2, ask)[
+                2:
+            ]  # of each kind one
+    except NamespaceNotAllowed as error:
         report.config[name] = f"not measured: {error}"
         return
     limit = gigabits / 8 or None
@@ -146,18 +150,18 @@ def _link(report: Report, file: Path, codec: Codec, gigabits: float, rounds: int
     report.add(f"{name}_auto", chosen, "GB/s", peer=median, limit=limit)
 
 
-def _pulls(file: Path, habits: Habits, rounds: int, ask: Ask) -> list[float]:
-    assert rounds < AGAIN
+def _pulls(file: Path, habits: LinkOptions, rounds: int, ask: Ask) -> list[float]:
+    assert rounds < RETRY_AFTER_TRANSFERS
     region = _region(np.zeros_like(np.load(file, mmap_mode="r")))
-    crc = crc_of(find_library())
-    habits = Habits(habits.streams, codecs=habits.codecs, always=habits.always, crc=crc)
+    crc = select_crc(find_library())
+    habits = LinkOptions(habits.connections, codecs=habits.codecs, always_encode=habits.always_encode, crc=crc)
     receiver, found = Receiver(region, [TcpTransport(region.layout, habits)]), []
     for _ in range(rounds):
-        ticket, deadline = Ticket.parsed(ask("publish")), time.monotonic() + DEADLINE
-        receiver.pair(ticket.peer, deadline)
+        ticket, deadline = Ticket.parse(ask("publish")), time.monotonic() + DEADLINE
+        receiver.connect(ticket.peer, deadline)
         began = time.perf_counter()
         progress = receiver.pull(ticket, range(region.blocks), deadline)
-        found.append(progress.bytes / 1e9 / (time.perf_counter() - began))
+        found.append(progress.arrived_bytes / 1e9 / (time.perf_counter() - began))
         receiver.acknowledge(ticket, deadline)
     receiver.close()
     return found
@@ -166,20 +170,20 @@ def _pulls(file: Path, habits: Habits, rounds: int, ask: Ask) -> list[float]:
 def _region(both: NDArray[np.uint16]) -> HostRegion:
     """Of [layers, parts, blocks, heads, tokens, dim]."""
     layers, parts, _, heads, tokens, dim = both.shape
-    layout = Layout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
+    layout = KVLayout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
     return HostRegion(layout, [np.ascontiguousarray(both[:, i]).view(np.uint8).data for i in range(parts)])
 
 
-def _serve(pipe: Connection, file: Path, far: Far | None) -> None:
+def _serve(pipe: Connection, file: Path, far: RemoteNamespace | None) -> None:
     """Publishes what is in the file when asked to."""
     library = find_library()
-    codec = codec_of("auto", library, "bfloat16")
-    sender = Sender(_region(np.load(file)), "bench", crc=crc_of(library))
+    codec = select_kv_codec("auto", library, "bfloat16")
+    sender = Sender(_region(np.load(file)), "bench", crc=select_crc(library))
     assert codec is not None
     if far is not None:
         far.enter()
     server = serve_tcp(sender, far.host if far is not None else "127.0.0.1", codecs=[codec])
     while pipe.recv() != "stop":
-        pipe.send(sender.publish(range(sender.region.blocks), LEASE).as_dict())
+        pipe.send(sender.publish(range(sender.region.blocks), LEASE_S).as_dict())
         sender.collect()
     server.stop()

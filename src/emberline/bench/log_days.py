@@ -8,26 +8,26 @@ from contextlib import closing
 from datetime import date
 from pathlib import Path
 
-from emberline.gateway.store.rollup import MS
-from emberline.gateway.store.scan import day_start
+from emberline.gateway.store.record_scan import day_start_ms
+from emberline.gateway.store.rollup import UNIT_MS
 
 
-def moved(id: str, ms: int) -> str:
+def shift_id(id: str, ms: int) -> str:
     """A record's id as of so much later."""
     return f"{int(id[:12], 16) + ms:012x}{id[12:]}"
 
 
 def copy_day(directory: Path, source: date, target: date) -> None:
-    ms = day_start(target) - day_start(source)
+    ms = day_start_ms(target) - day_start_ms(source)
     for kind in ("logs", "payloads"):
         old, new = (directory / f"{kind}-{day.isoformat()}.db" for day in (source, target))
         _copy_file(old, new, ms)
-    _copy_rollups(directory / "gateway.db", day_start(source), ms)
+    _copy_rollups(directory / "gateway.db", day_start_ms(source), ms)
 
 
 def _copy_file(source: Path, target: Path, ms: int) -> None:
     with closing(sqlite3.connect(target, isolation_level=None)) as db:
-        db.create_function("moved", 1, lambda id: bytes.fromhex(moved(id.hex(), ms)), deterministic=True)
+        db.create_function("moved", 1, lambda id: bytes.fromhex(shift_id(id.hex(), ms)), deterministic=True)
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -200000"):
             db.execute(f"PRAGMA {pragma}")
         db.execute("ATTACH ? AS source", (str(source),))
@@ -52,5 +52,5 @@ def _copy_rollups(path: Path, start: int, ms: int) -> None:
             where = "start >= ?1 AND start < ?2"
             db.execute(
                 f"INSERT INTO {table} SELECT {', '.join(values)} FROM {table} WHERE {where}",
-                (start, start + MS["day"], ms),
+                (start, start + UNIT_MS["day"], ms),
             )

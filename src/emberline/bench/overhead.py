@@ -14,22 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline.bench import processes, workload
-from emberline.bench.client import Client
-from emberline.bench.contender import Contender
-from emberline.bench.job import Job
-from emberline.bench.launch import Launch
-from emberline.bench.lineup import Ground, ours
-from emberline.bench.report import Report
-from emberline.bench.serve import closed, local
+from emberline.bench.client import CompletionClient
+from emberline.bench.contender import ContenderProcess
+from emberline.bench.contenders import BenchEnvironment, ours
+from emberline.bench.job import BenchJob
+from emberline.bench.report import BenchReport
+from emberline.bench.serve import local, run_closed_loop
+from emberline.bench.server_launch import ServerLaunch
 from emberline.core.config import core_count
 from emberline.core.errors import EmberlineError
 from emberline.core.jsonfile import read_object
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class OverheadRun:
     """One job through the API; seconds, all but the wall time of processors."""
 
     wall: float
@@ -37,15 +37,15 @@ class Turn:
     client: float
 
 
-def bench(model: str, batches: list[int], threads: int, rounds: int, root: Path) -> Report:
-    ground = Ground(resolve(model), None, threads or core_count(), root)
+def bench(model: str, batches: list[int], threads: int, rounds: int, root: Path) -> BenchReport:
+    ground = BenchEnvironment(resolve_model(model), None, threads or core_count(), root)
     vocab = ModelConfig.from_hf(read_object(ground.model / "config.json")).vocab
     jobs = {batch: workload.decode(batch, vocab) for batch in batches}
-    report = Report("overhead", {"model": model, "threads": ground.threads, "rounds": rounds, "target_percent": 5})
-    engine = Contender(ours(ground), root / "logs" / "overhead-engine.log")
+    report = BenchReport("overhead", {"model": model, "threads": ground.threads, "rounds": rounds, "target_percent": 5})
+    engine = ContenderProcess(ours(ground), root / "logs" / "overhead-engine.log")
     try:
         settings = ["--no-prefix-cache", "--embedder", "none", "--threads", str(ground.threads)]
-        with Launch([model, *settings], root / "logs" / "overhead-server.log") as server:
+        with ServerLaunch([model, *settings], root / "logs" / "overhead-server.log") as server:
             report.add("ready", server.ready_seconds, "s")
             for batch, job in jobs.items():
                 _measure(report, batch, job, engine, server, model, rounds)
@@ -54,12 +54,20 @@ def bench(model: str, batches: list[int], threads: int, rounds: int, root: Path)
     return report
 
 
-def _measure(report: Report, batch: int, job: Job, engine: Contender, server: Launch, model: str, rounds: int) -> None:
+def _measure(
+    report: BenchReport,
+    batch: int,
+    job: BenchJob,
+    engine: ContenderProcess,
+    server: ServerLaunch,
+    model: str,
+    rounds: int,
+) -> None:
     alone: list[float] = []
-    turns: list[Turn] = []
+    turns: list[OverheadRun] = []
     for turn in range(rounds + 1):  # the first warms up
         wall = engine.run(job, 600.0).timeline.wall
-        through = asyncio.run(_through(server, model, job))
+        through = asyncio.run(_run_over_http(server, model, job))
         if turn:
             alone.append(wall)
             turns.append(through)
@@ -73,16 +81,16 @@ def _measure(report: Report, batch: int, job: Job, engine: Contender, server: La
     report.add(f"client_cpu_{batch}", [t.client / tokens * 1e6 for t in turns], "us/token")
 
 
-async def _through(server: Launch, model: str, job: Job) -> Turn:
-    client = Client(server.url, model)
+async def _run_over_http(server: ServerLaunch, model: str, job: BenchJob) -> OverheadRun:
+    client = CompletionClient(server.url, model)
     pid = local(server.url)["server"]
     before = processes.usage(pid)
     began, cpu = time.perf_counter(), time.process_time()
-    traces = await closed(client, job, len(job.prompts))
+    traces = await run_closed_loop(client, job, len(job.prompts))
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
     after = processes.usage(pid)
     if failed := [trace.error for trace in traces if trace.error]:
         raise EmberlineError(f"{len(failed)} requests failed: {failed[0]}")
     assert before is not None and after is not None
     assert [trace.tokens for trace in traces] == job.outputs
-    return Turn(wall, after.cpu - before.cpu, cpu)
+    return OverheadRun(wall, after.cpu - before.cpu, cpu)

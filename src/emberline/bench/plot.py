@@ -17,7 +17,7 @@ OURS, PEER, LIMIT, INK, FAINT = "#d9480f", "#adb5bd", "#1864ab", "#212529", "#86
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class PlotPanel:
     title: str
     unit: str
     bars: list[tuple[str, float, tuple[float, float] | None]]  # name, value, least and most
@@ -46,7 +46,7 @@ def plot(files: Sequence[Path], out: Path) -> None:
     )
 
 
-def panels(results: dict[str, Any]) -> list[Panel]:
+def panels(results: dict[str, Any]) -> list[PlotPanel]:
     """`BASE` and all `BASE/WHO` share a panel. A figure alone gets one only if a limit gives it scale."""
     found = []
     for name, mine in results.items():
@@ -56,11 +56,11 @@ def panels(results: dict[str, Any]) -> list[Panel]:
         ranked = sorted(others.items(), key=lambda row: float(row[1]["value"]), reverse=mine["unit"].endswith("/s"))
         rows = [("emberline", mine), *ranked]
         bars = [(who, float(r["value"]), tuple(r["spread"]) if "spread" in r else None) for who, r in rows]
-        found.append(Panel(name.replace("_", " "), mine["unit"], bars, mine.get("limit")))
+        found.append(PlotPanel(name.replace("_", " "), mine["unit"], bars, mine.get("limit")))
     return found
 
 
-def _panel(parts: list[str], panel: Panel, y: int) -> None:
+def _panel(parts: list[str], panel: PlotPanel, y: int) -> None:
     most = max([value for _, value, _ in panel.bars] + [panel.limit or 0.0]) or 1.0
     scale = (WIDTH - LABEL - VALUE) / most
     better = "higher is better" if panel.unit.endswith("/s") else "lower is better"

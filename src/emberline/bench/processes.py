@@ -13,7 +13,7 @@ LISTEN = "0A"
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     cpu: float  # seconds, user and system, since its start
     rss: int  # bytes
     waited: float = 0.0  # seconds in which it could have run, had a core been free
@@ -35,7 +35,7 @@ def listener(port: int) -> int | None:
     return None
 
 
-def family(pid: int) -> dict[str, int]:
+def process_tree(pid: int) -> dict[str, int]:
     """The process as `server` and its children by the module that they run."""
     found = {"server": pid}
     for process in Path("/proc").glob("[0-9]*"):
@@ -54,16 +54,18 @@ def parent(pid: int) -> int | None:
         return None
 
 
-def usage(pid: int) -> Usage | None:
+def usage(pid: int) -> ProcessUsage | None:
     try:
         stat = _stat(pid)
     except OSError:
         return None
     ticks = int(stat[11]) + int(stat[12])
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"), _waited(pid))
+    return ProcessUsage(
+        ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"), _wait_seconds(pid)
+    )
 
 
-def _waited(pid: int) -> float:
+def _wait_seconds(pid: int) -> float:
     """Of its first thread; zero where the kernel does not count it."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9

@@ -16,7 +16,7 @@ from emberline.bench import machine
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BenchResult:
     value: float
     unit: str  # a rate (tok/s) is better when higher, everything else when lower
     peer: float | None = None  # the best alternative, measured in the same run
@@ -49,17 +49,17 @@ class Result:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     bench: str
     config: dict[str, Any] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, BenchResult] = field(default_factory=dict)
 
     def add(self, name: str, values: float | list[float], unit: str, **more: Any) -> None:
         """One figure, or the rounds of one. `BASE/WHO` is another's figure beside ours, `BASE`."""
         if isinstance(values, list):
             more["spread"] = (min(values), max(values))
             values = median(values)
-        self.results[name] = Result(values, unit, **more)
+        self.results[name] = BenchResult(values, unit, **more)
 
     def as_dict(self, stated: str | None = None) -> dict[str, Any]:
         return {
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", metavar="REV", help="of this code, recorded as stated (default: as git knows it)")
 
 
-def table(results: Mapping[str, Result]) -> str:
+def table(results: Mapping[str, BenchResult]) -> str:
     head = ("", "value", "", "spread", "peer", "ratio", "limit", "achieved")
     rows = [head] + [_row(name, result) for name, result in results.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -101,7 +101,7 @@ def _line(row: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(cells).rstrip()
 
 
-def _row(name: str, r: Result) -> tuple[str, ...]:
+def _row(name: str, r: BenchResult) -> tuple[str, ...]:
     def number(x: float | None) -> str:
         return "" if x is None else f"{digits(x, 4):,}"
 

@@ -14,18 +14,18 @@ from statistics import median, quantiles
 import msgspec
 
 from emberline.bench import processes
-from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import running
-from emberline.bench.report import Report
+from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.report import BenchReport
+from emberline.bench.server_launch import running_server
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
-PATIENCE = 30.0
+READY_TIMEOUT_S = 30.0
 PATH = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RouterBenchPlan:
     workers: int
     streams: int  # open at any time
     requests: int
@@ -35,7 +35,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RouterBenchRun:
     wall: float
     cpu: float  # of the router
     first: list[float]  # seconds to the first byte
@@ -43,36 +43,42 @@ class Turn:
     waited: float  # seconds in which the router could have run, had a core been free
 
 
-def bench(plan: Plan, rounds: int) -> Report:
+def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
     config = {name: getattr(plan, name) for name in plan.__slots__}
-    report = Report("router", {**config, "rounds": rounds})
+    report = BenchReport("router", {**config, "rounds": rounds})
     python = (sys.executable, "-m")
     with ExitStack() as stack:
         port = free_port()
         command = (*python, "emberline.cli", "router", "--port", str(port), "--queue", "100")
-        router = stack.enter_context(running(*command))
+        router = stack.enter_context(running_server(*command))
         url = f"http://127.0.0.1:{port}"
         ports = [free_port() for _ in range(plan.workers)]
         for own in ports:
             fake = (*python, "emberline.cluster.fake", "--router", url, "--name", f"fake-{own}", "--port", str(own))
-            stack.enter_context(running(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
-        asyncio.run(_ready(url, plan.workers))
-        turns: list[Turn] = []
-        direct: list[Turn] = []
-        short: list[Turn] = []
+            stack.enter_context(running_server(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
+        asyncio.run(_wait_until_ready(url, plan.workers))
+        turns: list[RouterBenchRun] = []
+        direct: list[RouterBenchRun] = []
+        short: list[RouterBenchRun] = []
         for turn in range(rounds + 1):  # the first warms up
-            through = asyncio.run(_drive(url, router.pid, plan, plan.events))
-            straight = asyncio.run(_drive(f"http://127.0.0.1:{ports[0]}", router.pid, plan, plan.events))
-            single = asyncio.run(_drive(url, router.pid, plan, 1))
+            through = asyncio.run(_run_clients(url, router.pid, plan, plan.events))
+            straight = asyncio.run(_run_clients(f"http://127.0.0.1:{ports[0]}", router.pid, plan, plan.events))
+            single = asyncio.run(_run_clients(url, router.pid, plan, 1))
             if turn:
                 turns.append(through)
                 direct.append(straight)
                 short.append(single)
-        _tell(report, plan, turns, direct, short)
+        _add_results(report, plan, turns, direct, short)
     return report
 
 
-def _tell(report: Report, plan: Plan, turns: list[Turn], direct: list[Turn], short: list[Turn]) -> None:
+def _add_results(
+    report: BenchReport,
+    plan: RouterBenchPlan,
+    turns: list[RouterBenchRun],
+    direct: list[RouterBenchRun],
+    short: list[RouterBenchRun],
+) -> None:
     requests, sent = plan.requests, plan.events + 3  # finish, usage and [DONE] follow the tokens, in one write
     report.add("cpu_per_request", [1e6 * turn.cpu / requests for turn in short], "us")
     more = [(long.cpu - one.cpu) / requests / (plan.events - 1) for long, one in zip(turns, short, strict=True)]
@@ -87,7 +93,7 @@ def _tell(report: Report, plan: Plan, turns: list[Turn], direct: list[Turn], sho
     report.add("rss", max(turn.rss for turn in turns) / 1e6, "MB")
 
 
-async def _drive(url: str, router: int, plan: Plan, events: int) -> Turn:
+async def _run_clients(url: str, router: int, plan: RouterBenchPlan, events: int) -> RouterBenchRun:
     """Closed: as many streams are open at any time."""
     left = iter(range(plan.requests))
     first: list[float] = []
@@ -96,11 +102,13 @@ async def _drive(url: str, router: int, plan: Plan, events: int) -> Turn:
     await asyncio.gather(*(_client(url, left, plan, events, first, i / plan.streams) for i in range(plan.streams)))
     wall, after = time.perf_counter() - began, processes.usage(router)
     assert before is not None and after is not None and len(first) == plan.requests
-    return Turn(wall, after.cpu - before.cpu, first, after.rss, after.waited - before.waited)
+    return RouterBenchRun(wall, after.cpu - before.cpu, first, after.rss, after.waited - before.waited)
 
 
-async def _client(url: str, left: Iterator[int], plan: Plan, events: int, first: list[float], phase: float) -> None:
-    connection = Connection(url)
+async def _client(
+    url: str, left: Iterator[int], plan: RouterBenchPlan, events: int, first: list[float], phase: float
+) -> None:
+    connection = LeanHTTPConnection(url)
     await asyncio.sleep(phase * events * plan.pace)  # streams with a pace begin evenly, not all at once
     for number in left:
         content = f"{number} ".ljust(plan.prompt, "x")
@@ -117,16 +125,16 @@ async def _client(url: str, left: Iterator[int], plan: Plan, events: int, first:
     connection.close()
 
 
-async def _ready(url: str, workers: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    connection = Connection(url)
+async def _wait_until_ready(url: str, workers: int) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    connection = LeanHTTPConnection(url)
     while time.monotonic() < deadline:
         try:
             status = msgspec.json.decode(await connection.fetch("/cluster/status"))
             if sum(worker["health"] == "ready" for worker in status["workers"]) == workers:
                 connection.close()
                 return
-        except HTTPFailed:
+        except UnexpectedHTTPStatus:
             pass
         await asyncio.sleep(0.1)
     raise EmberlineError("the workers did not get ready")

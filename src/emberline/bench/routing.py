@@ -7,40 +7,49 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import mean
 
-from emberline.bench.report import Report
-from emberline.sim.agents import Habits, sessions
-from emberline.sim.cluster import Chooser, Seen, Shape, SimCluster, at_random, by_policy, fewest_requests, in_turn
+from emberline.bench.report import BenchReport
+from emberline.sim.agents import AgentWorkload, make_sessions
+from emberline.sim.cluster import (
+    SimCluster,
+    SimClusterConfig,
+    SimResult,
+    WorkerChooser,
+    choose_by_policy,
+    choose_fewest_requests,
+    random_chooser,
+    round_robin_chooser,
+)
 from emberline.sim.sharedstore import SharedStore
-from emberline.sim.worker import Store
+from emberline.sim.worker import SimStore
 
 BLOCK_SECONDS = 2e-4  # 16 tokens of 128 KiB each from a store at 10 GB/s
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RoutingVariant:
     """Of routing: who chooses, whether clients name their session, whether workers share a store, and whether the
     router follows what their caches hold."""
 
-    chooser: Callable[[int], Chooser]
+    chooser: Callable[[int], WorkerChooser]
     header: bool = False
     store: bool = False
     kv_events: bool = False
 
 
-WAYS = {
-    "random": Way(at_random),
-    "in turn": Way(lambda seed: in_turn()),
-    "fewest requests": Way(lambda seed: fewest_requests),
-    "header": Way(lambda seed: by_policy, header=True),
-    "inferred": Way(lambda seed: by_policy),
-    "kv-aware": Way(lambda seed: by_policy, kv_events=True),
-    "random, store": Way(at_random, store=True),
-    "inferred, store": Way(lambda seed: by_policy, store=True),
+VARIANTS = {
+    "random": RoutingVariant(random_chooser),
+    "in turn": RoutingVariant(lambda seed: round_robin_chooser()),
+    "fewest requests": RoutingVariant(lambda seed: choose_fewest_requests),
+    "header": RoutingVariant(lambda seed: choose_by_policy, header=True),
+    "inferred": RoutingVariant(lambda seed: choose_by_policy),
+    "kv-aware": RoutingVariant(lambda seed: choose_by_policy, kv_events=True),
+    "random, store": RoutingVariant(random_chooser, store=True),
+    "inferred, store": RoutingVariant(lambda seed: choose_by_policy, store=True),
 }
 
 
 BALANCED = ("random", "in turn", "fewest requests", "inferred")
-SKEWED = Habits(
+SKEWED = AgentWorkload(
     sessions=1500,
     systems=1500,
     system_tokens=(8, 16),
@@ -52,40 +61,44 @@ SKEWED = Habits(
 )
 
 
-def bench(habits: Habits, shape: Shape, store_blocks: int, seeds: int) -> Report:
+def bench(habits: AgentWorkload, shape: SimClusterConfig, store_blocks: int, seeds: int) -> BenchReport:
     config = {**asdict(habits), **asdict(shape), "store_blocks": store_blocks, "seeds": seeds, "skewed": asdict(SKEWED)}
-    report = Report("routing", config)
+    report = BenchReport("routing", config)
     _savings(report, habits, shape, store_blocks, seeds)
     _balance(report, shape, seeds)
     return report
 
 
-def _savings(report: Report, habits: Habits, shape: Shape, store_blocks: int, seeds: int) -> None:
-    for name, way in WAYS.items():
+def _savings(
+    report: BenchReport, habits: AgentWorkload, shape: SimClusterConfig, store_blocks: int, seeds: int
+) -> None:
+    for name, way in VARIANTS.items():
         seen = [_run(way, habits, shape, store_blocks, seed) for seed in range(seeds)]
         report.add(f"{name}: cached share", [100 * one.cached_share for one in seen], "%")
         report.add(f"{name}: of the oracle's", [100 * one.cached_share / one.oracle_share for one in seen], "%")
-        report.add(f"{name}: first token p50", [1e3 * _at(one.first, 0.5) for one in seen], "ms")
-        report.add(f"{name}: first token p90", [1e3 * _at(one.first, 0.9) for one in seen], "ms")
-        report.add(f"{name}: inter-token p99", [1e3 * _at(one.between, 0.99) for one in seen], "ms")
+        report.add(f"{name}: first token p50", [1e3 * _at(one.ttft_seconds, 0.5) for one in seen], "ms")
+        report.add(f"{name}: first token p90", [1e3 * _at(one.ttft_seconds, 0.9) for one in seen], "ms")
+        report.add(f"{name}: inter-token p99", [1e3 * _at(one.inter_token_seconds, 0.99) for one in seen], "ms")
     report.add("oracle: cached share", [100 * one.oracle_share for one in seen], "%")
     size = shape.workers * shape.kv_tokens
     report.add("caches over working set", [size / one.working_set for one in seen], "x")
 
 
-def _balance(report: Report, shape: Shape, seeds: int) -> None:
+def _balance(report: BenchReport, shape: SimClusterConfig, seeds: int) -> None:
     """Requests of very different lengths that have nothing in common, at a load that keeps every worker busy."""
     for name in BALANCED:
-        seen = [_run(WAYS[name], SKEWED, shape, 0, seed) for seed in range(seeds)]
-        report.add(f"skewed, {name}: most over mean tokens in flight", [mean(one.balance) for one in seen], "x")
-        report.add(f"skewed, {name}: first token p90", [1e3 * _at(one.first, 0.9) for one in seen], "ms")
-        report.add(f"skewed, {name}: inter-token p99", [1e3 * _at(one.between, 0.99) for one in seen], "ms")
+        seen = [_run(VARIANTS[name], SKEWED, shape, 0, seed) for seed in range(seeds)]
+        report.add(f"skewed, {name}: most over mean tokens in flight", [mean(one.load_imbalance) for one in seen], "x")
+        report.add(f"skewed, {name}: first token p90", [1e3 * _at(one.ttft_seconds, 0.9) for one in seen], "ms")
+        report.add(f"skewed, {name}: inter-token p99", [1e3 * _at(one.inter_token_seconds, 0.99) for one in seen], "ms")
 
 
-def _run(way: Way, habits: Habits, shape: Shape, store_blocks: int, seed: int) -> Seen:
-    store = Store(SharedStore(store_blocks), BLOCK_SECONDS) if way.store else None
-    cluster = SimCluster(shape, way.chooser(seed), header=way.header, store=store, kv_events=way.kv_events)
-    return cluster.run(sessions(habits, seed))
+def _run(
+    way: RoutingVariant, habits: AgentWorkload, shape: SimClusterConfig, store_blocks: int, seed: int
+) -> SimResult:
+    store = SimStore(SharedStore(store_blocks), BLOCK_SECONDS) if way.store else None
+    cluster = SimCluster(shape, way.chooser(seed), names_session=way.header, store=store, kv_events=way.kv_events)
+    return cluster.run(make_sessions(habits, seed))
 
 
 def _at(values: list[float], share: float) -> float:

@@ -10,19 +10,19 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from emberline.bench import processes, workload
-from emberline.bench.client import Client, Trace
-from emberline.bench.job import Job
-from emberline.bench.report import Report
+from emberline.bench.client import CompletionClient, RequestTrace
+from emberline.bench.job import BenchJob
+from emberline.bench.report import BenchReport
 from emberline.core.errors import InvalidRequest
 
 SHARES = {"p50": 50, "p90": 90, "p99": 99}
 
 
-async def closed(client: Client, job: Job, concurrency: int) -> list[Trace]:
+async def run_closed_loop(client: CompletionClient, job: BenchJob, concurrency: int) -> list[RequestTrace]:
     """So many requests open at any time, until all are done."""
     todo = iter(list(zip(job.prompts, job.outputs, strict=True)))
 
-    async def worker() -> list[Trace]:
+    async def worker() -> list[RequestTrace]:
         return [await client.complete(prompt, output) for prompt, output in todo]
 
     done = await asyncio.gather(*(worker() for _ in range(concurrency)))
@@ -30,11 +30,11 @@ async def closed(client: Client, job: Job, concurrency: int) -> list[Trace]:
     return [trace for traces in done for trace in traces]
 
 
-async def opened(client: Client, job: Job, rate: float) -> list[Trace]:
+async def run_open_loop(client: CompletionClient, job: BenchJob, rate: float) -> list[RequestTrace]:
     """Poisson arrivals, whether the server keeps up or not."""
     waits = np.random.default_rng(0).exponential(1 / rate, len(job.prompts))
 
-    async def one(at: float, prompt: list[int], output: int) -> Trace:
+    async def one(at: float, prompt: list[int], output: int) -> RequestTrace:
         await asyncio.sleep(at)
         return await client.complete(prompt, output)
 
@@ -45,17 +45,26 @@ async def opened(client: Client, job: Job, rate: float) -> list[Trace]:
 
 
 def bench(
-    client: Client, url: str, job: Job, concurrency: int | None, rate: float | None, config: dict[str, object]
-) -> Report:
+    client: CompletionClient,
+    url: str,
+    job: BenchJob,
+    concurrency: int | None,
+    rate: float | None,
+    config: dict[str, object],
+) -> BenchReport:
     if (concurrency is None) == (rate is None):
         raise InvalidRequest("give one of --concurrency and --rate", param="--concurrency")
     pids = local(url)
     before = {name: processes.usage(pid) for name, pid in pids.items()}
     began, cpu = time.perf_counter(), time.process_time()
-    run = closed(client, job, concurrency) if concurrency is not None else opened(client, job, rate or 1.0)
+    run = (
+        run_closed_loop(client, job, concurrency)
+        if concurrency is not None
+        else run_open_loop(client, job, rate or 1.0)
+    )
     traces = asyncio.run(run)
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
-    report = Report("serve", config)
+    report = BenchReport("serve", config)
     latencies(report, traces)
     good = [trace for trace in traces if trace.error is None]
     tokens = sum(trace.tokens for trace in good)
@@ -72,7 +81,7 @@ def bench(
     return report
 
 
-def latencies(report: Report, traces: Sequence[Trace]) -> None:
+def latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
     """TTFT and end to end as core/events has them; ITL between the events of a stream."""
     timings = [trace.timing for trace in traces if trace.error is None and not trace.abandoned]
     families = {
@@ -92,8 +101,8 @@ def local(url: str) -> dict[str, int]:
     if at.hostname not in ("127.0.0.1", "localhost", "::1") or at.port is None:
         return {}
     pid = processes.listener(at.port)
-    return processes.family(pid) if pid is not None else {}
+    return processes.process_tree(pid) if pid is not None else {}
 
 
-def requests(count: int, input_len: int, output_len: int, vocab: int) -> Job:
+def requests(count: int, input_len: int, output_len: int, vocab: int) -> BenchJob:
     return workload.job([(input_len, output_len)] * count, vocab)

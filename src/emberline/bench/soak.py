@@ -11,20 +11,22 @@ import msgspec
 import numpy as np
 
 from emberline.bench import workload
-from emberline.bench.client import Client, Trace
-from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.growth import WARM_UP, Growth
-from emberline.bench.report import Report
+from emberline.bench.client import CompletionClient, RequestTrace
+from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
+from emberline.bench.memory_growth import WARM_UP, MemoryGrowth
+from emberline.bench.report import BenchReport
 from emberline.bench.serve import latencies, local
 
-SETTLE = 60.0  # seconds that the last requests may take to end
+SETTLE_S = 60.0  # seconds that the last requests may take to end
 LENGTHS = ((4.0, 0.8, 512), (3.5, 0.6, 96))  # log-normal, prompts and outputs
 
 
-async def soak(client: Client, url: str, streams: int, seconds: float, abandon: float, vocab: int) -> Report:
-    report = Report("soak", {"streams": streams, "seconds": seconds, "abandon": abandon})
+async def soak(
+    client: CompletionClient, url: str, streams: int, seconds: float, abandon: float, vocab: int
+) -> BenchReport:
+    report = BenchReport("soak", {"streams": streams, "seconds": seconds, "abandon": abandon})
     end = time.perf_counter() + seconds
-    growth = Growth(settled=WARM_UP * seconds)
+    growth = MemoryGrowth(settled=WARM_UP * seconds)
     watcher = asyncio.create_task(_watch(url, growth, interval=min(2.0, seconds / 20)))
     began = time.perf_counter()
     workers = [_worker(client, end, seed, abandon, vocab) for seed in range(streams)]
@@ -39,16 +41,16 @@ async def soak(client: Client, url: str, streams: int, seconds: float, abandon: 
     report.config["first_errors"] = sorted({trace.error for trace in traces if trace.error})[:5]
     report.add("output", sum(trace.tokens or len(trace.marks) for trace in good) / wall, "tok/s")
     latencies(report, good)
-    growth.tell(report)
+    growth.add_results(report)
     await _idle(report, url)
     return report
 
 
-async def _worker(client: Client, end: float, seed: int, abandon: float, vocab: int) -> list[Trace]:
+async def _worker(client: CompletionClient, end: float, seed: int, abandon: float, vocab: int) -> list[RequestTrace]:
     dice = random.Random(seed)
     rng = np.random.default_rng(seed)
     sizes = workload.lengths(1000, *LENGTHS, seed=seed)
-    traces: list[Trace] = []
+    traces: list[RequestTrace] = []
     while time.perf_counter() < end:
         prompt, output = sizes[len(traces) % len(sizes)]
         leave = dice.randint(1, max(1, output // 2)) if dice.random() < abandon else None
@@ -59,18 +61,18 @@ async def _worker(client: Client, end: float, seed: int, abandon: float, vocab: 
     return traces
 
 
-async def _watch(url: str, growth: Growth, interval: float) -> None:
+async def _watch(url: str, growth: MemoryGrowth, interval: float) -> None:
     while True:
         pids = await asyncio.to_thread(local, url)  # again each time: an engine may have been restarted
-        growth.look(pids, time.perf_counter())
+        growth.sample(pids, time.perf_counter())
         await asyncio.sleep(interval)
 
 
-async def _idle(report: Report, url: str) -> None:
+async def _idle(report: BenchReport, url: str) -> None:
     """With nothing to do every block must be free or cached. Only our own server tells."""
     at = urlsplit(url)
-    connection = Connection(f"{at.scheme}://{at.netloc}")
-    deadline = time.perf_counter() + SETTLE
+    connection = LeanHTTPConnection(f"{at.scheme}://{at.netloc}")
+    deadline = time.perf_counter() + SETTLE_S
     stats: dict[str, float] = {}
     try:
         while time.perf_counter() < deadline:
@@ -78,7 +80,7 @@ async def _idle(report: Report, url: str) -> None:
             if not stats["running"] and not stats["waiting"]:
                 break
             await asyncio.sleep(1.0)
-    except (HTTPFailed, ValueError, KeyError) as e:
+    except (UnexpectedHTTPStatus, ValueError, KeyError) as e:
         report.config["stats"] = str(e)
         return
     finally:

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from emberline.bench import workload
-from emberline.bench.client import Client, Trace
-from emberline.bench.cluster import Cluster
-from emberline.bench.report import Report
+from emberline.bench.client import CompletionClient, RequestTrace
+from emberline.bench.cluster import LocalCluster
+from emberline.bench.report import BenchReport
 from emberline.bench.serve import SHARES
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
@@ -35,7 +35,7 @@ MOVED = ("pulls", "pulled_bytes", "copy_seconds", "hidden_seconds", "recomputed"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SplitBenchPlan:
     chunks: Sequence[int]  # tokens that a step may carry
     rounds: int
     seconds: float  # of arrivals
@@ -47,7 +47,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PlannedRequest:
     at: float  # seconds
     prompt: list[int]
     output: int
@@ -55,7 +55,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class UnloadedTimes:
     """A long prompt with nothing beside it, and one token of output; seconds."""
 
     whole: float
@@ -67,13 +67,13 @@ class Alone:
 
 
 @dataclass(slots=True)
-class Turn:
-    alone: list[Alone] = field(default_factory=list)
+class SplitBenchRun:
+    alone: list[UnloadedTimes] = field(default_factory=list)
     moved: dict[str, dict[str, float]] = field(default_factory=dict)  # of blocks, in both phases
     busy: dict[str, float] = field(default_factory=dict)  # share of the time that each worker computed
     prefills: Counter[str] = field(default_factory=Counter)  # for another worker, by how they ended
     wall: float = 0.0
-    traces: dict[bool, list[Trace]] = field(default_factory=lambda: {True: [], False: []})  # long or not
+    traces: dict[bool, list[RequestTrace]] = field(default_factory=lambda: {True: [], False: []})  # long or not
 
     def ttft(self, long: bool) -> list[float]:
         return [t.timing.ttft for t in self.traces[long] if t.error is None and t.timing.ttft is not None]
@@ -83,49 +83,53 @@ class Turn:
         return [gap for traces in self.traces.values() for trace in traces for gap in trace.gaps]
 
     @property
-    def all(self) -> list[Trace]:
+    def all(self) -> list[RequestTrace]:
         return [*self.traces[True], *self.traces[False]]
 
 
-def bench(model: str, vocab: int, plan: Plan, logs: Path) -> Report:
-    report = Report("split", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
-    turns: dict[tuple[str, int], list[Turn]] = {(shape, chunk): [] for chunk in plan.chunks for shape in SHAPES}
+def bench(model: str, vocab: int, plan: SplitBenchPlan, logs: Path) -> BenchReport:
+    report = BenchReport("split", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
+    turns: dict[tuple[str, int], list[SplitBenchRun]] = {
+        (shape, chunk): [] for chunk in plan.chunks for shape in SHAPES
+    }
 
     async def whole() -> None:
         for number in range(plan.rounds):
             for (shape, chunk), done in turns.items():
                 home = logs / f"{shape}-{chunk}-{number + 1}"
                 async with asyncio.timeout(plan.seconds + SLACK):
-                    done.append(await _turn(model, vocab, plan, number, shape, chunk, home))
+                    done.append(await _run_round(model, vocab, plan, number, shape, chunk, home))
                 print(f"{shape}, {chunk} tokens a step, round {number + 1}: {done[-1].wall:.0f} s", flush=True)
 
     asyncio.run(whole())
     for chunk in plan.chunks:
-        _tell(report, chunk, turns["split", chunk], turns["colocated", chunk])
+        _add_results(report, chunk, turns["split", chunk], turns["colocated", chunk])
     return report
 
 
 # -- a turn ------------------------------------------------------------------------------------------------------------
 
 
-async def _turn(model: str, vocab: int, plan: Plan, seed: int, shape: str, chunk: int, logs: Path) -> Turn:
-    rng, turn = np.random.default_rng(seed), Turn()
+async def _run_round(
+    model: str, vocab: int, plan: SplitBenchPlan, seed: int, shape: str, chunk: int, logs: Path
+) -> SplitBenchRun:
+    rng, turn = np.random.default_rng(seed), SplitBenchRun()
     worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk)]
-    async with Cluster(SHAPES[shape], worker, logs, pinned=True) as cluster:
-        client = Client(f"{cluster.url}/v1", SERVED)
+    async with LocalCluster(SHAPES[shape], worker, logs, pinned=True) as cluster:
+        client = CompletionClient(f"{cluster.url}/v1", SERVED)
         await client.complete(workload.tokens(plan.long, rng, vocab), plan.chat[1])  # warms up
-        before = between = await _counted(cluster)
+        before = between = await _read_counters(cluster)
         for _ in range(plan.alone):
             trace, earlier = await client.complete(workload.tokens(plan.long, rng, vocab), 1), between
             if trace.error is not None or trace.timing.e2e is None:
                 raise EmberlineError(f"a request alone failed: {trace.error}", hint=f"logs are in {logs}")
-            between = await _counted(cluster)
+            between = await _read_counters(cluster)
             computing = max(between[w]["busy_seconds"] - earlier[w]["busy_seconds"] for w in between)
-            turn.alone.append(Alone(trace.timing.e2e, computing))
+            turn.alone.append(UnloadedTimes(trace.timing.e2e, computing))
         began = asyncio.get_running_loop().time()
         await _arrive(client, arrivals(plan, seed, vocab), turn)
         turn.wall = asyncio.get_running_loop().time() - began
-        after = await _counted(cluster)
+        after = await _read_counters(cluster)
         turn.prefills.update((await cluster.status() or {}).get("prefills", {}))
         client.close()
     for phase, earlier, later in (("alone", before, between), ("mixed", between, after)):
@@ -134,35 +138,35 @@ async def _turn(model: str, vocab: int, plan: Plan, seed: int, shape: str, chunk
     return turn
 
 
-def arrivals(plan: Plan, seed: int, vocab: int) -> list[Arrival]:
+def arrivals(plan: SplitBenchPlan, seed: int, vocab: int) -> list[PlannedRequest]:
     """Of both kinds as many as the rates say, at random times: a Poisson process whose count is known."""
-    rng, found = np.random.default_rng([seed, 1]), list[Arrival]()
+    rng, found = np.random.default_rng([seed, 1]), list[PlannedRequest]()
     for long, rate, (prompt, output) in (
         (True, plan.long_rate, (plan.long, plan.chat[1] // 2)),
         (False, plan.chat_rate, plan.chat),
     ):
         for at in rng.uniform(0.0, plan.seconds, max(1, round(rate * plan.seconds))).tolist():
-            found.append(Arrival(at, workload.tokens(prompt, rng, vocab), output, long))
+            found.append(PlannedRequest(at, workload.tokens(prompt, rng, vocab), output, long))
     return sorted(found, key=lambda arrival: arrival.at)
 
 
-async def _arrive(client: Client, expected: Sequence[Arrival], turn: Turn) -> None:
-    async def one(arrival: Arrival) -> None:
+async def _arrive(client: CompletionClient, expected: Sequence[PlannedRequest], turn: SplitBenchRun) -> None:
+    async def one(arrival: PlannedRequest) -> None:
         await asyncio.sleep(arrival.at)
         turn.traces[arrival.long].append(await client.complete(arrival.prompt, arrival.output))
 
     await asyncio.gather(*map(one, expected))
 
 
-async def _counted(cluster: Cluster) -> dict[str, dict[str, float]]:
+async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
     """By worker, with nothing under way."""
-    if held := await cluster.quiet():
+    if held := await cluster.wait_until_idle():
         raise EmberlineError(f"something is held with nothing to do: {held}")
     found: dict[str, dict[str, float]] = {}
     for child in cluster.workers:
         stats: dict[str, Any] | None = await cluster.stats(child)
         if stats is None:
-            raise EmberlineError(f"{child.name} does not answer", hint=f"its log is {child.log}")
+            raise EmberlineError(f"{child.name} does not answer", hint=f"its log is {child.log_file}")
         moved: dict[str, float] = stats["transfer"]
         found[child.name] = {"busy_seconds": stats["busy_seconds"], **{name: moved[name] for name in MOVED}}
     return found
@@ -171,7 +175,9 @@ async def _counted(cluster: Cluster) -> dict[str, dict[str, float]]:
 # -- what came of it ---------------------------------------------------------------------------------------------------
 
 
-def _tell(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence[Turn]) -> None:
+def _add_results(
+    report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
+) -> None:
     for name, unit, value in _figures():
         for turns, beside in ((split, colocated), (colocated, None)):
             figures = [value([turn]) for turn in turns]
@@ -184,23 +190,23 @@ def _tell(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence
     report.config[f"requests_{chunk}"] = {
         kind: sum(len(turn.traces[long]) for turn in split) for kind, long in (("long", True), ("chat", False))
     }
-    _tell_busy(report, chunk, split, colocated)
-    _tell_handoff(report, chunk, split, colocated)
+    _add_busy_results(report, chunk, split, colocated)
+    _add_handoff_results(report, chunk, split, colocated)
 
 
-def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[Turn]], float]]]:
+def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], float]]]:
     """Of one turn, or of several together."""
 
-    def share(of: Callable[[Turn], list[float]], percent: float) -> Callable[[Sequence[Turn]], float]:
+    def share(of: Callable[[SplitBenchRun], list[float]], percent: float) -> Callable[[Sequence[SplitBenchRun]], float]:
         return lambda turns: 1e3 * float(np.percentile([x for turn in turns for x in of(turn)], percent))
 
-    def output(turns: Sequence[Turn]) -> float:
+    def output(turns: Sequence[SplitBenchRun]) -> float:
         return sum(trace.tokens for turn in turns for trace in turn.all) / sum(turn.wall for turn in turns)
 
-    latencies: dict[str, Callable[[Turn], list[float]]] = {
-        "itl": Turn.itl,
-        "ttft_long": partial(Turn.ttft, long=True),
-        "ttft_chat": partial(Turn.ttft, long=False),
+    latencies: dict[str, Callable[[SplitBenchRun], list[float]]] = {
+        "itl": SplitBenchRun.itl,
+        "ttft_long": partial(SplitBenchRun.ttft, long=True),
+        "ttft_chat": partial(SplitBenchRun.ttft, long=False),
     }
     for name, of in latencies.items():
         for label, percent in SHARES.items():
@@ -208,14 +214,18 @@ def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[Turn]], float]]]:
     yield "output", "tok/s", output
 
 
-def _tell_busy(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence[Turn]) -> None:
+def _add_busy_results(
+    report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
+) -> None:
     """What limits each arm: a core that is always computing has a queue."""
     for turns in (split, colocated):
         for worker in turns[0].busy:
             report.add(f"busy_{chunk}_{worker}", [turn.busy[worker] for turn in turns], "of the time")
 
 
-def _tell_handoff(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence[Turn]) -> None:
+def _add_handoff_results(
+    report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
+) -> None:
     pairs = [pair for a, b in zip(split, colocated, strict=True) for pair in zip(a.alone, b.alone, strict=True)]
     adds = [with_.around - without.around for with_, without in pairs]
     shares = [100 * added / without.computing for added, (_, without) in zip(adds, pairs, strict=True)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from emberline.bench.launch import Launch
-from emberline.bench.report import Report
+from emberline.bench.report import BenchReport
+from emberline.bench.server_launch import ServerLaunch
 
 
-def bench(model: str, rounds: int, root: Path) -> Report:
-    report = Report("start", {"model": model, "rounds": rounds, "target_seconds": 3})
+def bench(model: str, rounds: int, root: Path) -> BenchReport:
+    report = BenchReport("start", {"model": model, "rounds": rounds, "target_seconds": 3})
     seconds = []
     for _ in range(rounds):
-        with Launch([model], root / "logs" / "start.log") as server:
+        with ServerLaunch([model], root / "logs" / "start.log") as server:
             seconds.append(server.ready_seconds)
     report.add("ready", seconds, "s")
     return report

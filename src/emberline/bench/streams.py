@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.bench.connection import Connection, HTTPFailed
+from emberline.bench.connection import LeanHTTPConnection, UnexpectedHTTPStatus
 
 WORDS = ("river", "stone", "light", "engine", "garden", "winter", "seven", "music", "paper", "north")
 PROMPT_WORDS = 200
@@ -35,7 +35,7 @@ class StreamTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class StreamPass:
     """All streams of one measurement."""
 
     streams: list[StreamTiming]
@@ -77,7 +77,7 @@ class ClientProcesses:
         for _, pipe in self._clients:
             pipe.recv()
 
-    def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> Pass:
+    def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> StreamPass:
         """Send `rounds` requests one after the other on each of `streams` concurrent streams."""
         used = self._clients[: min(len(self._clients), streams)]
         began = time.perf_counter()
@@ -85,7 +85,7 @@ class ClientProcesses:
             share = streams // len(used) + (index < streams % len(used))
             pipe.send((url, model, share, rounds, max_tokens, seed * 1000 + index))
         timings = [timing for _, pipe in used for timing in pipe.recv()]
-        return Pass(timings, time.perf_counter() - began)
+        return StreamPass(timings, time.perf_counter() - began)
 
     def close(self) -> None:
         for process, pipe in self._clients:
@@ -122,7 +122,7 @@ async def _run_streams(
 ) -> list[StreamTiming]:
     async def stream(index: int) -> list[StreamTiming]:
         words = random.Random(seed * 1000 + index)
-        connection = Connection(url)
+        connection = LeanHTTPConnection(url)
         try:
             return [await _request(connection, model, words, max_tokens) for _ in range(rounds)]
         finally:
@@ -132,7 +132,7 @@ async def _run_streams(
     return [timing for timings in done for timing in timings]
 
 
-async def _request(connection: Connection, model: str, words: random.Random, max_tokens: int) -> StreamTiming:
+async def _request(connection: LeanHTTPConnection, model: str, words: random.Random, max_tokens: int) -> StreamTiming:
     prompt = " ".join(words.choice(WORDS) for _ in range(PROMPT_WORDS))
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -140,12 +140,12 @@ async def _request(connection: Connection, model: str, words: random.Random, max
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             await _read_stream(connection, msgspec.json.encode(body), timing)
-    except (HTTPFailed, TimeoutError) as error:
+    except (UnexpectedHTTPStatus, TimeoutError) as error:
         timing.error = str(error)[:200] or "timed out"
     return timing
 
 
-async def _read_stream(connection: Connection, body: bytes, timing: StreamTiming) -> None:
+async def _read_stream(connection: LeanHTTPConnection, body: bytes, timing: StreamTiming) -> None:
     sent = last = time.perf_counter()
     rest = b""
     async with aclosing(connection.stream("/v1/completions", body)) as parts:  # type: ignore[type-var]

@@ -22,20 +22,20 @@ from pathlib import Path
 
 import numpy as np
 
-from emberline.bench.master import Master
-from emberline.bench.report import Report
+from emberline.bench.mooncake_master import MooncakeMaster
+from emberline.bench.report import BenchReport
 from emberline.core.config import EngineConfig
 from emberline.core.params import SamplingParams
-from emberline.core.plan import Copy
+from emberline.core.plan import BlockCopy
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.kernels import ops
-from emberline.kv.checksum import crc_of
-from emberline.kv.codec import codec_of
-from emberline.kv.mooncake import distribution
-from emberline.kv.tiers.copier import Copier
+from emberline.kv.checksum import select_crc
+from emberline.kv.codec import select_kv_codec
+from emberline.kv.mooncake import installed_distribution
+from emberline.kv.tiers.copier import HostBlockCopier
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.remote import RemoteTier
@@ -58,18 +58,18 @@ def best(call: Callable[[], object], size: int, rounds: int) -> float:
     return max(speeds(call, size, rounds))
 
 
-def add_copies(report: Report, engine: Engine, rounds: int) -> None:
+def add_copies(report: BenchReport, engine: Engine, rounds: int) -> None:
     cache = engine.runner.cache  # type: ignore[attr-defined]
     many = min(COUNT, cache.num_blocks)
     host = HostTier(cache.shape.block_bytes, many * 2 * cache.shape.block_bytes + (1 << 20))
-    size, copier = many * host.buffer_bytes, Copier(cache)
-    buffers = [host.area[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(many)]
-    copies = [Copy(i, b"", buffer) for i, buffer in enumerate(buffers)]
+    size, copier = many * host.buffer_bytes, HostBlockCopier(cache)
+    buffers = [host.memory[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(many)]
+    copies = [BlockCopy(i, b"", buffer) for i, buffer in enumerate(buffers)]
     target = memoryview(mmap.mmap(-1, size))
     copier.save(copies)
 
     def plain() -> None:
-        target[:] = host.area[:size]
+        target[:] = host.memory[:size]
 
     plain()
     memcpy = best(plain, size, rounds)
@@ -77,18 +77,18 @@ def add_copies(report: Report, engine: Engine, rounds: int) -> None:
     report.add("host_load", speeds(lambda: copier.load(copies), size, rounds), "GB/s", limit=memcpy)
 
 
-def add_files(report: Report, block_bytes: int, where: Path, master: str | None, rounds: int) -> None:
+def add_files(report: BenchReport, block_bytes: int, where: Path, master: str | None, rounds: int) -> None:
     """Peers are the same bytes in one large file, written at its end and read at random."""
     host = HostTier(block_bytes, (COUNT + 2) * 2 * block_bytes)
-    buffers = [host.area[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]
+    buffers = [host.memory[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]
     for i, buffer in enumerate(buffers):  # as keys and values are distributed
         values = np.random.default_rng(i).standard_normal(len(buffer) // 2, np.float32)
         buffer[:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     size = COUNT * host.buffer_bytes
-    library = ops.start().library
-    crc, codec = crc_of(library), codec_of("auto", library, "bfloat16")
+    library = ops.start_backend().library
+    crc, codec = select_crc(library), select_kv_codec("auto", library, "bfloat16")
     order = random.Random(0).sample(range(COUNT), COUNT)
-    direct = DiskTier(where / "probe", "bench", block_bytes, size).direct
+    direct = DiskTier(where / "probe", "bench", block_bytes, size).uses_direct_io
     report.config["direct_io"] = direct
     peers = segment(where / "segment", buffers, order, rounds, direct=direct)
     for coding, end in (("none", ""), *([("uw", "_uw")] if codec is not None else [])):
@@ -107,7 +107,7 @@ def add_files(report: Report, block_bytes: int, where: Path, master: str | None,
 
 
 def add_tier(
-    report: Report,
+    report: BenchReport,
     tier: DiskTier | RemoteTier,
     end: str,
     buffers: list[memoryview],
@@ -168,7 +168,7 @@ def first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, in
     return seconds, cached
 
 
-def add_requests(report: Report, tier: str, engine: Engine, tokens: int, rounds: int) -> None:
+def add_requests(report: BenchReport, tier: str, engine: Engine, tokens: int, rounds: int) -> None:
     """The prompt is asked for, pushed out of the cache by others, and asked for again."""
     tiers, rng = engine.kv.tiers, random.Random(tier)
     assert tiers is not None
@@ -189,24 +189,24 @@ def add_requests(report: Report, tier: str, engine: Engine, tokens: int, rounds:
     engine.close()
 
 
-def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) -> Report:
+def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) -> BenchReport:
     """`directory`: on the disk that is meant; None: where temporary files are."""
-    report = Report("kv-tiers", {"model": name, "rounds": rounds, "tokens": lengths})
-    where, master = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=directory)), Master()
+    report = BenchReport("kv-tiers", {"model": name, "rounds": rounds, "tokens": lengths})
+    where, master = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=directory)), MooncakeMaster()
     try:
         address = master.start().address
-        report.config["store"] = distribution()
+        report.config["store"] = installed_distribution()
     except OSError as error:
         address, report.config["store"] = None, str(error)
     try:
-        measure(report, str(resolve(name)), where, address, lengths, rounds)
+        measure(report, str(resolve_model(name)), where, address, lengths, rounds)
     finally:
         master.kill()
         shutil.rmtree(where)
     return report
 
 
-def measure(report: Report, model: str, where: Path, master: str | None, lengths: list[int], rounds: int) -> None:
+def measure(report: BenchReport, model: str, where: Path, master: str | None, lengths: list[int], rounds: int) -> None:
     for tokens in lengths:
         probe = boot(EngineConfig(model, device="cpu"))
         block = probe.kv_bytes * probe.engine.config.block_size // probe.kv_tokens

@@ -21,71 +21,71 @@ from typing import Any
 
 import numpy as np
 
-from emberline.bench.asked import Ask, asked
-from emberline.bench.report import Report
+from emberline.bench.question_process import Ask, question_process
+from emberline.bench.report import BenchReport
 from emberline.core.errors import InvalidRequest
 from emberline.kernels.cpu.library import find_library
-from emberline.kv.checksum import Crc, crc_of
-from emberline.kv.codec import Codec, codec_of
-from emberline.kv.mooncake import distribution, probe
+from emberline.kv.checksum import Crc, select_crc
+from emberline.kv.codec import KVCodec, select_kv_codec
+from emberline.kv.mooncake import installed_distribution, probe
 from emberline.kv.transfer.base import Transport
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.link import Habits
-from emberline.kv.transfer.local import LocalTransport, offer
-from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, serve_mooncake
-from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.link import LinkOptions
+from emberline.kv.transfer.local import LocalTransport, advertise_local
+from emberline.kv.transfer.mooncake import MooncakeEngine, MooncakeTransport, serve_mooncake
+from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.shm import Segment, ShmTransport, serve_shm
+from emberline.kv.transfer.shm import SharedSegment, ShmTransport, serve_shm
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
 
 LAYERS = 16
 STEP = 64 << 10  # bytes: blocks of multiples of this have heads of whole words
 CALL = 2 << 20  # bytes that bare sockets send and receive in a call
-LEASE = DEADLINE = 120.0  # seconds
+LEASE_S = DEADLINE = 120.0  # seconds
 STREAMS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class TransferRound:
     rate: float  # GB/s
     cpu: float  # seconds of all processes together, per GB
 
 
-def bench(sizes: list[int], total: int, rounds: int, piece: int) -> Report:
+def bench(sizes: list[int], total: int, rounds: int, piece: int) -> BenchReport:
     """`sizes`: bytes of a block. `total`: bytes moved each time."""
     if any(size <= 0 or size % STEP for size in sizes):
         raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
     library = find_library()
-    crc, codec, broken = crc_of(library), codec_of("auto", library, "bfloat16"), probe()
-    engine = Mooncake() if broken is None else None
+    crc, codec, broken = select_crc(library), select_kv_codec("auto", library, "bfloat16"), probe()
+    engine = MooncakeEngine() if broken is None else None
     config = {"block_bytes": sizes, "total_bytes": total, "rounds": rounds, "piece_bytes": piece, "layers": LAYERS}
-    config["mooncake"] = broken or distribution()
-    report = Report("transfer", config)
+    config["mooncake"] = broken or installed_distribution()
+    report = BenchReport("transfer", config)
     limit = _memcpy(report, total, rounds)
     raw = {streams: raw_sockets(report, total, rounds, streams) for streams in STREAMS}
     for size in sizes:
         for order in ("adjacent", "scattered"):
-            _size(report, Case(size, total // size, order, piece, rounds, crc, codec, engine), limit, raw)
+            _size(report, TransferCase(size, total // size, order, piece, rounds, crc, codec, engine), limit, raw)
     return report
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TransferCase:
     block: int  # bytes
     count: int
     order: str
     piece: int
     rounds: int
     crc: Crc
-    codec: Codec | None
-    mooncake: Mooncake | None
+    codec: KVCodec | None
+    mooncake: MooncakeEngine | None
 
     @property
-    def layout(self) -> Layout:
-        return Layout("bench", LAYERS, 2, 8, 16, self.block // (LAYERS * 2 * 8 * 16), "bfloat16")
+    def layout(self) -> KVLayout:
+        return KVLayout("bench", LAYERS, 2, 8, 16, self.block // (LAYERS * 2 * 8 * 16), "bfloat16")
 
     def ids(self, seed: int) -> list[int]:
         ids = list(range(self.count))
@@ -94,17 +94,17 @@ class Case:
         return ids
 
 
-def _size(report: Report, case: Case, limit: float, raw: dict[int, float]) -> None:
+def _size(report: BenchReport, case: TransferCase, limit: float, raw: dict[int, float]) -> None:
     target = _region(case.layout, case.count)
-    with asked(_serve, case.layout, case.count, case.ids(1), case.mooncake is not None) as ask:
+    with question_process(_serve, case.layout, case.count, case.ids(1), case.mooncake is not None) as ask:
         expected = ask("sums")
         tcp = (f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked", "_uw"))
         for kind in ("local", "shm", *tcp, *(["mooncake"] if case.mooncake else [])):
             if kind == "local":
                 found = _local(case, target)
             else:
-                _wipe(target)
-                found = _measured(case, target, _transport(kind, case), ask)
+                _clear(target)
+                found = _measure_rounds(case, target, _transport(kind, case), ask)
                 assert _sums(target, case.ids(2)) == expected, "bytes were lost on the way"
             name = f"{kind}_{case.block >> 10}k_{case.order}"
             peer = raw[int(kind.split("_")[1])] if kind.startswith("tcp") else None
@@ -112,66 +112,66 @@ def _size(report: Report, case: Case, limit: float, raw: dict[int, float]) -> No
             report.add(f"{name}_cpu", [each.cpu for each in found], "s/GB")
 
 
-def _transport(kind: str, case: Case) -> Transport:
+def _transport(kind: str, case: TransferCase) -> Transport:
     if kind == "shm":
         return ShmTransport(case.layout)
     if kind == "mooncake":
         assert case.mooncake is not None
-        return MooncakeTransport(case.layout, case.mooncake, Habits(streams=1, crc=case.crc))
+        return MooncakeTransport(case.layout, case.mooncake, LinkOptions(connections=1, crc=case.crc))
     _, streams, *how = kind.split("_")
     codecs = [case.codec] if how == ["uw"] and case.codec else []
     checked = how != ["unchecked"]
-    return TcpTransport(case.layout, Habits(int(streams), checked, codecs, always=True, crc=case.crc))
+    return TcpTransport(case.layout, LinkOptions(int(streams), checked, codecs, always_encode=True, crc=case.crc))
 
 
-def _measured(case: Case, target: HostRegion, transport: Transport, ask: Ask) -> list[Round]:
-    receiver, found, into = Receiver(target, [transport], piece_bytes=case.piece), [], case.ids(2)
+def _measure_rounds(case: TransferCase, target: HostRegion, transport: Transport, ask: Ask) -> list[TransferRound]:
+    receiver, found, into = Receiver(target, [transport], max_piece_bytes=case.piece), [], case.ids(2)
     for _ in range(case.rounds + 1):
-        ticket = Ticket.parsed(ask("publish"))
-        receiver.pair(ticket.peer, time.monotonic() + DEADLINE)
+        ticket = Ticket.parse(ask("publish"))
+        receiver.connect(ticket.peer, time.monotonic() + DEADLINE)
         theirs = ask("cpu")
-        seconds, ours = _timed(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
+        seconds, ours = _measure(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
         receiver.acknowledge(ticket, time.monotonic() + DEADLINE)
         size = case.count * case.block / 1e9
-        found.append(Round(size / seconds, (ours + ask("cpu") - theirs) / size))
+        found.append(TransferRound(size / seconds, (ours + ask("cpu") - theirs) / size))
     receiver.close()
     return found[1:]  # the first one touches the memory
 
 
-def _local(case: Case, target: HostRegion) -> list[Round]:
-    _paint(source := _region(case.layout, case.count))
+def _local(case: TransferCase, target: HostRegion) -> list[TransferRound]:
+    _fill_pattern(source := _region(case.layout, case.count))
     sender = Sender(source, "bench")
-    offer(sender, "here")
-    receiver = Receiver(target, [LocalTransport([sender])], piece_bytes=case.piece)
+    advertise_local(sender, "here")
+    receiver = Receiver(target, [LocalTransport([sender])], max_piece_bytes=case.piece)
     found, into = [], case.ids(2)
     for _ in range(case.rounds + 1):
-        ticket = sender.publish(case.ids(1), LEASE)
-        seconds, cpu = _timed(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
+        ticket = sender.publish(case.ids(1), LEASE_S)
+        seconds, cpu = _measure(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
         size = case.count * case.block / 1e9
-        found.append(Round(size / seconds, cpu / size))
+        found.append(TransferRound(size / seconds, cpu / size))
     return found[1:]
 
 
-def _timed(work: Callable[[], object]) -> tuple[float, float]:
+def _measure(work: Callable[[], object]) -> tuple[float, float]:
     began, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - began, time.process_time() - cpu
 
 
-def _memcpy(report: Report, total: int, rounds: int) -> float:
+def _memcpy(report: BenchReport, total: int, rounds: int) -> float:
     source, target = np.ones(total, np.uint8), np.zeros(total, np.uint8)
-    times = [_timed(lambda: np.copyto(target, source)) for _ in range(rounds + 1)][1:]
+    times = [_measure(lambda: np.copyto(target, source)) for _ in range(rounds + 1)][1:]
     report.add("memcpy", [total / 1e9 / seconds for seconds, _ in times], "GB/s")
     report.add("memcpy_cpu", [cpu / (total / 1e9) for _, cpu in times], "s/GB")
     return report.results["memcpy"].value
 
 
-def raw_sockets(report: Report, total: int, rounds: int, streams: int) -> float:
+def raw_sockets(report: BenchReport, total: int, rounds: int, streams: int) -> float:
     """Bare sockets: as much as the system moves when nobody asks what it was."""
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     args = (theirs, listener.getsockname()[1], total // streams, rounds + 1, streams)
-    child = multiprocessing.get_context("spawn").Process(target=_pour, args=args)
+    child = multiprocessing.get_context("spawn").Process(target=_send_bytes, args=args)
     child.start()
     socks = [listener.accept()[0] for _ in range(streams)]
     target, found = memoryview(bytearray(total)), []
@@ -180,8 +180,10 @@ def raw_sockets(report: Report, total: int, rounds: int, streams: int) -> float:
         before = ours.recv()
         work = [partial(_drain, sock, target[i * share : (i + 1) * share]) for i, sock in enumerate(socks)]
         ours.send("go")
-        seconds, cpu = _timed(partial(_together, work))
-        found.append(Round(share * streams / 1e9 / seconds, (cpu + ours.recv() - before) / (share * streams / 1e9)))
+        seconds, cpu = _measure(partial(_together, work))
+        found.append(
+            TransferRound(share * streams / 1e9 / seconds, (cpu + ours.recv() - before) / (share * streams / 1e9))
+        )
     child.join()
     for sock in (*socks, listener):
         sock.close()
@@ -203,7 +205,7 @@ def _drain(sock: socket.socket, view: memoryview) -> None:
         view = view[sock.recv_into(view[:CALL], 0, socket.MSG_WAITALL) :]
 
 
-def _pour(pipe: Connection, port: int, share: int, rounds: int, streams: int) -> None:
+def _send_bytes(pipe: Connection, port: int, share: int, rounds: int, streams: int) -> None:
     socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
     view = memoryview(bytearray(os.urandom(1 << 20) * -(-share // (1 << 20))))[:share]
 
@@ -221,18 +223,18 @@ def _pour(pipe: Connection, port: int, share: int, rounds: int, streams: int) ->
 # -- the sending process -----------------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int], mooncake: bool) -> None:
+def _serve(pipe: Connection, layout: KVLayout, count: int, ids: list[int], mooncake: bool) -> None:
     """Publishes blocks when asked to."""
-    segment = Segment(layout, count)
-    _paint(segment.region)
+    segment = SharedSegment(layout, count)
+    _fill_pattern(segment.region)
     library = find_library()
-    codec = codec_of("auto", library, "bfloat16")
-    sender = Sender(segment.region, "bench", crc=crc_of(library))
+    codec = select_kv_codec("auto", library, "bfloat16")
+    sender = Sender(segment.region, "bench", crc=select_crc(library))
     servers = [serve_tcp(sender, codecs=[codec] if codec else []), serve_shm(sender, segment)]
     if mooncake:
-        servers.append(serve_mooncake(sender, Mooncake()))
+        servers.append(serve_mooncake(sender, MooncakeEngine()))
     answers: dict[str, Callable[[], Any]] = {
-        "publish": lambda: sender.publish(ids, LEASE).as_dict(),
+        "publish": lambda: sender.publish(ids, LEASE_S).as_dict(),
         "cpu": time.process_time,
         "sums": lambda: _sums(segment.region, ids),
     }
@@ -243,16 +245,16 @@ def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int], mooncak
         server.stop()
 
 
-def _region(layout: Layout, blocks: int) -> HostRegion:
+def _region(layout: KVLayout, blocks: int) -> HostRegion:
     size = layout.layers * blocks * layout.plane_bytes
     return HostRegion(layout, [np.zeros(size, np.uint8).data for _ in range(layout.parts)])
 
 
-def _whole(region: HostRegion) -> Piece:
-    return Piece(0, region.layout.layers, 0, region.blocks)
+def _whole(region: HostRegion) -> TransferPiece:
+    return TransferPiece(0, region.layout.layers, 0, region.blocks)
 
 
-def _paint(region: HostRegion) -> None:
+def _fill_pattern(region: HostRegion) -> None:
     """As keys and values are distributed; each plane differs from its neighbours."""
     rng = np.random.default_rng(1)
     values = (rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -261,7 +263,7 @@ def _paint(region: HostRegion) -> None:
         plane[:] = np.resize(np.roll(values, -int(rng.integers(1 << 22))), len(plane))
 
 
-def _wipe(region: HostRegion) -> None:
+def _clear(region: HostRegion) -> None:
     for view in region.views(_whole(region), np.arange(region.blocks)):
         np.frombuffer(view, np.uint8)[:] = 0
 
@@ -269,5 +271,5 @@ def _wipe(region: HostRegion) -> None:
 def _sums(region: HostRegion, ids: list[int]) -> list[int]:
     """Of each plane of each block: one that is missing or misplaced shows."""
     where = np.asarray(ids, np.int64)
-    wholes = (region.views(Piece(0, LAYERS, i, i + 1), where) for i in range(len(ids)))
+    wholes = (region.views(TransferPiece(0, LAYERS, i, i + 1), where) for i in range(len(ids)))
     return [int(np.frombuffer(view, np.uint64).sum()) for views in wholes for view in views]

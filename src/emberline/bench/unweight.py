@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.bench.report import Report
-from emberline.bench.unweight_peers import PEERS, measured
+from emberline.bench.report import BenchReport
+from emberline.bench.unweight_peers import PEERS, measure_peer
 from emberline.core.config import core_count
 from emberline.hub.checkpoint import Checkpoint
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.kernels.cpu.library import find_library
 from emberline.kernels.uw12_ref import reference_pack
 from emberline.models.weights import Weights
-from emberline.unweight.code import Code, entropy
-from emberline.unweight.codec import Codec, codec_of
-from emberline.unweight.format import BLOCK, Bytes
+from emberline.unweight.codec import WeightCodec, select_weight_codec
+from emberline.unweight.format import BLOCK_ELEMENTS, Bytes
+from emberline.unweight.prefix_code import PrefixCode, entropy_bits
 
 LLAMA_8B = {  # rows, columns, how many
     "qkv": (6144, 4096, 32),
@@ -40,14 +40,14 @@ LLAMA_8B = {  # rows, columns, how many
 }
 SAMPLED = 256  # rows of each
 SCALE, FREEDOM = 0.02, 5
-TIMED = 512 * BLOCK  # weights that the codec is timed with
-RUN = 32 * BLOCK
+TIMED = 512 * BLOCK_ELEMENTS  # weights that the codec is timed with
+RUN = 32 * BLOCK_ELEMENTS
 WARM_SECONDS = 0.5
 FORMATS = {"float16": (torch.float16, 2), "float32": (torch.float32, 4), "float8_e4m3": (torch.float8_e4m3fn, 1)}
 
 
 @dataclass(slots=True)
-class Size:
+class CompressedSize:
     """Sums over a model's matrices, in bits."""
 
     weights: float = 0
@@ -55,22 +55,24 @@ class Size:
     memory: float = 0
     bound: float = 0
 
-    def add(self, matrix: Tensor, codec: Codec, times: float = 1) -> None:
+    def add(self, matrix: Tensor, codec: WeightCodec, times: float = 1) -> None:
         elements = as_bytes(matrix)
-        counts = codec.count(elements, 2)
-        coded, index = codec.encode(elements, 2, Code.fit(counts))
+        counts = codec.count_symbols(elements, 2)
+        coded, index = codec.encode(elements, 2, PrefixCode.from_counts(counts))
         packed = reference_pack(matrix)
         self.weights += times * matrix.numel()
         self.disk += times * 8 * (len(coded) + len(index))
         self.memory += times * (16 * matrix.numel() if packed is None else 8 * packed.nbytes)
-        self.bound += times * matrix.numel() * (8 + entropy(counts))
+        self.bound += times * matrix.numel() * (8 + entropy_bits(counts))
 
 
-def bench(rounds: int, peers_dir: Path) -> Report:
-    codec = codec_of(find_library())
-    report = Report("unweight", {"codec": codec.name, "rounds": rounds, "cores": core_count(), "timed_weights": TIMED})
+def bench(rounds: int, peers_dir: Path) -> BenchReport:
+    codec = select_weight_codec(find_library())
+    report = BenchReport(
+        "unweight", {"codec": codec.name, "rounds": rounds, "cores": core_count(), "timed_weights": TIMED}
+    )
     for model, matrices in sources():
-        size = Size()
+        size = CompressedSize()
         for matrix, times in matrices:
             size.add(matrix, codec, times)
         bound = size.bound / size.weights
@@ -79,7 +81,7 @@ def bench(rounds: int, peers_dir: Path) -> Report:
         report.add(f"disk_saved_{model}", 100 * (1 - size.disk / size.weights / 16), "%")
         report.add(f"memory_saved_{model}", 100 * (1 - size.memory / size.weights / 16), "%")
     for name, (dtype, width) in FORMATS.items():
-        numbers = gaussian(64 * BLOCK)
+        numbers = gaussian(64 * BLOCK_ELEMENTS)
         if width == 1:
             numbers *= torch.finfo(dtype).max / numbers.abs().max()  # as those who quantise do
         _other_format(report, name, numbers.to(dtype), width, codec)
@@ -90,7 +92,7 @@ def bench(rounds: int, peers_dir: Path) -> Report:
 def sources() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
     """Models by name: their matrices in bf16, and how often each counts."""
     for name in ("smollm2", "minilm"):
-        yield name, ((matrix, 1.0) for matrix in _checkpoint(resolve(name)))
+        yield name, ((matrix, 1.0) for matrix in _checkpoint(resolve_model(name)))
     yield "llama_8b_gaussian", _llama(gaussian)
     yield "llama_8b_student", _llama(student)
 
@@ -111,7 +113,7 @@ def as_bytes(tensor: Tensor) -> Bytes:
 def _checkpoint(directory: Path) -> Iterator[Tensor]:
     weights = Weights(Checkpoint.open(directory), torch.bfloat16)
     for name, info in weights.checkpoint.tensors.items():
-        if len(info.shape) == 2 and info.dtype in ("BF16", "F32", "F16") and prod(info.shape) > BLOCK // 16:
+        if len(info.shape) == 2 and info.dtype in ("BF16", "F32", "F16") and prod(info.shape) > BLOCK_ELEMENTS // 16:
             yield weights.matrix(name, *info.shape)
 
 
@@ -120,18 +122,18 @@ def _llama(draw: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, float]]:
         yield draw(SAMPLED * columns).view(SAMPLED, columns).bfloat16(), number * rows / SAMPLED
 
 
-def _other_format(report: Report, name: str, tensor: Tensor, width: int, codec: Codec) -> None:
+def _other_format(report: BenchReport, name: str, tensor: Tensor, width: int, codec: WeightCodec) -> None:
     elements = as_bytes(tensor)
-    counts = codec.count(elements, width)
-    coded, index = codec.encode(elements, width, Code.fit(counts))
+    counts = codec.count_symbols(elements, width)
+    coded, index = codec.encode(elements, width, PrefixCode.from_counts(counts))
     bits = 8 * (len(coded) + len(index)) / tensor.numel()
-    report.add(f"disk_bits_per_weight_gaussian_{name}", bits, "bit", limit=8 * (width - 1) + entropy(counts))
+    report.add(f"disk_bits_per_weight_gaussian_{name}", bits, "bit", limit=8 * (width - 1) + entropy_bits(counts))
 
 
-def _speed(report: Report, codec: Codec, rounds: int, peers_dir: Path) -> None:
+def _speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path) -> None:
     """In bytes of bf16, whichever way they go."""
     elements = as_bytes(gaussian(TIMED).bfloat16())
-    code = Code.fit(codec.count(elements, 2))
+    code = PrefixCode.from_counts(codec.count_symbols(elements, 2))
     runs = [elements[at : at + 2 * RUN] for at in range(0, len(elements), 2 * RUN)]
     coded = [codec.encode(run, 2, code) for run in runs]
     outs = [np.empty_like(run) for run in runs]
@@ -140,11 +142,11 @@ def _speed(report: Report, codec: Codec, rounds: int, peers_dir: Path) -> None:
     def decode(pair: tuple[tuple[Bytes, Bytes], Bytes], check: bool = True) -> None:
         assert codec.decode(*pair[0], 2, code, pair[1], check=check) == -1
 
-    peers = {name: found for name in PEERS if (found := measured(name, elements.tobytes(), rounds, peers_dir))}
+    peers = {name: found for name in PEERS if (found := measure_peer(name, elements.tobytes(), rounds, peers_dir))}
     for threads, label in ((1, "1"), (core_count(), "all")):
         with ThreadPoolExecutor(threads) as pool:
             ours = {
-                "count": lambda: list(pool.map(lambda run: codec.count(run, 2), runs)),
+                "count": lambda: list(pool.map(lambda run: codec.count_symbols(run, 2), runs)),
                 "encode": lambda: list(pool.map(lambda run: codec.encode(run, 2, code), runs)),
                 "decode": lambda: list(pool.map(decode, pairs)),
                 "decode_unchecked": lambda: list(pool.map(lambda pair: decode(pair, False), pairs)),

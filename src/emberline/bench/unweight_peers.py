@@ -20,7 +20,7 @@ SECONDS = 300
 Figures = dict[str, list[float]]  # encode and decode in GB/s, bits a weight
 
 
-def measured(name: str, data: bytes, rounds: int, root: Path) -> Figures | None:
+def measure_peer(name: str, data: bytes, rounds: int, root: Path) -> Figures | None:
     python = root / "codecs" / "bin" / "python"
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from emberline.bench.job import Job
+from emberline.bench.job import BenchJob
 
 CONTEXT, STEPS = 128, 64  # of a decode measurement
 
@@ -15,15 +15,15 @@ def tokens(count: int, rng: np.random.Generator, vocab: int) -> list[int]:
     return [int(t) for t in rng.integers(1, vocab, count)]
 
 
-def prefill(length: int, vocab: int) -> Job:
+def prefill(length: int, vocab: int) -> BenchJob:
     return job([(length, 1)], vocab)
 
 
-def decode(batch: int, vocab: int, context: int = CONTEXT, steps: int = STEPS) -> Job:
+def decode(batch: int, vocab: int, context: int = CONTEXT, steps: int = STEPS) -> BenchJob:
     return job([(context, steps + 1)] * batch, vocab)  # the first token belongs to the prefill
 
 
-def mix(count: int, vocab: int) -> Job:
+def mix(count: int, vocab: int) -> BenchJob:
     """Short and long requests mixed, all at once."""
     return job(lengths(count, (4.5, 0.8, 512), (4.0, 0.6, 128)), vocab)
 
@@ -42,7 +42,7 @@ def lengths(
     return list(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True))
 
 
-def job(sizes: Iterable[tuple[int, int]], vocab: int, seed: int = 0) -> Job:
+def job(sizes: Iterable[tuple[int, int]], vocab: int, seed: int = 0) -> BenchJob:
     rng = np.random.default_rng(seed)
     pairs = [(tokens(prompt, rng, vocab), output) for prompt, output in sizes]
-    return Job([prompt for prompt, _ in pairs], [output for _, output in pairs])
+    return BenchJob([prompt for prompt, _ in pairs], [output for _, output in pairs])

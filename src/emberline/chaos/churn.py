@@ -23,31 +23,31 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from emberline.bench.cluster import Cluster
-from emberline.bench.growth import WARM_UP, Growth
-from emberline.bench.launch import Launch
-from emberline.bench.processes import family, idle_seconds
-from emberline.bench.report import Report
-from emberline.chaos.case import Cases
-from emberline.chaos.client import Client, Ending, Verdict
-from emberline.chaos.sight import Sights
-from emberline.cluster.supervisor import Child
+from emberline.bench.cluster import LocalCluster
+from emberline.bench.memory_growth import WARM_UP, MemoryGrowth
+from emberline.bench.processes import idle_seconds, process_tree
+from emberline.bench.report import BenchReport
+from emberline.bench.server_launch import ServerLaunch
+from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict
+from emberline.chaos.reference_case import ReferenceCases
+from emberline.chaos.request_progress import RequestObserver
+from emberline.cluster.supervisor import SupervisedProcess
 from emberline.core.errors import EmberlineError
 
-SERVED = "bench"
-SERVER = ("--served-name", SERVED, "--device", "cpu", "--embedder", "none")
-FILLING = 16
-NOTICED = 2.0  # until the router's status shows a stopped worker
-UNKNOWN = 0.5  # these requests get a unique cache salt, because otherwise all prompts would soon be cached
-LOOKS = 2.0
-ENDED = 150.0  # includes the end of the worker's open requests
-ENGINE = "engine.process"
+SERVED_MODEL_NAME = "bench"
+SERVER_ARGUMENTS = ("--served-name", SERVED_MODEL_NAME, "--device", "cpu", "--embedder", "none")
+CALIBRATION_REQUESTS = 16
+DETECTION_WAIT_S = 2.0  # until the router's status shows a stopped worker
+UNCACHED_SHARE = 0.5  # these requests get a unique cache salt, because otherwise all prompts would soon be cached
+MEMORY_POLL_INTERVAL_S = 2.0
+STOP_TIMEOUT_S = 150.0  # includes the end of the worker's open requests
+ENGINE_PROCESS = "engine.process"
 ENGINE_DEATH = "death of the engine"
-HOW = ("death", ENGINE_DEATH, "end")
+RESTART_KINDS = ("death", ENGINE_DEATH, "end")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChurnPlan:
     seconds: float
     load: float  # share of the sustained rate
     calibration: float  # seconds
@@ -61,44 +61,44 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Restart:
-    at: float  # seconds since the start of the run
+class WorkerRestart:
+    started_at: float  # seconds since the start of the run
     worker: str
-    how: str
-    back: float | None = None  # seconds since the start of the run until the cluster was healthy; None: not yet
+    kind: str
+    recovered_at: float | None = None  # seconds since the start of the run until the cluster was healthy; None: not yet
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "at": round(self.at, 1),
+            "at": round(self.started_at, 1),
             "worker": self.worker,
-            "how": self.how,
-            "back": self.back and round(self.back, 1),
+            "how": self.kind,
+            "back": self.recovered_at and round(self.recovered_at, 1),
         }
 
 
 @dataclass(slots=True)
-class Churn:
-    plan: Plan
-    cluster: Cluster
-    cases: Cases
+class ChurnRun:
+    plan: ChurnPlan
+    cluster: LocalCluster
+    cases: ReferenceCases
     session: aiohttp.ClientSession
-    say: Callable[[str], None]
-    dice: random.Random
-    growth: Growth = field(init=False)
-    restarts: list[Restart] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
-    unrecovered: str = ""  # what kept the cluster from recovering
-    _sights: Sights = field(default_factory=Sights)
-    _began: float = 0.0
+    report_line: Callable[[str], None]
+    rng: random.Random
+    growth: MemoryGrowth = field(init=False)
+    restarts: list[WorkerRestart] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
+    recovery_problem: str = ""  # what kept the cluster from recovering
+    _observer: RequestObserver = field(default_factory=RequestObserver)
+    _started_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.growth = Growth(settled=WARM_UP * self.plan.seconds)
+        self.growth = MemoryGrowth(settled=WARM_UP * self.plan.seconds)
 
     @property
     def now(self) -> float:
-        return asyncio.get_running_loop().time() - self._began
+        return asyncio.get_running_loop().time() - self._started_at
 
-    async def sustained(self) -> float:
+    async def measure_sustained_rate(self) -> float:
         """Return the requests per second that the cluster serves when it is full.
 
         The rate counts from the end of the first requests."""
@@ -106,163 +106,183 @@ class Churn:
         end, finished_at = loop.time() + self.plan.calibration, list[float]()
 
         async def send_repeatedly() -> None:
-            while loop.time() < end or len(finished_at) < 2 * FILLING:
-                if (ending := await self._ask()).verdict is not Verdict.ANSWERED:
+            while loop.time() < end or len(finished_at) < 2 * CALIBRATION_REQUESTS:
+                if (ending := await self._run_request()).verdict is not Verdict.ANSWERED:
                     raise EmberlineError(
-                        f"a request failed before any restart: {ending.verdict}, {ending.why}", hint="see the log files"
+                        f"a request failed before any restart: {ending.verdict}, {ending.detail}",
+                        hint="see the log files",
                     )
                 finished_at.append(loop.time())
 
-        await asyncio.gather(*(send_repeatedly() for _ in range(FILLING)))
+        await asyncio.gather(*(send_repeatedly() for _ in range(CALIBRATION_REQUESTS)))
         first_full, end = (
-            finished_at[FILLING - 1],
-            max(end, finished_at[2 * FILLING - 1]),
+            finished_at[CALIBRATION_REQUESTS - 1],
+            max(end, finished_at[2 * CALIBRATION_REQUESTS - 1]),
         )  # after `end` fewer requests are open
         return sum(first_full < at <= end for at in finished_at) / (end - first_full)
 
     async def run(self, rate: float) -> None:
-        self._began = asyncio.get_running_loop().time()
+        self._started_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
-            background = [group.create_task(work) for work in (self._restart(), self._watch())]
-            await self._arrive(rate)
+            background = [group.create_task(work) for work in (self._restart_workers(), self._watch_memory())]
+            await self._send_arrivals(rate)
             for task in background:
                 task.cancel()
         if (
-            self.restarts and self.restarts[-1].back is None and not self.unrecovered
+            self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem
         ):  # the last restart is not complete
-            self.unrecovered = await self.cluster.recovers()
-            self.restarts[-1].back = None if self.unrecovered else self.now
+            self.recovery_problem = await self.cluster.wait_until_ready()
+            self.restarts[-1].recovered_at = None if self.recovery_problem else self.now
 
-    async def _arrive(self, rate: float) -> None:
+    async def _send_arrivals(self, rate: float) -> None:
         """Send requests at this rate until the time is over, then wait until all have ended."""
         async with asyncio.TaskGroup() as group:
             at = 0.0
-            while (at := at + self.dice.expovariate(rate)) < self.plan.seconds and not self.unrecovered:
+            while (at := at + self.rng.expovariate(rate)) < self.plan.seconds and not self.recovery_problem:
                 await asyncio.sleep(max(0.0, at - self.now))
-                group.create_task(self._one())
+                group.create_task(self._send_one())
 
-    async def _one(self) -> None:
-        ending = await self._ask()
-        self.endings.append(ending)
+    async def _send_one(self) -> None:
+        ending = await self._run_request()
+        self.outcomes.append(ending)
         if ending.verdict is not Verdict.ANSWERED:
-            self.say(f"{self.now:.0f} s: {ending.verdict}, {ending.why}, {self.during(ending)}")
+            self.report_line(
+                f"{self.now:.0f} s: {ending.verdict}, {ending.detail}, {self.describe_restart_during(ending)}"
+            )
 
-    async def _ask(self) -> Ending:
-        client, case = Client(self.session, self.cluster.url, self._sights, self.plan.deadline), self.cases.old()
-        if case.path != "/v1/messages" and self.dice.random() < UNKNOWN:
-            case = replace(case, body={**case.body, "cache_salt": f"{self.dice.getrandbits(64):x}"})
-        return await client.run(case, self._sights.new())
+    async def _run_request(self) -> RequestOutcome:
+        client, case = (
+            ChaosClient(self.session, self.cluster.url, self._observer, self.plan.deadline),
+            self.cases.pick(),
+        )
+        if case.path != "/v1/messages" and self.rng.random() < UNCACHED_SHARE:
+            case = replace(case, body={**case.body, "cache_salt": f"{self.rng.getrandbits(64):x}"})
+        return await client.run(case, self._observer.track_request())
 
-    def during(self, ending: Ending) -> str:
+    def describe_restart_during(self, outcome: RequestOutcome) -> str:
         """Return the restart during which the request ran, or ""."""
-        started_at = ending.began - self._began
+        started_at = outcome.started_at - self._started_at
         for restart in self.restarts:
-            if restart.at <= started_at + ending.seconds and (restart.back is None or started_at <= restart.back):
-                return f"{restart.how} of {restart.worker} at {restart.at:.0f} s"
+            if restart.started_at <= started_at + outcome.duration_s and (
+                restart.recovered_at is None or started_at <= restart.recovered_at
+            ):
+                return f"{restart.kind} of {restart.worker} at {restart.started_at:.0f} s"
         return ""
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
-    async def _restart(self) -> None:
+    async def _restart_workers(self) -> None:
         kept = next(child for child in self.cluster.workers if not child.name.startswith("prefill"))
         others = [child for child in self.cluster.workers if child is not kept]
         rng = random.Random(self.plan.seed)
         while self.now + (pause := rng.uniform(*self.plan.pause)) < self.plan.seconds:
             await asyncio.sleep(pause)
-            child, how = rng.choice(others), rng.choice(HOW)
-            self.restarts.append(restart := Restart(self.now, child.name, how))
-            self.unrecovered = await self._struck(child, how)
-            if self.unrecovered:
+            child, how = rng.choice(others), rng.choice(RESTART_KINDS)
+            self.restarts.append(restart := WorkerRestart(self.now, child.name, how))
+            self.recovery_problem = await self._restart_and_wait(child, how)
+            if self.recovery_problem:
                 return
-            restart.back = self.now
-            self.say(f"{restart.at:.0f} s: {how} of {child.name}, recovered after {restart.back - restart.at:.1f} s")
+            restart.recovered_at = self.now
+            self.report_line(
+                f"{restart.started_at:.0f} s: {how} of {child.name}, recovered after {restart.recovered_at - restart.started_at:.1f} s"
+            )
 
-    async def _struck(self, child: Child, how: str) -> str:
+    async def _restart_and_wait(self, child: SupervisedProcess, kind: str) -> str:
         """Restart a worker and wait until the cluster is healthy; return what is missing, or ""."""
-        restarts = child.restarts + (how != ENGINE_DEATH)
-        await asyncio.to_thread(_strike, child, how)
+        restarts = child.restarts + (kind != ENGINE_DEATH)
+        await asyncio.to_thread(_stop_worker, child, kind)
         try:
-            async with asyncio.timeout(ENDED):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
                 while child.restarts < restarts:
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            return f"{child.name} did not end within {ENDED:g} s"
-        await asyncio.sleep(NOTICED)
-        return await self.cluster.recovers()
+            return f"{child.name} did not end within {STOP_TIMEOUT_S:g} s"
+        await asyncio.sleep(DETECTION_WAIT_S)
+        return await self.cluster.wait_until_ready()
 
-    async def _watch(self) -> None:
+    async def _watch_memory(self) -> None:
         while True:
-            self.growth.look(await asyncio.to_thread(self._pids), self.now)
-            await asyncio.sleep(LOOKS)
+            self.growth.sample(await asyncio.to_thread(self._pids), self.now)
+            await asyncio.sleep(MEMORY_POLL_INTERVAL_S)
 
     def _pids(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for child in (self.cluster.router, *self.cluster.workers):
             if child.process is not None and child.process.returncode is None:
-                own = family(child.process.pid)
+                own = process_tree(child.process.pid)
                 found[child.name] = own["server"]
-                found |= {f"{child.name}_{ENGINE}": own[ENGINE]} if ENGINE in own else {}
+                found |= {f"{child.name}_{ENGINE_PROCESS}": own[ENGINE_PROCESS]} if ENGINE_PROCESS in own else {}
         return found
 
 
-def _strike(child: Child, how: str) -> None:
+def _stop_worker(child: SupervisedProcess, kind: str) -> None:
     assert child.process is not None
-    child.pause = 0.5  # an intended death must not lengthen the pause
+    child.restart_pause_s = 0.5  # an intended death must not lengthen the pause
     pid: int | None = child.process.pid
-    if how == ENGINE_DEATH:
-        pid = family(child.process.pid).get(ENGINE)
+    if kind == ENGINE_DEATH:
+        pid = process_tree(child.process.pid).get(ENGINE_PROCESS)
     if pid is not None:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM if how == "end" else signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM if kind == "end" else signal.SIGKILL)
 
 
 # -- the whole benchmark -----------------------------------------------------------------------------------------------
 
 
-def bench(model: str, plan: Plan, logs: Path, say: Callable[[str], None]) -> Report:
-    report = Report("churn", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
+def run_churn_bench(model: str, plan: ChurnPlan, logs: Path, report_line: Callable[[str], None]) -> BenchReport:
+    report = BenchReport("churn", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
     rng = random.Random(plan.seed)
-    with Launch([model, *SERVER], logs / "reference.log") as reference:
-        say(f"recording the answers of {plan.cases} requests")
-        cases = asyncio.run(_answered(reference.url.removesuffix("/v1"), plan.cases, rng))
-    asyncio.run(_whole(report, model, plan, cases, logs, say, rng))
+    with ServerLaunch([model, *SERVER_ARGUMENTS], logs / "reference.log") as reference:
+        report_line(f"recording the answers of {plan.cases} requests")
+        cases = asyncio.run(_record_references(reference.url.removesuffix("/v1"), plan.cases, rng))
+    asyncio.run(_run_cluster(report, model, plan, cases, logs, report_line, rng))
     return report
 
 
-async def _answered(url: str, count: int, dice: random.Random) -> Cases:
-    cases = Cases(url, SERVED, dice)
+async def _record_references(url: str, count: int, rng: random.Random) -> ReferenceCases:
+    cases = ReferenceCases(url, SERVED_MODEL_NAME, rng)
     async with aiohttp.ClientSession() as session:
-        await cases.measure(session)
+        await cases.measure_token_length(session)
         for i in range(count):
-            await cases.new(session, long=i % 2 == 0, stream=i % 4 != 0)
+            await cases.create(session, long=i % 2 == 0, stream=i % 4 != 0)
     return cases
 
 
-async def _whole(
-    report: Report, model: str, plan: Plan, cases: Cases, logs: Path, say: Callable[[str], None], dice: random.Random
+async def _run_cluster(
+    report: BenchReport,
+    model: str,
+    plan: ChurnPlan,
+    cases: ReferenceCases,
+    logs: Path,
+    report_line: Callable[[str], None],
+    rng: random.Random,
 ) -> None:
-    worker = [model, *SERVER, "--threads", "1", "--kv-memory", plan.kv_memory]
+    worker = [model, *SERVER_ARGUMENTS, "--threads", "1", "--kv-memory", plan.kv_memory]
     router = ["--split-tokens", "64", "--request-timeout", str(plan.deadline)]
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        Cluster({"prefill": plan.prefill, "decode": plan.decode}, worker, logs, router=router) as cluster,
+        LocalCluster({"prefill": plan.prefill, "decode": plan.decode}, worker, logs, router=router) as cluster,
         aiohttp.ClientSession(connector=connector) as session,
     ):
-        churn = Churn(plan, cluster, cases, session, say, dice)
-        rate = await churn.sustained()
-        say(f"the cluster sustains {rate:.2f} requests/s")
+        churn = ChurnRun(plan, cluster, cases, session, report_line, rng)
+        rate = await churn.measure_sustained_rate()
+        report_line(f"the cluster sustains {rate:.2f} requests/s")
         report.add("sustained", rate, "requests/s")
         idle, began = idle_seconds(), time.perf_counter()
         await churn.run(plan.load * rate)
         idle = (idle_seconds() - idle) / (time.perf_counter() - began)
         report.add("cores_busy", (os.cpu_count() or 1) - idle, "cores, all processes together")
-        tell(report, churn, await cluster.quiet(), await cluster.status() or {})
+        add_results(report, churn, await cluster.wait_until_idle(), await cluster.status() or {})
 
 
-def tell(report: Report, churn: Churn, held: str, status: dict[str, Any]) -> None:
-    endings, restarts = churn.endings, churn.restarts
+def add_results(report: BenchReport, churn: ChurnRun, held_resources: str, status: dict[str, Any]) -> None:
+    endings, restarts = churn.outcomes, churn.restarts
     verdict_counts = Counter(ending.verdict for ending in endings)
-    failures = [(ending, churn.during(ending)) for ending in endings if ending.verdict in (Verdict.ERROR, Verdict.CUT)]
+    failures = [
+        (ending, churn.describe_restart_during(ending))
+        for ending in endings
+        if ending.verdict in (Verdict.ERROR, Verdict.CUT)
+    ]
     report.add("requests", len(endings), "requests")
     report.add("arrived", len(endings) / max(churn.plan.seconds, 1.0), "requests/s")
     report.add("answered", verdict_counts[Verdict.ANSWERED], "requests")
@@ -271,21 +291,21 @@ def tell(report: Report, churn: Churn, held: str, status: dict[str, Any]) -> Non
     for verdict in (Verdict.WRONG, Verdict.HUNG):
         report.add(verdict.value, verdict_counts[verdict], "requests")
     report.add("restarts", len(restarts), "times")
-    outages = [restart.back - restart.at for restart in restarts if restart.back is not None]
+    outages = [restart.recovered_at - restart.started_at for restart in restarts if restart.recovered_at is not None]
     if outages:
         report.add("back_after", outages, "s")
-    report.add("unrecovered", int(bool(churn.unrecovered)), "times")
-    report.add("leaked", int(bool(held)), "times")
+    report.add("unrecovered", int(bool(churn.recovery_problem)), "times")
+    report.add("leaked", int(bool(held_resources)), "times")
     moved = sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
     report.add("moved", moved, "requests")
     report.add("tried_again", sum(status.get("retries", {}).values()), "requests")
     for label, percent in (("p50", 50), ("p99", 99), ("most", 100)):
         if endings:
-            report.add(f"seconds_{label}", float(np.percentile([e.seconds for e in endings], percent)), "s")
-    churn.growth.tell(report)
+            report.add(f"seconds_{label}", float(np.percentile([e.duration_s for e in endings], percent)), "s")
+    churn.growth.add_results(report)
     report.config |= {
         "restarts": [each.as_dict() for each in restarts],
-        "errors": [f"{ending.why}, {why or 'no restart'}" for ending, why in failures][:50],
-        "held": held,
-        "missing": churn.unrecovered,
+        "errors": [f"{ending.detail}, {why or 'no restart'}" for ending, why in failures][:50],
+        "held": held_resources,
+        "missing": churn.recovery_problem,
     }

@@ -8,11 +8,11 @@ from enum import StrEnum
 
 import aiohttp
 
-from emberline.chaos.answer import Answer
-from emberline.chaos.case import Case
-from emberline.chaos.sight import Sight, Sights
+from emberline.chaos.observed_reply import ObservedReply
+from emberline.chaos.reference_case import ReferenceCase
+from emberline.chaos.request_progress import RequestObserver, RequestProgress
 
-MARGIN = 15.0  # beyond its deadline, after which a request counts as hung
+HANG_MARGIN_S = 15.0  # beyond its deadline, after which a request counts as hung
 
 
 class Verdict(StrEnum):
@@ -25,49 +25,53 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RequestOutcome:
     verdict: Verdict
-    why: str
-    began: float
-    seconds: float
+    detail: str
+    started_at: float
+    duration_s: float
 
 
-class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str, sights: Sights, deadline: float) -> None:
+class ChaosClient:
+    def __init__(self, session: aiohttp.ClientSession, url: str, observer: RequestObserver, deadline: float) -> None:
         self._session = session
         self._url = url
-        self._sights = sights
-        self._deadline = deadline
+        self._observer = observer
+        self._deadline_s = deadline
 
-    async def run(self, case: Case, sight: Sight, session: str = "") -> Ending:
+    async def run(self, case: ReferenceCase, progress: RequestProgress, session: str = "") -> RequestOutcome:
         """Send a request and return its outcome. Cancelling it disconnects the client."""
         started_at = asyncio.get_running_loop().time()
         raw = bytearray()
         headers = {"content-type": "application/json"} | ({"x-session-affinity": session} if session else {})
         try:
-            async with asyncio.timeout(self._deadline + MARGIN):
-                body = case.marked(sight.name)
+            async with asyncio.timeout(self._deadline_s + HANG_MARGIN_S):
+                body = case.encode_with_mark(progress.name)
                 async with self._session.post(self._url + case.path, data=body, headers=headers) as reply:
                     async for part in reply.content.iter_any():
                         raw += part
-            verdict, detail = judged(case, reply.status, bytes(raw))
+            verdict, detail = judge_reply(case, reply.status, bytes(raw))
         except TimeoutError:
-            verdict, detail = Verdict.HUNG, f"at stage {sight.stage}, after {len(raw)} bytes"
+            verdict, detail = Verdict.HUNG, f"at stage {progress.stage}, after {len(raw)} bytes"
         except (aiohttp.ClientError, OSError) as e:
-            difference = Answer.of_stream(case.path, bytes(raw)).against(case.right) if case.stream and raw else ""
+            difference = (
+                ObservedReply.from_stream(case.path, bytes(raw)).describe_difference_from(case.expected)
+                if case.is_stream and raw
+                else ""
+            )
             verdict, detail = (Verdict.WRONG, difference) if difference else (Verdict.CUT, repr(e))
         finally:
-            self._sights.forget(sight)
-        return Ending(verdict, detail, started_at, asyncio.get_running_loop().time() - started_at)
+            self._observer.forget(progress)
+        return RequestOutcome(verdict, detail, started_at, asyncio.get_running_loop().time() - started_at)
 
 
-def judged(case: Case, status: int, raw: bytes) -> tuple[Verdict, str]:
-    is_stream = case.stream and status == 200
-    reply = Answer.of_stream(case.path, raw) if is_stream else Answer.of_body(status, raw)
-    if difference := reply.against(case.right):
+def judge_reply(case: ReferenceCase, status: int, raw: bytes) -> tuple[Verdict, str]:
+    is_stream = case.is_stream and status == 200
+    reply = ObservedReply.from_stream(case.path, raw) if is_stream else ObservedReply.from_body(status, raw)
+    if difference := reply.describe_difference_from(case.expected):
         return Verdict.WRONG, difference
-    if is_stream and reply.endings != 1:
-        return Verdict.WRONG, f"the stream ended {reply.endings} times"
+    if is_stream and reply.ending_count != 1:
+        return Verdict.WRONG, f"the stream ended {reply.ending_count} times"
     if reply.error:
         return Verdict.ERROR, reply.error
-    return (Verdict.ANSWERED, "") if reply.whole else (Verdict.WRONG, f"neither answer nor error: {raw[-100:]!r}")
+    return (Verdict.ANSWERED, "") if reply.is_complete else (Verdict.WRONG, f"neither answer nor error: {raw[-100:]!r}")

@@ -8,7 +8,7 @@ import mmap
 import struct
 from pathlib import Path
 
-PATCH = """import mmap, struct, time
+SITECUSTOMIZE_TEMPLATE = """import mmap, struct, time
 with open({file!r}, "rb") as _file:
     _ahead = mmap.mmap(_file.fileno(), 8, prot=mmap.PROT_READ)
 _time, _time_ns = time.time, time.time_ns
@@ -17,18 +17,18 @@ time.time_ns = lambda: _time_ns() + int(1e9 * struct.unpack("<d", _ahead[:8])[0]
 """
 
 
-class MovedClock:
+class ShiftedClock:
     """The clock of one process and its children."""
 
-    def __init__(self, home: Path) -> None:
-        home.mkdir(parents=True)
-        self.path = home  # for PYTHONPATH
-        file = home / "ahead"
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+        self.path = directory  # for PYTHONPATH
+        file = directory / "ahead"
         file.write_bytes(bytes(8))
-        (home / "sitecustomize.py").write_text(PATCH.format(file=str(file)))
+        (directory / "sitecustomize.py").write_text(SITECUSTOMIZE_TEMPLATE.format(file=str(file)))
         with file.open("r+b") as opened:
-            self._ahead = mmap.mmap(opened.fileno(), 8)
+            self._offset = mmap.mmap(opened.fileno(), 8)
 
-    def move(self, seconds: float) -> None:
+    def shift(self, seconds: float) -> None:
         """Set the offset to the real time, positive or negative."""
-        self._ahead[:8] = struct.pack("<d", seconds)
+        self._offset[:8] = struct.pack("<d", seconds)

@@ -14,121 +14,125 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from emberline.chaos.network import HERE, Harm
-from emberline.chaos.place import Place
-from emberline.chaos.scene import Scene
-from emberline.chaos.sight import Sight, Stage
-from emberline.cluster.supervisor import Child, Supervisor
+from emberline.chaos.chaos_cluster import ChaosCluster
+from emberline.chaos.chaos_process import ChaosProcess
+from emberline.chaos.network import LOOPBACK_ADDRESS, LinkDisturbance
+from emberline.chaos.request_progress import RequestProgress, Stage
+from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 from emberline.core.errors import EmberlineError
 
-EARLY = (Stage.QUEUED, Stage.PREFILL, Stage.TRANSFER)
-ALL = (*EARLY, Stage.FIRST, Stage.DECODE)
-MOVING = (Stage.PREFILL, Stage.TRANSFER)
-FIRST = (Stage.QUEUED,)
-HICCUP = 0.3
-GONE = 3.0  # so long that the router counts the worker as lost
-DISK, STORE = 'tier="disk"', 'tier="store"'
-BLOCK = 1 << 12
+STAGES_BEFORE_OUTPUT = (Stage.QUEUED, Stage.PREFILL, Stage.TRANSFER)
+ALL_STAGES = (*STAGES_BEFORE_OUTPUT, Stage.FIRST, Stage.DECODE)
+TRANSFER_STAGES = (Stage.PREFILL, Stage.TRANSFER)
+QUEUED_STAGE = (Stage.QUEUED,)
+SHORT_FAULT_S = 0.3
+LOST_WORKER_FAULT_S = 3.0  # so long that the router counts the worker as lost
+DISK_COUNTER_LABEL, STORE_COUNTER_LABEL = 'tier="disk"', 'tier="store"'
+FULL_DISK_FILE_BYTES = 1 << 12
 
-Whom = Literal["prefill", "decode", "router", "store"]
+FaultTarget = Literal["prefill", "decode", "router", "store"]
 
 
 @dataclass(frozen=True, slots=True)
-class Victims:
+class FaultContext:
     """The request at which a fault is aimed, and the processes that serve it."""
 
-    scene: Scene
-    sight: Sight
-    dice: random.Random
-    home: Place  # the worker that should answer
+    cluster: ChaosCluster
+    progress: RequestProgress
+    rng: random.Random
+    answering_worker: ChaosProcess  # the worker that should answer
 
     @property
-    def prefill(self) -> Place:
-        return self.scene.named(self.sight.prefill) or self.dice.choice(self.scene.of("prefill"))
+    def prefill_worker(self) -> ChaosProcess:
+        return self.cluster.find_worker(self.progress.prefill_worker) or self.rng.choice(
+            self.cluster.workers_with_role("prefill")
+        )
 
     @property
-    def decode(self) -> Place:
-        return self.scene.named(self.sight.decode) or self.home
+    def decode_worker(self) -> ChaosProcess:
+        return self.cluster.find_worker(self.progress.decode_worker) or self.answering_worker
 
-    def of(self, role: Whom) -> Place:
+    def target(self, role: FaultTarget) -> ChaosProcess:
         match role:
             case "prefill":
-                return self.prefill
+                return self.prefill_worker
             case "decode":
-                return self.decode
+                return self.decode_worker
             case "router":
-                return self.scene.router
+                return self.cluster.router
             case "store":
-                assert self.scene.store is not None
-                return self.scene.store
+                assert self.cluster.store is not None
+                return self.cluster.store
 
 
-Strike = Callable[[Victims], AbstractAsyncContextManager[None]]
+FaultInjector = Callable[[FaultContext], AbstractAsyncContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     name: str
-    of: Whom
-    strike: Strike
-    stages: tuple[Stage, ...] = ALL
-    hold: float = 20.0  # the fault ends earlier when the request ends
-    least: float = 0.0
+    target: FaultTarget
+    inject: FaultInjector
+    stages: tuple[Stage, ...] = ALL_STAGES
+    max_duration_s: float = 20.0  # the fault ends earlier when the request ends
+    min_duration_s: float = 0.0
     weight: float = 1.0  # relative frequency
-    wired: bool = False  # the answering worker must fetch blocks over TCP
-    linked: bool = False  # workers must have their own network links
-    first: bool = False  # the fault begins before the request is sent
-    leaves: bool = False  # the client disconnects
-    old: bool = False  # the request repeats a prompt, whose blocks may be on disk
-    shows: str = ""  # part of the name or labels of the worker's counter that detects the fault
-    gentle: bool = False  # no process becomes unavailable
-    restart: bool = False  # a process must be restarted
+    needs_tcp_transfer: bool = False  # the answering worker must fetch blocks over TCP
+    needs_links: bool = False  # workers must have their own network links
+    starts_before_request: bool = False  # the fault begins before the request is sent
+    disconnects_client: bool = False  # the client disconnects
+    reuses_prompt: bool = False  # the request repeats a prompt, whose blocks may be on disk
+    counter_label: str = ""  # part of the name or labels of the worker's counter that detects the fault
+    keeps_workers_available: bool = False  # no process becomes unavailable
+    needs_restart: bool = False  # a process must be restarted
 
-    def possible(self, scene: Scene) -> bool:
-        return (scene.store is not None or self.of != "store") and (scene.settings.links or not self.linked)
+    def is_possible(self, cluster: ChaosCluster) -> bool:
+        return (cluster.store is not None or self.target != "store") and (
+            cluster.settings.links or not self.needs_links
+        )
 
 
-def kill(role: Whom, *, engine: bool = False) -> Strike:
+def kill_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: Victims) -> AsyncIterator[None]:
-        process = v.of(role)
-        if engine:
-            process.signal(signal.SIGKILL, engine=True)
+    async def strike(v: FaultContext) -> AsyncIterator[None]:
+        process = v.target(role)
+        if engine_only:
+            process.send_signal(signal.SIGKILL, engine_only=True)
         else:
-            v.scene.kill(process)
+            v.cluster.kill(process)
         yield
 
     return strike
 
 
-def freeze(role: Whom, *, engine: bool = False) -> Strike:
+def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: Victims) -> AsyncIterator[None]:
-        process = v.of(role)
-        pids = [process.engine] if engine else [process.pid, process.engine]
-        _send(signal.SIGSTOP, pids)
+    async def strike(v: FaultContext) -> AsyncIterator[None]:
+        process = v.target(role)
+        pids = [process.engine_pid] if engine_only else [process.pid, process.engine_pid]
+        _send_signal(signal.SIGSTOP, pids)
         try:
             yield
         finally:
-            _send(signal.SIGCONT, pids)
+            _send_signal(signal.SIGCONT, pids)
 
     return strike
 
 
-def _send(number: signal.Signals, pids: Iterable[int | None]) -> None:
+def _send_signal(number: signal.Signals, pids: Iterable[int | None]) -> None:
     for pid in filter(None, pids):
         with contextlib.suppress(ProcessLookupError):  # the server may have restarted a frozen engine
             os.kill(pid, number)
 
 
-def wire(which: str, role: Whom, what: str) -> Strike:
+def disturb_connections(connection: str, role: FaultTarget, disturbance: str) -> FaultInjector:
     """Disturb the connections of a process. `disturbance`: cut, hold, slow or spoil."""
 
     @asynccontextmanager
-    async def strike(v: Victims) -> AsyncIterator[None]:
-        struck = getattr(v.of(role), which)
+    async def strike(v: FaultContext) -> AsyncIterator[None]:
+        struck = getattr(v.target(role), connection)
         assert struck is not None
-        match what:
+        match disturbance:
             case "cut":
                 struck.cut()
             case "hold":
@@ -145,31 +149,31 @@ def wire(which: str, role: Whom, what: str) -> Strike:
     return strike
 
 
-def link(how: Harm, role: Whom) -> Strike:
+def disturb_link(disturbance: LinkDisturbance, role: FaultTarget) -> FaultInjector:
     """Disturb the network link of a worker, over which all its traffic goes."""
 
     @asynccontextmanager
-    async def strike(v: Victims) -> AsyncIterator[None]:
-        struck = v.of(role).link
+    async def strike(v: FaultContext) -> AsyncIterator[None]:
+        struck = v.target(role).link
         assert struck is not None
-        await asyncio.to_thread(struck.harm, how)
+        await asyncio.to_thread(struck.disturb, disturbance)
         try:
             yield
         finally:
-            await asyncio.to_thread(struck.mend)
+            await asyncio.to_thread(struck.restore)
 
     return strike
 
 
 @asynccontextmanager
-async def disk_full(v: Victims) -> AsyncIterator[None]:
+async def fill_disk(context: FaultContext) -> AsyncIterator[None]:
     """Limit the engine's files to one page, so that writes are cut short as on a full disk."""
-    pid = v.home.engine
+    pid = context.answering_worker.engine_pid
     if pid is None:
         yield
         return
     old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (BLOCK, old[1]))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_FILE_BYTES, old[1]))
     try:
         yield
     finally:
@@ -177,23 +181,23 @@ async def disk_full(v: Victims) -> AsyncIterator[None]:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
 
 
-def damage(how: str) -> Strike:
+def damage_files(kind: str) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: Victims) -> AsyncIterator[None]:
-        assert v.home.disk is not None
-        await asyncio.to_thread(_damage, v.home.disk, how)
+    async def strike(v: FaultContext) -> AsyncIterator[None]:
+        assert v.answering_worker.disk is not None
+        await asyncio.to_thread(_damage_disk, v.answering_worker.disk, kind)
         yield
 
     return strike
 
 
-def _damage(disk: Path, how: str) -> None:
+def _damage_disk(disk: Path, kind: str) -> None:
     for file in disk.glob("*/??/*"):
         with contextlib.suppress(OSError):  # the engine may have deleted the file
             size = file.stat().st_size
-            if how == "tear":
-                os.truncate(file, size // 2 // BLOCK * BLOCK)
-            elif how == "spoil":
+            if kind == "tear":
+                os.truncate(file, size // 2 // FULL_DISK_FILE_BYTES * FULL_DISK_FILE_BYTES)
+            elif kind == "spoil":
                 with file.open("r+b") as opened:
                     opened.seek(size // 2)
                     if byte := opened.read(1):  # a truncated file may be empty
@@ -205,22 +209,30 @@ def _damage(disk: Path, how: str) -> None:
 
 
 @asynccontextmanager
-async def client_gone(v: Victims) -> AsyncIterator[None]:
+async def disconnect_client(context: FaultContext) -> AsyncIterator[None]:
     yield  # the caller of the request cancels it
 
 
 @asynccontextmanager
-async def twin(v: Victims) -> AsyncIterator[None]:
+async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
     """Start a second worker with the same name, which must be refused while the first is alive."""
-    process, cluster = v.decode, v.scene
-    supervisor = Supervisor(lambda name, event: cluster.history.append(f"second {name}: {event}"))
-    arguments = cluster.arguments(process, HERE, cluster.network.free_port(), HERE, f"{HERE}:{cluster.router.port}")
-    child = Child(process.name, arguments, cluster.home / f"{process.name}-twin.log", process.child.environment)
+    process, cluster = context.decode_worker, context.cluster
+    supervisor = Supervisor(lambda name, event: cluster.supervisor_events.append(f"second {name}: {event}"))
+    arguments = cluster.worker_arguments(
+        process,
+        LOOPBACK_ADDRESS,
+        cluster.network.free_port(),
+        LOOPBACK_ADDRESS,
+        f"{LOOPBACK_ADDRESS}:{cluster.router.port}",
+    )
+    child = SupervisedProcess(
+        process.name, arguments, cluster.directory / f"{process.name}-twin.log", process.child.environment
+    )
     before = await _incarnation(cluster, process)
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
-            while "is alive at" not in child.log.read_text(errors="replace"):
+            while "is alive at" not in child.log_file.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
         if await _incarnation(cluster, process) != before:
             raise EmberlineError(f"a second worker named {process.name} was accepted although the first is alive")
@@ -231,70 +243,177 @@ async def twin(v: Victims) -> AsyncIterator[None]:
         await supervisor.stop()
 
 
-async def _incarnation(scene: Scene, place: Place) -> str | None:
-    status = await scene.ask(f"{scene.router.url}/cluster/status")
+async def _incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | None:
+    status = await cluster.get_json(f"{cluster.router.url}/cluster/status")
     rows = status["workers"] if status else []
-    return next((str(row["incarnation"]) for row in rows if row["name"] == place.name), None)
+    return next((str(row["incarnation"]) for row in rows if row["name"] == process.name), None)
 
 
-def clock_jump(role: Whom) -> Strike:
+def shift_clock(role: FaultTarget) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: Victims) -> AsyncIterator[None]:
-        v.of(role).clock.move(v.dice.choice((-1, 1)) * v.dice.uniform(60, 1e6))
+    async def strike(v: FaultContext) -> AsyncIterator[None]:
+        v.target(role).clock.shift(v.rng.choice((-1, 1)) * v.rng.uniform(60, 1e6))
         yield
 
     return strike
 
 
-def blocks(what: str, hold: float = 20.0, weight: float = 1.0) -> Fault:
+def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:
     """Return a fault of the connections over which KV blocks are fetched."""
-    strike = wire("blocks", "prefill", what)
-    return Fault(f"{what} blocks", "prefill", strike, MOVING, hold, weight=weight, wired=True, shows="kv_transfer")
+    strike = disturb_connections("blocks", "prefill", disturbance)
+    return Fault(
+        f"{disturbance} blocks",
+        "prefill",
+        strike,
+        TRANSFER_STAGES,
+        max_duration_s,
+        weight=weight,
+        needs_tcp_transfer=True,
+        counter_label="kv_transfer",
+    )
 
 
-def files(name: str, strike: Strike, weight: float, *, old: bool = True) -> Fault:
+def disk_fault(name: str, injector: FaultInjector, weight: float, *, reuses_prompt: bool = True) -> Fault:
     """Return a fault of the answering worker's disk tier."""
-    return Fault(name, "decode", strike, FIRST, weight=weight, old=old, first=True, shows=DISK, gentle=True)
+    return Fault(
+        name,
+        "decode",
+        injector,
+        QUEUED_STAGE,
+        weight=weight,
+        reuses_prompt=reuses_prompt,
+        starts_before_request=True,
+        counter_label=DISK_COUNTER_LABEL,
+        keeps_workers_available=True,
+    )
 
 
 FAULTS = (
-    Fault("kill prefill", "prefill", kill("prefill"), weight=2, restart=True),
-    Fault("kill decode", "decode", kill("decode"), weight=3, restart=True),
-    Fault("kill router", "router", kill("router"), restart=True),
-    Fault("kill store", "store", kill("store"), shows=STORE, restart=True),
-    Fault("kill engine of prefill", "prefill", kill("prefill", engine=True), restart=True),
-    Fault("kill engine of decode", "decode", kill("decode", engine=True), restart=True),
-    Fault("freeze prefill", "prefill", freeze("prefill"), least=GONE, weight=2),
-    Fault("freeze decode", "decode", freeze("decode"), least=GONE, weight=2),
-    Fault("freeze store", "store", freeze("store"), least=GONE, weight=2, shows=STORE),
-    Fault("freeze prefill shortly", "prefill", freeze("prefill"), hold=HICCUP, weight=2),
-    Fault("freeze decode shortly", "decode", freeze("decode"), hold=HICCUP, weight=3),
-    Fault("freeze engine of decode", "decode", freeze("decode", engine=True)),
-    Fault("freeze router", "router", freeze("router"), hold=1.0, least=1.0, weight=2),
-    Fault("cut requests to prefill", "prefill", wire("requests", "prefill", "cut"), hold=HICCUP, weight=8),
-    Fault("cut requests to decode", "decode", wire("requests", "decode", "cut"), hold=HICCUP, weight=10),
-    Fault("hold requests to prefill", "prefill", wire("requests", "prefill", "hold"), hold=3.0),
-    Fault("hold requests to decode", "decode", wire("requests", "decode", "hold"), hold=3.0),
-    Fault("slow requests to decode", "decode", wire("requests", "decode", "slow"), hold=1.0, weight=2),
-    Fault("cut beats of prefill", "prefill", wire("beats", "prefill", "cut"), hold=GONE, least=GONE),
-    Fault("cut beats of decode", "decode", wire("beats", "decode", "cut"), hold=GONE, least=GONE),
-    Fault("link of prefill down", "prefill", link("down", "prefill"), hold=GONE, least=GONE, weight=2, linked=True),
-    Fault("link of decode down", "decode", link("down", "decode"), hold=GONE, least=GONE, weight=2, linked=True),
-    Fault("link of prefill mute", "prefill", link("mute", "prefill"), hold=GONE, least=GONE, weight=2, linked=True),
-    Fault("link of decode mute", "decode", link("mute", "decode"), hold=GONE, least=GONE, weight=2, linked=True),
-    Fault("link of prefill slow", "prefill", link("slow", "prefill"), hold=2.0, weight=3, linked=True),
-    Fault("link of decode slow", "decode", link("slow", "decode"), hold=2.0, weight=3, linked=True),
-    blocks("cut", hold=HICCUP, weight=10),
-    blocks("hold", hold=8.0),
-    blocks("slow", hold=2.0, weight=3),
-    blocks("spoil", weight=10),
-    files("disk full", disk_full, 0.5, old=False),
-    files("torn files", damage("tear"), 2),
-    files("spoiled files", damage("spoil"), 2),
-    files("unreadable files", damage("block"), 0.5),
-    Fault("client gone", "decode", client_gone, weight=30, leaves=True, gentle=True),
-    Fault("two of one name", "decode", twin, FIRST, weight=0.3, first=True, restart=True),
-    Fault("clock jump of router", "router", clock_jump("router"), weight=3, gentle=True),
-    Fault("clock jump of prefill", "prefill", clock_jump("prefill"), weight=3, gentle=True),
-    Fault("clock jump of decode", "decode", clock_jump("decode"), weight=3, gentle=True),
+    Fault("kill prefill", "prefill", kill_process("prefill"), weight=2, needs_restart=True),
+    Fault("kill decode", "decode", kill_process("decode"), weight=3, needs_restart=True),
+    Fault("kill router", "router", kill_process("router"), needs_restart=True),
+    Fault("kill store", "store", kill_process("store"), counter_label=STORE_COUNTER_LABEL, needs_restart=True),
+    Fault("kill engine of prefill", "prefill", kill_process("prefill", engine_only=True), needs_restart=True),
+    Fault("kill engine of decode", "decode", kill_process("decode", engine_only=True), needs_restart=True),
+    Fault("freeze prefill", "prefill", freeze_process("prefill"), min_duration_s=LOST_WORKER_FAULT_S, weight=2),
+    Fault("freeze decode", "decode", freeze_process("decode"), min_duration_s=LOST_WORKER_FAULT_S, weight=2),
+    Fault(
+        "freeze store",
+        "store",
+        freeze_process("store"),
+        min_duration_s=LOST_WORKER_FAULT_S,
+        weight=2,
+        counter_label=STORE_COUNTER_LABEL,
+    ),
+    Fault("freeze prefill shortly", "prefill", freeze_process("prefill"), max_duration_s=SHORT_FAULT_S, weight=2),
+    Fault("freeze decode shortly", "decode", freeze_process("decode"), max_duration_s=SHORT_FAULT_S, weight=3),
+    Fault("freeze engine of decode", "decode", freeze_process("decode", engine_only=True)),
+    Fault("freeze router", "router", freeze_process("router"), max_duration_s=1.0, min_duration_s=1.0, weight=2),
+    Fault(
+        "cut requests to prefill",
+        "prefill",
+        disturb_connections("requests", "prefill", "cut"),
+        max_duration_s=SHORT_FAULT_S,
+        weight=8,
+    ),
+    Fault(
+        "cut requests to decode",
+        "decode",
+        disturb_connections("requests", "decode", "cut"),
+        max_duration_s=SHORT_FAULT_S,
+        weight=10,
+    ),
+    Fault(
+        "hold requests to prefill", "prefill", disturb_connections("requests", "prefill", "hold"), max_duration_s=3.0
+    ),
+    Fault("hold requests to decode", "decode", disturb_connections("requests", "decode", "hold"), max_duration_s=3.0),
+    Fault(
+        "slow requests to decode",
+        "decode",
+        disturb_connections("requests", "decode", "slow"),
+        max_duration_s=1.0,
+        weight=2,
+    ),
+    Fault(
+        "cut beats of prefill",
+        "prefill",
+        disturb_connections("beats", "prefill", "cut"),
+        max_duration_s=LOST_WORKER_FAULT_S,
+        min_duration_s=LOST_WORKER_FAULT_S,
+    ),
+    Fault(
+        "cut beats of decode",
+        "decode",
+        disturb_connections("beats", "decode", "cut"),
+        max_duration_s=LOST_WORKER_FAULT_S,
+        min_duration_s=LOST_WORKER_FAULT_S,
+    ),
+    Fault(
+        "link of prefill down",
+        "prefill",
+        disturb_link("down", "prefill"),
+        max_duration_s=LOST_WORKER_FAULT_S,
+        min_duration_s=LOST_WORKER_FAULT_S,
+        weight=2,
+        needs_links=True,
+    ),
+    Fault(
+        "link of decode down",
+        "decode",
+        disturb_link("down", "decode"),
+        max_duration_s=LOST_WORKER_FAULT_S,
+        min_duration_s=LOST_WORKER_FAULT_S,
+        weight=2,
+        needs_links=True,
+    ),
+    Fault(
+        "link of prefill mute",
+        "prefill",
+        disturb_link("mute", "prefill"),
+        max_duration_s=LOST_WORKER_FAULT_S,
+        min_duration_s=LOST_WORKER_FAULT_S,
+        weight=2,
+        needs_links=True,
+    ),
+    Fault(
+        "link of decode mute",
+        "decode",
+        disturb_link("mute", "decode"),
+        max_duration_s=LOST_WORKER_FAULT_S,
+        min_duration_s=LOST_WORKER_FAULT_S,
+        weight=2,
+        needs_links=True,
+    ),
+    Fault(
+        "link of prefill slow",
+        "prefill",
+        disturb_link("slow", "prefill"),
+        max_duration_s=2.0,
+        weight=3,
+        needs_links=True,
+    ),
+    Fault(
+        "link of decode slow", "decode", disturb_link("slow", "decode"), max_duration_s=2.0, weight=3, needs_links=True
+    ),
+    block_transfer_fault("cut", max_duration_s=SHORT_FAULT_S, weight=10),
+    block_transfer_fault("hold", max_duration_s=8.0),
+    block_transfer_fault("slow", max_duration_s=2.0, weight=3),
+    block_transfer_fault("spoil", weight=10),
+    disk_fault("disk full", fill_disk, 0.5, reuses_prompt=False),
+    disk_fault("torn files", damage_files("tear"), 2),
+    disk_fault("spoiled files", damage_files("spoil"), 2),
+    disk_fault("unreadable files", damage_files("block"), 0.5),
+    Fault("client gone", "decode", disconnect_client, weight=30, disconnects_client=True, keeps_workers_available=True),
+    Fault(
+        "two of one name",
+        "decode",
+        start_duplicate_worker,
+        QUEUED_STAGE,
+        weight=0.3,
+        starts_before_request=True,
+        needs_restart=True,
+    ),
+    Fault("clock jump of router", "router", shift_clock("router"), weight=3, keeps_workers_available=True),
+    Fault("clock jump of prefill", "prefill", shift_clock("prefill"), weight=3, keeps_workers_available=True),
+    Fault("clock jump of decode", "decode", shift_clock("decode"), weight=3, keeps_workers_available=True),
 )

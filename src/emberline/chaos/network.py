@@ -13,49 +13,67 @@ from typing import Literal
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
-HERE = "127.0.0.1"
-THERE = "127.0.0.2"  # address of the hub without links
-HUB = "10.77.0.1"
-FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
-SLOW = ("rate", "160kbit", "burst", "4kb", "latency", "2s")
-MUTE = ("rate", "8bit", "burst", "1b", "limit", "1b")  # every packet is larger than the burst, so all are dropped
+LOOPBACK_ADDRESS = "127.0.0.1"
+HUB_LOOPBACK_ADDRESS = "127.0.0.2"  # address of the hub without links
+HUB_ADDRESS = "10.77.0.1"
+IP_FORWARD_FILE = Path("/proc/sys/net/ipv4/ip_forward")
+SLOW_TBF_OPTIONS = ("rate", "160kbit", "burst", "4kb", "latency", "2s")
+DROP_ALL_TBF_OPTIONS = (
+    "rate",
+    "8bit",
+    "burst",
+    "1b",
+    "limit",
+    "1b",
+)  # every packet is larger than the burst, so all are dropped
 
-Harm = Literal["down", "mute", "slow"]
+LinkDisturbance = Literal["down", "mute", "slow"]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     device: str  # the hub's end of the link
     host: str  # the worker's address
-    holder: subprocess.Popen[bytes] = field(repr=False)  # keeps the namespace alive while the worker restarts
+    namespace_process: subprocess.Popen[bytes] = field(
+        repr=False
+    )  # keeps the namespace alive while the worker restarts
 
     @property
-    def inside(self) -> tuple[str, ...]:
+    def enter_command(self) -> tuple[str, ...]:
         """The command prefix that runs a program in the worker's namespace."""
-        return ("nsenter", f"--net=/proc/{self.holder.pid}/ns/net")
+        return ("nsenter", f"--net=/proc/{self.namespace_process.pid}/ns/net")
 
-    def harm(self, how: Harm) -> None:
-        if how == "down":
+    def disturb(self, disturbance: LinkDisturbance) -> None:
+        if disturbance == "down":
             _ip("link", "set", self.device, "down")
         else:
-            _run("tc", "qdisc", "add", "dev", self.device, "root", "tbf", *(SLOW if how == "slow" else MUTE))
+            _run(
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                self.device,
+                "root",
+                "tbf",
+                *(SLOW_TBF_OPTIONS if disturbance == "slow" else DROP_ALL_TBF_OPTIONS),
+            )
 
-    def mend(self) -> None:
-        _run("tc", "qdisc", "del", "dev", self.device, "root", well=False)
+    def restore(self) -> None:
+        _run("tc", "qdisc", "del", "dev", self.device, "root", must_succeed=False)
         _ip("link", "set", self.device, "up")
         _ip("route", "replace", self.host, "dev", self.device)  # taking the link down removed the route
 
 
-class Network:
+class ChaosNetwork:
     def __init__(self, *, links: bool) -> None:
-        self.hub = HUB if links else THERE
-        self._links: list[Link] | None = [] if links else None
+        self.hub = HUB_ADDRESS if links else HUB_LOOPBACK_ADDRESS
+        self._links: list[NetworkLink] | None = [] if links else None
         if links:
             _ip("link", "set", "lo", "up")
-            _ip("address", "add", HUB, "dev", "lo")
-            FORWARD.write_text("1\n")  # workers exchange the store's blocks directly
+            _ip("address", "add", HUB_ADDRESS, "dev", "lo")
+            IP_FORWARD_FILE.write_text("1\n")  # workers exchange the store's blocks directly
 
-    def join(self) -> Link | None:
+    def add_worker_link(self) -> NetworkLink | None:
         """Add a worker's link; None without links."""
         if self._links is None:
             return None
@@ -64,37 +82,37 @@ class Network:
         namespace_process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert namespace_process.stdout is not None
         namespace_process.stdout.readline()  # the namespace exists now
-        link = Link(f"ember{number}", f"10.77.1.{number}", namespace_process)
+        link = NetworkLink(f"ember{number}", f"10.77.1.{number}", namespace_process)
         self._links.append(link)
         _ip("link", "add", link.device, "type", "veth", "peer", "name", "up0", "netns", str(namespace_process.pid))
         for interface in (("lo",), ("up0",)):
-            _run(*link.inside, "ip", "link", "set", *interface, "up")
-        _run(*link.inside, "ip", "address", "add", f"{link.host}/32", "dev", "up0")
-        _run(*link.inside, "ip", "route", "add", "default", "dev", "up0", "src", link.host)
-        link.mend()
+            _run(*link.enter_command, "ip", "link", "set", *interface, "up")
+        _run(*link.enter_command, "ip", "address", "add", f"{link.host}/32", "dev", "up0")
+        _run(*link.enter_command, "ip", "route", "add", "default", "dev", "up0", "src", link.host)
+        link.restore()
         Path(f"/proc/sys/net/ipv4/conf/{link.device}/proxy_arp").write_text("1\n")  # the hub routes between workers
         return link
 
     def free_port(self) -> int:
         """Return a port that is free on the workers' loopback address and on the hub."""
-        return free_port(HERE, self.hub)
+        return free_port(LOOPBACK_ADDRESS, self.hub)
 
     def close(self) -> None:
         for link in self._links or ():
-            link.holder.kill()
-            link.holder.wait()
+            link.namespace_process.kill()
+            link.namespace_process.wait()
 
 
 def _ip(*words: str) -> None:
     _run("ip", *words)
 
 
-def _run(*command: str, well: bool = True) -> None:
+def _run(*command: str, must_succeed: bool = True) -> None:
     """Run a command; raise EmberlineError if it cannot be run or, with `must_succeed`, fails."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise EmberlineError(f"cannot run {command[0]}: {e}", hint=f"install {command[0]}") from e
-    if well and completed.returncode != 0:
+    if must_succeed and completed.returncode != 0:
         hint = "--links needs a private network: unshare -rn emberline chaos --links"
         raise EmberlineError(f"{' '.join(command)} failed: {completed.stderr.strip()}", hint=hint)

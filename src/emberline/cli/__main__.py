@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from emberline import __version__
 from emberline.core.config import is_supervised
 from emberline.core.errors import EmberlineError
-from emberline.core.lifeline import end_with_parent
+from emberline.core.parent_death import end_with_parent
 
 COMMANDS = {
     "serve": "Serve a model over HTTP.",
@@ -39,7 +39,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{help_} (default: {str(shown).replace('%', '%%')})"
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Adds defaults to the help, and lists all commands when none is given."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     if is_supervised():
         end_with_parent()
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog="emberline", description="Emberline, an open LLM inference stack.")
+    parser = CommandParser(prog="emberline", description="Emberline, an open LLM inference stack.")
     parser.add_argument("--version", action="version", version=f"emberline {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     selected = next((word for word in argv if word in COMMANDS), None)

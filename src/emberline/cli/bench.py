@@ -12,38 +12,38 @@ from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
 from emberline.cli import bench_crash, bench_drain
-from emberline.cli.interrupt import interruptible
+from emberline.cli.interrupt import interrupt_on_termination
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.jsonfile import read_object
 
 if TYPE_CHECKING:
-    from emberline.bench.client import Client
+    from emberline.bench.client import CompletionClient
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _cpu(kinds.add_parser("cpu", help="Compare the engine with its peers on the CPU, in alternating rounds."))
-    _serve(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
-    _soak(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
-    _overhead(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
-    _start(kinds.add_parser("start", help="Measure the time from start to ready."))
-    _unweight(kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec."))
-    _transfer(kinds.add_parser("transfer", help="Move KV blocks between two caches over each transport."))
-    _tiers(kinds.add_parser("tiers", help="Load KV blocks back from main memory, a disk and a store."))
-    _kv_codec(kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk."))
-    _router(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
-    _routing(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
-    _churn(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
-    _split(kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both."))
+    _add_cpu(kinds.add_parser("cpu", help="Compare the engine with its peers on the CPU, in alternating rounds."))
+    _add_serve(kinds.add_parser("serve", help="Put load on any OpenAI URL: latencies and throughput."))
+    _add_soak(kinds.add_parser("soak", help="Run many streams for minutes: errors, leaks, memory."))
+    _add_overhead(kinds.add_parser("overhead", help="Measure the time that the API adds to the engine's."))
+    _add_start(kinds.add_parser("start", help="Measure the time from start to ready."))
+    _add_unweight(kinds.add_parser("unweight", help="Measure the size of packed weights and the speed of the codec."))
+    _add_transfer(kinds.add_parser("transfer", help="Move KV blocks between two caches over each transport."))
+    _add_tiers(kinds.add_parser("tiers", help="Load KV blocks back from main memory, a disk and a store."))
+    _add_kv_codec(kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk."))
+    _add_router(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
+    _add_routing(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
+    _add_churn(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
+    _add_split(kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both."))
     bench_drain.add_arguments(kinds.add_parser("drain", help="Measure how long a drain pauses a worker's streams."))
-    _gateway(kinds.add_parser("gateway", help="Measure the time that the gateway adds, with a fake provider."))
-    _gateway_logs(
+    _add_gateway(kinds.add_parser("gateway", help="Measure the time that the gateway adds, with a fake provider."))
+    _add_gateway_logs(
         kinds.add_parser("gateway-logs", help="Measure a request log of many rows: reading it, deleting a day.")
     )
     bench_crash.add_arguments(
         kinds.add_parser("gateway-crash", help="Count the log rows that kill -9 of a gateway loses.")
     )
-    _event_loop(
+    _add_event_loop(
         kinds.add_parser("event-loop", help="Measure how long one heavy request delays /health on each server.")
     )
     plot = kinds.add_parser("plot", help="Draw result files as an SVG.")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    interruptible()
+    interrupt_on_termination()
     if args.what == "plot":
         from emberline.bench.plot import plot
 
@@ -77,17 +77,17 @@ def run(args: argparse.Namespace) -> int:
     }[args.what](args)
 
 
-def _cpu(p: argparse.ArgumentParser) -> None:
-    _local(p)
+def _add_cpu(p: argparse.ArgumentParser) -> None:
+    _add_local(p)
     p.add_argument(
         "--peers",
-        type=_names,
+        type=_comma_list,
         default=[],
         help="Peers to compare with, comma-separated; scripts/bench-peers installs them. (default: none)",
     )
     p.add_argument(
         "--tasks",
-        type=_names,
+        type=_comma_list,
         default=[],
         help="Tasks to measure, comma-separated, such as prefill_512,decode_8,mix_64. (default: all)",
     )
@@ -102,14 +102,14 @@ def _run_cpu(args: argparse.Namespace) -> int:
     from emberline.bench import cpu
 
     tasks = args.tasks or list(cpu.TASKS)
-    rules = cpu.Rules(args.threads, args.rounds, args.deadline, args.patience)
+    rules = cpu.CPUBenchRules(args.threads, args.rounds, args.deadline, args.patience)
     report = cpu.bench(args.model, args.peers, tasks, rules, args.peers_dir)
     report.emit(args.json, args.commit)
     return 0
 
 
-def _serve(p: argparse.ArgumentParser) -> None:
-    _remote(p)
+def _add_serve(p: argparse.ArgumentParser) -> None:
+    _add_remote(p)
     p.add_argument("--requests", type=int, default=100, help="Number of requests.")
     p.add_argument("--concurrency", type=int, help="Requests open at the same time.")
     p.add_argument("--rate", type=float, help="Requests per second with Poisson arrivals, instead of --concurrency.")
@@ -129,8 +129,8 @@ def _run_serve(args: argparse.Namespace) -> int:
     return 1 if report.results["errors"].value else 0
 
 
-def _soak(p: argparse.ArgumentParser) -> None:
-    _remote(p)
+def _add_soak(p: argparse.ArgumentParser) -> None:
+    _add_remote(p)
     p.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
     p.add_argument("--seconds", type=float, default=300.0, help="Duration in seconds.")
     p.add_argument("--abandon", type=float, default=0.05, help="Share of streams, 0 to 1, that the client aborts.")
@@ -147,9 +147,9 @@ def _run_soak(args: argparse.Namespace) -> int:
     return 1 if any(report.results[name].value for name in failure_counts if name in report.results) else 0
 
 
-def _overhead(p: argparse.ArgumentParser) -> None:
-    _local(p)
-    p.add_argument("--batches", type=_names, default=["1", "16"], help="Batch sizes in requests, comma-separated.")
+def _add_overhead(p: argparse.ArgumentParser) -> None:
+    _add_local(p)
+    p.add_argument("--batches", type=_comma_list, default=["1", "16"], help="Batch sizes in requests, comma-separated.")
     _add_threads(p)
 
 
@@ -161,8 +161,8 @@ def _run_overhead(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(p: argparse.ArgumentParser) -> None:
-    _local(p)
+def _add_start(p: argparse.ArgumentParser) -> None:
+    _add_local(p)
 
 
 def _run_start(args: argparse.Namespace) -> int:
@@ -172,7 +172,7 @@ def _run_start(args: argparse.Namespace) -> int:
     return 0
 
 
-def _unweight(p: argparse.ArgumentParser) -> None:
+def _add_unweight(p: argparse.ArgumentParser) -> None:
     _add_rounds(p, 5)
     _add_peers_dir(p)
     reports.add_arguments(p)
@@ -185,9 +185,9 @@ def _run_unweight(args: argparse.Namespace) -> int:
     return 0
 
 
-def _transfer(p: argparse.ArgumentParser) -> None:
+def _add_transfer(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--blocks", type=_names, default=["64", "256", "1024", "2048"], help="Block sizes in KiB, comma-separated."
+        "--blocks", type=_comma_list, default=["64", "256", "1024", "2048"], help="Block sizes in KiB, comma-separated."
     )
     p.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
     p.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
@@ -203,7 +203,7 @@ def _run_transfer(args: argparse.Namespace) -> int:
     return 0
 
 
-def _routing(p: argparse.ArgumentParser) -> None:
+def _add_routing(p: argparse.ArgumentParser) -> None:
     p.add_argument("--sessions", type=int, default=160, help="Number of conversations, of 10 to 20 requests each.")
     p.add_argument("--workers", type=int, default=4, help="Number of simulated workers.")
     p.add_argument("--kv-tokens", type=int, default=81_920, help="KV cache of each worker in tokens.")
@@ -214,16 +214,16 @@ def _routing(p: argparse.ArgumentParser) -> None:
 
 def _run_routing(args: argparse.Namespace) -> int:
     from emberline.bench import routing
-    from emberline.sim.agents import Habits
-    from emberline.sim.cluster import Shape
+    from emberline.sim.agents import AgentWorkload
+    from emberline.sim.cluster import SimClusterConfig
 
-    shape = Shape(workers=args.workers, kv_tokens=args.kv_tokens)
-    report = routing.bench(Habits(sessions=args.sessions), shape, args.store_blocks, args.seeds)
+    shape = SimClusterConfig(workers=args.workers, kv_tokens=args.kv_tokens)
+    report = routing.bench(AgentWorkload(sessions=args.sessions), shape, args.store_blocks, args.seeds)
     report.emit(args.json, args.commit)
     return 0
 
 
-def _churn(p: argparse.ArgumentParser) -> None:
+def _add_churn(p: argparse.ArgumentParser) -> None:
     _add_model_argument(p)
     p.add_argument("--minutes", type=float, default=30.0, help="Duration in minutes.")
     p.add_argument(
@@ -242,59 +242,63 @@ def _churn(p: argparse.ArgumentParser) -> None:
     p.add_argument("--deadline", type=float, default=120.0, help="Time limit of a request in seconds.")
     p.add_argument("--kv-memory", default="96M", help="KV cache of each worker in bytes.")
     p.add_argument("--seed", type=int, default=0, help="Random seed.")
-    _logs(p)
+    _add_logs(p)
 
 
 def _run_churn(args: argparse.Namespace) -> int:
     from emberline.chaos import churn
 
     names = ("load", "calibration", "pause", "cases", "prefill", "decode", "deadline", "kv_memory", "seed")
-    plan = churn.Plan(60 * args.minutes, *(getattr(args, name) for name in names))
-    report = churn.bench(args.model, plan, _home(args), lambda what: print(what, flush=True))
+    plan = churn.ChurnPlan(60 * args.minutes, *(getattr(args, name) for name in names))
+    report = churn.run_churn_bench(args.model, plan, _log_dir(args), lambda what: print(what, flush=True))
     report.emit(args.json, args.commit)
     failure_counts = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
     return 1 if any(report.results[name].value for name in failure_counts) else 0
 
 
-def _split(p: argparse.ArgumentParser) -> None:
+def _add_split(p: argparse.ArgumentParser) -> None:
     _add_model_argument(p)
-    p.add_argument("--chunks", type=_names, default=["512", "64"], help="Token budgets of a step, comma-separated.")
+    p.add_argument(
+        "--chunks", type=_comma_list, default=["512", "64"], help="Token budgets of a step, comma-separated."
+    )
     _add_rounds(p, 2)
     p.add_argument("--seconds", type=float, default=120.0, help="Seconds of arrivals in each round.")
     p.add_argument("--long", type=int, default=512, help="Tokens of a long prompt.")
     p.add_argument("--long-rate", type=float, default=0.12, help="Long prompts per second.")
     p.add_argument(
         "--chat",
-        type=_names,
+        type=_comma_list,
         default=["48", "64"],
         help="Prompt and output tokens of a short request, comma-separated.",
     )
     p.add_argument("--chat-rate", type=float, default=0.4, help="Short requests per second.")
     p.add_argument("--alone", type=int, default=4, help="Long prompts sent one at a time before the arrivals.")
-    _logs(p)
+    _add_logs(p)
 
 
 def _run_split(args: argparse.Namespace) -> int:
     from emberline.bench import split
-    from emberline.hub.source import resolve
+    from emberline.hub.source import resolve_model
     from emberline.models.config import ModelConfig
 
-    vocab = ModelConfig.from_hf(read_object(resolve(args.model) / "config.json")).vocab
-    plan = split.Plan(
+    vocab = ModelConfig.from_hf(read_object(resolve_model(args.model) / "config.json")).vocab
+    plan = split.SplitBenchPlan(
         list(map(int, args.chunks)), args.rounds, args.seconds, args.long, args.long_rate,
         (int(args.chat[0]), int(args.chat[1])), args.chat_rate, args.alone,
     )  # fmt: skip
-    report = split.bench(args.model, vocab, plan, _home(args))
+    report = split.bench(args.model, vocab, plan, _log_dir(args))
     report.emit(args.json, args.commit)
     return 1 if any(report.results[f"errors_{chunk}"].value for chunk in plan.chunks) else 0
 
 
-def _tiers(p: argparse.ArgumentParser) -> None:
+def _add_tiers(p: argparse.ArgumentParser) -> None:
     _add_model_option(p)
     p.add_argument(
         "--directory", type=Path, help="Directory on the disk to measure. (default: the directory of temporary files)"
     )
-    p.add_argument("--tokens", type=_names, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated.")
+    p.add_argument(
+        "--tokens", type=_comma_list, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated."
+    )
     _add_rounds(p, 3)
     reports.add_arguments(p)
 
@@ -307,12 +311,12 @@ def _run_tiers(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kv_codec(p: argparse.ArgumentParser) -> None:
+def _add_kv_codec(p: argparse.ArgumentParser) -> None:
     _add_model_option(p)
     p.add_argument("--tokens", type=int, default=2048, help="Prompt length in tokens.")
     p.add_argument(
         "--links",
-        type=_names,
+        type=_comma_list,
         default=["1", "2.5", "10", "25"],
         help="Network speeds in Gbit/s besides loopback, comma-separated.",
     )
@@ -328,7 +332,7 @@ def _run_kv_codec(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gateway(p: argparse.ArgumentParser) -> None:
+def _add_gateway(p: argparse.ArgumentParser) -> None:
     p.add_argument("--requests", type=int, default=2000, help="Number of requests without a stream.")
     p.add_argument("--clients", type=int, default=32, help="Connections that each have one request open.")
     p.add_argument("--prompt", type=int, default=1024, help="Prompt length in bytes.")
@@ -348,12 +352,12 @@ def _run_gateway(args: argparse.Namespace) -> int:
     from emberline.bench import gateway
 
     names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds")
-    plan = gateway.Plan(*(getattr(args, name) for name in names))
+    plan = gateway.GatewayBenchPlan(*(getattr(args, name) for name in names))
     gateway.bench(plan, args.peers_dir if args.litellm else None).emit(args.json, args.commit)
     return 0
 
 
-def _gateway_logs(p: argparse.ArgumentParser) -> None:
+def _add_gateway_logs(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rows", type=int, default=1_000_000, help="Number of log rows.")
     p.add_argument("--days", type=int, default=7, help="Days over which the rows are spread.")
     p.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
@@ -365,12 +369,12 @@ def _gateway_logs(p: argparse.ArgumentParser) -> None:
 def _run_gateway_logs(args: argparse.Namespace) -> int:
     from emberline.bench import gateway_logs
 
-    plan = gateway_logs.Plan(args.rows, args.days, args.payload_every, args.rounds)
+    plan = gateway_logs.LogBenchPlan(args.rows, args.days, args.payload_every, args.rounds)
     gateway_logs.bench(plan, args.store).emit(args.json, args.commit)
     return 0
 
 
-def _event_loop(p: argparse.ArgumentParser) -> None:
+def _add_event_loop(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", help="Model of an engine server to measure too. (default: gateway and router only)")
     p.add_argument("--bytes", type=int, default=30 << 20, help="Size of the heavy requests in bytes.")
     _add_rounds(p, 1)
@@ -384,7 +388,7 @@ def _run_event_loop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _router(p: argparse.ArgumentParser) -> None:
+def _add_router(p: argparse.ArgumentParser) -> None:
     p.add_argument("--workers", type=int, default=2, help="Number of fake workers.")
     p.add_argument("--streams", type=int, default=64, help="Streams open at the same time.")
     p.add_argument("--requests", type=int, default=1000, help="Number of requests.")
@@ -398,28 +402,28 @@ def _router(p: argparse.ArgumentParser) -> None:
 def _run_router(args: argparse.Namespace) -> int:
     from emberline.bench import router
 
-    plan = router.Plan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
+    plan = router.RouterBenchPlan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
     router.bench(plan, args.rounds).emit(args.json, args.commit)
     return 0
 
 
-def _logs(p: argparse.ArgumentParser) -> None:
+def _add_logs(p: argparse.ArgumentParser) -> None:
     p.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
     reports.add_arguments(p)
 
 
-def _home(args: argparse.Namespace) -> Path:
+def _log_dir(args: argparse.Namespace) -> Path:
     return args.logs or Path(tempfile.mkdtemp(prefix=f"emberline-{args.what}-"))
 
 
-def _local(p: argparse.ArgumentParser) -> None:
+def _add_local(p: argparse.ArgumentParser) -> None:
     _add_model_option(p)
     _add_rounds(p, 3)
     _add_peers_dir(p)
     reports.add_arguments(p)
 
 
-def _remote(p: argparse.ArgumentParser) -> None:
+def _add_remote(p: argparse.ArgumentParser) -> None:
     p.add_argument("--url", default="http://127.0.0.1:8000/v1", help="Base URL of the server's OpenAI API.")
     _add_model_option(p)
     p.add_argument("--api-key", help="API key of the server.")
@@ -433,10 +437,10 @@ def _remote(p: argparse.ArgumentParser) -> None:
     reports.add_arguments(p)
 
 
-def _client(args: argparse.Namespace) -> Client:
-    from emberline.bench.client import Client
+def _client(args: argparse.Namespace) -> CompletionClient:
+    from emberline.bench.client import CompletionClient
 
-    return Client(args.url, args.model, chat=args.chat, plain=args.plain, key=args.api_key)
+    return CompletionClient(args.url, args.model, chat=args.chat, plain=args.plain, key=args.api_key)
 
 
 def _add_model_argument(p: argparse.ArgumentParser) -> None:
@@ -461,5 +465,5 @@ def _add_peers_dir(p: argparse.ArgumentParser) -> None:
     )
 
 
-def _names(text: str) -> list[str]:
+def _comma_list(text: str) -> list[str]:
     return [name for name in text.split(",") if name]

@@ -24,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from emberline.bench import gateway_crash
 
-    report = gateway_crash.bench(gateway_crash.Plan(args.flush, args.rate, args.seconds, args.rounds))
+    report = gateway_crash.bench(gateway_crash.CrashBenchPlan(args.flush, args.rate, args.seconds, args.rounds))
     report.emit(args.json, args.commit)
     return 0 if gateway_crash.is_bounded(report) else 1

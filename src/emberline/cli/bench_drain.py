@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from emberline.bench import drain
-    from emberline.hub.source import resolve
+    from emberline.hub.source import resolve_model
     from emberline.models.config import ModelConfig
 
-    vocab = ModelConfig.from_hf(read_object(resolve(args.model) / "config.json")).vocab
-    plan = drain.Plan(args.streams, args.prompt, args.output, args.after, args.rounds)
+    vocab = ModelConfig.from_hf(read_object(resolve_model(args.model) / "config.json")).vocab
+    plan = drain.DrainBenchPlan(args.streams, args.prompt, args.output, args.after, args.rounds)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-drain-"))
     report = drain.bench(args.model, vocab, plan, logs)
     report.emit(args.json, args.commit)

@@ -39,18 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from emberline.bench import machine
     from emberline.bench.report import command
-    from emberline.chaos.ledger import Ledger
-    from emberline.chaos.play import play
-    from emberline.chaos.scene import Scene, Settings
-    from emberline.hub.source import resolve
+    from emberline.chaos.chaos_cluster import ChaosCluster, ChaosSettings
+    from emberline.chaos.chaos_report import ChaosReport
+    from emberline.chaos.chaos_run import run_chaos
+    from emberline.hub.source import resolve_model
 
     if sys.platform != "linux":
         raise EmberlineError(f"emberline chaos needs Linux (network namespaces, prlimit); this is {sys.platform}")
-    resolve(args.model)  # a missing model is reported here, and not in every worker's log
+    resolve_model(args.model)  # a missing model is reported here, and not in every worker's log
     log_dir = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
     log_dir.mkdir(parents=True, exist_ok=True)
 
-    report, started_at, stop_signal = Ledger(), time.monotonic(), 0
+    report, started_at, stop_signal = ChaosReport(), time.monotonic(), 0
 
     async def run_until_stopped() -> None:
         task = asyncio.current_task()
@@ -63,27 +63,29 @@ def run(args: argparse.Namespace) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM):  # all processes are stopped, and the results so far printed
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        settings = Settings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory, links=args.links)
-        await play(Scene(settings, log_dir), report, args.faults, args.seed, _say)
+        settings = ChaosSettings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory, links=args.links)
+        await run_chaos(ChaosCluster(settings, log_dir), report, args.faults, args.seed, _print_event)
 
-    _say(f"log files: {log_dir}")
+    _print_event(f"log files: {log_dir}")
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(run_until_stopped())
     seconds = time.monotonic() - started_at
     print(report.table())
     total = report.total
-    _say(f"{total['count']} faults in {seconds:.0f} s, {report.checks} checks for leaks")
-    _say(f"slowest request: {report.slowest:.1f} s")
-    _say(f"errors that clients received: {dict(report.codes)}; {report.unexcused} while a router was running")
-    for trouble in report.troubles[:20]:
-        _say(trouble)
+    _print_event(f"{total['count']} faults in {seconds:.0f} s, {report.leak_check_count} checks for leaks")
+    _print_event(f"slowest request: {report.slowest_request_s:.1f} s")
+    _print_event(
+        f"errors that clients received: {dict(report.error_codes)}; {report.unexcused_errors} while a router was running"
+    )
+    for trouble in report.problems[:20]:
+        _print_event(trouble)
     if args.json is not None:
         head = {"command": command(), "commit": machine.commit(), "hardware": machine.hardware(),
                 "software": machine.software(), "model": args.model, "seed": args.seed}  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**head, "seconds": round(seconds), **report.as_dict()}, indent=1) + "\n")
-    return 1 if report.bad else 128 + stop_signal if stop_signal else 0
+    return 1 if report.failure_count else 128 + stop_signal if stop_signal else 0
 
 
-def _say(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {what}", flush=True, file=sys.stdout)
+def _print_event(event: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {event}", flush=True, file=sys.stdout)

@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest, ModelNotFound
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-COMMANDS = """\
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+HELP_TEXT = """\
 /help            show this list
 /reset           start a new conversation
 /system [TEXT]   set the system prompt and start a new conversation; without TEXT, show it
 /exit            exit (as does Ctrl-D); Ctrl-C stops an answer"""
 # A model's output is not trusted: escape sequences could change the user's terminal.
-CONTROLS = dict.fromkeys(c for c in (*range(0x20), *range(0x7F, 0xA0)) if c not in (0x09, 0x0A))
+CONTROL_CHARACTERS = dict.fromkeys(c for c in (*range(0x20), *range(0x7F, 0xA0)) if c not in (0x09, 0x0A))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    endpoint = Endpoint(args.url, args.api_key)
-    chat = Chat(endpoint, endpoint.choose_model(args.model), args.system, sampling, Screen(sys.stdout.isatty()))
+    sampling = {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
+    endpoint = ChatServer(args.url, args.api_key)
+    chat = ChatSession(
+        endpoint, endpoint.choose_model(args.model), args.system, sampling, ChatTerminal(sys.stdout.isatty())
+    )
     if sys.stdin.isatty():
-        chat.converse()
+        chat.run()
     elif question := sys.stdin.read().strip():
         chat.ask(question)
     return 0
 
 
-class Endpoint:
+class ChatServer:
     """A client of an OpenAI-compatible server that needs only the standard library."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -71,25 +73,25 @@ class Endpoint:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def choose_model(self, wanted: str | None) -> str:
+    def choose_model(self, name: str | None) -> str:
         """Return `name`, or the first chat model if it is None.
 
         Raises ModelNotFound for a name that an Emberline server does not list. Through a gateway, PROVIDER/MODEL works
         without being listed."""
-        models = self._models(required=wanted is None)
+        models = self._list_models(is_required=name is None)
         chat = [str(model["id"]) for model in models if model.get("kind", "chat") == "chat"]
-        if wanted is None and not chat:
+        if name is None and not chat:
             raise ModelNotFound(f"the server at {self.url} has no chat model", hint="choose another server with --url")
-        if wanted is None:
+        if name is None:
             return chat[0]
         is_emberline = bool(models) and all(model.get("owned_by") == "emberline" for model in models)
-        if is_emberline and "/" not in wanted and wanted not in (str(model["id"]) for model in models):
+        if is_emberline and "/" not in name and name not in (str(model["id"]) for model in models):
             raise ModelNotFound(
-                f"the server at {self.url} has no model {wanted!r}", hint=f"--model may be {', '.join(chat)}"
+                f"the server at {self.url} has no model {name!r}", hint=f"--model may be {', '.join(chat)}"
             )
-        return wanted
+        return name
 
-    def _models(self, *, required: bool) -> list[dict[str, Any]]:
+    def _list_models(self, *, is_required: bool) -> list[dict[str, Any]]:
         """Return the listed models; [] if the server refuses and the list is not `is_required`."""
         try:
             with self._request("GET", "/v1/models") as response:
@@ -97,7 +99,7 @@ class Endpoint:
         except EngineUnavailable:
             raise
         except EmberlineError:
-            if required:
+            if is_required:
                 raise
             return []
 
@@ -134,11 +136,11 @@ class Endpoint:
                 hint = "start one with `emberline serve`, or choose another with --url"
                 raise EngineUnavailable(f"no server answers at {self.url}: {error}", hint=hint) from error
             if response.status != 200:
-                raise _refusal(response)
+                raise _error_from(response)
             yield response
 
 
-def _refusal(response: http.client.HTTPResponse) -> EmberlineError:
+def _error_from(response: http.client.HTTPResponse) -> EmberlineError:
     try:
         message = str(json.load(response)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -149,45 +151,45 @@ def _refusal(response: http.client.HTTPResponse) -> EmberlineError:
 
 
 @dataclass(slots=True)
-class Screen:
+class ChatTerminal:
     """The output: plain text into a pipe; a terminal gets it without control characters."""
 
-    terminal: bool
+    is_terminal: bool
 
-    def say(self, text: str) -> None:
-        sys.stdout.write(text.translate(CONTROLS) if self.terminal else text)
+    def write(self, text: str) -> None:
+        sys.stdout.write(text.translate(CONTROL_CHARACTERS) if self.is_terminal else text)
         sys.stdout.flush()
 
-    def aside(self, text: str, end: str = "\n") -> None:
-        if self.terminal:
-            sys.stdout.write(f"\x1b[2m{text.translate(CONTROLS)}\x1b[0m{end}")
+    def write_dim(self, text: str, end: str = "\n") -> None:
+        if self.is_terminal:
+            sys.stdout.write(f"\x1b[2m{text.translate(CONTROL_CHARACTERS)}\x1b[0m{end}")
             sys.stdout.flush()
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One answer as it arrives, with its timing and usage."""
 
-    started: float
+    started_at: float
     text: str = ""
-    pieces: int = 0
-    first: float = 0.0
-    latest: float = 0.0
+    chunk_count: int = 0
+    first_chunk_at: float = 0.0
+    last_chunk_at: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
 
-    def count(self, now: float) -> None:
-        self.pieces += 1
-        self.latest = now
-        self.first = self.first or now
+    def count_chunk(self, now: float) -> None:
+        self.chunk_count += 1
+        self.last_chunk_at = now
+        self.first_chunk_at = self.first_chunk_at or now
 
-    def cost(self) -> str:
-        if not self.pieces:
+    def summary(self) -> str:
+        if not self.chunk_count:
             return "no answer"
-        tokens = self.usage.get("completion_tokens", self.pieces)
+        tokens = self.usage.get("completion_tokens", self.chunk_count)
         about = "" if self.usage else "≈ "  # without the server's count, each chunk counts as one token
-        parts = [f"TTFT {1000 * (self.first - self.started):.0f} ms"]
-        if tokens > 1 and self.latest > self.first:
-            parts.append(f"{about}{(tokens - 1) / (self.latest - self.first):.1f} tok/s")
+        parts = [f"TTFT {1000 * (self.first_chunk_at - self.started_at):.0f} ms"]
+        if tokens > 1 and self.last_chunk_at > self.first_chunk_at:
+            parts.append(f"{about}{(tokens - 1) / (self.last_chunk_at - self.first_chunk_at):.1f} tok/s")
         parts.append(f"{about}{tokens} tokens")
         if self.usage:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -195,19 +197,21 @@ class Answer:
         return " · ".join(parts)
 
 
-class Chat:
-    def __init__(self, endpoint: Endpoint, model: str, system: str, sampling: dict[str, Any], screen: Screen) -> None:
-        self.endpoint = endpoint
+class ChatSession:
+    def __init__(
+        self, server: ChatServer, model: str, system: str, sampling: dict[str, Any], terminal: ChatTerminal
+    ) -> None:
+        self.server = server
         self.model = model
         self.system = system
         self.sampling = sampling
-        self.screen = screen
-        self.turns: list[dict[str, str]] = []
+        self.terminal = terminal
+        self.messages: list[dict[str, str]] = []
 
-    def converse(self) -> None:
+    def run(self) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
-        self.screen.aside(f"{self.model} at {self.endpoint.url}. Type /help for the commands, /exit to exit.")
+        self.terminal.write_dim(f"{self.model} at {self.server.url}. Type /help for the commands, /exit to exit.")
         while True:
             try:
                 line = input("\n> ").strip()
@@ -215,68 +219,68 @@ class Chat:
                 print()
                 return
             except KeyboardInterrupt:
-                self.screen.aside("\ntype /exit or Ctrl-D to exit")
+                self.terminal.write_dim("\ntype /exit or Ctrl-D to exit")
                 continue
             if line == "/exit":
                 return
             if line.startswith("/"):
-                self.command(line)
+                self.run_command(line)
             elif line:
-                self.turn(line)
+                self.ask_and_report(line)
 
-    def command(self, line: str) -> None:
+    def run_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if name == "/help":
-            self.screen.aside(COMMANDS)
+            self.terminal.write_dim(HELP_TEXT)
         elif name == "/reset":
-            self.turns.clear()
-            self.screen.aside("new conversation")
+            self.messages.clear()
+            self.terminal.write_dim("new conversation")
         elif name == "/system":
             if rest.strip():
                 self.system = rest.strip()
-                self.turns.clear()
-            self.screen.aside(f"system prompt: {self.system or 'none'}")
+                self.messages.clear()
+            self.terminal.write_dim(f"system prompt: {self.system or 'none'}")
         else:
-            self.screen.aside(f"{name} is not a command; type /help for the list")
+            self.terminal.write_dim(f"{name} is not a command; type /help for the list")
 
-    def turn(self, question: str) -> None:
+    def ask_and_report(self, question: str) -> None:
         """Ask one question of a conversation and print its error, if any."""
         try:
             self.ask(question)
         except KeyboardInterrupt:
-            self.screen.aside("stopped")
+            self.terminal.write_dim("stopped")
         except EmberlineError as error:
-            self.screen.aside(str(error))
+            self.terminal.write_dim(str(error))
 
     def ask(self, question: str) -> None:
         """Stream the answer to the terminal.
 
         Question and answer are kept in the conversation, an incomplete answer too; without an answer, neither is."""
-        answer = Answer(time.monotonic())
+        answer = ChatAnswer(time.monotonic())
         message = {"role": "user", "content": question}
         try:
-            with contextlib.closing(self.endpoint.stream(self.body(message))) as chunks:
+            with contextlib.closing(self.server.stream(self.request_body(message))) as chunks:
                 for chunk in chunks:
-                    self.show(chunk, answer)
+                    self.show_chunk(chunk, answer)
         finally:
-            if answer.pieces:
-                self.screen.say("\n")
-                self.screen.aside(answer.cost())
+            if answer.chunk_count:
+                self.terminal.write("\n")
+                self.terminal.write_dim(answer.summary())
             if answer.text:
-                self.turns += [message, {"role": "assistant", "content": answer.text}]
+                self.messages += [message, {"role": "assistant", "content": answer.text}]
 
-    def body(self, asked: dict[str, str]) -> dict[str, Any]:
+    def request_body(self, message: dict[str, str]) -> dict[str, Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return {"model": self.model, "messages": [*system, *self.turns, asked], **self.sampling}
+        return {"model": self.model, "messages": [*system, *self.messages, message], **self.sampling}
 
-    def show(self, chunk: dict[str, Any], answer: Answer) -> None:
+    def show_chunk(self, chunk: dict[str, Any], answer: ChatAnswer) -> None:
         answer.usage = chunk.get("usage") or answer.usage
         for choice in chunk.get("choices", ()):
             delta = choice["delta"]
             if text := delta.get("content"):
                 answer.text += text
-                self.screen.say(text)
+                self.terminal.write(text)
             if reasoning := delta.get("reasoning_content"):
-                self.screen.aside(reasoning, end="")
+                self.terminal.write_dim(reasoning, end="")
             if text or reasoning:
-                answer.count(time.monotonic())
+                answer.count_chunk(time.monotonic())

@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli import service, tracing
-from emberline.core.config import DEFAULT_MODEL, KV_PORTS, Role, RouterConfig, cluster_key, core_count
+from emberline.core.config import (
+    DEFAULT_MODEL,
+    KV_PORT_COUNT,
+    Role,
+    RouterConfig,
+    cluster_key_from_environment,
+    core_count,
+)
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
 
-POLL = 0.5
-OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
+POLL_INTERVAL_S = 0.5
+CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
         "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port", "--open",
         "--cors-origins", "--allowed-hosts")  # fmt: skip
 
@@ -55,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-port",
         type=int,
         default=0,
-        help=f"First port for KV transfers; each worker uses {KV_PORTS} ports; 0: any free ports.",
+        help=f"First port for KV transfers; each worker uses {KV_PORT_COUNT} ports; 0: any free ports.",
     )
     tracing.add_arguments(up)
     up.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
@@ -68,14 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    workers = _workers(args)
+    workers = _worker_counts(args)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-cluster-"))
     logs.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_up(args, workers, logs))
+    asyncio.run(_run_cluster(args, workers, logs))
     return 0
 
 
-def _workers(args: argparse.Namespace) -> dict[Role, int]:
+def _worker_counts(args: argparse.Namespace) -> dict[Role, int]:
     has_split = args.prefill or args.decode
     both = args.workers if args.workers is not None else 0 if has_split else 2
     counts: dict[Role, int] = {"prefill": args.prefill, "decode": args.decode, "both": both}
@@ -91,56 +98,58 @@ def _workers(args: argparse.Namespace) -> dict[Role, int]:
     return counts
 
 
-async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) -> None:
+async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs: Path) -> None:
     import secrets
 
-    from emberline.cluster.supervisor import Supervisor, children
-    from emberline.server.listening import bind
+    from emberline.cluster.supervisor import Supervisor, build_processes
+    from emberline.server.listener import bind_listener
 
     port = args.port or free_port()
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
-    listener = bind(args.host, port)  # a port in use is reported here, instead of restarting the router again and again
+    listener = bind_listener(
+        args.host, port
+    )  # a port in use is reported here, instead of restarting the router again and again
     keys = [word for key in args.api_key for word in ("--api-key", key)]
-    trace_options = _traced(args)
-    router = ["--host", args.host, "--port", str(port), *keys, *_exposure(args), *trace_options]
+    trace_options = _trace_options(args)
+    router = ["--host", args.host, "--port", str(port), *keys, *_exposure_options(args), *trace_options]
     router += ["--kv-events"] if args.kv_events else []
-    key = cluster_key() or secrets.token_hex(16)
-    key_file = _keep(logs / "cluster.key", key)
+    key = cluster_key_from_environment() or secrets.token_hex(16)
+    key_file = _write_key(logs / "cluster.key", key)
     store_options = [
         "--response-store",
         str(logs / "responses.sqlite"),
     ]  # shared, so that every worker finds a response
     gpus = usable_gpus() if _may_use_gpus(args) else []
-    options = _worker(args, sum(workers.values()), [*keys, *trace_options, *store_options], gpus)
-    processes = children(
+    options = _worker_options(args, sum(workers.values()), [*keys, *trace_options, *store_options], gpus)
+    processes = build_processes(
         router,
         workers,
         options,
-        url=url,
-        key=key,
-        logs=logs,
+        router_url=url,
+        cluster_key=key,
+        log_dir=logs,
         kv_port=args.kv_port,
-        listener=listener.fileno(),
+        listen_fd=listener.fileno(),
         gpus=[gpu.name for gpu in gpus],
     )
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP of a closed terminal does not reach children
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    supervisor = Supervisor(_say)
-    watcher = asyncio.create_task(_watch(url, key))
+    supervisor = Supervisor(_print_event)
+    watcher = asyncio.create_task(_print_changes(url, key))
     try:
         for child in processes:
             await supervisor.start(child)
-        _say("cluster", f"for emberline drain: export EMBERLINE_CLUSTER_KEY=$(cat {key_file})")
+        _print_event("cluster", f"for emberline drain: export EMBERLINE_CLUSTER_KEY=$(cat {key_file})")
         await stop.wait()
-        _say("cluster", "stopping")
+        _print_event("cluster", "stopping")
     finally:
         watcher.cancel()
         listener.close()
         await supervisor.stop()
 
 
-def _keep(file: Path, key: str) -> Path:
+def _write_key(file: Path, key: str) -> Path:
     """Write the cluster key to a file that only the user can read, and return the file."""
     file.unlink(missing_ok=True)
     file.touch(mode=0o600, exist_ok=False)
@@ -148,7 +157,7 @@ def _keep(file: Path, key: str) -> Path:
     return file
 
 
-def _exposure(args: argparse.Namespace) -> list[str]:
+def _exposure_options(args: argparse.Namespace) -> list[str]:
     """Return the listener's options for the router."""
     lists = {"--cors-origins": args.cors_origins, "--allowed-hosts": args.allowed_hosts}
     return [
@@ -157,7 +166,7 @@ def _exposure(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _traced(args: argparse.Namespace) -> list[str]:
+def _trace_options(args: argparse.Namespace) -> list[str]:
     tracing.trace_config(args)  # reports invalid options here, and not in every process's log
     endpoint = [] if args.otlp is None else ["--otlp", args.otlp]
     return [*endpoint, "--trace-share", str(args.trace_share)]
@@ -169,25 +178,27 @@ def _may_use_gpus(args: argparse.Namespace) -> bool:
     return not {"--threads", "--device"} & {*words} or "--device=cuda" in args.options or "cuda" in args.options
 
 
-def _worker(args: argparse.Namespace, workers: int, own: list[str], gpus: Sequence[Gpu] = ()) -> list[str]:
+def _worker_options(
+    args: argparse.Namespace, workers: int, cluster_options: list[str], gpus: Sequence[Gpu] = ()
+) -> list[str]:
     """Return the arguments of every worker: the cluster's options, its share of the machine, and the
     user's options."""
     options = [word for word in args.options if word != "--"]
     for word in options:
-        if word.split("=")[0] in OURS:
+        if word.split("=")[0] in CLUSTER_OPTIONS:
             raise InvalidRequest(
                 f"{word} is an option of the cluster, but follows the model as if it were every worker's",
                 hint=f"put {word.split('=')[0]} before the model",
             )
     share = []
     if gpus:
-        share = _gpu_share(options, workers, gpus)
+        share = _gpu_memory_options(options, workers, gpus)
     elif not any(word.startswith(("--threads", "--device")) for word in options):
         share = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
-    return [args.model, *own, *share, *options]
+    return [args.model, *cluster_options, *share, *options]
 
 
-def _gpu_share(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[str]:
+def _gpu_memory_options(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[str]:
     """Return the KV memory option of workers that share a GPU.
 
     A worker with its own GPU plans the memory itself. Workers that share one start at the same time and do not see each
@@ -198,25 +209,25 @@ def _gpu_share(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[st
     return ["--kv-memory", str(min(gpu.free_bytes for gpu in gpus) // workers_per_gpu // 2)]
 
 
-async def _watch(url: str, key: str) -> None:
+async def _print_changes(url: str, key: str) -> None:
     """Print the workers' health, as the router reports it, whenever it changes."""
     printed: dict[str, tuple[str, str]] = {}  # by worker: incarnation and line printed last
     while True:
-        status = await asyncio.to_thread(_status, url, key)
+        status = await asyncio.to_thread(_fetch_status, url, key)
         for row in status["workers"] if status else []:
             line = f"{row['health']}, {', '.join(row['models'])}"
             if printed.get(row["name"]) != (row["incarnation"], line):
                 printed[row["name"]] = row["incarnation"], line
-                _say(row["name"], line)
+                _print_event(row["name"], line)
         ready = sum(row["health"] == "ready" for row in status["workers"]) if status else 0
         line = f"{ready} of {len(status['workers'])} workers ready at {url}" if ready else "no worker is ready"
         if printed.get("") != ("", line):
             printed[""] = "", line
-            _say("cluster", line)
-        await asyncio.sleep(POLL)
+            _print_event("cluster", line)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
-def _status(url: str, key: str) -> Any:
+def _fetch_status(url: str, key: str) -> Any:
     request = urllib.request.Request(f"{url}/cluster/status", headers={"authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=5) as reply:
@@ -225,6 +236,6 @@ def _status(url: str, key: str) -> Any:
         return None  # the router does not run (yet), or stopped in the middle of its reply
 
 
-def _say(who: str, what: str) -> None:
+def _print_event(process: str, event: str) -> None:
     with contextlib.suppress(OSError):  # a closed output must not stop the supervision
-        print(f"{time.strftime('%H:%M:%S')} {who:<10} {what}", flush=True, file=sys.stdout)
+        print(f"{time.strftime('%H:%M:%S')} {process:<10} {event}", flush=True, file=sys.stdout)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from emberline import __version__
 from emberline.cli import service
-from emberline.core.config import DEFAULT_MODEL, WEIGHTS, GPUConfig, cache_dir, core_count
+from emberline.core.config import DEFAULT_MODEL, WEIGHT_FORMATS, GPUConfig, cache_dir, core_count
 from emberline.core.errors import EmberlineError
 from emberline.core.freememory import free_memory, physical_memory
 
@@ -24,26 +24,38 @@ if TYPE_CHECKING:
     from emberline.models.config import ModelConfig
 
 PROC = Path("/proc")
-MARKS = {True: "ok", None: "--", False: "!!"}
-FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "i8mm", "asimddp", "asimdhp", "asimd")
-SERVED = (9, 0)  # the kernels use instructions that only Hopper has
-MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+STATUS_MARKS = {True: "ok", None: "--", False: "!!"}
+CPU_FEATURES = (
+    "amx_bf16",
+    "avx512_bf16",
+    "avx512f",
+    "avx2",
+    "sve2",
+    "sve",
+    "bf16",
+    "i8mm",
+    "asimddp",
+    "asimdhp",
+    "asimd",
+)
+SUPPORTED_CAPABILITY = (9, 0)  # the kernels use instructions that only Hopper has
+CAPABILITY_MAJOR_ATTRIBUTE, CAPABILITY_MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    says: str
-    good: bool | None = True  # None: information, no problem
+class DoctorFinding:
+    subject: str
+    detail: str
+    is_ok: bool | None = True  # None: information, no problem
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class GPU:
+class DetectedGPU:
     name: str
-    memory: int
+    memory_bytes: int
     capability: tuple[int, int]
-    out_of_reach: tuple[int, ...] = ()  # indices of GPUs whose memory it cannot read
+    unreachable_gpus: tuple[int, ...] = ()  # indices of GPUs whose memory it cannot read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pull", action="store_true", help="Download the model if it is not in the cache.")
     parser.add_argument(
         "--gpu-memory",
-        type=service.size,
+        type=service.parse_size,
         help="Plan for a GPU with this much memory in bytes, such as 141G. (default: the GPU of this machine)",
     )
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="Data type of the weights."
     )
-    parser.add_argument("--weights", default=gpu.weights, choices=WEIGHTS, help="Format of the weights in GPU memory.")
+    parser.add_argument(
+        "--weights", default=gpu.weights, choices=WEIGHT_FORMATS, help="Format of the weights in GPU memory."
+    )
     parser.add_argument(
         "--kv-dtype",
         default="auto",
@@ -66,14 +80,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Data type of the KV cache.",
     )
     parser.add_argument(
-        "--kv-memory", type=service.size, help="Size of the KV cache in bytes, such as 2G. (default: all that fits)"
+        "--kv-memory",
+        type=service.parse_size,
+        help="Size of the KV cache in bytes, such as 2G. (default: all that fits)",
     )
-    parser.add_argument("--block-size", type=count, default=gpu.block_size, help="Tokens of a KV block.")
-    parser.add_argument("--max-context", type=count, help="Maximum context in tokens. (default: the model's)")
+    parser.add_argument("--block-size", type=positive_int, default=gpu.block_size, help="Tokens of a KV block.")
+    parser.add_argument("--max-context", type=positive_int, help="Maximum context in tokens. (default: the model's)")
     parser.add_argument(
-        "--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="Maximum tokens computed in one step."
+        "--max-batch-tokens",
+        type=positive_int,
+        default=gpu.max_batch_tokens,
+        help="Maximum tokens computed in one step.",
     )
-    parser.add_argument("--max-running", type=count, default=gpu.max_running, help="Maximum requests in one batch.")
+    parser.add_argument(
+        "--max-running", type=positive_int, default=gpu.max_running, help="Maximum requests in one batch."
+    )
     parser.add_argument(
         "--tiers", action="store_true", help="Plan GPU buffers for KV blocks that move to main memory or disk."
     )
@@ -83,32 +104,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    gpu = _gpu()
-    findings = [*_machine(), *_software(), *_gpu_kernels(gpu), *_kernels(), *_transports(gpu), *_model(args, gpu)]
-    width = max(len(f.what) for f in findings)
+    gpu = _detect_gpu()
+    findings = [
+        *_check_machine(),
+        *_check_software(),
+        *_check_gpu(gpu),
+        *_check_kernels(),
+        *_check_transports(gpu),
+        *_check_model(args, gpu),
+    ]
+    width = max(len(f.subject) for f in findings)
     for f in findings:
-        print(f"{MARKS[f.good]}  {f.what:<{width}}  {f.says}")
+        print(f"{STATUS_MARKS[f.is_ok]}  {f.subject:<{width}}  {f.detail}")
         if f.hint:
             print(f"    {'':<{width}}  hint: {f.hint}")
-    return 1 if any(f.good is False for f in findings) else 0
+    return 1 if any(f.is_ok is False for f in findings) else 0
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: the value must be at least 1")
     return int(text)
 
 
-def _machine() -> Iterator[Finding]:
+def _check_machine() -> Iterator[DoctorFinding]:
     flags = _cpu_flags()
-    yield Finding("emberline", f"{__version__}, Python {platform.python_version()}")
-    yield Finding("cpu", f"{core_count()} cores, {platform.machine()}: {' '.join(f for f in FEATURES if f in flags)}")
+    yield DoctorFinding("emberline", f"{__version__}, Python {platform.python_version()}")
+    yield DoctorFinding(
+        "cpu", f"{core_count()} cores, {platform.machine()}: {' '.join(f for f in CPU_FEATURES if f in flags)}"
+    )
     total = physical_memory()
-    yield Finding("memory", f"{free_memory() / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    yield DoctorFinding("memory", f"{free_memory() / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     folder = cache_dir()
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     hint = "free disk space for models" if disk.free < 2 << 30 else ""
-    yield Finding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on this disk", not hint, hint)
+    yield DoctorFinding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on this disk", not hint, hint)
 
 
 def _cpu_flags() -> set[str]:
@@ -120,7 +150,7 @@ def _cpu_flags() -> set[str]:
     return {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
 
 
-def _software() -> Iterator[Finding]:
+def _check_software() -> Iterator[DoctorFinding]:
     for name, needed, use in (
         ("torch", True, "the engine"),
         ("tokenizers", True, "text to tokens"),
@@ -129,16 +159,16 @@ def _software() -> Iterator[Finding]:
         ("huggingface_hub", False, "downloading hf:org/name"),
         ("gguf", False, "tests of GGUF files"),
     ):
-        yield _package(name, needed, use)
+        yield _check_package(name, needed, use)
 
 
-def _package(name: str, needed: bool, use: str) -> Finding:
+def _check_package(name: str, is_required: bool, use: str) -> DoctorFinding:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, f"missing ({use})", False if needed else None, f"pip install {name}")
-    return Finding(name, f"{importlib.metadata.version(name)} ({use})")
+        return DoctorFinding(name, f"missing ({use})", False if is_required else None, f"pip install {name}")
+    return DoctorFinding(name, f"{importlib.metadata.version(name)} ({use})")
 
 
-def _gpu() -> GPU | None:
+def _detect_gpu() -> DetectedGPU | None:
     """Return the first GPU, from the driver itself, without torch and without using its memory."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -149,15 +179,15 @@ def _gpu() -> GPU | None:
     error = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
     error = error or driver.cuDeviceGetName(name, len(name), device)
     error = error or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    for value, attribute in zip(capability, (MAJOR, MINOR), strict=True):
+    for value, attribute in zip(capability, (CAPABILITY_MAJOR_ATTRIBUTE, CAPABILITY_MINOR_ATTRIBUTE), strict=True):
         error = error or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     if error:
         return None
     properties = name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value)
-    return GPU(*properties, tuple(_out_of_reach(driver)))
+    return DetectedGPU(*properties, tuple(_unreachable_gpus(driver)))
 
 
-def _out_of_reach(driver: ctypes.CDLL) -> Iterator[int]:
+def _unreachable_gpus(driver: ctypes.CDLL) -> Iterator[int]:
     count, can_access = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     for other in range(1, count.value):
@@ -165,94 +195,98 @@ def _out_of_reach(driver: ctypes.CDLL) -> Iterator[int]:
             yield other
 
 
-def _gpu_kernels(gpu: GPU | None) -> Iterator[Finding]:
+def _check_gpu(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     from emberline.kernels.cuda import nvrtc
 
     if gpu is None:
         driver = Path("/proc/driver/nvidia/version").exists()
         hint = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if driver else ""
-        yield Finding("gpu", "an NVIDIA driver is installed but shows no GPU" if driver else "none", None, hint)
+        yield DoctorFinding("gpu", "an NVIDIA driver is installed but shows no GPU" if driver else "none", None, hint)
     else:
-        is_supported = gpu.capability == SERVED
+        is_supported = gpu.capability == SUPPORTED_CAPABILITY
         support = "supported" if is_supported else "not supported, the kernels need 9.0 (H100, H200); the CPU is used"
-        properties = f"{gpu.name}, {_gib(gpu.memory)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        yield Finding("gpu", f"{properties}: {support}", True if is_supported else None)
-    is_required = gpu is not None and gpu.capability == SERVED
-    yield _package("triton", is_required, "kernels on a GPU")
+        properties = (
+            f"{gpu.name}, {_format_gib(gpu.memory_bytes)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        )
+        yield DoctorFinding("gpu", f"{properties}: {support}", True if is_supported else None)
+    is_required = gpu is not None and gpu.capability == SUPPORTED_CAPABILITY
+    yield _check_package("triton", is_required, "kernels on a GPU")
     try:
-        yield Finding("nvrtc", f"{nvrtc.version()} (kernels on a GPU)")
-    except nvrtc.CompileError as e:
-        yield Finding("nvrtc", f"missing (kernels on a GPU): {e}", False if is_required else None)
+        yield DoctorFinding("nvrtc", f"{nvrtc.compiler_version()} (kernels on a GPU)")
+    except nvrtc.KernelCompileError as e:
+        yield DoctorFinding("nvrtc", f"missing (kernels on a GPU): {e}", False if is_required else None)
 
 
-def _kernels() -> Iterator[Finding]:
+def _check_kernels() -> Iterator[DoctorFinding]:
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     hint = "" if compiler else "install g++: native CPU kernels are several times faster"
-    yield Finding("compiler", compiler or "none", not hint, hint)
+    yield DoctorFinding("compiler", compiler or "none", not hint, hint)
     if importlib.util.find_spec("torch") is None:
         return
     from emberline.kernels import ops
 
-    backend = ops.start()
+    backend = ops.start_backend()
     hint = "" if backend.library else "torch operators are used, which are correct but slow"
-    yield Finding("kernels", str(backend), not hint, hint)
+    yield DoctorFinding("kernels", str(backend), not hint, hint)
 
 
-def _transports(gpu: GPU | None) -> Iterator[Finding]:
+def _check_transports(gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     """Check how KV blocks can move between workers, which skip broken transports too."""
-    from emberline.kv.mooncake import distribution, probe, protocol
+    from emberline.kv.mooncake import best_protocol, installed_distribution, probe
 
-    yield Finding("transport tcp", "built in")
-    yield Finding("transport shm", "built in, for CPU workers on this machine")
-    yield _between_gpus(gpu)
-    if (found := distribution()) is None:
+    yield DoctorFinding("transport tcp", "built in")
+    yield DoctorFinding("transport shm", "built in, for CPU workers on this machine")
+    yield _check_gpu_transport(gpu)
+    if (found := installed_distribution()) is None:
         hint = "pip install mooncake-transfer-engine (or -non-cuda), and libibverbs1"
-        yield Finding("transport mooncake", "not installed (RDMA; a KV store shared by a cluster)", None, hint)
+        yield DoctorFinding("transport mooncake", "not installed (RDMA; a KV store shared by a cluster)", None, hint)
     elif (reason := probe()) is not None:
-        yield Finding("transport mooncake", f"{found} does not work: {reason}", None, "workers run without it")
+        yield DoctorFinding("transport mooncake", f"{found} does not work: {reason}", None, "workers run without it")
     else:
-        network = "rdma" if protocol() == "rdma" else "tcp, because there is no RDMA device"
-        yield Finding("transport mooncake", f"{found} works, over {network}")
+        network = "rdma" if best_protocol() == "rdma" else "tcp, because there is no RDMA device"
+        yield DoctorFinding("transport mooncake", f"{found} works, over {network}")
 
 
-def _between_gpus(gpu: GPU | None) -> Finding:
+def _check_gpu_transport(gpu: DetectedGPU | None) -> DoctorFinding:
     """Check whether workers on this machine can copy blocks out of each other's GPU."""
-    if gpu is None or gpu.capability != SERVED:
-        return Finding("transport cuda", "needs a supported GPU", None)
-    if gpu.out_of_reach:
-        others = ", ".join(map(str, gpu.out_of_reach))
+    if gpu is None or gpu.capability != SUPPORTED_CAPABILITY:
+        return DoctorFinding("transport cuda", "needs a supported GPU", None)
+    if gpu.unreachable_gpus:
+        others = ", ".join(map(str, gpu.unreachable_gpus))
         hint = "their workers exchange blocks through main memory, over TCP"
-        return Finding("transport cuda", f"GPU 0 cannot read the memory of GPU {others}", None, hint)
-    return Finding("transport cuda", "built in, for GPU workers on this machine that see each other's GPU")
+        return DoctorFinding("transport cuda", f"GPU 0 cannot read the memory of GPU {others}", None, hint)
+    return DoctorFinding("transport cuda", "built in, for GPU workers on this machine that see each other's GPU")
 
 
-def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
+def _check_model(args: argparse.Namespace, gpu: DetectedGPU | None) -> Iterator[DoctorFinding]:
     from emberline.hub.checkpoint import Checkpoint
-    from emberline.hub.source import NotPulled, resolve
+    from emberline.hub.source import ModelNotPulled, resolve_model
     from emberline.models.config import ModelConfig
 
     name = args.model
     try:
-        checkpoint = Checkpoint.open(resolve(name, fetch=args.pull))
-        config = ModelConfig.of(checkpoint)
-    except NotPulled as e:
-        yield Finding("model", e.message, None, e.hint or "")
+        checkpoint = Checkpoint.open(resolve_model(name, fetch=args.pull))
+        config = ModelConfig.from_checkpoint(checkpoint)
+    except ModelNotPulled as e:
+        yield DoctorFinding("model", e.message, None, e.hint or "")
         return
     except EmberlineError as e:
-        yield Finding("model", e.message, False, e.hint or "")
+        yield DoctorFinding("model", e.message, False, e.hint or "")
         return
-    yield Finding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
-    yield Finding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
-    total = args.gpu_memory or (gpu.memory if gpu is not None and gpu.capability == SERVED else None)
+    yield DoctorFinding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
+    yield DoctorFinding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
+    total = args.gpu_memory or (
+        gpu.memory_bytes if gpu is not None and gpu.capability == SUPPORTED_CAPABILITY else None
+    )
     try:
-        yield from _memory(args, checkpoint, config, total)
+        yield from _check_memory(args, checkpoint, config, total)
     except EmberlineError as e:
-        yield Finding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
+        yield DoctorFinding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
-def _memory(
-    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, total: int | None
-) -> Iterator[Finding]:
+def _check_memory(
+    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, gpu_bytes: int | None
+) -> Iterator[DoctorFinding]:
     """Show how a GPU's memory would be used, computed by the engine's own functions."""
     from emberline.engine import memory
 
@@ -260,27 +294,29 @@ def _memory(
              "tiers", "transfer")  # fmt: skip
     settings = GPUConfig(**{name: getattr(args, name) for name in names})
     dtype = memory.weight_dtype(checkpoint, args.dtype)
-    kv_dtype, context = memory.kv_dtype(settings, dtype), memory.context(config, settings)
+    kv_dtype, context = memory.kv_dtype(settings, dtype), memory.served_context(config, settings)
     token_bytes = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     per_context = f"{token_bytes * context / 1e6:.0f} MB per context of {context} tokens"
-    yield Finding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
-    if total is None:
-        memory.refuse_packed(settings.weights)
+    yield DoctorFinding("  kv cache", f"{token_bytes / 1e3:.1f} kB per token, {per_context} ({kv_dtype})")
+    if gpu_bytes is None:
+        memory.reject_packed_weights(settings.weights)
         return
-    packed = memory.packs(checkpoint, settings, dtype)
-    plan = memory.plan_for(config, settings, total, dtype, packed=packed)
+    packed = memory.uses_packed_weights(checkpoint, settings, dtype)
+    plan = memory.plan_for(config, settings, gpu_bytes, dtype, packed=packed)
     form = "packed" if packed else "both plain and packed" if settings.weights == "both" else "plain"
     weights = f"{dtype} {form}"
     batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens per step"
-    yield Finding("gpu memory", f"{_gib(total)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}")
+    yield DoctorFinding(
+        "gpu memory", f"{_format_gib(gpu_bytes)}: {weights}, KV cache {kv_dtype}, {batch}, context {context}"
+    )
     for name, part in plan.rows():
         tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
-        yield Finding(f"  {name}", f"{_gib(part):>10}{tokens if name == 'kv cache' else ''}")
+        yield DoctorFinding(f"  {name}", f"{_format_gib(part):>10}{tokens if name == 'kv cache' else ''}")
     if plan.kv_tokens < context:
         hint = "raise --kv-memory" if args.kv_memory else "lower --max-batch-tokens or --max-running"
         hint += ", or --kv-dtype float8"
-        yield Finding("  context", f"limited to {plan.kv_tokens} tokens by the size of the KV cache", None, hint)
+        yield DoctorFinding("  context", f"limited to {plan.kv_tokens} tokens by the size of the KV cache", None, hint)
 
 
-def _gib(amount: int) -> str:
-    return f"{amount / 2**30:.2f} GiB"
+def _format_gib(byte_count: int) -> str:
+    return f"{byte_count / 2**30:.2f} GiB"

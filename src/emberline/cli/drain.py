@@ -12,10 +12,10 @@ import urllib.error
 import urllib.request
 from typing import Any, NamedTuple
 
-from emberline.core.config import RouterConfig, cluster_key
+from emberline.core.config import RouterConfig, cluster_key_from_environment
 from emberline.core.errors import EmberlineError, WrongClusterKey
 
-POLL = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,56 +35,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    key = args.cluster_key or cluster_key()
+    key = args.cluster_key or cluster_key_from_environment()
     headers = {
         "content-type": "application/json",
         **({"authorization": f"Bearer {key}"} if key else {}),
     }
-    _ask(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, headers)
+    _call_router(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, headers)
     if args.undo:
         print(f"{args.worker} accepts requests again")
         return 0
     printed, idle_since = None, time.monotonic()
-    incarnation = _row(_ask(args.router, "/cluster/status", headers=headers), args.worker).get("incarnation")
+    incarnation = _worker_row(_call_router(args.router, "/cluster/status", headers=headers), args.worker).get(
+        "incarnation"
+    )
     while not args.no_wait:
-        remaining = _left(_ask(args.router, "/cluster/status", headers=headers), args.worker, incarnation)
-        idle_since = time.monotonic() if remaining.open else idle_since
-        if not any(remaining[:2]) and remaining.age < time.monotonic() - idle_since:
+        remaining = _remaining_work(
+            _call_router(args.router, "/cluster/status", headers=headers), args.worker, incarnation
+        )
+        idle_since = time.monotonic() if remaining.open_requests else idle_since
+        if not any(remaining[:2]) and remaining.report_age_s < time.monotonic() - idle_since:
             break
         if remaining[:2] not in (printed, (0, 0)):
             print(
-                f"{args.worker}: {remaining.open} open requests, {remaining.kept} prompts held for other workers",
+                f"{args.worker}: {remaining.open_requests} open requests, {remaining.leased_prompts} prompts held for other workers",
                 flush=True,
             )
             printed = remaining[:2]
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
     print(f"{args.worker} {'is draining' if args.no_wait else 'is drained'}")
     return 0
 
 
-class Left(NamedTuple):
-    open: int
-    kept: int  # prompts whose blocks other workers have not fetched yet, as of the last heartbeat
-    age: float  # age of that heartbeat
+class RemainingWork(NamedTuple):
+    open_requests: int
+    leased_prompts: int  # prompts whose blocks other workers have not fetched yet, as of the last heartbeat
+    report_age_s: float  # age of that heartbeat
 
 
-def _row(status: Any, name: str) -> dict[str, Any]:
+def _worker_row(status: Any, name: str) -> dict[str, Any]:
     return next((row for row in status["workers"] if row["name"] == name), {})
 
 
-def _left(status: Any, name: str, process: str | None) -> Left:
+def _remaining_work(status: Any, name: str, incarnation: str | None) -> RemainingWork:
     """Return the work that a worker still has.
 
     A worker that is gone or was restarted has none, and a lost one holds no blocks for others."""
-    row = _row(status, name)
-    if row.get("incarnation") != process or not row:
-        return Left(0, 0, -1.0)
+    row = _worker_row(status, name)
+    if row.get("incarnation") != incarnation or not row:
+        return RemainingWork(0, 0, -1.0)
     if row["health"] == "lost":
-        return Left(row["open"], 0, -1.0)
-    return Left(row["open"], (row["transfer"] or {}).get("leases", 0), row["seconds_since_beat"])
+        return RemainingWork(row["open"], 0, -1.0)
+    return RemainingWork(row["open"], (row["transfer"] or {}).get("leases", 0), row["seconds_since_beat"])
 
 
-def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
+def _call_router(router: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(router.rstrip("/") + path, data, headers or {})
     try:
@@ -96,12 +100,12 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
                 f"the router at {router} refused the cluster key, which is missing or wrong",
                 hint="set --cluster-key or EMBERLINE_CLUSTER_KEY to the router's key",
             ) from e
-        raise _refusal(router, e) from e
+        raise _drain_error(router, e) from e
     except (OSError, ValueError, http.client.HTTPException) as e:
         raise EmberlineError(f"no router answers at {router}: {e}", hint="set --router to the router's URL") from e
 
 
-def _refusal(router: str, reply: urllib.error.HTTPError) -> EmberlineError:
+def _drain_error(router: str, reply: urllib.error.HTTPError) -> EmberlineError:
     if not _is_router(router):
         return EmberlineError(
             f"{router} is not a router: it answered {reply.code} to a drain",

@@ -11,7 +11,18 @@ from emberline.cli import service
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
 
-OPTIONS = ("host", "port", "engine", "store", "redis", "otlp", "trace_share", "open", "cors_origins", "allowed_hosts")
+CONFIG_OPTIONS = (
+    "host",
+    "port",
+    "engine",
+    "store",
+    "redis",
+    "otlp",
+    "trace_share",
+    "open",
+    "cors_origins",
+    "allowed_hosts",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,24 +64,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    service.log(args)
-    from emberline.gateway.book import read_file
+    service.configure_logging(args)
+    from emberline.gateway.settings_store import read_config_file
 
-    file_settings = read_file(args.config) if args.config is not None else {}
-    config = configured(file_settings, args)
+    file_settings = read_config_file(args.config) if args.config is not None else {}
+    config = build_config(file_settings, args)
     if args.action == "rotate-keys":
         from emberline.cli.rotation import rotate_keys
 
         return rotate_keys(config, args.forget_old)
-    from emberline.server.gateway.gatewaying import serve_gateway
+    from emberline.server.gateway.main import serve_gateway
 
-    return service.run(serve_gateway(config, file_settings))
+    return service.run_service(serve_gateway(config, file_settings))
 
 
-def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig:
+def build_config(file_settings: dict[str, Any], args: argparse.Namespace) -> GatewayConfig:
     """Return the settings of the file, overridden by those of the command line."""
     known = {field.name: field for field in fields(GatewayConfig)}
-    settings = {name: value for name, value in found.items() if name != "gateways"}
+    settings = {name: value for name, value in file_settings.items() if name != "gateways"}
     for name, value in settings.items():
         if name not in known:
             raise InvalidRequest(
@@ -87,6 +98,6 @@ def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig
             )
         if isinstance(value, list):
             settings[name] = tuple(value)
-    options = {name: getattr(args, name) for name in OPTIONS}
+    options = {name: getattr(args, name) for name in CONFIG_OPTIONS}
     config = replace(GatewayConfig(**settings), **{name: value for name, value in options.items() if value is not None})
     return replace(config, api_keys=(*config.api_keys, *(args.api_key or ())))

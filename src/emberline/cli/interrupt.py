@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 
-def interruptible() -> None:
+def interrupt_on_termination() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _interrupt)

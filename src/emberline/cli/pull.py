@@ -8,9 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-from emberline.cli.interrupt import interruptible
+from emberline.cli.interrupt import interrupt_on_termination
 from emberline.core.config import cache_dir
-from emberline.hub.source import ALIASES, resolve
+from emberline.hub.source import ALIASES, resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    interruptible()
-    directory = resolve(args.name, revision=args.revision, progress=not args.quiet)
+    interrupt_on_termination()
+    directory = resolve_model(args.name, revision=args.revision, progress=not args.quiet)
     if args.unweight:
         from emberline.cli.unweight import pack
 
-        target = _packed_place(args.name, directory)
+        target = _packed_directory(args.name, directory)
         if not target.is_dir():
             print(pack(directory, target, progress=not args.quiet), file=sys.stderr)
         directory = target
@@ -44,12 +44,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _packed_place(name: str, model: Path) -> Path:
+def _packed_directory(name: str, model: Path) -> Path:
     """Return the packed model's directory, which differs whenever the model's files change."""
-    from emberline.unweight.model import copied_files, weight_files
+    from emberline.unweight.model import iter_copied_files, weight_files
 
     stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(model)]
-    others = [(file.relative_to(model), hashlib.sha256(file.read_bytes()).digest()) for file in copied_files(model)]
+    others = [
+        (file.relative_to(model), hashlib.sha256(file.read_bytes()).digest()) for file in iter_copied_files(model)
+    ]
     key = hashlib.sha256(repr((stats, sorted(others))).encode()).hexdigest()[:12]
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name.removeprefix("hf:")).strip("-.")[-80:]
     return cache_dir() / "unweight" / f"{slug}-{key}"

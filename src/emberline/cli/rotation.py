@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import time
 
-from emberline.core.config import MASTER_KEY, secret
+from emberline.core.config import MASTER_KEY_VARIABLE, read_secret
 from emberline.core.errors import InvalidRequest
 from emberline.core.gateway_config import GatewayConfig
-from emberline.gateway.keys.masterkeys import FixedKeys, master_keys
-from emberline.gateway.keys.vault import forget_old, rewrap_all, rotate
+from emberline.gateway.keys.master_keys import EnvironmentMasterKeys, open_master_keys
+from emberline.gateway.keys.provider_key_vault import remove_old_master_keys, rewrap_all, rotate_master_key
 from emberline.gateway.store.opening import open_store
 
 
@@ -22,21 +22,21 @@ def rotate_keys(config: GatewayConfig, forget: bool) -> int:
 
 
 async def _rotate(config: GatewayConfig, forget: bool) -> str:
-    masters = master_keys(config.master_file, secret(MASTER_KEY))
+    masters = open_master_keys(config.master_file, read_secret(MASTER_KEY_VARIABLE))
     store = await open_store(config.store_url)
     try:
         now = round(time.time() * 1e3)
-        if isinstance(masters, FixedKeys):
+        if isinstance(masters, EnvironmentMasterKeys):
             if forget:
                 raise InvalidRequest(
-                    f"--forget-old cannot change the environment variable {MASTER_KEY}, which has the master keys",
-                    hint=f"remove the old keys from {MASTER_KEY}",
+                    f"--forget-old cannot change the environment variable {MASTER_KEY_VARIABLE}, which has the master keys",
+                    hint=f"remove the old keys from {MASTER_KEY_VARIABLE}",
                 )
             count = await rewrap_all(store, masters.read(), now)
-            return f"{count} keys are now encrypted with {masters.read().current.id}, the first key in {MASTER_KEY}"
+            return f"{count} keys are now encrypted with {masters.read().current.id}, the first key in {MASTER_KEY_VARIABLE}"
         if forget:
-            return f"{await forget_old(store, masters)} old master keys were deleted"
-        count = await rotate(store, masters, now)
+            return f"{await remove_old_master_keys(store, masters)} old master keys were deleted"
+        count = await rotate_master_key(store, masters, now)
         return f"{count} keys are now encrypted with {masters.read().current.id}; gateways need no restart"
     finally:
         await store.close()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from emberline.cli import service, tracing
-from emberline.core.config import RouterConfig, cluster_key, secret
+from emberline.core.config import RouterConfig, cluster_key_from_environment, read_secret
 from emberline.core.errors import InvalidRequest
-from emberline.core.foreign_config import Foreign
+from emberline.core.foreign_config import ForeignWorkerConfig
 
 _SETTINGS = {
     "stuck_after": "Seconds without an engine step after which a worker with requests counts as stuck.",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _foreign_key(name: str | None) -> str | None:
     if name is None:
         return None
-    if not (key := secret(name)):
+    if not (key := read_secret(name)):
         raise InvalidRequest(
             f"--foreign-key-env names the environment variable {name}, which is empty or not set",
             param="foreign_key_env",
@@ -69,15 +69,15 @@ def _foreign_key(name: str | None) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    service.log(args)
-    from emberline.server.routing.routing import route
+    service.configure_logging(args)
+    from emberline.server.routing.main import run_router
 
-    settings = service.given(args, RouterConfig)
+    settings = service.config_options(args, RouterConfig)
     settings |= {
         "api_keys": tuple(args.api_key),
-        "cluster_key": args.cluster_key or cluster_key(),
-        "foreign": tuple(map(Foreign.parsed, args.foreign)),
+        "cluster_key": args.cluster_key or cluster_key_from_environment(),
+        "foreign": tuple(map(ForeignWorkerConfig.parse, args.foreign)),
         "foreign_key": _foreign_key(args.foreign_key_env),
         "trace": tracing.trace_config(args),
     }
-    return service.run(route(RouterConfig(**settings)))
+    return service.run_service(run_router(RouterConfig(**settings)))

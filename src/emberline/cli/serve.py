@@ -11,13 +11,13 @@ from emberline.cli import service, tracing
 from emberline.core.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
-    KV_PORTS,
-    WEIGHTS,
+    KV_PORT_COUNT,
+    WEIGHT_FORMATS,
     EngineConfig,
-    FleetConfig,
     ServerConfig,
+    TimeSharingConfig,
     WorkerConfig,
-    cluster_key,
+    cluster_key_from_environment,
 )
 from emberline.core.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ PROC = Path("/proc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    server, engine, fleet = ServerConfig(), EngineConfig(model=""), FleetConfig()
+    server, engine, fleet = ServerConfig(), EngineConfig(model=""), TimeSharingConfig()
     parser.add_argument(
         "model",
         nargs="?",
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         default=engine.weights,
-        choices=WEIGHTS,
+        choices=WEIGHT_FORMATS,
         help="Format of the weights in GPU memory. packed: 12 bits instead of 16, lossless; both: packed for small"
         " batches and plain for large ones; auto: packed if the files are.",
     )
@@ -79,10 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-memory",
-        type=service.size,
+        type=service.parse_size,
         help="Size of the KV cache in bytes, such as 2G. (default: planned from the free memory)",
     )
-    _add_tiers(parser, engine)
+    _add_tier_arguments(parser, engine)
     parser.add_argument("--max-context", type=int, help="Maximum context in tokens. (default: the model's)")
     parser.add_argument(
         "--max-batch-tokens", type=int, help="Maximum tokens computed in one step. (default: depends on the device)"
@@ -115,12 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     service.add_setting(
         parser, server, "tool_style", "Format of tool calls: auto, hermes, llama3, mistral or mistral-args."
     )
-    _add_api(parser, server)
+    _add_api_arguments(parser, server)
     _add_worker_arguments(parser)
     tracing.add_arguments(parser)
 
 
-def _add_api(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
+def _add_api_arguments(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
     service.add_setting(
         parser,
         server,
@@ -135,16 +135,16 @@ def _add_api(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
     )
     parser.add_argument(
         "--response-store-size",
-        type=service.size,
+        type=service.parse_size,
         default=server.response_store_size,
         help="Maximum size of stored responses in bytes; the oldest are deleted first. (default: 256M)",
     )
 
 
-def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
+def _add_tier_arguments(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     parser.add_argument(
         "--kv-host-memory",
-        type=service.size,
+        type=service.parse_size,
         default=engine.kv_host_memory,
         help="Main memory for KV blocks evicted from the KV cache, in bytes per model.",
     )
@@ -152,7 +152,7 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         "--kv-disk", metavar="DIR", help="Directory for evicted KV blocks, also used after a restart. (default: none)"
     )
     parser.add_argument(
-        "--kv-disk-size", type=service.size, help="Maximum size of --kv-disk in bytes per model, such as 100G."
+        "--kv-disk-size", type=service.parse_size, help="Maximum size of --kv-disk in bytes per model, such as 100G."
     )
     parser.add_argument(
         "--kv-store",
@@ -161,7 +161,7 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     )
     parser.add_argument(
         "--kv-store-memory",
-        type=service.size,
+        type=service.parse_size,
         default=engine.kv_store_memory,
         help="Main memory that each model contributes to --kv-store, in bytes.",
     )
@@ -187,7 +187,7 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         type=int,
         default=engine.kv_port,
         metavar="PORT",
-        help=f"First port for KV transfers; each model uses {KV_PORTS} ports, TCP first, then Mooncake."
+        help=f"First port for KV transfers; each model uses {KV_PORT_COUNT} ports, TCP first, then Mooncake."
         " (default: any free ports)",
     )
     parser.add_argument(
@@ -212,25 +212,25 @@ def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    service.log(args)
+    service.configure_logging(args)
     from emberline.server.worker.serving import serve
 
-    started_at = time.monotonic() - (time.time() - _process_start())
-    server = service.given(args, ServerConfig) | {
-        "models": _models(args.model, args.models, args.served_name),
+    started_at = time.monotonic() - (time.time() - _process_start_time())
+    server = service.config_options(args, ServerConfig) | {
+        "models": _parse_models(args.model, args.models, args.served_name),
         "api_keys": tuple(args.api_key),
         "embedder": None if args.embedder == "none" else args.embedder,
-        "worker": _worker(args),
+        "worker": _worker_config(args),
         "trace": tracing.trace_config(args),
     }
-    engine = service.given(args, EngineConfig) | {"model": "", "prefix_cache": not args.no_prefix_cache}
-    fleet = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
-    return service.run(serve(ServerConfig(**server), EngineConfig(**engine), fleet, started_at))
+    engine = service.config_options(args, EngineConfig) | {"model": "", "prefix_cache": not args.no_prefix_cache}
+    fleet = TimeSharingConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
+    return service.run_service(serve(ServerConfig(**server), EngineConfig(**engine), fleet, started_at))
 
 
-def _worker(args: argparse.Namespace) -> WorkerConfig | None:
+def _worker_config(args: argparse.Namespace) -> WorkerConfig | None:
     if args.router is not None:
-        key = args.cluster_key or cluster_key()
+        key = args.cluster_key or cluster_key_from_environment()
         return WorkerConfig(args.router, args.worker_name, args.worker_url, key, getattr(args, "role", "both"))
     for name in ("worker_name", "worker_url", "cluster_key", "kv_mooncake", "kv_checksums"):
         if getattr(args, name):
@@ -245,7 +245,7 @@ def _worker(args: argparse.Namespace) -> WorkerConfig | None:
     return None
 
 
-def _models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:
+def _parse_models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:
     """Return the models to serve, by their names in the API."""
     if several is None:
         model = model or DEFAULT_MODEL
@@ -276,7 +276,7 @@ def _models(model: str | None, several: str | None, served_name: str | None) -> 
     return models
 
 
-def _process_start() -> float:
+def _process_start_time() -> float:
     """Return when this process started; the current time without /proc (macOS).
 
     So "ready in" includes the interpreter's start and the imports."""

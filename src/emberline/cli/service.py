@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, config: Any) -> None:
 
 
 def add_exposure(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options that open a listener to others. `defaults`: the default of every option."""
+    """Add the options that open a listener to others. `sampling_defaults`: the default of every option."""
     parser.add_argument(
         "--open",
         action="store_true",
@@ -33,21 +33,21 @@ def add_exposure(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     )
     parser.add_argument(
         "--cors-origins",
-        type=words,
+        type=comma_list,
         metavar="ORIGIN,...",
         **{"default": (), **defaults},
         help="Sites whose web pages may call, such as https://chat.example.com, or *. (default: none)",
     )
     parser.add_argument(
         "--allowed-hosts",
-        type=words,
+        type=comma_list,
         metavar="NAME,...",
         **{"default": (), **defaults},
         help="Host names under which clients call, such as a proxy's. (default: localhost and IP addresses only)",
     )
 
 
-def words(text: str) -> tuple[str, ...]:
+def comma_list(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
@@ -67,7 +67,7 @@ def add_setting(parser: argparse.ArgumentParser, config: Any, name: str, help: s
     parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=shown)
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a size in bytes, such as 500M or 1.5G; raise ArgumentTypeError if it is none."""
     factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
     try:
@@ -79,17 +79,17 @@ def size(text: str) -> int:
     return int(number)
 
 
-def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+def config_options(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     """Return the values of a config's fields that have an option."""
     return {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}
 
 
-def log(args: argparse.Namespace) -> None:
+def configure_logging(args: argparse.Namespace) -> None:
     form = "%(asctime)s %(levelname)s %(name)s %(message)s"
     logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr, format=form)
 
 
-def run(service: Coroutine[Any, Any, None]) -> int:
+def run_service(service: Coroutine[Any, Any, None]) -> int:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -23,4 +23,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_config(args: argparse.Namespace) -> TraceConfig | None:
-    return TraceConfig.given(args.otlp, args.trace_share)
+    return TraceConfig.from_options(args.otlp, args.trace_share)

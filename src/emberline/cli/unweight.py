@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emberline.cli.interrupt import interruptible
-from emberline.hub.progress import Progress
-from emberline.hub.source import ALIASES, resolve
+from emberline.cli.interrupt import interrupt_on_termination
+from emberline.hub.progress import DownloadProgress
+from emberline.hub.source import ALIASES, resolve_model
 
 if TYPE_CHECKING:
-    from emberline.unweight.codec import Codec
+    from emberline.unweight.codec import WeightCodec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         packed = "Directory of a packed model."
         sub.add_argument("source", metavar="SRC", help=f"Model: {source}." if name == "pack" else packed)
         sub.add_argument("target", metavar="DST", type=Path, help="Directory to create.")
-        _quiet(sub)
+        _add_quiet(sub)
     verify = kinds.add_parser("verify", help="Check a packed model against its hashes, and optionally the original.")
     verify.add_argument("packed", metavar="DST", help="Directory of a packed model.")
     verify.add_argument("source", metavar="SRC", nargs="?", help=f"Original to compare bit by bit: {source}.")
-    _quiet(verify)
+    _add_quiet(verify)
     info = kinds.add_parser("info", help="Show what packing saved for each tensor, compared with the entropy bound.")
     info.add_argument("packed", metavar="DST", help="Directory of a packed model.")
     info.add_argument("--svg", type=Path, metavar="FILE", help="Write the plot to this SVG file.")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    interruptible()
+    interrupt_on_termination()
     return {"pack": _pack, "unpack": _unpack, "verify": _verify, "info": _info}[args.what](args)
 
 
@@ -50,38 +50,38 @@ def pack(source: Path, target: Path, progress: bool) -> str:
     """Pack a model and return a summary for the user."""
     from emberline.unweight import model
 
-    with _progress(f"pack {target.name}", source, progress) as (advance, codec):
+    with _show_progress(f"pack {target.name}", source, progress) as (advance, codec):
         began = time.perf_counter()
         left_out = model.pack(source, target, codec, advance)
         seconds = time.perf_counter() - began
     for path in left_out:
         print(f"not copied: {path}", file=sys.stderr)
     before, after = (sum(file.stat().st_size for file in model.weight_files(d)) for d in (source, target))
-    return f"{_size(before)} -> {_size(after)} ({1 - after / before:.1%} smaller), {seconds:.1f} s"
+    return f"{_format_size(before)} -> {_format_size(after)} ({1 - after / before:.1%} smaller), {seconds:.1f} s"
 
 
 def _pack(args: argparse.Namespace) -> int:
-    print(pack(resolve(args.source, progress=not args.quiet), args.target, not args.quiet))
+    print(pack(resolve_model(args.source, progress=not args.quiet), args.target, not args.quiet))
     return 0
 
 
 def _unpack(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
-    source, began = resolve(args.source), time.perf_counter()
-    with _progress(f"unpack {args.target.name}", source, not args.quiet) as (advance, codec):
+    source, began = resolve_model(args.source), time.perf_counter()
+    with _show_progress(f"unpack {args.target.name}", source, not args.quiet) as (advance, codec):
         model.unpack(source, args.target, codec, advance)
     size = sum(file.stat().st_size for file in model.weight_files(args.target))
-    print(f"{_size(size)}, {time.perf_counter() - began:.1f} s")
+    print(f"{_format_size(size)}, {time.perf_counter() - began:.1f} s")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
-    packed, began = resolve(args.packed), time.perf_counter()
-    original = None if args.source is None else resolve(args.source, progress=not args.quiet)
-    with _progress("verify", packed, not args.quiet) as (advance, codec):
+    packed, began = resolve_model(args.packed), time.perf_counter()
+    original = None if args.source is None else resolve_model(args.source, progress=not args.quiet)
+    with _show_progress("verify", packed, not args.quiet) as (advance, codec):
         wrong = model.verify(packed, original, codec, advance)
     for problem in wrong:
         print(problem, file=sys.stderr)
@@ -91,50 +91,50 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from emberline.unweight import figures, model
+    from emberline.unweight import model, savings
 
-    packed = resolve(args.packed)
-    found = figures.figures(packed)
-    whole = figures.as_dict(found, sum(file.stat().st_size for file in model.weight_files(packed)))
+    packed = resolve_model(args.packed)
+    found = savings.measure_savings(packed)
+    whole = savings.savings_as_dict(found, sum(file.stat().st_size for file in model.weight_files(packed)))
     total = whole["totals"]
-    print(figures.table(found))
+    print(savings.format_table(found))
     print()
-    print(figures.plot(found))
+    print(savings.format_plot(found))
     print()
     print(
         f"{total['coded']} of {total['tensors']} tensors coded, in {total['bits']:.3f} bits a weight (bound "
-        f"{total['bound']:.3f}); {_size(total['bytes'])} -> {_size(total['packed_bytes'])}, {total['saved']:.1%} saved"
+        f"{total['bound']:.3f}); {_format_size(total['bytes'])} -> {_format_size(total['packed_bytes'])}, {total['saved']:.1%} saved"
     )
     if args.svg is not None:
-        args.svg.write_text(figures.svg(found), "utf-8")
+        args.svg.write_text(savings.format_svg(found), "utf-8")
     if args.json is not None:
         args.json.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
     return 0
 
 
 @contextmanager
-def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Callable[[int], None], Codec]]:
+def _show_progress(label: str, directory: Path, is_shown: bool) -> Iterator[tuple[Callable[[int], None], WeightCodec]]:
     """Show progress, and yield a function that adds finished bytes, and the codec to use.
 
     Bytes are those of the unpacked tensors."""
     from emberline.hub.checkpoint import Checkpoint
     from emberline.kernels.cpu.library import find_library
-    from emberline.unweight.codec import codec_of
+    from emberline.unweight.codec import select_weight_codec
 
     total = sum(info.logical_bytes for info in Checkpoint.open(directory).tensors.values())
-    codec = codec_of(find_library())
-    if wanted and codec.name != "native":
+    codec = select_weight_codec(find_library())
+    if is_shown and codec.name != "native":
         print("the native codec could not be built, so this is slow (hint: run emberline doctor)", file=sys.stderr)
-    shown = Progress(label, total, wanted)
+    shown = DownloadProgress(label, total, is_shown)
     try:
         yield shown.add, codec
     finally:
         shown.close()
 
 
-def _quiet(parser: argparse.ArgumentParser) -> None:
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="Show no progress on stderr.")
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

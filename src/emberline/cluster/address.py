@@ -28,7 +28,7 @@ def outgoing_address(url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def leads_to(url: str, host: str, port: int) -> bool:
+def refers_to_listener(url: str, host: str, port: int) -> bool:
     """Whether a URL is that of a listener of this process.
 
     Host names other than localhost are not resolved."""

@@ -16,29 +16,29 @@ from typing import Any
 
 import msgspec
 
-from emberline.cluster.card import Beat, Card, ModelCard
-from emberline.cluster.registrar import Peers, Registrar
-from emberline.cluster.speech import Asked, Envelope, Speech
+from emberline.cluster.fake_completion import FakeCompletion, FakeEnvelope, FakeRequest
+from emberline.cluster.registrar import PeersByModel, Registrar
+from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.config import Role
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TransferStats
 from emberline.core.handoff import Handoff
 from emberline.core.numerics import Numerics
-from emberline.net.server import Server
+from emberline.net.server import HTTPServer
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
-JSON = [(b"content-type", b"application/json")]
-LINES = [(b"content-type", b"application/x-ndjson")]
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
-BYTES = 1 << 12
-STATUS = {"bad": 400, "missing": 404, "full": 429, "fail": 500, "refuse": 503}
+RESUME_PATH, PREFILL_PATH = "/cluster/resume", "/cluster/prefill"
+JSON_HEADERS = [(b"content-type", b"application/json")]
+NDJSON_HEADERS = [(b"content-type", b"application/x-ndjson")]
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+KV_BYTES_PER_TOKEN = 1 << 12
+STATUS_BY_MODE = {"bad": 400, "missing": 404, "full": 429, "fail": 500, "refuse": 503}
 
 
-class Fault(msgspec.Struct):
+class FakeFault(msgspec.Struct):
     """The failure that a test has requested."""
 
     mode: str = "well"  # or a key of STATUS_BY_MODE; or break, tear (send half a write), stall, die
@@ -51,38 +51,38 @@ class FakeWorker:
     def __init__(
         self,
         name: str,
-        pace: float = 0.0,
+        token_interval_s: float = 0.0,
         max_running: int = 64,
         role: Role = "both",
-        shy: bool = False,
+        refuses_pairing: bool = False,
         dtype: str = "bfloat16",
     ) -> None:
         self.name, self.incarnation = name, uuid.uuid4().hex
         self.peer = {"name": name, "incarnation": uuid.uuid4().hex}
-        self.pace = pace
+        self.token_interval_s = token_interval_s
         self.max_running = max_running
         self.role: Role = role
-        self.shy = shy
+        self.refuses_pairing = refuses_pairing
         self.dtype = dtype  # only reported: the output does not depend on it
-        self.met: tuple[str, ...] = ()  # incarnations of the engines from which it can fetch blocks
-        self.fault = Fault()
+        self.paired: tuple[str, ...] = ()  # incarnations of the engines from which it can fetch blocks
+        self.fault = FakeFault()
         self.asked = self.gone = self.running = self.step = self.prompts = self.generated = 0
         self.resumed = self.prefilled = self.pulled = 0
         self.offered_output = 0  # output tokens that prefill requests contained besides the prompt
         self.transfer = TransferStats()
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
-    def card(self, url: str) -> Card:
+    def registration(self, url: str) -> WorkerRegistration:
         numerics = Numerics("fake", self.dtype, "plain", self.dtype, "cpu")
-        model = ModelCard("fake", "fake", 8192, self.max_running, 65536, 16, self.peer, numerics=numerics)
-        return Card(self.name, self.incarnation, url, (model,), self.role)
+        model = ModelRegistration("fake", "fake", 8192, self.max_running, 65536, 16, self.peer, numerics=numerics)
+        return WorkerRegistration(self.name, self.incarnation, url, (model,), self.role)
 
-    def meet(self, peers: Peers) -> None:
-        self.met = tuple(peer["incarnation"] for peer in peers.get("fake", ()) if not self.shy)
+    def set_peers(self, peers: PeersByModel) -> None:
+        self.paired = tuple(peer["incarnation"] for peer in peers.get("fake", ()) if not self.refuses_pairing)
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         self.step += self.fault.mode != "stall"  # a healthy engine makes steps even if clients read slowly
-        return Beat(
+        return Heartbeat(
             self.name,
             self.incarnation,
             running=self.running,
@@ -90,25 +90,25 @@ class FakeWorker:
             prompt_tokens=self.prompts,
             generated_tokens=self.generated,
             prefix_queries=self.prompts,
-            paired=self.met,
+            paired=self.paired,
             transfer=self.transfer,
         )
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        body = await _body(receive)
+        body = await _read_body(receive)
         path, headers = scope["path"], {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         if path == "/fake":  # control endpoint of tests
-            self.fault = msgspec.json.decode(body, type=Fault) if body else self.fault
+            self.fault = msgspec.json.decode(body, type=FakeFault) if body else self.fault
             return await _reply(send, 200, msgspec.json.encode(self._counts()))
         self.asked += 1
         self.seen = [*self.seen[-15:], {**headers, "?": scope["query_string"].decode(), "path": path}]
-        fault = self._strikes(path)
-        if (status := STATUS.get(fault.mode)) is not None:
+        fault = self._take_fault(path)
+        if (status := STATUS_BY_MODE.get(fault.mode)) is not None:
             error = b'{"error":{"message":"not now","code":"queue_full"}}'
             return await _reply(send, status, error, [(b"retry-after", b"7")])
         self.running += 1
-        disconnect = asyncio.create_task(_gone(receive))
-        work = asyncio.create_task(self._work(path, headers, body, fault, send))
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+        work = asyncio.create_task(self._handle(path, headers, body, fault, send))
         try:
             await asyncio.wait((disconnect, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
@@ -122,71 +122,77 @@ class FakeWorker:
         counters = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled")
         return {name: getattr(self, name) for name in (*counters, "offered_output", "seen")}
 
-    def _strikes(self, path: str) -> Fault:
+    def _take_fault(self, path: str) -> FakeFault:
         fault = self.fault
         if fault.mode == "well" or fault.times < 1 or fault.calls not in ("", path):
-            return Fault()
+            return FakeFault()
         fault.times -= 1
         return fault
 
-    async def _work(self, path: str, headers: dict[str, str], body: bytes, fault: Fault, send: Send) -> None:
-        if path == PREFILL:
+    async def _handle(self, path: str, headers: dict[str, str], body: bytes, fault: FakeFault, send: Send) -> None:
+        if path == PREFILL_PATH:
             self.prefilled += 1
             self.transfer.published += 1
-            await self._prefill(msgspec.json.decode(body, type=Envelope), fault, send)
-        elif path == RESUME:
+            await self._prefill(msgspec.json.decode(body, type=FakeEnvelope), fault, send)
+        elif path == RESUME_PATH:
             self.resumed += 1
-            envelope = msgspec.json.decode(body, type=Envelope)
+            envelope = msgspec.json.decode(body, type=FakeEnvelope)
             await self._answer(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
         else:
             tracked = headers.get("x-emberline-track") == "1"
             await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, tracked, fault, send)
 
-    async def _prefill(self, envelope: Envelope, fault: Fault, send: Send) -> None:
+    async def _prefill(self, envelope: FakeEnvelope, fault: FakeFault, send: Send) -> None:
         self.prompts += len(bytes(envelope.body)) // 4
-        self.offered_output += sum(len(group.tokens) for group in Handoff.parsed(envelope.handoff).said)
+        self.offered_output += sum(len(group.tokens) for group in Handoff.parse(envelope.handoff).groups)
         ticket = {"id": uuid.uuid4().hex, "peer": self.peer}
-        lines = ({"ticket": ticket}, {"done": {"token": 1, "cached": 0, "seconds": self.pace}})
-        await self._write([msgspec.json.encode(line) + b"\n" for line in lines], LINES, fault, send)
+        lines = ({"ticket": ticket}, {"done": {"token": 1, "cached": 0, "seconds": self.token_interval_s}})
+        await self._write([msgspec.json.encode(line) + b"\n" for line in lines], NDJSON_HEADERS, fault, send)
 
     async def _answer(
-        self, body: bytes, seed: int, envelope: Envelope | None, tracked: bool, fault: Fault, send: Send
+        self, body: bytes, seed: int, envelope: FakeEnvelope | None, tracked: bool, fault: FakeFault, send: Send
     ) -> None:
-        request = msgspec.json.decode(body, type=Asked)
+        request = msgspec.json.decode(body, type=FakeRequest)
         tracked = tracked and not request.untracked
-        completion = Speech(seed if request.seed is None else request.seed, request)
+        completion = FakeCompletion(seed if request.seed is None else request.seed, request)
         prompt_tokens, resumed_tokens = len(body) // 4, 0
         if envelope is not None:
             try:
-                resumed_tokens = completion.said_before(envelope)
+                resumed_tokens = completion.count_resumed_tokens(envelope)
             except InvalidRequest as e:
                 return await _reply(send, 400, str(e).encode())
         if envelope is not None and envelope.handoff["source"]:
             self.pulled += 1
             self.transfer.pulls += 1
-            self.transfer.pulled_bytes += prompt_tokens * BYTES
+            self.transfer.pulled_bytes += prompt_tokens * KV_BYTES_PER_TOKEN
             self.transfer.pull_seconds += 0.001
             self.transfer.copy_seconds += 0.001
         else:
             self.prompts += prompt_tokens
         if request.stream:
-            return await self._write(completion.writes(prompt_tokens, resumed_tokens, tracked), EVENTS, fault, send)
-        await asyncio.sleep(self.pace * completion.length)
-        reply_body = await asyncio.to_thread(completion.whole, prompt_tokens)  # a long reply must not delay heartbeats
-        return await self._write([reply_body], [*JSON, (b"content-length", str(len(reply_body)).encode())], fault, send)
+            return await self._write(
+                completion.chunks(prompt_tokens, resumed_tokens, tracked), SSE_HEADERS, fault, send
+            )
+        await asyncio.sleep(self.token_interval_s * completion.length)
+        reply_body = await asyncio.to_thread(
+            completion.complete_body, prompt_tokens
+        )  # a long reply must not delay heartbeats
+        return await self._write(
+            [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
+        )
 
-    async def _write(self, writes: Iterable[bytes], headers: Headers, fault: Fault, send: Send) -> None:
+    async def _write(self, writes: Iterable[bytes], headers: Headers, fault: FakeFault, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for i, data in enumerate(writes):
             if i == fault.after and fault.mode != "well":
-                await _fail(fault, data, send)
+                await _apply_fault(fault, data, send)
             self.generated += 1
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            await asyncio.sleep(self.pace)
+            await asyncio.sleep(self.token_interval_s)
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _fail(fault: Fault, data: bytes, send: Send) -> None:
+async def _apply_fault(fault: FakeFault, data: bytes, send: Send) -> None:
     match fault.mode:
         case "stall":
             await asyncio.Event().wait()
@@ -197,7 +203,7 @@ async def _fail(fault: Fault, data: bytes, send: Send) -> None:
     raise ConnectionError("failure requested by a test")
 
 
-async def _body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     parts = []
     while True:
         message = await receive()
@@ -206,27 +212,31 @@ async def _body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _reply(send: Send, status: int, body: bytes, more: Headers | None = None) -> None:
-    headers = [*JSON, (b"content-length", str(len(body)).encode()), *(more or [])]
+async def _reply(send: Send, status: int, body: bytes, extra_headers: Headers | None = None) -> None:
+    headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode()), *(extra_headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def run(worker: FakeWorker, router: str | None, port: int) -> None:
+async def run_fake_worker(worker: FakeWorker, router: str | None, port: int) -> None:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    registrar = Registrar(router, None, lambda: worker.card(url), worker.beat, worker.meet) if router else None
+    registrar = (
+        Registrar(router, None, lambda: worker.registration(url), worker.heartbeat, worker.set_peers)
+        if router
+        else None
+    )
     stop = asyncio.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(each, stop.set)
-    server = Server(worker)
+    server = HTTPServer(worker)
     await server.start(listener)
     if registrar is not None:
         registrar.start()
@@ -253,7 +263,7 @@ def main() -> None:
     args = parser.parse_args()
     worker = FakeWorker(args.name, args.pace, args.max_running, args.role, args.shy, args.dtype)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run(worker, args.router, args.port))
+        runner.run(run_fake_worker(worker, args.router, args.port))
 
 
 if __name__ == "__main__":

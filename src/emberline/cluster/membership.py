@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from emberline.cluster.card import Beat, Card
+from emberline.cluster.registration import Heartbeat, WorkerRegistration
 
-REPLACED_KEPT = 4096
+MAX_REPLACED_INCARNATIONS = 4096
 
 
-class Health(Enum):
+class WorkerHealth(Enum):
     READY = "ready"
     DRAINING = "draining"  # finishes its open requests
     STARTING = "starting"  # its engine starts or restarts
@@ -24,113 +24,126 @@ class Health(Enum):
 
 
 @dataclass(slots=True)
-class Member:
-    card: Card
-    beat: Beat
-    joined: float
-    heard: float
-    moved: float  # when it last made a step or had no work
-    draining: bool = False
-    left: bool = False  # it announced its shutdown
+class ClusterMember:
+    registration: WorkerRegistration
+    heartbeat: Heartbeat
+    joined_at: float
+    last_heartbeat_at: float
+    last_progress_at: float  # when it last made a step or had no work
+    is_draining: bool = False
+    is_leaving: bool = False  # it announced its shutdown
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class HealthTimeouts:
     lost_after: float = 4.0  # seconds without a heartbeat
     stuck_after: float = 30.0  # seconds with work but without a step
     forgotten_after: float = 600.0  # seconds without a heartbeat
 
 
 class Membership:
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
-        self._members: dict[str, Member] = {}
-        self._replaced: dict[str, bool] = {}  # incarnations, oldest first, and whether they may return
+    def __init__(self, timeouts: HealthTimeouts) -> None:
+        self._timeouts = timeouts
+        self._members: dict[str, ClusterMember] = {}
+        self._replaced_incarnations: dict[str, bool] = {}  # incarnations, oldest first, and whether they may return
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[ClusterMember]:
         return iter(self._members.values())
 
-    def get(self, name: str) -> Member | None:
+    def get(self, name: str) -> ClusterMember | None:
         return self._members.get(name)
 
-    def register(self, card: Card, now: float) -> bool:
+    def register(self, registration: WorkerRegistration, now: float) -> bool:
         """Add or update a worker, and return whether it is accepted.
 
         A process that a newer live one replaced, or that announced its shutdown, is not. Registering twice only updates
         the registration."""
-        previous = self._members.get(card.name)
-        if (may_return := self._replaced.get(card.incarnation)) is not None:
-            if not may_return or (previous is not None and self.health(previous, now) is not Health.LOST):
+        previous = self._members.get(registration.name)
+        if (may_return := self._replaced_incarnations.get(registration.incarnation)) is not None:
+            if not may_return or (previous is not None and self.health(previous, now) is not WorkerHealth.LOST):
                 return False
-            del self._replaced[card.incarnation]
-        if previous is not None and previous.card.incarnation == card.incarnation:
-            previous.card, previous.heard = card, now
+            del self._replaced_incarnations[registration.incarnation]
+        if previous is not None and previous.registration.incarnation == registration.incarnation:
+            previous.registration, previous.last_heartbeat_at = registration, now
             return True
         if previous is not None:
             self._retire(previous)
-        self._members[card.name] = Member(card, Beat(card.name, card.incarnation), now, heard=now, moved=now)
+        self._members[registration.name] = ClusterMember(
+            registration,
+            Heartbeat(registration.name, registration.incarnation),
+            now,
+            last_heartbeat_at=now,
+            last_progress_at=now,
+        )
         return True
 
-    def beat(self, beat: Beat, now: float) -> bool:
+    def record_heartbeat(self, heartbeat: Heartbeat, now: float) -> bool:
         """Update a worker and return whether this name and incarnation is registered.
 
         It may not be, if the router was started after the worker."""
-        member = self._members.get(beat.name)
-        if member is None or member.card.incarnation != beat.incarnation:
+        member = self._members.get(heartbeat.name)
+        if member is None or member.registration.incarnation != heartbeat.incarnation:
             return False
         # No step is expected while all running requests wait for blocks: waiting requests wait for their slots.
-        needs_no_step = beat.running <= beat.loading and (beat.loading > 0 or not beat.waiting)
-        if beat.step != member.beat.step or needs_no_step:
-            member.moved = now
-        member.beat, member.heard = beat, now
+        needs_no_step = heartbeat.running <= heartbeat.loading and (heartbeat.loading > 0 or not heartbeat.waiting)
+        if heartbeat.step != member.heartbeat.step or needs_no_step:
+            member.last_progress_at = now
+        member.heartbeat, member.last_heartbeat_at = heartbeat, now
         return True
 
-    def replaced(self, incarnation: str) -> bool:
-        return incarnation in self._replaced
+    def is_replaced(self, incarnation: str) -> bool:
+        return incarnation in self._replaced_incarnations
 
-    def leave(self, name: str, incarnation: str) -> bool:
+    def mark_leaving(self, name: str, incarnation: str) -> bool:
         """Record that a worker shuts down: it gets no new requests and does not return."""
         member = self._members.get(name)
-        if member is None or member.card.incarnation != incarnation:
+        if member is None or member.registration.incarnation != incarnation:
             return False
-        member.draining = member.left = True
+        member.is_draining = member.is_leaving = True
         return True
 
-    def drain(self, name: str, on: bool = True) -> bool:
+    def set_draining(self, name: str, is_draining: bool = True) -> bool:
         member = self._members.get(name)
         if member is not None:
-            member.draining = on
+            member.is_draining = is_draining
         return member is not None
 
-    def health(self, member: Member, now: float) -> Health:
-        if now - member.heard > self._patience.lost_after:
-            return Health.LOST
-        if not member.beat.ready:
-            return Health.STARTING
-        if now - member.moved > self._patience.stuck_after:
-            return Health.STUCK
-        return Health.DRAINING if member.draining else Health.READY
+    def health(self, member: ClusterMember, now: float) -> WorkerHealth:
+        if now - member.last_heartbeat_at > self._timeouts.lost_after:
+            return WorkerHealth.LOST
+        if not member.heartbeat.ready:
+            return WorkerHealth.STARTING
+        if now - member.last_progress_at > self._timeouts.stuck_after:
+            return WorkerHealth.STUCK
+        return WorkerHealth.DRAINING if member.is_draining else WorkerHealth.READY
 
-    def excuse(self, seconds: float, now: float) -> None:
+    def excuse_silence(self, seconds: float, now: float) -> None:
         """Move all deadlines by `seconds` during which no heartbeat could be received."""
         for member in self._members.values():
-            member.heard, member.moved = min(member.heard + seconds, now), min(member.moved + seconds, now)
+            member.last_heartbeat_at, member.last_progress_at = (
+                min(member.last_heartbeat_at + seconds, now),
+                min(member.last_progress_at + seconds, now),
+            )
 
-    def forget(self, now: float) -> list[str]:
+    def remove_expired(self, now: float) -> list[str]:
         """Remove expired workers and return their names.
 
         A worker expires after a long silence, from which it may return, or soon after announcing its shutdown."""
-        expired = [name for name, member in self._members.items() if now - member.heard > self._limit(member)]
+        expired = [
+            name
+            for name, member in self._members.items()
+            if now - member.last_heartbeat_at > self._forget_after(member)
+        ]
         for name in expired:
             member = self._members.pop(name)
-            if member.left:
+            if member.is_leaving:
                 self._retire(member)
         return expired
 
-    def _limit(self, member: Member) -> float:
-        return self._patience.lost_after if member.left else self._patience.forgotten_after
+    def _forget_after(self, member: ClusterMember) -> float:
+        return self._timeouts.lost_after if member.is_leaving else self._timeouts.forgotten_after
 
-    def _retire(self, member: Member) -> None:
-        self._replaced[member.card.incarnation] = not member.left
-        while len(self._replaced) > REPLACED_KEPT:
-            del self._replaced[next(iter(self._replaced))]
+    def _retire(self, member: ClusterMember) -> None:
+        self._replaced_incarnations[member.registration.incarnation] = not member.is_leaving
+        while len(self._replaced_incarnations) > MAX_REPLACED_INCARNATIONS:
+            del self._replaced_incarnations[next(iter(self._replaced_incarnations))]

@@ -14,37 +14,41 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from emberline.cluster.card import Beat, Card, Welcome
-from emberline.net.notjson import NOT_JSON
+from emberline.cluster.registration import Heartbeat, RegistrationReply, WorkerRegistration
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 log = logging.getLogger("emberline.worker")
 
-PATIENCE = 1.5  # so short that one missed reply does not make the worker lost
-PAUSE = 1.0
-AWAY_PAUSE = 0.25  # the router may be restarting
-SOON = 0.1  # between heartbeats of a worker that is not ready yet
+REQUEST_TIMEOUT_S = 1.5  # so short that one missed reply does not make the worker lost
+REGISTER_INTERVAL_S = 1.0
+RECONNECT_INTERVAL_S = 0.25  # the router may be restarting
+NOT_READY_INTERVAL_S = 0.1  # between heartbeats of a worker that is not ready yet
 
-Peers = dict[str, list[dict[str, Any]]]  # as in RegistrationReply
+PeersByModel = dict[str, list[dict[str, Any]]]  # as in RegistrationReply
 
 
 class Registrar:
     def __init__(
         self,
-        router: str,
-        key: str | None,
-        card: Callable[[], Card],
-        beat: Callable[[], Beat],
-        meet: Callable[[Peers], None] = lambda peers: None,  # called with the peers of every reply
+        router_url: str,
+        cluster_key: str | None,
+        registration: Callable[[], WorkerRegistration],
+        heartbeat: Callable[[], Heartbeat],
+        on_peers: Callable[[PeersByModel], None] = lambda peers: None,  # called with the peers of every reply
     ) -> None:
-        self._router = router.rstrip("/")
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        self._card = card
-        self._beat = beat
-        self._meet = meet
-        self._shown: Card | None = None  # the registration that the router has; None if its last reply was not 200
+        self._router_url = router_url.rstrip("/")
+        self._headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {cluster_key}"} if cluster_key else {}
+        )
+        self._registration = registration
+        self._heartbeat = heartbeat
+        self._on_peers = on_peers
+        self._acknowledged: WorkerRegistration | None = (
+            None  # the registration that the router has; None if its last reply was not 200
+        )
         self._task: asyncio.Task[None] | None = None
-        self._leaving = False
-        self._complaint: str | None = None
+        self._is_leaving = False
+        self._logged_problem: str | None = None
 
     def start(self) -> None:
         assert self._task is None
@@ -54,8 +58,8 @@ class Registrar:
         """Announce the shutdown: the router sends no new requests.
 
         Open requests and heartbeats continue. A router that is restarted meanwhile gets no registration."""
-        self._leaving = True
-        registration = self._card()
+        self._is_leaving = True
+        registration = self._registration()
         message = {"name": registration.name, "incarnation": registration.incarnation}
         with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
             async with aiohttp.ClientSession() as session:
@@ -73,54 +77,58 @@ class Registrar:
             while True:
                 await asyncio.sleep(pause)
                 try:
-                    pause = await self._turn(session)
-                except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
-                    self._say(f"{type(e).__name__}: {e}")
-                    pause = SOON if isinstance(e, TimeoutError) else AWAY_PAUSE  # a timeout has waited already
+                    pause = await self._send_next(session)
+                except (TimeoutError, aiohttp.ClientError, OSError, *JSON_DECODE_ERRORS) as e:
+                    self._log_change(f"{type(e).__name__}: {e}")
+                    pause = (
+                        NOT_READY_INTERVAL_S if isinstance(e, TimeoutError) else RECONNECT_INTERVAL_S
+                    )  # a timeout has waited already
 
-    async def _turn(self, session: aiohttp.ClientSession) -> float:
+    async def _send_next(self, session: aiohttp.ClientSession) -> float:
         """Send the registration or a heartbeat, and return the seconds until the next message."""
-        registration = self._card()
-        heartbeat = self._beat() if registration == self._shown or self._leaving else None
+        registration = self._registration()
+        heartbeat = self._heartbeat() if registration == self._acknowledged or self._is_leaving else None
         path, message = ("/cluster/register", registration) if heartbeat is None else ("/cluster/beat", heartbeat)
-        self._shown = None
+        self._acknowledged = None
         status, body = await self._post(session, path, msgspec.json.encode(message))
         match status:
             case 200:
-                reply = msgspec.json.decode(body, type=Welcome)
-                self._shown = registration
-                self._say("")
-                self._meet(reply.peers)
+                reply = msgspec.json.decode(body, type=RegistrationReply)
+                self._acknowledged = registration
+                self._log_change("")
+                self._on_peers(reply.peers)
                 if heartbeat is None:
                     return 0.0  # the first heartbeat follows at once
-                return reply.beat_seconds if heartbeat.ready else min(SOON, reply.beat_seconds)
+                return reply.beat_seconds if heartbeat.ready else min(NOT_READY_INTERVAL_S, reply.beat_seconds)
             case 404 if heartbeat is not None:
-                return PAUSE if self._leaving else 0.0  # the router was restarted
+                return REGISTER_INTERVAL_S if self._is_leaving else 0.0  # the router was restarted
             case 409:
-                self._say(f"registration rejected, this worker gets no requests: {_message(body)}")
-                return PAUSE
-        self._say(f"registration rejected, this worker gets no requests: status {status}, {_message(body)}")
-        return PAUSE
+                self._log_change(f"registration rejected, this worker gets no requests: {_error_message(body)}")
+                return REGISTER_INTERVAL_S
+        self._log_change(
+            f"registration rejected, this worker gets no requests: status {status}, {_error_message(body)}"
+        )
+        return REGISTER_INTERVAL_S
 
-    def _say(self, complaint: str) -> None:
+    def _log_change(self, problem: str) -> None:
         """Log a problem, or its end, once."""
-        if complaint == self._complaint:
+        if problem == self._logged_problem:
             return
-        self._complaint = complaint
-        if complaint:
-            log.warning("not registered: router=%s reason=%s", self._router, complaint)
+        self._logged_problem = problem
+        if problem:
+            log.warning("not registered: router=%s reason=%s", self._router_url, problem)
         else:
-            log.info("registered: router=%s worker=%s", self._router, self._card().name)
+            log.info("registered: router=%s worker=%s", self._router_url, self._registration().name)
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=PATIENCE)
-        async with session.post(self._router + path, data=body, headers=self._headers, timeout=timeout) as reply:
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with session.post(self._router_url + path, data=body, headers=self._headers, timeout=timeout) as reply:
             return reply.status, await reply.read()
 
 
-def _message(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """Return the error message of the router's reply, or the start of its body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
-    except (*NOT_JSON, KeyError, TypeError):
+    except (*JSON_DECODE_ERRORS, KeyError, TypeError):
         return body[:200].decode(errors="replace")

@@ -1,7 +1,7 @@
 """Supervisor: starts processes on this machine and restarts those that end.
 
 The first restarts are immediate, the next ones follow a pause that doubles. On stop, the first process ends before the
-others. If the supervisor itself is killed, its processes end too (core/lifeline.py)."""
+others. If the supervisor itself is killed, its processes end too (core/parent_death.py)."""
 
 from __future__ import annotations
 
@@ -15,89 +15,89 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberline.core.config import KV_PORTS, Role, environment, supervised_environment
+from emberline.core.config import KV_PORT_COUNT, Role, environment_with_cluster_key, supervised_environment
 
-LONGEST_PAUSE = 30.0
-FIRST_PAUSE = 0.5
-STEADY = 60.0  # a process that ran this long gets immediate restarts again
+MAX_RESTART_PAUSE_S = 30.0
+FIRST_RESTART_PAUSE_S = 0.5
+STABLE_AFTER_S = 60.0  # a process that ran this long gets immediate restarts again
 IMMEDIATE_RESTARTS = 3  # clients retry for about one second in all
-GRACE = 20.0  # between SIGTERM and SIGKILL
+STOP_TIMEOUT_S = 20.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(slots=True)
-class Child:
+class SupervisedProcess:
     name: str
     arguments: list[str]
-    log: Path
+    log_file: Path
     environment: Mapping[str, str] = field(repr=False)
     program: Sequence[str] = (sys.executable, "-m", "emberline.cli")
-    inherited: tuple[int, ...] = ()  # file descriptors that keep their numbers
+    inherited_fds: tuple[int, ...] = ()  # file descriptors that keep their numbers
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
-    immediate: int = IMMEDIATE_RESTARTS
-    pause: float = FIRST_PAUSE  # before the restart after the immediate ones
-    keeper: asyncio.Task[None] | None = field(default=None, repr=False)
+    immediate_restarts_left: int = IMMEDIATE_RESTARTS
+    restart_pause_s: float = FIRST_RESTART_PAUSE_S  # before the restart after the immediate ones
+    watch_task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Supervisor:
-    def __init__(self, say: Callable[[str, str], None]) -> None:
-        self._say = say  # takes a process name and an event
-        self._children: list[Child] = []
+    def __init__(self, report: Callable[[str, str], None]) -> None:
+        self._report = report  # takes a process name and an event
+        self._children: list[SupervisedProcess] = []
         # A pipe without data: children see its end when the supervisor dies.
         self._lifeline: tuple[int, int] | None = None
 
-    async def start(self, child: Child) -> None:
+    async def start(self, child: SupervisedProcess) -> None:
         await self._spawn(child)
         self._children.append(child)
-        child.keeper = asyncio.create_task(self._keep(child))
+        child.watch_task = asyncio.create_task(self._watch(child))
 
     async def stop(self) -> None:
         """Stop the first process, which takes requests, then all others, which serve them."""
         for child in self._children:
-            if child.keeper is not None:
-                child.keeper.cancel()
+            if child.watch_task is not None:
+                child.watch_task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await child.keeper
+                    await child.watch_task
         for group in (self._children[:1], self._children[1:]):
-            await asyncio.gather(*map(self._end, group))
+            await asyncio.gather(*map(self._stop_process, group))
         if self._lifeline is not None:
             for end in self._lifeline:
                 os.close(end)
             self._lifeline = None
 
-    async def _keep(self, child: Child) -> None:
+    async def _watch(self, child: SupervisedProcess) -> None:
         while True:
             assert child.process is not None
             started_at = time.monotonic()
             exit_status = await child.process.wait()
-            if time.monotonic() - started_at > STEADY:
-                child.immediate, child.pause = IMMEDIATE_RESTARTS, FIRST_PAUSE
-            when = "now" if child.immediate else f"in {child.pause:g} s"
-            self._say(child.name, f"{_ending(exit_status)}; restarts {when}, see {child.log}")
-            while not await self._respawned(child):
+            if time.monotonic() - started_at > STABLE_AFTER_S:
+                child.immediate_restarts_left, child.restart_pause_s = IMMEDIATE_RESTARTS, FIRST_RESTART_PAUSE_S
+            when = "now" if child.immediate_restarts_left else f"in {child.restart_pause_s:g} s"
+            self._report(child.name, f"{_describe_exit(exit_status)}; restarts {when}, see {child.log_file}")
+            while not await self._respawn(child):
                 pass
             child.restarts += 1
 
-    async def _respawned(self, child: Child) -> bool:
+    async def _respawn(self, child: SupervisedProcess) -> bool:
         """Wait as long as necessary, start the process, and return whether that succeeded."""
-        if child.immediate:
-            child.immediate -= 1
+        if child.immediate_restarts_left:
+            child.immediate_restarts_left -= 1
         else:
-            await asyncio.sleep(child.pause)
-            child.pause = min(2 * child.pause, LONGEST_PAUSE)
+            await asyncio.sleep(child.restart_pause_s)
+            child.restart_pause_s = min(2 * child.restart_pause_s, MAX_RESTART_PAUSE_S)
         try:
             await self._spawn(child)
         except OSError as e:  # a lack of memory, file descriptors or disk space, which may be temporary
-            self._say(child.name, f"start failed: {e}")
+            self._report(child.name, f"start failed: {e}")
             return False
         return True
 
-    async def _spawn(self, child: Child) -> None:
-        child.log.parent.mkdir(parents=True, exist_ok=True)  # the system may have deleted the temporary folder
+    async def _spawn(self, child: SupervisedProcess) -> None:
+        child.log_file.parent.mkdir(parents=True, exist_ok=True)  # the system may have deleted the temporary folder
         if self._lifeline is None:
             self._lifeline = os.pipe()
         # In a new session, because Ctrl-C in the terminal must only reach the supervisor, which stops them in order.
-        with child.log.open("ab") as out:
+        with child.log_file.open("ab") as out:
             child.process = await asyncio.create_subprocess_exec(
                 *child.program,
                 *child.arguments,
@@ -105,64 +105,73 @@ class Supervisor:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                pass_fds=child.inherited,
+                pass_fds=child.inherited_fds,
                 env=supervised_environment(child.environment),
             )
-        self._say(child.name, f"started, pid {child.process.pid}")
+        self._report(child.name, f"started, pid {child.process.pid}")
 
-    async def _end(self, child: Child) -> None:
+    async def _stop_process(self, child: SupervisedProcess) -> None:
         process = child.process
         assert process is not None
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
-                async with asyncio.timeout(GRACE):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
                     await process.wait()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):  # it may have just ended
                     process.kill()
                 await process.wait()
-        self._say(child.name, "stopped")
+        self._report(child.name, "stopped")
 
 
-def _ending(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     signal_names = {each.value: each.name for each in signal.Signals}
     return f"ended by {signal_names.get(-status, f'signal {-status}')}"  # real-time signals have no name
 
 
-def children(
-    router: Sequence[str],
-    workers: Mapping[Role, int],
-    worker: Sequence[str],
+def build_processes(
+    router_arguments: Sequence[str],
+    worker_counts: Mapping[Role, int],
+    worker_arguments: Sequence[str],
     *,
-    url: str,
-    key: str,
-    logs: Path,
+    router_url: str,
+    cluster_key: str,
+    log_dir: Path,
     kv_port: int = 0,
-    listener: int | None = None,
+    listen_fd: int | None = None,
     gpus: Sequence[str] = (),
-) -> list[Child]:
+) -> list[SupervisedProcess]:
     """Return the processes of a cluster, the router first.
 
     All get the cluster key in their environment, which only their user can read. `kv_port`: first port for KV
     transfers, of which each worker gets its own range; 0: any. `listen_fd`: a bound socket for the router. It stays
     open while the router restarts, so that clients which connect meanwhile wait instead of being refused. `gpus`: names
     of GPUs that the workers use in turn."""
-    key_environment = environment(key)
-    listen_options = () if listener is None else ("--listen-fd", str(listener))
-    processes = [Child("router", ["router", *router, *listen_options], logs / "router.log", key_environment)]
-    processes[0].inherited = () if listener is None else (listener,)
-    for role, count in workers.items():
+    key_environment = environment_with_cluster_key(cluster_key)
+    listen_options = () if listen_fd is None else ("--listen-fd", str(listen_fd))
+    processes = [
+        SupervisedProcess(
+            "router", ["router", *router_arguments, *listen_options], log_dir / "router.log", key_environment
+        )
+    ]
+    processes[0].inherited_fds = () if listen_fd is None else (listen_fd,)
+    for role, count in worker_counts.items():
         for i in range(count):
             name = f"{'worker' if role == 'both' else role}-{i + 1}"
-            options = ["--role", role, "--router", url, "--worker-name", name]
+            options = ["--role", role, "--router", router_url, "--worker-name", name]
             if kv_port:
-                options += ["--kv-port", str(kv_port + (len(processes) - 1) * KV_PORTS)]
+                options += ["--kv-port", str(kv_port + (len(processes) - 1) * KV_PORT_COUNT)]
             device = {"CUDA_VISIBLE_DEVICES": gpus[(len(processes) - 1) % len(gpus)]} if gpus else {}
             processes.append(
-                Child(name, ["worker", *worker, *options], logs / f"{name}.log", {**key_environment, **device})
+                SupervisedProcess(
+                    name,
+                    ["worker", *worker_arguments, *options],
+                    log_dir / f"{name}.log",
+                    {**key_environment, **device},
+                )
             )
     return processes

@@ -24,5 +24,5 @@ class BlockBatch:
     parts: int = 0  # parts of the snapshot; 0: this batch is not part of one
 
     @property
-    def changes(self) -> bool:
+    def has_changes(self) -> bool:
         return bool(self.stored or self.removed)

@@ -8,44 +8,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LONGEST_PAUSE = 30.0  # seconds
+MAX_PAUSE_S = 30.0  # seconds
 
 
 @dataclass(slots=True)
-class Breaker:
-    limit: int = 3  # failures in a row that open the breaker
-    pause: float = 1.0  # seconds; each further pause is twice as long
+class CircuitBreaker:
+    failure_limit: int = 3  # failures in a row that open the breaker
+    first_pause_s: float = 1.0  # seconds; each further pause is twice as long
     failures: int = 0
-    opened: int = 0  # times it opened since the last success
-    until: float = 0.0  # time at which the next trial may start, also while another trial is still running
-    trying: bool = False
+    times_opened: int = 0  # times it opened since the last success
+    retry_at: float = 0.0  # time at which the next trial may start, also while another trial is still running
+    is_trial_running: bool = False
 
     def allows(self, now: float) -> bool:
-        return not self.opened or now >= self.until
+        return not self.times_opened or now >= self.retry_at
 
-    def began(self, now: float) -> None:
+    def record_start(self, now: float) -> None:
         assert self.allows(now)
-        if self.opened:  # a trial can take very long: after the pause another one may start
-            self.trying, self.until = True, now + LONGEST_PAUSE
+        if self.times_opened:  # a trial can take very long: after the pause another one may start
+            self.is_trial_running, self.retry_at = True, now + MAX_PAUSE_S
 
-    def succeeded(self) -> None:
-        self.failures = self.opened = 0
-        self.trying = False
+    def record_success(self) -> None:
+        self.failures = self.times_opened = 0
+        self.is_trial_running = False
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         self.failures += 1
-        if self.opened and not self.trying:
+        if self.times_opened and not self.is_trial_running:
             return  # the request started before the breaker opened: this failure is already counted
-        if self.trying or self.failures >= self.limit:
-            self.until = now + min(LONGEST_PAUSE, self.pause * 2**self.opened)
-            self.opened += 1
-        self.trying = False
+        if self.is_trial_running or self.failures >= self.failure_limit:
+            self.retry_at = now + min(MAX_PAUSE_S, self.first_pause_s * 2**self.times_opened)
+            self.times_opened += 1
+        self.is_trial_running = False
 
-    def neither(self) -> None:
+    def record_cancellation(self) -> None:
         """Record that a request ended without showing whether the server works: its client disconnected."""
-        if self.trying:
-            self.trying, self.until = False, 0.0
+        if self.is_trial_running:
+            self.is_trial_running, self.retry_at = False, 0.0
 
     @property
     def state(self) -> str:
-        return "closed" if not self.opened else "trying" if self.trying else "open"
+        return "closed" if not self.times_opened else "trying" if self.is_trial_running else "open"

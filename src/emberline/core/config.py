@@ -12,15 +12,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from emberline.core.errors import InvalidRequest
-from emberline.core.foreign_config import Foreign
+from emberline.core.foreign_config import ForeignWorkerConfig
 from emberline.core.foreign_config import Role as Role
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 ITL_TAIL = 3.0  # one token of ten may take this many times the inter-token target
-MOST_QUEUED = 1000  # largest queue of a worker, as a multiple of the requests it runs at once
-SUPERVISED = "EMBERLINE_SUPERVISED"
-MASTER_KEY = "EMBERLINE_MASTER_KEY"  # keys of the gateway's vault in base64, the current one first
+MAX_QUEUE_SHARE = 1000  # largest queue of a worker, as a multiple of the requests it runs at once
+SUPERVISED_VARIABLE = "EMBERLINE_SUPERVISED"
+MASTER_KEY_VARIABLE = "EMBERLINE_MASTER_KEY"  # keys of the gateway's vault in base64, the current one first
 
 
 def cache_dir() -> Path:
@@ -33,26 +33,26 @@ def kernel_dir() -> Path:
     return cache_dir() / "kernels"
 
 
-def secret(name: str) -> str | None:
+def read_secret(name: str) -> str | None:
     """Return the value of an environment variable that a configuration refers to; None if it is not set."""
     return os.environ.get(name)
 
 
-def cluster_key() -> str | None:
+def cluster_key_from_environment() -> str | None:
     """Return EMBERLINE_CLUSTER_KEY. An option would show the key to every user of the machine."""
     return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
 
 
 def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a child process that must end when its supervisor closes its stdin."""
-    return {**environment, SUPERVISED: "1"}
+    return {**environment, SUPERVISED_VARIABLE: "1"}
 
 
 def is_supervised() -> bool:
     """Return whether a supervisor started this process.
 
     The mark is removed from the environment, so that child processes do not inherit it."""
-    return os.environ.pop(SUPERVISED, "") == "1"
+    return os.environ.pop(SUPERVISED_VARIABLE, "") == "1"
 
 
 def visible_gpus() -> list[str] | None:
@@ -61,7 +61,7 @@ def visible_gpus() -> list[str] | None:
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
 
 
-def environment(cluster_key: str) -> dict[str, str]:
+def environment_with_cluster_key(cluster_key: str) -> dict[str, str]:
     """Return this process's environment with the cluster key added, for a child process of the cluster."""
     return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}
 
@@ -123,8 +123,8 @@ class TransferConfig:
 
 
 # Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
-KV_PORTS = 8
-WEIGHTS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
+KV_PORT_COUNT = 8
+WEIGHT_FORMATS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class EngineConfig:
         if (self.kv_disk is None) != (self.kv_disk_size is None):
             message = "only one of kv_disk and kv_disk_size is set"
             raise InvalidRequest(message, param="kv_disk", hint="set both --kv-disk and --kv-disk-size, or neither")
-        if not 0 <= self.kv_port <= 65536 - KV_PORTS:
-            raise InvalidRequest(f"kv_port is {self.kv_port}; it must be 0 to {65536 - KV_PORTS}", param="kv_port")
+        if not 0 <= self.kv_port <= 65536 - KV_PORT_COUNT:
+            raise InvalidRequest(f"kv_port is {self.kv_port}; it must be 0 to {65536 - KV_PORT_COUNT}", param="kv_port")
         if self.kv_mooncake_host is not None and not self.kv_mooncake and self.kv_store is None:
             message = "kv_mooncake_host is set, but neither kv_mooncake nor kv_store is"
             raise InvalidRequest(message, param="kv_mooncake_host", hint="add --kv-mooncake or --kv-store")
@@ -180,21 +180,23 @@ class EngineConfig:
             raise InvalidRequest(message, param="prefix_cache", hint="drop --no-prefix-cache or the KV tiers")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidRequest(f"device is {self.device!r}; it must be auto, cpu or cuda", param="device")
-        if self.weights not in WEIGHTS:
-            raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
+        if self.weights not in WEIGHT_FORMATS:
+            raise InvalidRequest(
+                f"weights is {self.weights!r}; it is one of {', '.join(WEIGHT_FORMATS)}", param="weights"
+            )
         if self.kv_codec not in ("auto", "none", "uw"):
             raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it must be auto, none or uw", param="kv_codec")
 
     def with_kv_ports(self, index: int) -> EngineConfig:
         """Return these settings for engine number `index`: each engine gets its own ports from `kv_port` on."""
-        port = self.kv_port + index * KV_PORTS if self.kv_port else 0
+        port = self.kv_port + index * KV_PORT_COUNT if self.kv_port else 0
         transfer = self.transfer
         if transfer is not None and port:  # a configured port that is in use is an error
             transfer = replace(transfer, port=port, required=True)
         return replace(self, kv_port=port, transfer=transfer)
 
     @property
-    def seals_blocks(self) -> bool:
+    def checksums_blocks(self) -> bool:
         """Return whether published blocks carry a checksum.
 
         With Mooncake they do, since another process could overwrite them."""
@@ -231,8 +233,10 @@ class GPUConfig:
             raise InvalidRequest(
                 f"block_size is {self.block_size}; on a GPU it must be 16, 32 or 64", param="block_size"
             )
-        if self.weights not in WEIGHTS:
-            raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
+        if self.weights not in WEIGHT_FORMATS:
+            raise InvalidRequest(
+                f"weights is {self.weights!r}; it is one of {', '.join(WEIGHT_FORMATS)}", param="weights"
+            )
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise InvalidRequest(f"itl_target_ms is {self.itl_target_ms}; it must be above 0", param="itl_target_ms")
         if not 1.0 <= self.itl_tail <= 100.0:
@@ -242,7 +246,7 @@ class GPUConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetConfig:
+class TimeSharingConfig:
     """How models that do not fit into GPU memory together share it over time: all but some sleep."""
 
     turn: float = 5.0  # seconds a model may accept new requests while another waits for its memory
@@ -273,7 +277,7 @@ class TraceConfig:
             raise InvalidRequest(f"trace_share is {self.share}; it must be in [0, 1]", param="trace_share")
 
     @staticmethod
-    def given(url: str | None, share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
+    def from_options(url: str | None, share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
         """Return the settings for these options; None if nothing is to be traced.
 
         `url` may lack the path. "" turns tracing off; None means the URL from the environment.
@@ -314,7 +318,7 @@ class RouterConfig:
     kv_blocks: int = 1 << 20  # blocks to track with kv_events, of all workers together
     breaker_failures: int = 3  # failures in a row that open a worker's circuit breaker
     breaker_pause: float = 1.0  # seconds of the circuit breaker's first pause
-    foreign: tuple[Foreign, ...] = ()
+    foreign: tuple[ForeignWorkerConfig, ...] = ()
     foreign_key: str | None = None  # API key for foreign workers; None: the client's key is passed on
     listen_fd: int | None = None  # descriptor of an inherited, bound socket; None: listen at host and port
     trace: TraceConfig | None = None  # None: tracing is off
@@ -345,8 +349,8 @@ class RouterConfig:
         ):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 0", param=name)
-        if self.queue > MOST_QUEUED:
-            raise InvalidRequest(f"queue is {self.queue}; it must be at most {MOST_QUEUED}", param="queue")
+        if self.queue > MAX_QUEUE_SHARE:
+            raise InvalidRequest(f"queue is {self.queue}; it must be at most {MAX_QUEUE_SHARE}", param="queue")
         if self.lost_after <= self.beat_seconds:
             message = f"lost_after is {self.lost_after} s; it must be longer than beat_seconds, {self.beat_seconds} s"
             raise InvalidRequest(message, param="lost_after")

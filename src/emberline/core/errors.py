@@ -132,7 +132,7 @@ class EngineUnavailable(EmberlineError):
     code = "engine_unavailable"
 
 
-class Loading(EngineUnavailable):
+class EngineLoading(EngineUnavailable):
     code = "loading"
 
     def __init__(
@@ -163,7 +163,7 @@ class WorkerLost(EmberlineError):
     code = "worker_lost"
 
 
-class WorkersBroke(EmberlineError):
+class WorkersCrashed(EmberlineError):
     status = 422
     code = "workers_broke"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from emberline.core.handoff import Pulled
+from emberline.core.handoff import BlockPull
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
 
@@ -22,7 +22,7 @@ class Timing:
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
-    pulled: Pulled | None = None  # blocks copied from another engine; None: there were none to copy
+    pulled: BlockPull | None = None  # blocks copied from another engine; None: there were none to copy
 
     @property
     def queue(self) -> float | None:
@@ -68,7 +68,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Turns:
+class SleepStats:
     """How often a model woke and slept so far, and what that took."""
 
     wakes: int = 0

@@ -11,7 +11,7 @@ Role = Literal["prefill", "decode", "both"]  # what a worker does: compute promp
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignWorkerConfig:
     """A vLLM or SGLang server behind the router. It does not register itself: the router polls it."""
 
     url: str
@@ -31,7 +31,7 @@ class Foreign:
             )
 
     @staticmethod
-    def parsed(text: str) -> Foreign:
+    def parse(text: str) -> ForeignWorkerConfig:
         """Parse KIND[:ROLE[:PORT]]=URL, for example sglang:prefill:8998=http://host:30000.
 
         Raises InvalidRequest if the text has another form."""
@@ -40,4 +40,4 @@ class Foreign:
         if len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):
             raise InvalidRequest(f"foreign worker {text!r} does not have the form KIND[:ROLE[:PORT]]=URL")
         role = cast("Role", rest[0] if rest else "both")
-        return Foreign(url.rstrip("/"), dialect, role, int(rest[1]) if len(rest) == 2 else 8998)
+        return ForeignWorkerConfig(url.rstrip("/"), dialect, role, int(rest[1]) if len(rest) == 2 else 8998)

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 # For each version of control groups: directory, file of the limit, file of the usage, prefix of names in memory.stat.
-V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
-V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+CGROUP_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
+CGROUP_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -20,8 +20,8 @@ def free_memory(root: Path = Path("/")) -> int:
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    for top, limit, used, prefix in (V2, V1):
-        for group in _groups(root, root / top, "" if top == V2[0] else "memory"):
+    for top, limit, used, prefix in (CGROUP_V2, CGROUP_V1):
+        for group in _control_groups(root, root / top, "" if top == CGROUP_V2[0] else "memory"):
             with suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
                 kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 cached = sum(
@@ -39,7 +39,7 @@ def physical_memory() -> int:
         return 0
 
 
-def _groups(root: Path, top: Path, controller: str) -> Iterator[Path]:
+def _control_groups(root: Path, top: Path, controller: str) -> Iterator[Path]:
     """Yield the directories of this process's control group and all its parents."""
     yield top
     with suppress(OSError):

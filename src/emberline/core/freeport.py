@@ -8,10 +8,10 @@ import socket
 from contextlib import ExitStack
 
 # Outgoing connections get ports from 32,768 on, so none of them can take the port before the new process binds it.
-PORTS = range(20_000, 30_000)
+PORT_RANGE = range(20_000, 30_000)
 
-_next = random.SystemRandom().randrange(
-    len(PORTS)
+_next_index = random.SystemRandom().randrange(
+    len(PORT_RANGE)
 )  # random, so that processes that search at the same time find different ports
 
 
@@ -19,9 +19,9 @@ def free_port(*hosts: str) -> int:
     """Return a port that is free at all of these local addresses (default: 127.0.0.1).
 
     Raises OSError if none is."""
-    global _next
-    for _ in PORTS:
-        port, _next = PORTS[_next % len(PORTS)], _next + 1
+    global _next_index
+    for _ in PORT_RANGE:
+        port, _next_index = PORT_RANGE[_next_index % len(PORT_RANGE)], _next_index + 1
         with ExitStack() as probes:
             try:
                 for host in hosts or ("127.0.0.1",):
@@ -30,4 +30,4 @@ def free_port(*hosts: str) -> int:
             except OSError as e:
                 if e.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
-    raise OSError(f"no port is free from {PORTS.start} to {PORTS.stop - 1}")
+    raise OSError(f"no port is free from {PORT_RANGE.start} to {PORT_RANGE.stop - 1}")

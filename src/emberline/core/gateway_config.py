@@ -60,7 +60,7 @@ class GatewayConfig:
 
     @property
     def trace(self) -> TraceConfig | None:
-        return TraceConfig.given(self.otlp, self.trace_share, self.otlp_headers)
+        return TraceConfig.from_options(self.otlp, self.trace_share, self.otlp_headers)
 
     @property
     def admin_file(self) -> Path:

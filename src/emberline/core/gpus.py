@@ -8,7 +8,7 @@ from typing import NamedTuple
 from emberline.core.config import visible_gpus
 
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap,memory.free", "--format=csv,noheader,nounits"]
-CAPABILITY = "9.0"  # the one that engine/gpu/device.py requires
+COMPUTE_CAPABILITY = "9.0"  # the one that engine/gpu/device.py requires
 QUERY_TIMEOUT_S = 30.0
 
 
@@ -24,7 +24,7 @@ def usable_gpus() -> list[Gpu]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[word.strip() for word in line.split(",")] for line in listing.splitlines() if line.count(",") == 3]
-    found = [(index, uuid, Gpu(index, int(free) << 20)) for index, uuid, cap, free in rows if cap == CAPABILITY]
+    found = [(index, uuid, Gpu(index, int(free) << 20)) for index, uuid, cap, free in rows if cap == COMPUTE_CAPABILITY]
     if (visible := visible_gpus()) is None:
         return [gpu for _, _, gpu in found]
     named = {name: gpu for index, uuid, gpu in found for name in (index, uuid)}

@@ -27,41 +27,41 @@ from emberline.core.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TokenGroup:
     """Tokens of one choice that were sent to the client together."""
 
     index: int
     tokens: tuple[int, ...]
     finish: str = ""  # value of the FinishReason if the choice has ended
 
-    def line(self, size: int) -> bytes:
+    def to_comment(self, size: int) -> bytes:
         """Return the comment that precedes the group's events, which have `size` bytes."""
         tokens = ",".join(map(str, self.tokens)) or "-"
         return f": said {self.index} {tokens} {size}{self.finish and ' '}{self.finish}\n\n".encode()
 
     @staticmethod
-    def read(line: bytes) -> Said:
+    def from_comment(line: bytes) -> TokenGroup:
         """Parse the comment of `to_comment`; its size is dropped."""
         index, tokens, _size, *finish = line.removeprefix(b": said ").decode().split()
         ids = () if tokens == "-" else tuple(map(int, tokens.split(",")))
-        return Said(int(index), ids, finish[0] if finish else "")
+        return TokenGroup(int(index), ids, finish[0] if finish else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    said: tuple[Said, ...] = ()  # groups in the order in which they were sent
+    groups: tuple[TokenGroup, ...] = ()  # groups in the order in which they were sent
     started: bool = False  # the client has received the beginning of the reply
     cached_tokens: int | None = None  # cached prompt tokens to report to the client; None: the next worker counts them
     source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
 
-    def resumed(self, n: int) -> tuple[tuple[int, ...], ...]:
+    def tokens_by_choice(self, n: int) -> tuple[tuple[int, ...], ...]:
         """Return the output tokens of each of `n` choices so far; () if no choice has any group.
 
         Raises InvalidRequest if a group belongs to a choice beyond `n`."""
-        if not self.said:
+        if not self.groups:
             return ()
         tokens: list[list[int]] = [[] for _ in range(n)]
-        for group in self.said:
+        for group in self.groups:
             if group.index >= n:
                 message = f"handoff has tokens of choice {group.index}, and the request has {n} choices"
                 raise InvalidRequest(message, param="handoff")
@@ -70,27 +70,27 @@ class Handoff:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "said": [[group.index, list(group.tokens), group.finish] for group in self.said],
+            "said": [[group.index, list(group.tokens), group.finish] for group in self.groups],
             "started": self.started,
             "cached_tokens": self.cached_tokens,
             "source": self.source,
         }
 
     @staticmethod
-    def parsed(told: Any) -> Handoff:
+    def parse(data: Any) -> Handoff:
         """Parse what `as_dict` returned; every key may be missing. Raises InvalidRequest."""
         try:
-            groups = tuple(_said(*group) for group in told.get("said", ()))
-            started, cached, source = told.get("started", False), told.get("cached_tokens"), told.get("source")
+            groups = tuple(_parse_group(*group) for group in data.get("said", ()))
+            started, cached, source = data.get("started", False), data.get("cached_tokens"), data.get("source")
             if type(started) is not bool or not (source is None or isinstance(source, dict)):
                 raise ValueError("started must be true or false, source an object or null")
-            return Handoff(groups, started, None if cached is None else _natural(cached), source)
+            return Handoff(groups, started, None if cached is None else _parse_natural(cached), source)
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidRequest(f"handoff cannot be parsed: {error}", param="handoff") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class PrefillResult:
     """What an engine that computed a prompt for another engine reports at the end, besides the KV blocks."""
 
     tokens: tuple[int, ...]  # first token of the output
@@ -102,18 +102,18 @@ class Note:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def parsed(text: str) -> Note | None:
+    def parse(text: str) -> PrefillResult | None:
         """Parse the JSON of `__str__`; return None if it is invalid."""
         try:
             data = json.loads(text)
-            tokens = tuple(map(_natural, data["tokens"]))
-            return Note(tokens, bool(data["stop"]), _natural(data["cached"]), float(data["seconds"]))
+            tokens = tuple(map(_parse_natural, data["tokens"]))
+            return PrefillResult(tokens, bool(data["stop"]), _parse_natural(data["cached"]), float(data["seconds"]))
         except (KeyError, TypeError, ValueError):
             return None
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class BlockPull:
     """A copy of KV blocks of one request's prompt from another engine. Times are on the engine's clock."""
 
     source: str  # name of the other engine
@@ -125,13 +125,13 @@ class Pulled:
     prefill: float | None = None  # seconds that the other engine reports for the prompt; None: it reported nothing
 
 
-def _natural(value: Any) -> int:
+def _parse_natural(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not an integer of 0 or more")
     return value
 
 
-def _said(index: Any, tokens: Any, finish: Any = "") -> Said:
+def _parse_group(index: Any, tokens: Any, finish: Any = "") -> TokenGroup:
     if finish not in ("", "stop", "length", "abort"):
         raise ValueError(f"finish is {finish!r}; it must be stop, length, abort or empty")
-    return Said(_natural(index), tuple(map(_natural, tokens)), finish)
+    return TokenGroup(_parse_natural(index), tuple(map(_parse_natural, tokens)), finish)

@@ -8,18 +8,18 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError
 
-MAX_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 
 
 def parse_object(data: bytes | str, what: str) -> dict[str, Any]:
-    value = _parsed(data, what)
+    value = _parse_json(data, what)
     if not isinstance(value, dict):
         raise ModelFileError(f"{what} must hold a JSON object, not {type(value).__name__}")
     return value
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    return parse_object(_content(path), str(path))
+    return parse_object(_read_content(path), str(path))
 
 
 def read_optional(path: Path) -> dict[str, Any]:
@@ -28,30 +28,30 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """Return the file's list of JSON objects; [] if the file does not exist."""
-    value = _parsed(_content(path), str(path)) if path.exists() else []
+    value = _parse_json(_read_content(path), str(path)) if path.exists() else []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ModelFileError(f"{path} must hold a list of JSON objects")
     return value
 
 
-def _parsed(data: bytes | str, what: str) -> Any:
+def _parse_json(data: bytes | str, what: str) -> Any:
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as e:  # includes invalid UTF-8, duplicate keys and integers that are too long
         raise ModelFileError(f"{what} is not valid JSON: {e}") from e
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ModelFileError(f"{path} is larger than the limit of {MAX_BYTES} bytes")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelFileError(f"{path} is larger than the limit of {MAX_FILE_BYTES} bytes")
         return path.read_bytes()
     except OSError as e:
         raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("an object has a key twice")

@@ -31,10 +31,10 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 from emberline.core.errors import EngineUnavailable, WorkTooLarge
 
-LARGE = 1 << 17  # smaller inputs are processed on the event loop
-HUGE = 1 << 20  # larger inputs have their own child process
-CPU_SECONDS = 10.0  # CPU time of one call, so that a busy machine accepts what an idle one does
-WALL_SECONDS = 120.0  # wall time of one call including the child's start, for a child that gets no CPU time
+LARGE_INPUT_BYTES = 1 << 17  # smaller inputs are processed on the event loop
+HUGE_INPUT_BYTES = 1 << 20  # larger inputs have their own child process
+MAX_CPU_SECONDS = 10.0  # CPU time of one call, so that a busy machine accepts what an idle one does
+MAX_WALL_SECONDS = 120.0  # wall time of one call including the child's start, for a child that gets no CPU time
 NICENESS = 10  # added to the server's niceness
 _LENGTH = struct.Struct("!Q")
 _COMMAND = (sys.executable, "-m", "emberline.core.offload")
@@ -43,10 +43,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Child:
+class OffloadProcess:
     """One child process and the thread that waits for its results."""
 
-    def __init__(self, name: str, cpu_seconds: float = CPU_SECONDS) -> None:
+    def __init__(self, name: str, cpu_seconds: float = MAX_CPU_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload-{name}")
         self._process: subprocess.Popen[bytes] | None = None
@@ -61,13 +61,14 @@ class Child:
         self.calls += 1
         # Copying 30 MB holds the interpreter's lock, writing them to a pipe does not: large arguments are not pickled.
         arguments = tuple(
-            pickle.PickleBuffer(each) if type(each) is bytes and len(each) >= LARGE else each for each in args
+            pickle.PickleBuffer(each) if type(each) is bytes and len(each) >= LARGE_INPUT_BYTES else each
+            for each in args
         )
         buffers: list[pickle.PickleBuffer] = []
         call = pickle.dumps(
             (self._cpu_seconds, function, arguments, kwargs), pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append
         )
-        reply = self._answer([call, *(each.raw() for each in buffers)])
+        reply = self._exchange([call, *(each.raw() for each in buffers)])
         if reply is None:
             status = self._reap()
             if status == -signal.SIGPROF:
@@ -83,22 +84,22 @@ class Child:
             raise value
         return value
 
-    def _answer(self, question: list[bytes | memoryview]) -> bytes | None:
+    def _exchange(self, message: list[bytes | memoryview]) -> bytes | None:
         """Send a message to the child, starting it if needed, and return its pickled reply; None if it died."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(WALL_SECONDS, process.kill)
+        timer = threading.Timer(MAX_WALL_SECONDS, process.kill)
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(_LENGTH.pack(len(question)))
-                for part in question:
+                process.stdin.write(_LENGTH.pack(len(message)))
+                for part in message:
                     process.stdin.write(_LENGTH.pack(len(part)))
                     process.stdin.write(part)
                 process.stdin.flush()
-            return _read(process.stdout)
+            return _read_message(process.stdout)
         finally:
             timer.cancel()
 
@@ -122,23 +123,25 @@ class Child:
 
 class Offload:
     def __init__(self) -> None:
-        self.large, self.huge = Child("large"), Child("huge")
+        self.large, self.huge = OffloadProcess("large"), OffloadProcess("huge")
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function in a child process and return its result; `size` is that of its input in bytes.
 
         Raises the function's own error, WorkTooLarge, or EngineUnavailable if the child died of another cause."""
-        return await (self.large if size <= HUGE else self.huge).run(function, *args, **kwargs)
+        return await (self.large if size <= HUGE_INPUT_BYTES else self.huge).run(function, *args, **kwargs)
 
     async def run_by_size(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do what `run` does, but call the function in this process if `size` is below LARGE_INPUT_BYTES."""
-        return function(*args, **kwargs) if size < LARGE else await self.run(size, function, *args, **kwargs)
+        return (
+            function(*args, **kwargs) if size < LARGE_INPUT_BYTES else await self.run(size, function, *args, **kwargs)
+        )
 
 
 offload = Offload()  # the one instance of this process
 
 
-def _read(stream: IO[bytes]) -> bytes | None:
+def _read_message(stream: IO[bytes]) -> bytes | None:
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -147,7 +150,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
     return data if len(data) == size else None
 
 
-def serve() -> None:
+def serve_calls() -> None:
     """Run pickled calls from stdin until it ends: the main function of the child process."""
     _lower_priority()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
@@ -155,10 +158,10 @@ def serve() -> None:
     calls, replies = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # output that a library prints must not be taken for a reply
     while len(head := calls.read(_LENGTH.size)) == _LENGTH.size:
-        parts = [_read(calls) for _ in range(_LENGTH.unpack(head)[0])]
+        parts = [_read_message(calls) for _ in range(_LENGTH.unpack(head)[0])]
         if None in parts:
             return
-        data = _answered(*parts)
+        data = _run_call(*parts)
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(_LENGTH.pack(len(data)))
         replies.write(data)
@@ -175,10 +178,10 @@ def _lower_priority() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _answered(question: bytes | None, *apart: bytes | None) -> bytes:
+def _run_call(call: bytes | None, *apart: bytes | None) -> bytes:
     try:
-        assert question is not None
-        cpu_seconds, function, args, kwargs = pickle.loads(question, buffers=apart)
+        assert call is not None
+        cpu_seconds, function, args, kwargs = pickle.loads(call, buffers=apart)
         signal.setitimer(
             signal.ITIMER_PROF, cpu_seconds
         )  # unhandled, so that the signal ends the process even inside a library
@@ -189,4 +192,4 @@ def _answered(question: bytes | None, *apart: bytes | None) -> bytes:
 
 
 if __name__ == "__main__":
-    serve()
+    serve_calls()

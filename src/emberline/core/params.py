@@ -17,7 +17,7 @@ MAX_COMPLETIONS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class GrammarSpec:
     """What the output must match.
 
     `text` is the schema, pattern or grammar; for `choice` it is a JSON array of strings."""
@@ -47,31 +47,31 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    grammar: Grammar | None = None
+    grammar: GrammarSpec | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is never sampled after the others
     allowed_token_ids: tuple[int, ...] = ()  # the only tokens that are sampled; (): all
 
     def __post_init__(self) -> None:
-        _between("temperature", self.temperature, 0.0, 100.0)
-        _between("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("top_k", self.top_k, 0, (1 << 31) - 1)
-        _between("n", self.n, 1, MAX_COMPLETIONS)
-        _between("min_tokens", self.min_tokens, 0, 1 << 31)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("top_k", self.top_k, 0, (1 << 31) - 1)
+        _check_range("n", self.n, 1, MAX_COMPLETIONS)
+        _check_range("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None:
-            _between("max_tokens", self.max_tokens, 1, 1 << 31)
+            _check_range("max_tokens", self.max_tokens, 1, 1 << 31)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest(
                     f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens"
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                _between(name, value, 0, MAX_LOGPROBS)
+                _check_range(name, value, 0, MAX_LOGPROBS)
         if self.seed is not None:
-            _between("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+            _check_range("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         if len(self.stop) > 16 or any(not s or len(s) > 1024 for s in self.stop):
             raise InvalidRequest("stop takes at most 16 strings of 1 to 1024 characters", param="stop")
         if any(not word or min(word) < 0 for word in self.bad_words) or min(self.allowed_token_ids, default=0) < 0:
@@ -79,23 +79,23 @@ class SamplingParams:
         if len(self.logit_bias) > 1024:
             raise InvalidRequest("logit_bias takes at most 1024 tokens", param="logit_bias")
         for token, bias in self.logit_bias.items():
-            _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def stepwise(self) -> bool:
+    def needs_sync_steps(self) -> bool:
         """Whether the host must know each token before it launches the next step."""
         return self.prompt_logprobs is not None
 
 
-def _between(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     too_low = value <= low if low_open else value < low
     if too_low or value > high or not math.isfinite(value):
         bracket = "(" if low_open else "["

@@ -21,12 +21,12 @@ class Admission:
     seed: int
 
 
-PENDING = -1  # stands for a token that the previous step samples
+PENDING_TOKEN = -1  # stands for a token that the previous step samples
 
 
 # Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
 @dataclass(slots=True)
-class Work:
+class WorkItem:
     """One request's share of a step: compute `tokens` at positions [start, start + len(tokens))."""
 
     id: str
@@ -36,11 +36,11 @@ class Work:
     blocks: Sequence[int]
     samples: bool  # all known tokens are computed with these: sample the next one
     prompt_logprobs: bool = False
-    life: int = 0  # preemptions of the request so far; each one replaces all its blocks
+    preemptions: int = 0  # preemptions of the request so far; each one replaces all its blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class BlockCopy:
     """A copy of one block between the cache and a lower tier's buffer.
 
     The runner owns the buffer during the step."""
@@ -58,10 +58,10 @@ class StepPlan:
 
     step: int
     admitted: Sequence[Admission]
-    work: Sequence[Work]
-    ended: Sequence[str]  # requests whose state the runner may drop
-    saves: Sequence[Copy] = ()
-    loads: Sequence[Copy] = ()
+    work: Sequence[WorkItem]
+    ended_ids: Sequence[str]  # requests whose state the runner may drop
+    saves: Sequence[BlockCopy] = ()
+    loads: Sequence[BlockCopy] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +78,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledToken:
     token: int
     logprob: TokenLogprob | None = None
     stop: bool = False  # the grammar is complete with this token
@@ -87,7 +87,7 @@ class Sampled:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
-    sampled: dict[str, Sampled]
+    sampled: dict[str, SampledToken]
     # By request, one for each computed token: the log-probability of the token after it.
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # request id: why its grammar cannot be followed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-OTHERS = 0o077  # mode bits of the group and of all other users
+GROUP_AND_OTHERS_MODE = 0o077  # mode bits of the group and of all other users
 
 
 def make_private(path: Path) -> None:
@@ -17,7 +17,7 @@ def make_private(path: Path) -> None:
     for each in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
         try:
             mode = each.stat().st_mode
-            if mode & OTHERS:
+            if mode & GROUP_AND_OTHERS_MODE:
                 each.chmod(mode & 0o700)
         except (FileNotFoundError, PermissionError):
             continue  # another process removed it, or another user owns it

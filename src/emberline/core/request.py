@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
-from emberline.core.handoff import Note, Pulled
+from emberline.core.handoff import BlockPull, PrefillResult
 from emberline.core.params import SamplingParams
 
 
-class Status(Enum):
+class RequestStatus(Enum):
     WAITING = "waiting"
     LOADING = "loading"  # has blocks, and waits for their content from a lower tier or another engine
     RUNNING = "running"
@@ -64,73 +64,75 @@ class Submission:
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
-    parent: str  # shared by n requests if n > 1
+    submission_id: str  # shared by n requests if n > 1
     index: int  # which of the n completions
     prompt_len: int
     tokens: list[int]  # prompt, then output
     params: SamplingParams
     seed: int
-    limit: int
+    max_len: int
     priority: Priority
     salt: str
     arrival: float
     deadline: float
     token_timeout: float = math.inf  # seconds to the first token, and between two
     leader: str | None = None  # n > 1: id of the sibling that computes the prompt first
-    resumed: int = 0  # output tokens that the submission contained
+    num_resumed: int = 0  # output tokens that the submission contained
     source: dict[str, Any] | None = None  # ticket of an engine that has its blocks; None once that was tried
-    note: Note | None = None  # last message of that engine
-    note_len: int = 0  # tokens that precede the token of prefill_result
-    pulled: Pulled | None = None  # record of the blocks copied from that engine
+    prefill_result: PrefillResult | None = None  # last message of that engine
+    prefill_result_len: int = 0  # tokens that precede the token of prefill_result
+    pulled: BlockPull | None = None  # record of the blocks copied from that engine
     publish: bool = False
-    status: Status = Status.WAITING
-    computed: int = 0
-    planned: int = 0
-    pending: int = 0
-    cached: int = 0
-    admitted: float | None = None
-    first_token: float | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed: int = 0
+    num_planned: int = 0
+    num_pending: int = 0
+    num_cached: int = 0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
     preemptions: int = 0
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far; used by kv.manager
-    stepwise: bool = field(init=False)  # copied from params for speed
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far; used by kv.manager
+    needs_sync_steps: bool = field(init=False)  # copied from params for speed
     token_deadline: float = field(init=False)  # time by which the next token must be sampled
 
     def __post_init__(self) -> None:
         self.token_deadline = self.arrival + self.token_timeout
-        self.stepwise = self.params.stepwise
+        self.needs_sync_steps = self.params.needs_sync_steps
 
     @property
-    def known(self) -> int:
-        return len(self.tokens) + self.pending
+    def num_known(self) -> int:
+        return len(self.tokens) + self.num_pending
 
     @property
-    def arrived_len(self) -> int:
+    def submitted_len(self) -> int:
         """Length of the prompt and of the output that the submission contained."""
-        return self.prompt_len + self.resumed
+        return self.prompt_len + self.num_resumed
 
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def scores(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt were requested and not reported yet."""
-        return self.params.prompt_logprobs is not None and self.first_token is None and not self.resumed
+        return self.params.prompt_logprobs is not None and self.first_token_at is None and not self.num_resumed
 
     @property
-    def told(self) -> Note | None:
+    def usable_prefill_result(self) -> PrefillResult | None:
         """The source's result, if its first token may be used as if it were sampled here; else None."""
         params = self.params
-        plain = params.logprobs is None and params.prompt_logprobs is None and len(self.tokens) == self.note_len
-        return self.note if plain and self.note is not None and self.note.tokens else None
+        plain = (
+            params.logprobs is None and params.prompt_logprobs is None and len(self.tokens) == self.prefill_result_len
+        )
+        return self.prefill_result if plain and self.prefill_result is not None and self.prefill_result.tokens else None
 
     @property
     def remaining(self) -> int:
         """Number of tokens that the next step may compute."""
-        known = len(self.tokens) + self.pending
-        if self.pending and (self.stepwise or known >= self.limit):
+        known = len(self.tokens) + self.num_pending
+        if self.num_pending and (self.needs_sync_steps or known >= self.max_len):
             return 0  # the host must see the pending token first, or it is the last one
-        return known - self.planned
+        return known - self.num_planned
 
-    def check(self) -> None:
-        assert 0 <= self.cached <= self.computed <= self.planned <= self.known <= self.limit, self
+    def check_invariants(self) -> None:
+        assert 0 <= self.num_cached <= self.num_computed <= self.num_planned <= self.num_known <= self.max_len, self

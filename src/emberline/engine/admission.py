@@ -11,10 +11,10 @@ from emberline.core.request import Priority, Request
 
 
 class WaitingQueue:
-    def __init__(self, ageing: float) -> None:
-        self._ageing = ageing
+    def __init__(self, ageing_seconds: float) -> None:
+        self._ageing_seconds = ageing_seconds
         self._requests: list[Request] = []
-        self.held: set[str] = set()  # submissions that cannot start yet; later ones overtake them
+        self.blocked_ids: set[str] = set()  # submissions that cannot start yet; later ones overtake them
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -24,14 +24,14 @@ class WaitingQueue:
 
     def rank(self, request: Request) -> tuple[float, int]:
         """Return the sort key of a request: the lowest starts first and is preempted last."""
-        penalty = self._ageing if request.priority is Priority.BATCH else 0.0
+        penalty = self._ageing_seconds if request.priority is Priority.BATCH else 0.0
         return request.arrival + penalty, request.index
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=self.rank)
 
-    def head(self) -> Request | None:
-        return next((request for request in self._requests if request.parent not in self.held), None)
+    def first_unblocked(self) -> Request | None:
+        return next((request for request in self._requests if request.submission_id not in self.blocked_ids), None)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)

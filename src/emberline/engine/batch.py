@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from emberline.core.plan import Work
+from emberline.core.plan import WorkItem
 from emberline.kv.cache import KVCache
-from emberline.models.forward import Forward
+from emberline.models.forward import ForwardBatch
 
 
-def build(work: Sequence[Work], cache: KVCache) -> Forward:
+def build_forward(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
     size = cache.shape.block_size
     counts = np.array([len(w.tokens) for w in work], np.int32)
     starts = np.array([w.start for w in work], np.int32)
@@ -33,7 +33,7 @@ def build(work: Sequence[Work], cache: KVCache) -> Forward:
         if w.samples or w.prompt_logprobs
     ]
     tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
-    return Forward(
+    return ForwardBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),

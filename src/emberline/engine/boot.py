@@ -19,36 +19,42 @@ from emberline.core.numerics import Numerics
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper
-from emberline.engine.runner import TorchRunner, plan_cache
+from emberline.engine.runner import TorchRunner, allocate_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.checksum import crc_of
-from emberline.kv.codec import codec_of
-from emberline.kv.confine import LOOPBACK, address_of
-from emberline.kv.tiers.base import Tier, buffer_size
+from emberline.kv.checksum import select_crc
+from emberline.kv.codec import select_kv_codec
+from emberline.kv.confine import LOOPBACK, resolve_ipv4_address
+from emberline.kv.tiers.base import Tier, buffer_bytes_for
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.remote import RemoteTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.tiers.storeclient import StorePlace
-from emberline.kv.transfer.dock import STORE_PORT, Dock, Near, Ways, port_at
+from emberline.kv.tiers.storeclient import StoreListenAddress
+from emberline.kv.transfer.endpoint import (
+    STORE_PORT_OFFSET,
+    SameHostAccess,
+    TransferEndpoint,
+    TransferOptions,
+    port_at_offset,
+)
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
-from emberline.models.loader import DTYPES, load
+from emberline.models.decoder import DecoderModel
+from emberline.models.loader import DTYPES, load_decoder
 
 if TYPE_CHECKING:
-    from emberline.engine.gpu.boot import Booted
+    from emberline.engine.gpu.boot import BootedGPUEngine
     from emberline.engine.gpu.region import DeviceRegion
     from emberline.engine.grammar import GrammarCompiler
-    from emberline.models.reader import Reader
+    from emberline.models.reader import FileReader
 
 STAGING_BLOCKS = 128  # buffers for blocks on their way to disk and back, if kv_host_memory is 0
-CONTEXTS_KEPT = 8  # full contexts that the CPU's cache holds by default, if memory allows
+DEFAULT_KV_CONTEXTS = 8  # full contexts that the CPU's cache holds by default, if memory allows
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedEngine:
     """A loaded engine, its properties, and the seconds of each phase of loading."""
 
     engine: Engine
@@ -63,21 +69,23 @@ class Loaded:
     numerics: Numerics
 
 
-def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
+def boot(
+    config: EngineConfig, reader: FileReader | None = None, *, default_kv_bytes: int | None = None
+) -> LoadedEngine:
     """Load the model and return its engine.
 
     Raises EmberlineError if the settings or the model are not usable.
 
     `reader`: a reader of the checkpoint's files that was started before torch was imported, for a GPU.
     `default_kv_bytes`: KV cache on the CPU if the config sets none; None: half of the free memory."""
-    if on_gpu(config):
-        return loaded_on_gpu(boot_on_gpu(config, gpu_settings(config), reader))
+    if runs_on_gpu(config):
+        return loaded_from_gpu(boot_on_gpu(config, gpu_settings(config), reader))
     if reader is not None:
         reader.close()
-    return _boot_on_cpu(config, kv_room)
+    return _boot_on_cpu(config, default_kv_bytes)
 
 
-def on_gpu(config: EngineConfig) -> bool:
+def runs_on_gpu(config: EngineConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and has_hopper())
 
 
@@ -108,49 +116,49 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
     )
 
 
-def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None) -> Booted:
+def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: FileReader | None) -> BootedGPUEngine:
     from emberline.engine.gpu import ipc
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     _check_host_memory(config)
 
     def library() -> ctypes.CDLL | None:
-        return ops.start(threads=1).library
+        return ops.start_backend(threads=1).library
 
     def tiers(layout: str, shape: KVShape) -> TierStack:
-        return _tiers(config, layout, shape, library())
+        return _make_tiers(config, layout, shape, library())
 
-    def dock(region: DeviceRegion) -> Dock | None:
+    def dock(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
-        return _dock(config, config.transfer, region, ipc.near(region), library())
+        return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), library())
 
-    return boot_from(
+    return boot_from_checkpoint(
         Path(config.model),
         settings,
-        dtype=_dtype("dtype", config.dtype),
+        dtype=_parse_dtype("dtype", config.dtype),
         reader=reader,
-        compiler=_compiler,
+        compiler=_make_compiler,
         tiers=tiers if settings.tiers else None,
-        dock=dock if settings.transfer else None,
+        endpoint=dock if settings.transfer else None,
     )
 
 
-def loaded_on_gpu(made: Booted) -> Loaded:
-    return Loaded(
-        engine=made.engine,
-        max_context=made.engine.max_context,
-        kv_tokens=made.plan.kv_tokens,
-        weight_bytes=made.runner.model.weight_bytes,
-        kv_bytes=made.plan.kv_bytes,
+def loaded_from_gpu(booted: BootedGPUEngine) -> LoadedEngine:
+    return LoadedEngine(
+        engine=booted.engine,
+        max_context=booted.engine.max_context,
+        kv_tokens=booted.plan.kv_tokens,
+        weight_bytes=booted.runner.model.weight_bytes,
+        kv_bytes=booted.plan.kv_bytes,
         kernels=f"cuda ({torch.cuda.get_device_name()})",
-        seconds=dict(made.seconds),
+        seconds=dict(booted.seconds),
         device="cuda",
-        kv_dtype=_name(made.runner.cache.shape.dtype),
-        numerics=_numerics(made.runner.model, made.runner.cache, made.weights, "cuda"),
+        kv_dtype=_dtype_name(booted.runner.cache.shape.dtype),
+        numerics=_numerics_of(booted.runner.model, booted.runner.cache, booted.weights, "cuda"),
     )
 
 
-def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
+def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEngine:
     began = time.perf_counter()
     if config.itl_target_ms is not None:
         raise InvalidRequest(
@@ -158,28 +166,28 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
             param="itl_target_ms",
             hint="drop --itl-target-ms",
         )
-    memory.refuse_packed(config.weights)
+    memory.reject_packed_weights(config.weights)
     _check_host_memory(config)
     _check_block_size(config)
     threads = config.threads or core_count()
-    backend = ops.start(threads=threads)
+    backend = ops.start_backend(threads=threads)
     # torch's threads spin for a while after each op, on the cores that our kernels need next: one is enough for torch.
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
-    model = load(Path(config.model), config.dtype, config.max_context)
+    model = load_decoder(Path(config.model), config.dtype, config.max_context)
     loaded = time.perf_counter()
     defaults = SchedulerConfig()
     running, block = config.max_running or defaults.max_running, config.block_size or defaults.block_size
-    cache = plan_cache(
+    cache = allocate_cache(
         model,
-        dtype=_dtype("kv_dtype", config.kv_dtype) or model.dtype,
+        dtype=_parse_dtype("kv_dtype", config.kv_dtype) or model.dtype,
         block_size=block,
-        memory=config.kv_memory or kv_room or (free_memory() - config.kv_host_memory) // 2,
-        max_tokens=_most_tokens(config, running, model.context),
+        memory=config.kv_memory or default_kv_bytes or (free_memory() - config.kv_host_memory) // 2,
+        max_tokens=_max_kv_tokens(config, running, model.context),
         shared=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
-    runner = TorchRunner(model, cache, eos, lambda: _compiler(Path(config.model), model.config))
+    runner = TorchRunner(model, cache, eos, lambda: _make_compiler(Path(config.model), model.config))
     scheduler = SchedulerConfig(
         block_size=block,
         max_batch_tokens=max(config.max_batch_tokens or defaults.max_batch_tokens, running),
@@ -188,13 +196,15 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         max_context=model.context,
         prefix_cache=config.prefix_cache,
     )
-    tiers = _tiers(config, runner.layout, cache.shape, backend.library) if config.has_tiers else None
+    tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.has_tiers else None
     dock = None
     if config.transfer is not None and (segment := cache.segment) is not None:
-        dock = _dock(config, config.transfer, segment.region, Near.by_memory(segment), backend.library)
-    engine = Engine(scheduler, runner, tiers=tiers, dock=dock)
+        dock = _open_transfer_endpoint(
+            config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
+        )
+    engine = Engine(scheduler, runner, tiers=tiers, transfer_endpoint=dock)
     planned = time.perf_counter()
-    return Loaded(
+    return LoadedEngine(
         engine=engine,
         max_context=engine.max_context,
         kv_tokens=cache.num_blocks * block,
@@ -203,12 +213,12 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",
-        kv_dtype=_name(cache.shape.dtype),
-        numerics=_numerics(model, cache, "plain", "cpu"),
+        kv_dtype=_dtype_name(cache.shape.dtype),
+        numerics=_numerics_of(model, cache, "plain", "cpu"),
     )
 
 
-def _numerics(model: Decoder, cache: KVCache, weights: str, device: str) -> Numerics:
+def _numerics_of(model: DecoderModel, cache: KVCache, weights: str, device: str) -> Numerics:
     dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
     return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
 
@@ -225,36 +235,42 @@ def _check_host_memory(config: EngineConfig) -> None:
     A GPU's host tier is pinned, so all of it is allocated at the start."""
     if config.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
-            f"kv_host_memory is {memory.gib(config.kv_host_memory)} GiB; {memory.gib(free)} GiB of memory are free",
+            f"kv_host_memory is {memory.format_gib(config.kv_host_memory)} GiB; {memory.format_gib(free)} GiB of memory are free",
             param="kv_host_memory",
             hint="lower --kv-host-memory",
         )
 
 
-def _tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None) -> TierStack:
-    size, crc = shape.block_bytes, crc_of(library)
-    codec = codec_of(config.kv_codec, library, str(shape.dtype))
-    host = HostTier(size, config.kv_host_memory or STAGING_BLOCKS * buffer_size(size), config.kv_policy)
+def _make_tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None) -> TierStack:
+    size, crc = shape.block_bytes, select_crc(library)
+    codec = select_kv_codec(config.kv_codec, library, str(shape.dtype))
+    host = HostTier(size, config.kv_host_memory or STAGING_BLOCKS * buffer_bytes_for(size), config.kv_policy)
     below: list[Tier] = []
     if config.kv_disk is not None and config.kv_disk_size is not None:
         where, quota, policy = Path(config.kv_disk), config.kv_disk_size, config.kv_policy
         below.append(DiskTier(where, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=config.kv_codec))
     if config.kv_store is not None:
         memory = config.kv_store_memory
-        place = StorePlace(config.kv_mooncake_host, port_at(config.kv_port, STORE_PORT))
+        place = StoreListenAddress(config.kv_mooncake_host, port_at_offset(config.kv_port, STORE_PORT_OFFSET))
         tier = RemoteTier(config.kv_store, layout, size, memory, place, crc=crc, codec=codec, coding=config.kv_codec)
         below.append(tier)
     return TierStack(host, below)
 
 
-def _dock(
-    config: EngineConfig, transfer: TransferConfig, region: Region, near: Near | None, library: ctypes.CDLL | None
-) -> Dock | None:
-    codec = codec_of(config.kv_codec, library, region.layout.dtype)
-    mooncake = address_of(config.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if config.kv_mooncake else None
-    ways = Ways(crc_of(library), codec, config.kv_codec == "uw", mooncake, config.seals_blocks)
+def _open_transfer_endpoint(
+    config: EngineConfig,
+    transfer: TransferConfig,
+    region: Region,
+    near: SameHostAccess | None,
+    library: ctypes.CDLL | None,
+) -> TransferEndpoint | None:
+    codec = select_kv_codec(config.kv_codec, library, region.layout.dtype)
+    mooncake = (
+        resolve_ipv4_address(config.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if config.kv_mooncake else None
+    )
+    ways = TransferOptions(select_crc(library), codec, config.kv_codec == "uw", mooncake, config.checksums_blocks)
     try:
-        return Dock.opened(transfer, region, near, ways)
+        return TransferEndpoint.open(transfer, region, near, ways)
     except OSError as error:
         if transfer.required:
             where = f"{transfer.host}:{transfer.port}"
@@ -264,23 +280,23 @@ def _dock(
         return None
 
 
-def _compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
+def _make_compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
     from emberline.engine.grammar import GrammarCompiler
 
     return GrammarCompiler(directory / "tokenizer.json", config.vocab, sorted(set(config.eos)))
 
 
-def _dtype(field: str, name: str) -> torch.dtype | None:
+def _parse_dtype(field: str, name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise InvalidRequest(f"{field} is {name!r}; it must be one of {', '.join(DTYPES)}", param=field)
     return DTYPES[name]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _most_tokens(config: EngineConfig, running: int, context: int) -> int:
+def _max_kv_tokens(config: EngineConfig, running: int, context: int) -> int:
     if config.kv_memory is not None:
         return 1 << 40  # kv_memory is set: use all of it
-    return min(CONTEXTS_KEPT, running) * context
+    return min(DEFAULT_KV_CONTEXTS, running) * context

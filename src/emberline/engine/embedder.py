@@ -18,16 +18,16 @@ from typing import IO
 import msgspec
 
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed, EngineUnavailable
-from emberline.engine.messages import Refused
+from emberline.engine.messages import Rejection
 
-DEADLINE = 120.0  # for one call, including the start of the process
+CALL_TIMEOUT_S = 120.0  # for one call, including the start of the process
 
 
-class Embed(msgspec.Struct, tag=True):
+class EmbedRequest(msgspec.Struct, tag=True):
     inputs: list[list[int]]
 
 
-class Embedded(msgspec.Struct, tag=True):
+class EmbedReply(msgspec.Struct, tag=True):
     dim: int
     vectors: bytes  # float32, one vector after the other
 
@@ -39,86 +39,88 @@ class EmbedderProcess:
         self._command = [sys.executable, "-m", "emberline.engine.embedder", str(directory), str(threads)]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._stopped = False
+        self._is_stopped = False
 
     def embed(self, inputs: list[list[int]]) -> list[array[float]]:
         with self._lock:
-            process = self._running()
-            timer = threading.Timer(DEADLINE, process.kill)
+            process = self._ensure_running()
+            timer = threading.Timer(CALL_TIMEOUT_S, process.kill)
             timer.start()
             try:
                 assert process.stdin and process.stdout
-                _write(process.stdin, Embed(inputs))
-                answer = _read(process.stdout)
+                _write_message(process.stdin, EmbedRequest(inputs))
+                answer = _read_message(process.stdout)
             except (BrokenPipeError, EOFError) as e:
                 process.kill()
                 process.wait()
                 if timer.finished.is_set():
                     raise DeadlineExceeded(
-                        f"the embedder did not answer within {DEADLINE:.0f} s", hint="send fewer inputs at once"
+                        f"the embedder did not answer within {CALL_TIMEOUT_S:.0f} s", hint="send fewer inputs at once"
                     ) from e
                 raise EngineFailed("the embedder process died", hint="send the request again") from e
             finally:
                 timer.cancel()
-        if isinstance(answer, Refused):
-            raise answer.error()
-        assert isinstance(answer, Embedded)
+        if isinstance(answer, Rejection):
+            raise answer.to_error()
+        assert isinstance(answer, EmbedReply)
         flat = array("f")
         flat.frombytes(answer.vectors)
         return [flat[i : i + answer.dim] for i in range(0, len(flat), answer.dim)]
 
     def stop(self) -> None:
         """End the process. Open and waiting calls fail, and later ones raise EngineUnavailable."""
-        self._stopped = True
+        self._is_stopped = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._stopped:
+    def _ensure_running(self) -> subprocess.Popen[bytes]:
+        if self._is_stopped:
             raise EngineUnavailable("the server is shutting down")
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self._process
 
 
-def _write(pipe: IO[bytes], message: Embed | Embedded | Refused) -> None:
+def _write_message(pipe: IO[bytes], message: EmbedRequest | EmbedReply | Rejection) -> None:
     body = msgspec.msgpack.encode(message)
     pipe.write(len(body).to_bytes(4, "little") + body)
     pipe.flush()
 
 
-def _read(pipe: IO[bytes]) -> Embed | Embedded | Refused:
-    return _DECODER.decode(_exactly(pipe, int.from_bytes(_exactly(pipe, 4), "little")))
+def _read_message(pipe: IO[bytes]) -> EmbedRequest | EmbedReply | Rejection:
+    return _DECODER.decode(_read_exactly(pipe, int.from_bytes(_read_exactly(pipe, 4), "little")))
 
 
-def _exactly(pipe: IO[bytes], size: int) -> bytes:
+def _read_exactly(pipe: IO[bytes], size: int) -> bytes:
     data = pipe.read(size)
     if len(data) < size:  # the other process died, possibly in the middle of a message
         raise EOFError
     return data
 
 
-_DECODER: msgspec.msgpack.Decoder[Embed | Embedded | Refused] = msgspec.msgpack.Decoder(Embed | Embedded | Refused)
+_DECODER: msgspec.msgpack.Decoder[EmbedRequest | EmbedReply | Rejection] = msgspec.msgpack.Decoder(
+    EmbedRequest | EmbedReply | Rejection
+)
 
 
 def main() -> int:
     import torch
 
-    from emberline.models.bert import Embedder
+    from emberline.models.bert import BertEmbedder
 
     torch.set_num_threads(int(sys.argv[2]))
-    model: Embedder | None = None
+    model: BertEmbedder | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
-            request = _read(sys.stdin.buffer)
-            assert isinstance(request, Embed)
+            request = _read_message(sys.stdin.buffer)
+            assert isinstance(request, EmbedRequest)
             try:  # errors of the model's files are part of the reply
-                model = model or Embedder.load(Path(sys.argv[1]))
+                model = model or BertEmbedder.load(Path(sys.argv[1]))
                 vectors = model.embed(request.inputs)
-                _write(sys.stdout.buffer, Embedded(model.dim, vectors.numpy().tobytes()))
+                _write_message(sys.stdout.buffer, EmbedReply(model.dim, vectors.numpy().tobytes()))
             except EmberlineError as e:
-                _write(sys.stdout.buffer, Refused.of("", e))
+                _write_message(sys.stdout.buffer, Rejection.from_error("", e))
     return 0
 
 

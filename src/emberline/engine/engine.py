@@ -13,19 +13,19 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.config import SchedulerConfig
 from emberline.core.errors import InvalidRequest, Overloaded
 from emberline.core.events import Output, Stats, TransferStats
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Submission
-from emberline.engine.intake import Intake
-from emberline.engine.pairing import Pairing
-from emberline.engine.publisher import Publisher
+from emberline.engine.pairing import PeerPairing
+from emberline.engine.publisher import BlockPublisher
+from emberline.engine.request_builder import RequestBuilder
 from emberline.engine.scheduler import Scheduler
 from emberline.kv.manager import KVManager
-from emberline.kv.pulls import Pulls
+from emberline.kv.pulls import PullManager
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.transfer.dock import Dock
+from emberline.kv.transfer.endpoint import TransferEndpoint
 
-PAUSE = 0.002  # longest wait of a step that has nothing to compute; other engines may share the loop
+IDLE_WAIT_S = 0.002  # longest wait of a step that has nothing to compute; other engines may share the loop
 
 
 class Runner(Protocol):
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class AheadRunner(Runner, Protocol):
+class PipelinedRunner(Runner, Protocol):
     """A runner that accepts the next plan before the result of the last one is read."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -70,22 +70,22 @@ class PreparingRunner(Runner, Protocol):
 class GrammarRunner(Runner, Protocol):
     """A runner that supports grammars and compiles them in another thread."""
 
-    def prepare(self, grammar: Grammar) -> Future[Any]:
+    def prepare(self, grammar: GrammarSpec) -> Future[Any]:
         """Return a future that is done when requests with this grammar can start without waiting.
 
         The compiled grammar is kept as long as the future is."""
         ...
 
 
-class Matching(Protocol):
+class OutputMatcher(Protocol):
     """A compiled grammar with its state after an output."""
 
     @property
-    def done(self) -> bool: ...
+    def is_complete(self) -> bool: ...
 
     def accept(self, token: int) -> bool: ...
 
-    def fork(self) -> Matching: ...
+    def fork(self) -> OutputMatcher: ...
 
 
 class Engine:
@@ -95,7 +95,7 @@ class Engine:
         runner: Runner,
         clock: Clock | None = None,
         tiers: TierStack | None = None,
-        dock: Dock | None = None,
+        transfer_endpoint: TransferEndpoint | None = None,
     ) -> None:
         """`tiers`: KV tiers below the runner's cache, if the runner executes a plan's copies.
         `transfer_endpoint`: exchanges blocks of the runner's cache with other engines."""
@@ -108,126 +108,138 @@ class Engine:
             runner.layout,
             prefix_cache=config.prefix_cache,
             clock=self.clock,
-            load_timeout=config.load_timeout,
+            load_timeout_s=config.load_timeout,
             tiers=tiers,
-            pulls=Pulls(dock.receiver, patience=dock.config.patience, clock=self.clock) if dock else None,
-            on_take=dock.receiver.region.renew if dock else lambda block: None,
+            pulls=PullManager(
+                transfer_endpoint.receiver, stall_timeout_s=transfer_endpoint.config.patience, clock=self.clock
+            )
+            if transfer_endpoint
+            else None,
+            on_allocate=transfer_endpoint.receiver.region.bump_generation if transfer_endpoint else lambda block: None,
         )
-        self.dock = dock
-        self.pairing = Pairing(dock.receiver) if dock else None
-        self._publisher = Publisher(dock.sender, self.kv, dock.config.lease) if dock else None
+        self.transfer_endpoint = transfer_endpoint
+        self.pairing = PeerPairing(transfer_endpoint.receiver) if transfer_endpoint else None
+        self._publisher = (
+            BlockPublisher(transfer_endpoint.sender, self.kv, transfer_endpoint.config.lease)
+            if transfer_endpoint
+            else None
+        )
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher)
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
-        self._intake = Intake(self.max_context, runner.vocab_size, publishes=dock is not None)
-        self._ahead = runner if isinstance(runner, AheadRunner) else None
-        self._preparing = runner if isinstance(runner, PreparingRunner) else None
-        self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        self._planned: StepPlan | None = None  # a plan that is run in the next step: early outputs are returned first
-        self._children: dict[str, list[str]] = {}
+        self._request_builder = RequestBuilder(
+            self.max_context, runner.vocab_size, can_publish=transfer_endpoint is not None
+        )
+        self._pipelined_runner = runner if isinstance(runner, PipelinedRunner) else None
+        self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
+        self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
+        self._deferred_plan: StepPlan | None = (
+            None  # a plan that is run in the next step: early outputs are returned first
+        )
+        self._request_ids: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps = 0
-        self._last = (0, 0.0)
-        self._busy = 0.0
-        self._host = 0.0
+        self._last_step = (0, 0.0)
+        self._busy_seconds = 0.0
+        self._host_seconds = 0.0
 
     def add(self, submission: Submission, arrival: float | None = None) -> None:
         """Accept a submission; each of its completions then ends exactly once.
 
         `arrival`: the time on the engine's clock, of a submission that has already waited. Raises InvalidRequest, or
         Overloaded if too many requests are open."""
-        if submission.id in self._children:
+        if submission.id in self._request_ids:
             raise InvalidRequest(f"a request with id {submission.id!r} is already open", param="id")
-        self._intake.check(submission)
+        self._request_builder.check(submission)
         if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(
                 f"the queue is full: {self.scheduler.num_waiting} requests are waiting",
                 hint="retry after the time in Retry-After, or raise --max-waiting",
             )
-        self._prepare(submission)
-        requests = self._intake.requests(submission, self.clock.now() if arrival is None else arrival)
-        self._children[submission.id] = [request.id for request in requests]
+        self._prepare_grammar(submission)
+        requests = self._request_builder.build(submission, self.clock.now() if arrival is None else arrival)
+        self._request_ids[submission.id] = [request.id for request in requests]
         for request in requests:
             self.scheduler.add(request)
 
     def abort(self, submission_id: str) -> None:
-        for request_id in self._children.get(submission_id, ()):
+        for request_id in self._request_ids.get(submission_id, ()):
             self.scheduler.abort(request_id)
 
-    def abort_one(self, submission_id: str, index: int) -> None:
+    def abort_completion(self, submission_id: str, index: int) -> None:
         """End one of the n completions; the others continue."""
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
-        self._release()
+        self._release_compiled()
         if self._publisher is not None:
-            self._publisher.collect()
+            self._publisher.reclaim_expired()
         steps = self._steps
-        outputs = self._step_plainly() if self._ahead is None else self._step_ahead(self._ahead)
-        if steps == self._steps and not outputs and not self._under_way and not self.idle:
-            self._rest()
+        outputs = self._step_sync() if self._pipelined_runner is None else self._step_pipelined(self._pipelined_runner)
+        if steps == self._steps and not outputs and not self._in_flight and not self.idle:
+            self._wait_for_progress()
         return outputs
 
-    def _rest(self) -> None:
+    def _wait_for_progress(self) -> None:
         """Wait briefly, since all requests wait for a grammar, for blocks, or for the end of a lease."""
-        if held := self.scheduler.waiting.held:
-            futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
+        if held := self.scheduler.waiting.blocked_ids:
+            futures.wait([self._grammars[name] for name in held], IDLE_WAIT_S, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
-            source.wait(PAUSE)
+            source.wait_for_progress(IDLE_WAIT_S)
 
-    def _step_plainly(self) -> list[Output]:
+    def _step_sync(self) -> list[Output]:
         began = time.perf_counter()
-        plan, self._planned = self._planned or self.scheduler.schedule(), None
+        plan, self._deferred_plan = self._deferred_plan or self.scheduler.schedule(), None
         if plan is not None and self.scheduler.has_early_outputs:
-            self._planned = plan  # it runs in the next step, before anything else is planned
-            return self._collect()
+            self._deferred_plan = plan  # it runs in the next step, before anything else is planned
+            return self._collect_outputs()
         if plan is not None:
             started = time.perf_counter()
             result = self.runner.run(plan)
             ran = time.perf_counter() - started
-            self._take(plan, result, ran)
-            self._host += time.perf_counter() - began - ran
-        return self._collect()
+            self._apply_result(plan, result, ran)
+            self._host_seconds += time.perf_counter() - began - ran
+        return self._collect_outputs()
 
-    def _step_ahead(self, runner: AheadRunner) -> list[Output]:
+    def _step_pipelined(self, runner: PipelinedRunner) -> list[Output]:
         """Plan and launch a step, then wait for the previous one, so that the device is never idle.
 
         With nothing to plan, wait for the step in flight."""
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._under_way.append((plan, runner.launch(plan)))
+            self._in_flight.append((plan, runner.launch(plan)))
         waited = 0.0
-        if len(self._under_way) > (plan is not None):
-            done, wait = self._under_way.popleft()
+        if len(self._in_flight) > (plan is not None):
+            done, wait = self._in_flight.popleft()
             started = time.perf_counter()
             result = wait()
             waited = time.perf_counter() - started
-            self._take(done, result, result.seconds)
-        self._host += time.perf_counter() - began - waited
-        return self._collect()
+            self._apply_result(done, result, result.seconds)
+        self._host_seconds += time.perf_counter() - began - waited
+        return self._collect_outputs()
 
-    def _take(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+    def _apply_result(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         self.scheduler.update(plan, result)
         self._steps += 1
-        self._busy += seconds
-        self._last = (plan.num_tokens, seconds)
+        self._busy_seconds += seconds
+        self._last_step = (plan.num_tokens, seconds)
 
     @property
     def is_preparing(self) -> bool:
-        return self._preparing is not None and self._preparing.is_preparing
+        return self._preparing_runner is not None and self._preparing_runner.is_preparing
 
     def prepare_next(self) -> bool:
         """Use idle time to make later steps faster; return False if nothing was left to prepare."""
-        return self._preparing is not None and self._preparing.prepare_next()
+        return self._preparing_runner is not None and self._preparing_runner.prepare_next()
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._under_way and self._planned is None
+        return self.scheduler.idle and not self._in_flight and self._deferred_plan is None
 
     @property
-    def attentive(self) -> bool:
+    def needs_polling(self) -> bool:
         """Whether it needs steps although it is idle: peers hold its blocks, or are being connected."""
-        unsettled = self.pairing is not None and self.pairing.unsettled
+        unsettled = self.pairing is not None and self.pairing.has_pending_changes
         return unsettled or self.kv.has_pinned or self.kv.num_quarantined > 0
 
     def close(self) -> None:
@@ -238,8 +250,8 @@ class Engine:
             self.kv.pulls.close()
         if self.pairing is not None:
             self.pairing.close()
-        if self.dock is not None:
-            self.dock.close()
+        if self.transfer_endpoint is not None:
+            self.transfer_endpoint.close()
 
     def stats(self) -> Stats:
         """Return current statistics. Each sample of a block's residency is returned once."""
@@ -250,73 +262,76 @@ class Engine:
             loading=s.num_loading,
             waiting=s.num_waiting,
             deferred=s.num_deferred,
-            blocks_total=self.kv.total,
+            blocks_total=self.kv.num_blocks,
             blocks_free=self.kv.num_free,
             blocks_cached=self.kv.num_cached,
             preemptions=s.preemptions,
-            prefix_queries=self.kv.queries,
-            prefix_hits=self.kv.hits,
+            prefix_queries=self.kv.queried_tokens,
+            prefix_hits=self.kv.hit_tokens,
             prompt_tokens=s.prompt_tokens,
             generated_tokens=s.generated_tokens,
-            step_tokens=self._last[0],
-            step_seconds=self._last[1],
-            busy_seconds=self._busy,
+            step_tokens=self._last_step[0],
+            step_seconds=self._last_step[1],
+            busy_seconds=self._busy_seconds,
             cpu_seconds=time.process_time(),
-            host_seconds=self._host,
-            residency=self.kv.residency.drain(),
+            host_seconds=self._host_seconds,
+            residency=self.kv.residency.take_samples(),
             tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
-            transfer=self._transfer(),
+            transfer=self._transfer_stats(),
         )
 
-    def _transfer(self) -> TransferStats | None:
-        if self.kv.pulls is None or self._publisher is None or self.dock is None:
+    def _transfer_stats(self) -> TransferStats | None:
+        if self.kv.pulls is None or self._publisher is None or self.transfer_endpoint is None:
             return None
         stats = self.kv.pulls.stats()
-        stats.reached, stats.passed_over = dict(self.dock.receiver.reached), dict(self.dock.receiver.passed_over)
-        self._publisher.report(stats)
+        stats.reached, stats.passed_over = (
+            dict(self.transfer_endpoint.receiver.connected_transports),
+            dict(self.transfer_endpoint.receiver.failed_transports),
+        )
+        self._publisher.add_stats(stats)
         stats.quarantined_blocks = self.kv.num_quarantined
         return stats
 
-    def _collect(self) -> list[Output]:
-        outputs = self.scheduler.drain()
+    def _collect_outputs(self) -> list[Output]:
+        outputs = self.scheduler.drain_outputs()
         for output in outputs:
             if output.finish is not None:
-                children = self._children[output.id]
+                children = self._request_ids[output.id]
                 children.remove(f"{output.id}#{output.index}")
                 if not children:
-                    del self._children[output.id]
+                    del self._request_ids[output.id]
                     self._grammars.pop(output.id, None)
-                    self.scheduler.waiting.held.discard(output.id)
+                    self.scheduler.waiting.blocked_ids.discard(output.id)
         return outputs
 
-    def _prepare(self, submission: Submission) -> None:
+    def _prepare_grammar(self, submission: Submission) -> None:
         """Start compiling the submission's grammar and block its requests in the queue until that is done.
 
         They wait in the queue so that deadlines and aborts apply to them."""
         grammar = submission.params.grammar
         if grammar is not None and isinstance(self.runner, GrammarRunner):
             self._grammars[submission.id] = self.runner.prepare(grammar)
-            self.scheduler.waiting.held.add(submission.id)
+            self.scheduler.waiting.blocked_ids.add(submission.id)
 
-    def _release(self) -> None:
+    def _release_compiled(self) -> None:
         """Unblock submissions whose grammar is compiled; end those whose grammar is invalid or complete."""
-        held = self.scheduler.waiting.held
+        held = self.scheduler.waiting.blocked_ids
         for name in [name for name in held if self._grammars[name].done()]:
             held.remove(name)
             error = self._grammars[name].exception()
-            for request_id in self._children[name]:
+            for request_id in self._request_ids[name]:
                 if error is not None:
                     self.scheduler.abort(request_id, str(error))
-                elif self._completes(request_id, self._grammars[name].result()):
+                elif self._is_output_complete(request_id, self._grammars[name].result()):
                     self.scheduler.end(request_id, FinishReason.STOP)
 
-    def _completes(self, request_id: str, grammar: Matching) -> bool:
+    def _is_output_complete(self, request_id: str, grammar: OutputMatcher) -> bool:
         """Return whether the output that the request was submitted with already completes its grammar."""
         request = self.scheduler.requests.get(request_id)
-        if request is None or not request.resumed:
+        if request is None or not request.num_resumed:
             return False
         matcher = grammar.fork()
         for token in request.tokens[request.prompt_len :]:
             if token not in self.runner.eos:
                 matcher.accept(token)
-        return matcher.done
+        return matcher.is_complete

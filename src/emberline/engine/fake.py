@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Callable
 from hashlib import blake2b
 
-from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
-from emberline.kv.transfer.layout import Layout
+from emberline.core.plan import PENDING_TOKEN, Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
+from emberline.kv.transfer.layout import KVLayout
 from emberline.kv.transfer.region import HostRegion
 
 
@@ -26,8 +26,8 @@ class FakeRunner:
         self.block_bytes = 8 * block_size
         self._block_size = block_size
         self._memory = array("q", [-1]) * (num_blocks * block_size)
-        self._known: dict[str, Admission] = {}
-        self._newest: dict[str, int] = {}  # last sampled token of each request
+        self._admissions: dict[str, Admission] = {}
+        self._newest_tokens: dict[str, int] = {}  # last sampled token of each request
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps += 1
@@ -36,44 +36,44 @@ class FakeRunner:
         for load in plan.loads:
             self._memory[self._slots(load.block)] = array("q", load.buffer[: self.block_bytes].tobytes())
         for admission in plan.admitted:
-            assert admission.id not in self._known
-            self._known[admission.id] = admission
+            assert admission.id not in self._admissions
+            self._admissions[admission.id] = admission
         for work in plan.work:
             for offset, token in enumerate(work.tokens):
                 block, slot = divmod(work.start + offset, self._block_size)
                 at = work.blocks[block] * self._block_size + slot
-                self._memory[at] = self._newest[work.id] if token == PENDING else token
-        sampled = {work.id: Sampled(self._next(work)) for work in plan.work if work.samples}
-        self._newest.update((name, one.token) for name, one in sampled.items())
+                self._memory[at] = self._newest_tokens[work.id] if token == PENDING_TOKEN else token
+        sampled = {work.id: SampledToken(self._sample(work)) for work in plan.work if work.samples}
+        self._newest_tokens.update((name, one.token) for name, one in sampled.items())
         logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
-        for ended in plan.ended:
-            del self._known[ended]
-            self._newest.pop(ended, None)
+        for ended in plan.ended_ids:
+            del self._admissions[ended]
+            self._newest_tokens.pop(ended, None)
         return StepResult(plan.step, sampled, logprobs)
 
     def region(self) -> HostRegion:
         """Return its memory for KV transfers."""
-        layout = Layout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
+        layout = KVLayout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
         return HostRegion(layout, [memoryview(self._memory)])
 
     def _slots(self, block: int) -> slice:
         return slice(block * self._block_size, (block + 1) * self._block_size)
 
-    def _next(self, work: Work) -> int:
+    def _sample(self, work: WorkItem) -> int:
         length = work.start + len(work.tokens)
         flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[self._slots(b)]]
-        admission = self._known[work.id]
+        admission = self._admissions[work.id]
         seed = 0 if admission.params.greedy else admission.seed
         digest = blake2b(f"{seed}:{flat[:length]}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % self.vocab_size
 
-    def _logprobs(self, work: Work) -> list[TokenLogprob]:
-        known = self._known[work.id].tokens
+    def _logprobs(self, work: WorkItem) -> list[TokenLogprob]:
+        known = self._admissions[work.id].tokens
         successors = known[work.start + 1 : work.start + 1 + len(work.tokens)]
         return [TokenLogprob(logprob=-float(token), rank=1) for token in successors]
 
 
-class FakeAheadRunner(FakeRunner):
+class FakePipelinedRunner(FakeRunner):
     """A FakeRunner that returns results later, as a GPU does."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:

@@ -26,42 +26,42 @@ import numpy.typing as npt
 from llguidance.gbnf_to_lark import any_to_lark
 
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar, GrammarKind
+from emberline.core.params import GrammarKind, GrammarSpec
 
-MAX_TEXT = 256 * 1024  # characters
+MAX_GRAMMAR_CHARS = 256 * 1024  # characters
 MAX_CHOICES = 10_000
-CACHED = 64
+MAX_CACHED_GRAMMARS = 64
 # Limited, because some small models would otherwise write newlines until max_tokens.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+WHITESPACE_PATTERN = r"[\x20\x0A\x0D\x09]{1,64}"
 
 Mask = npt.NDArray[np.int32]
 
 
-class Matcher:
+class GrammarMatcher:
     """The state of one request's grammar after its output so far.
 
     A mask has one bit for each id of the model's vocabulary, 32 in an int32."""
 
-    __slots__ = ("_inner", "_words")
+    __slots__ = ("_inner", "_mask_words")
 
     def __init__(self, inner: llguidance.LLMatcher, words: int) -> None:
         self._inner = inner
-        self._words = words
+        self._mask_words = words
 
-    def fill(self, mask: Mask) -> None:
-        assert mask.dtype == np.int32 and mask.shape == (self._words,) and mask.flags.c_contiguous
+    def fill_mask(self, mask: Mask) -> None:
+        assert mask.dtype == np.int32 and mask.shape == (self._mask_words,) and mask.flags.c_contiguous
         self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
-    def allowed(self) -> list[int]:
-        mask = np.zeros(self._words, np.int32)
-        self.fill(mask)
+    def allowed_tokens(self) -> list[int]:
+        mask = np.zeros(self._mask_words, np.int32)
+        self.fill_mask(mask)
         bits: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         return bits
 
     def accept(self, token: int) -> bool:
         return self._inner.consume_token(token)
 
-    def valid(self, tokens: Sequence[int]) -> int:
+    def count_valid(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens could follow, one after the other; the state does not change."""
         return self._inner.validate_tokens(list(tokens))
 
@@ -69,25 +69,25 @@ class Matcher:
         succeeded = self._inner.rollback(count)
         assert succeeded, self._inner.get_error()
 
-    def fork(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._words)
+    def fork(self) -> GrammarMatcher:
+        return GrammarMatcher(self._inner.deep_copy(), self._mask_words)
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether only an end-of-sequence token may follow."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def error(self) -> str | None:
         """Why the request cannot continue: a forbidden token or a limit of the library; else None."""
-        return _plain(self._inner.get_error()) if self._inner.is_error() else None
+        return _shorten_message(self._inner.get_error()) if self._inner.is_error() else None
 
 
-def fill_masks(matchers: Sequence[Matcher], masks: Mask) -> None:
+def fill_masks(matchers: Sequence[GrammarMatcher], masks: Mask) -> None:
     """Write the mask of each matcher to the row of `masks` with the same index, several in parallel."""
     assert masks.dtype == np.int32 and len(masks) == len(matchers) and masks.flags.c_contiguous
     if len(matchers) == 1:
-        matchers[0].fill(masks[0])
+        matchers[0].fill_mask(masks[0])
         return
     pairs = [(matcher._inner, i) for i, matcher in enumerate(matchers)]
     _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, len(masks))
@@ -107,21 +107,21 @@ class GrammarCompiler:
         text = tokenizer.read_text("utf-8")
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, GrammarMatcher] = OrderedDict()
         self._lock = threading.Lock()  # protects _compiled; compiling itself runs without it
         self.mask_words = (vocab_size + 31) // 32
 
-    def compile(self, grammar: Grammar, param: str = "response_format") -> Matcher:
-        if (cached := self.compiled(grammar)) is not None:
+    def compile(self, grammar: GrammarSpec, param: str = "response_format") -> GrammarMatcher:
+        if (cached := self.find_compiled(grammar)) is not None:
             return cached
         matcher = self._build(grammar, param)
         with self._lock:
             self._compiled[grammar] = matcher
-            if len(self._compiled) > CACHED:
+            if len(self._compiled) > MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return matcher.fork()
 
-    def compiled(self, grammar: Grammar) -> Matcher | None:
+    def find_compiled(self, grammar: GrammarSpec) -> GrammarMatcher | None:
         """Return a matcher if the grammar is cached, also while another thread compiles; else None."""
         with self._lock:
             if grammar not in self._compiled:
@@ -129,33 +129,37 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar].fork()
 
-    def _build(self, grammar: Grammar, param: str) -> Matcher:
-        if len(grammar.text) > MAX_TEXT:
-            raise _refusal(grammar.kind, f"it has {len(grammar.text)} characters; the limit is {MAX_TEXT}", param)
+    def _build(self, grammar: GrammarSpec, param: str) -> GrammarMatcher:
+        if len(grammar.text) > MAX_GRAMMAR_CHARS:
+            raise _grammar_error(
+                grammar.kind, f"it has {len(grammar.text)} characters; the limit is {MAX_GRAMMAR_CHARS}", param
+            )
         try:
             spec = _SPECS[grammar.kind](grammar.text)
         except Exception as error:  # the library's translator raises Exception itself
-            raise _refusal(grammar.kind, str(error), param) from error
+            raise _grammar_error(grammar.kind, str(error), param) from error
         inner = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
         if inner.is_error():
-            raise _refusal(grammar.kind, inner.get_error(), param)
-        matcher = Matcher(inner, self.mask_words)
-        matcher.allowed()  # sets `error` if no text can match
+            raise _grammar_error(grammar.kind, inner.get_error(), param)
+        matcher = GrammarMatcher(inner, self.mask_words)
+        matcher.allowed_tokens()  # sets `error` if no text can match
         if matcher.error is not None:
             is_empty = "NoExtension" in matcher.error
-            raise _refusal(grammar.kind, "no text can match it" if is_empty else matcher.error, param)
+            raise _grammar_error(grammar.kind, "no text can match it" if is_empty else matcher.error, param)
         return matcher
 
 
-def _json_schema(text: str) -> str:
-    schema = _json(text)
+def _schema_spec(text: str) -> str:
+    schema = _parse_json(text)
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
-    return llguidance.LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN}}
+    )
 
 
-def _choice(text: str) -> str:
-    choices = _json(text)
+def _choice_spec(text: str) -> str:
+    choices = _parse_json(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
         raise ValueError("a choice must be a JSON array of one or more strings, none of them empty")
     if len(choices) > MAX_CHOICES:
@@ -163,17 +167,17 @@ def _choice(text: str) -> str:
     return llguidance.grammar_from("choice", text)
 
 
-def _grammar(text: str) -> str:
+def _grammar_spec(text: str) -> str:
     if not text.lstrip().startswith("{"):
         return llguidance.grammar_from("grammar", text)
-    composed = _json(text)
+    composed = _parse_json(text)
     parts = composed.get("grammars") if isinstance(composed, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ValueError('as JSON it must be {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
-    return json.dumps({"grammars": [_part(part) for part in parts]})
+    return json.dumps({"grammars": [_grammar_part(part) for part in parts]})
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
+def _grammar_part(part: dict[str, Any]) -> dict[str, Any]:
     """Return one part of a composed grammar, with our own options; only `lenient` is kept."""
     lark, schema = part.get("lark_grammar"), part.get("json_schema")
     if isinstance(lark, str) and "::=" in lark:
@@ -181,37 +185,40 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         lenient = isinstance(options, dict) and options.get("lenient") is True
-        return {**part, "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}}
+        return {
+            **part,
+            "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE_PATTERN, "lenient": lenient}},
+        }
     return part
 
 
 _SPECS: dict[GrammarKind, Callable[[str], str]] = {
-    "json_object": lambda _: _json_schema('{"type": "object"}'),
-    "json_schema": _json_schema,
+    "json_object": lambda _: _schema_spec('{"type": "object"}'),
+    "json_schema": _schema_spec,
     "regex": llguidance.LLMatcher.grammar_from_regex,
-    "choice": _choice,
-    "grammar": _grammar,
+    "choice": _choice_spec,
+    "grammar": _grammar_spec,
 }
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _refusal(kind: GrammarKind, why: str, param: str) -> InvalidRequest:
+def _grammar_error(kind: GrammarKind, why: str, param: str) -> InvalidRequest:
     hint = None
     if "Unimplemented keys" in why:
         why = "these keywords cannot be enforced: " + why.partition("Unimplemented keys:")[2].strip()
         hint = "remove them, or check them in the reply"
     elif "oneOf" in why:
         why, hint = "oneOf has members that may overlap, which cannot be enforced", "use anyOf"
-    return InvalidRequest(f"the {kind} cannot be used: {_plain(why)}", param=param, hint=hint)
+    return InvalidRequest(f"the {kind} cannot be used: {_shorten_message(why)}", param=param, hint=hint)
 
 
-def _plain(message: str) -> str:
+def _shorten_message(message: str) -> str:
     """Return the library's message without the grammar it quotes, which can be very long."""
     lines = [line.strip() for line in message.splitlines()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.core.errors import EngineUnavailable, InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
 
-DEADLINE_S = 1.0  # CPU time of one trial, so that a busy machine accepts what an idle one does
-PATIENCE_S = 60.0  # wall time of one trial including the child's start, for a child that gets no CPU time
-KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)  # exit statuses of a child that something else ended
+MAX_CPU_S = 1.0  # CPU time of one trial, so that a busy machine accepts what an idle one does
+REPLY_TIMEOUT_S = 60.0  # wall time of one trial including the child's start, for a child that gets no CPU time
+KILL_STATUSES = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)  # exit statuses of a child that something else ended
 STACK_BYTES = 4 << 20  # half of the usual stack of a main thread
 MEMORY_BYTES = 2 << 30  # address space
-REMEMBERED = 1024
+MAX_CACHED_VERDICTS = 1024
 TRIAL_STEPS = 4  # masks to compute; some grammars fail only at the second one
 
 
@@ -49,16 +49,16 @@ class GrammarGuard:
     def start(self) -> None:
         """Start the child process now instead of with the first check."""
         with self._lock:
-            self._running()
+            self._ensure_running()
 
-    def check(self, grammar: Grammar, param: str = "response_format") -> None:
+    def check(self, grammar: GrammarSpec, param: str = "response_format") -> None:
         """Raise InvalidRequest if the grammar cannot be used, EngineUnavailable if the child cannot run."""
         line = json.dumps([grammar.kind, grammar.text])
         key = hashlib.sha256(line.encode()).digest()
         with self._lock:
             if key not in self._verdicts:
-                self._verdicts[key] = self._try(grammar, line)
-                if len(self._verdicts) > REMEMBERED:
+                self._verdicts[key] = self._run_trial(grammar, line)
+                if len(self._verdicts) > MAX_CACHED_VERDICTS:
                     self._verdicts.popitem(last=False)
             self._verdicts.move_to_end(key)
             error = self._verdicts[key]
@@ -71,17 +71,17 @@ class GrammarGuard:
                 self._child.kill()
                 self._reap()
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _ensure_running(self) -> subprocess.Popen[str]:
         if self._child is None or self._child.poll() is not None:
             self._child = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            if not self._ask(self._child, ""):
+            if not self._exchange(self._child, ""):
                 raise EngineUnavailable(f"the grammar checker process did not start: exit status {self._reap()}")
         return self._child
 
-    def _ask(self, child: subprocess.Popen[str], line: str) -> str:
+    def _exchange(self, child: subprocess.Popen[str], line: str) -> str:
         """Send a line to the child and return its reply; "" if it died."""
         assert child.stdin is not None and child.stdout is not None
-        timer = threading.Timer(PATIENCE_S, child.kill)
+        timer = threading.Timer(REPLY_TIMEOUT_S, child.kill)
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -91,19 +91,19 @@ class GrammarGuard:
         finally:
             timer.cancel()
 
-    def _try(self, grammar: Grammar, line: str) -> InvalidRequest | None:
-        reply = self._ask(self._running(), line)
+    def _run_trial(self, grammar: GrammarSpec, line: str) -> InvalidRequest | None:
+        reply = self._exchange(self._ensure_running(), line)
         if not reply:
-            return self._post_mortem(grammar)
+            return self._verdict_of_dead_child(grammar)
         verdict = json.loads(reply)
         return InvalidRequest(verdict["message"], hint=verdict["hint"]) if verdict else None
 
-    def _post_mortem(self, grammar: Grammar) -> InvalidRequest:
+    def _verdict_of_dead_child(self, grammar: GrammarSpec) -> InvalidRequest:
         status = self._reap()
-        if status in KILLED:  # not the grammar's fault
+        if status in KILL_STATUSES:  # not the grammar's fault
             raise EngineUnavailable("the grammar checker process was killed", hint="send the request again")
         timed_out = status == -signal.SIGPROF
-        why = f"compiling it takes more than {DEADLINE_S:g} s" if timed_out else "it is nested too deeply or too large"
+        why = f"compiling it takes more than {MAX_CPU_S:g} s" if timed_out else "it is nested too deeply or too large"
         return InvalidRequest(f"the {grammar.kind} cannot be used: {why}", hint="simplify it")
 
     def _reap(self) -> int:
@@ -115,7 +115,7 @@ class GrammarGuard:
         return child.wait()
 
 
-def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
     """Read one grammar per line and write one verdict per line; an empty line is a ping.
 
     Runs in the child process."""
@@ -130,23 +130,23 @@ def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the server is gone
     for line in sys.stdin:
         signal.setitimer(
-            signal.ITIMER_PROF, DEADLINE_S
+            signal.ITIMER_PROF, MAX_CPU_S
         )  # unhandled, so that the signal ends the process even inside the library
-        verdict = _trial(compiler, Grammar(*json.loads(line))) if line.strip() else None
+        verdict = _try_grammar(compiler, GrammarSpec(*json.loads(line))) if line.strip() else None
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(verdict), flush=True)
 
 
-def _trial(compiler: GrammarCompiler, grammar: Grammar) -> dict[str, str | None] | None:
+def _try_grammar(compiler: GrammarCompiler, grammar: GrammarSpec) -> dict[str, str | None] | None:
     """Compile the grammar and follow a few random tokens; return message and hint of an error, or None."""
     rng = random.Random(0)
     try:
         matcher = compiler.compile(grammar)
         for _ in range(TRIAL_STEPS):
-            allowed = matcher.allowed()
+            allowed = matcher.allowed_tokens()
             if matcher.error is not None:
                 return {"message": f"the {grammar.kind} cannot be used: {matcher.error}", "hint": "simplify it"}
-            if matcher.done or not matcher.accept(rng.choice(allowed)):
+            if matcher.is_complete or not matcher.accept(rng.choice(allowed)):
                 break
     except InvalidRequest as error:
         return {"message": error.message, "hint": error.hint}
@@ -154,4 +154,4 @@ def _trial(compiler: GrammarCompiler, grammar: Grammar) -> dict[str, str | None]
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), [int(i) for i in sys.argv[3].split(",")])
+    serve_checks(Path(sys.argv[1]), int(sys.argv[2]), [int(i) for i in sys.argv[3].split(",")])

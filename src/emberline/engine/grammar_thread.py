@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from emberline.core.errors import EmberlineError, InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
-    from emberline.engine.grammar import GrammarCompiler, Matcher
+    from emberline.engine.grammar import GrammarCompiler, GrammarMatcher
 
 
 class GrammarThread:
@@ -27,31 +27,31 @@ class GrammarThread:
             None  # made in the thread with the first grammar, because it reads a tokenizer
         )
         self._thread: threading.Thread | None = None
-        self._jobs: SimpleQueue[tuple[Grammar, ReferenceType[Future[Matcher]]]] = SimpleQueue()
-        self._asked: WeakValueDictionary[Grammar, Future[Matcher]] = WeakValueDictionary()
+        self._queue: SimpleQueue[tuple[GrammarSpec, ReferenceType[Future[GrammarMatcher]]]] = SimpleQueue()
+        self._futures: WeakValueDictionary[GrammarSpec, Future[GrammarMatcher]] = WeakValueDictionary()
 
-    def compile(self, grammar: Grammar) -> Future[Matcher]:
+    def compile(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
         """Return a future of a matcher to fork; it may raise EmberlineError.
 
         Keep it to avoid a second compilation."""
-        if (pending := self._asked.get(grammar)) is not None:
+        if (pending := self._futures.get(grammar)) is not None:
             return pending
-        future = self._asked[grammar] = Future()
-        if self._compiler is not None and (matcher := self._compiler.compiled(grammar)) is not None:
+        future = self._futures[grammar] = Future()
+        if self._compiler is not None and (matcher := self._compiler.find_compiled(grammar)) is not None:
             future.set_result(matcher)
             return future
-        self._jobs.put((grammar, ref(future)))
+        self._queue.put((grammar, ref(future)))
         if self._thread is None:  # a daemon, so that a compilation that hangs does not keep the process alive
-            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
         return future
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
-            self._answer(*self._jobs.get())
+            self._compile_one(*self._queue.get())
 
-    def _answer(self, grammar: Grammar, asked: ReferenceType[Future[Matcher]]) -> None:
-        if (future := asked()) is None:
+    def _compile_one(self, grammar: GrammarSpec, future_ref: ReferenceType[Future[GrammarMatcher]]) -> None:
+        if (future := future_ref()) is None:
             return
         try:
             if self._compiler is None:

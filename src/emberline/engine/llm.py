@@ -22,7 +22,7 @@ from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.boot import boot
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.hub.source import resolve
+from emberline.hub.source import resolve_model
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class Completion:
     finish_reason: str = ""
 
 
-Jobs = dict[tuple[str, int], tuple[Completion, Detokenizer]]  # by submission id and completion index
+OpenCompletions = dict[tuple[str, int], tuple[Completion, Detokenizer]]  # by submission id and completion index
 
 
 class LLM:
@@ -50,9 +50,9 @@ class LLM:
         """Load a model.
 
         `model` is any name that `emberline pull` accepts; `settings` are fields of EngineConfig."""
-        directory = resolve(str(model))
+        directory = resolve_model(str(model))
         self.tokenizer = Tokenizer.load(directory)
-        self.template = _template(directory)
+        self.template = _load_template(directory)
         self.loaded = boot(EngineConfig(model=str(directory), **settings))
         self.engine = self.loaded.engine
         runner = self.engine.runner  # checks untrusted grammars; the first one starts its process
@@ -90,8 +90,8 @@ class LLM:
         params = params or SamplingParams()
         if params.grammar is not None:
             self._guard.check(params.grammar, param="grammar")
-        jobs: Jobs = {}
-        bar = _Bar(len(many) * params.n, enabled=progress and sys.stderr.isatty())
+        jobs: OpenCompletions = {}
+        bar = _ProgressBar(len(many) * params.n, enabled=progress and sys.stderr.isatty())
         try:
             for i, prompt in enumerate(many):
                 self._submit(i, prompt, params, jobs, bar)
@@ -112,19 +112,26 @@ class LLM:
         text = self.template.render(list(messages), **template)
         return self.generate([self.tokenizer.encode(text, add_special=False)], params, progress=False)[0]
 
-    def _submit(self, i: int, prompt: str | list[int], params: SamplingParams, jobs: Jobs, bar: _Bar) -> None:
+    def _submit(
+        self,
+        i: int,
+        prompt: str | list[int],
+        params: SamplingParams,
+        open_completions: OpenCompletions,
+        bar: _ProgressBar,
+    ) -> None:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._count += 1
         name = f"llm-{self._count}"
         submission = Submission(name, ids, params, timeout=float("inf"))
-        while not self._is_added(submission):
-            self._step(jobs, bar)
+        while not self._try_add(submission):
+            self._step(open_completions, bar)
         shown = params.skip_special_tokens, params.stop, params.include_stop
         for n in range(params.n):
-            text = Detokenizer(self.tokenizer, *shown, continuing=True, at_least=params.min_tokens)
-            jobs[name, n] = Completion(i, n), text
+            text = Detokenizer(self.tokenizer, *shown, continues_prompt=True, min_tokens=params.min_tokens)
+            open_completions[name, n] = Completion(i, n), text
 
-    def _is_added(self, submission: Submission) -> bool:
+    def _try_add(self, submission: Submission) -> bool:
         """Return False if the engine is full, so that the submission can be added after others have ended."""
         try:
             self.engine.add(submission)
@@ -134,15 +141,15 @@ class LLM:
             return False
         return True
 
-    def _step(self, jobs: Jobs, bar: _Bar) -> None:
+    def _step(self, open_completions: OpenCompletions, bar: _ProgressBar) -> None:
         for output in self.engine.step():
             if (
-                job := jobs.get((output.id, output.index))
+                job := open_completions.get((output.id, output.index))
             ) is not None:  # else it belongs to an earlier call that failed
-                self._take(output, *job)
+                self._apply_output(output, *job)
                 bar.advance(len(output.tokens), output.finish is not None)
 
-    def _take(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
+    def _apply_output(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
         if completion.finish_reason:
             return  # tokens that were sampled between its stop string and the abort
         if output.error is not None:
@@ -152,22 +159,22 @@ class LLM:
         completion.logprobs += output.logprobs
         completion.cached_tokens += output.cached_tokens
         completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
-        if detokenizer.stopped is not None:
+        if detokenizer.matched_stop is not None:
             completion.finish_reason = FinishReason.STOP.value
-            self.engine.abort_one(output.id, output.index)
+            self.engine.abort_completion(output.id, output.index)
         elif output.finish is not None:
             completion.text += detokenizer.flush()
             completion.finish_reason = output.finish.value
 
 
-def _template(directory: Path) -> ChatTemplate | None:
+def _load_template(directory: Path) -> ChatTemplate | None:
     try:
         return ChatTemplate.load(directory)
     except UnsupportedModel:
         return None  # generate works without one
 
 
-class _Bar:
+class _ProgressBar:
     """Shows finished completions and tokens per second on one line of a terminal."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:

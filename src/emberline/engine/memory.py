@@ -9,30 +9,34 @@ from dataclasses import dataclass
 
 from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
-from emberline.engine.gpu.shape import MAX_CHUNKS, Grid, shapes
-from emberline.engine.scheduler import MOST_SCORED
+from emberline.engine.gpu.shape import MAX_CHUNKS, ShapeGrid, captured_shapes
+from emberline.engine.scheduler import MAX_SCORED_TOKENS
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
-FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
-RESERVE = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
+USABLE_FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
+RESERVE_BYTES = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
 GRAPH_BYTES = 8 << 20  # one captured graph: a few hundred nodes and their arguments; all share activations
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
-PIECES = 4  # scratch buffers for copies to and from other tiers: two for each direction, used in turn
-PIECE_BYTES = 64 << 20  # or one block, if that is larger
-SLOTS = 4  # buffers for each direction of KV transfers
-SLOT_BYTES = 4 << 20  # or one layer of the largest block, if that is larger: what kv/transfer/receiver.py requests
-LARGEST_BLOCK = 64
-PARTIALS = 16  # parts into which attention splits a request's keys, on average over a full batch
-LEAST_WIDENED = 32_768  # so that a few prompts with long cached prefixes can be in one step
-LEAST_BLOCKS = 2
-F32 = 4
-PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
-PACKED_GRAIN, PACKED_BLOCK = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
-UNPACKED = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
+COPY_PIECES = 4  # scratch buffers for copies to and from other tiers: two for each direction, used in turn
+COPY_PIECE_BYTES = 64 << 20  # or one block, if that is larger
+TRANSFER_SLOTS = 4  # buffers for each direction of KV transfers
+TRANSFER_SLOT_BYTES = (
+    4 << 20
+)  # or one layer of the largest block, if that is larger: what kv/transfer/receiver.py requests
+MAX_BLOCK_TOKENS = 64
+MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
+MIN_WIDENED_TOKENS = 32_768  # so that a few prompts with long cached prefixes can be in one step
+MIN_KV_BLOCKS = 2
+F32_BYTES = 4
+MAX_PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
+PACKED_GRAIN, PACKED_BLOCK_ROWS = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
+MAX_UNPACKED_WEIGHTS = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
-READ = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py supports
-FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # stacked to the first matrix
+READABLE_DTYPES = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py supports
+FIRST_MATRIX_NAMES = tuple(
+    f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"
+)  # stacked to the first matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,12 @@ class MemoryPlan:
     max_context: int
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve
 
     @property
-    def spare(self) -> int:
-        return self.total - self.fixed - self.kv_bytes
+    def spare_bytes(self) -> int:
+        return self.total - self.fixed_bytes - self.kv_bytes
 
     @property
     def kv_blocks(self) -> int:
@@ -65,10 +69,14 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, int]]:
         parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
-        return [*((name, getattr(self, name)) for name in parts), ("kv cache", self.kv_bytes), ("spare", self.spare)]
+        return [
+            *((name, getattr(self, name)) for name in parts),
+            ("kv cache", self.kv_bytes),
+            ("spare", self.spare_bytes),
+        ]
 
     def __str__(self) -> str:
-        lines = [f"{name:<12}{gib(size):>9} GiB" for name, size in [*self.rows(), ("total", self.total)]]
+        lines = [f"{name:<12}{format_gib(size):>9} GiB" for name, size in [*self.rows(), ("total", self.total)]]
         contexts = self.kv_tokens / self.max_context
         return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
 
@@ -79,12 +87,12 @@ def plan_for(
     """Return the plan of an engine with these settings and weights of this dtype.
 
     Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
-    refuse_experts(config)
+    reject_experts(config)
     kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
     tokens = settings.kv_tokens
     if settings.kv_memory is not None:
         tokens = settings.kv_memory // kv_token_bytes(config, kv_bytes)
-    return plan(
+    return plan_memory(
         config,
         total_bytes,
         dtype_bytes=DTYPE_BYTES[dtype],
@@ -92,7 +100,7 @@ def plan_for(
         block_size=settings.block_size,
         max_running=settings.max_running,
         max_batch_tokens=settings.max_batch_tokens,
-        max_context=context(config, settings),
+        max_context=served_context(config, settings),
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
         both=settings.weights == "both" and dtype == "bfloat16",
@@ -101,20 +109,20 @@ def plan_for(
     )
 
 
-def weight_dtype(checkpoint: Checkpoint, asked: str = "auto") -> str:
+def weight_dtype(checkpoint: Checkpoint, requested: str = "auto") -> str:
     """Return the dtype of the weights: the requested one, or that of the checkpoint's first matrix.
 
     float16 becomes float32, since no kernel reads it. Raises UnsupportedModel for other dtypes."""
-    found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
-    if unsupported := found - READ:
-        hint = f"supported dtypes: {' '.join(sorted(READ))}"
+    found = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
+    if unsupported := found - READABLE_DTYPES:
+        hint = f"supported dtypes: {' '.join(sorted(READABLE_DTYPES))}"
         raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     return "float32" if found & {"F32", "F16"} else "bfloat16"
 
 
-def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
+def uses_packed_weights(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
     """Return whether weights of this dtype are kept in 12 bits.
 
     Raises InvalidRequest if that is impossible."""
@@ -122,18 +130,18 @@ def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
         hint = "use --dtype bfloat16 or --weights plain"
         message = f"weights is {settings.weights}; only bfloat16 can be packed, and the model has {dtype}"
         raise InvalidRequest(message, param="weights", hint=hint)
-    coded = any(tensor.packed is not None for tensor in checkpoint.tensors.values())
+    coded = any(tensor.packing is not None for tensor in checkpoint.tensors.values())
     return settings.weights == "packed" or (settings.weights == "auto" and coded and dtype == "bfloat16")
 
 
-def refuse_packed(weights: str) -> None:
+def reject_packed_weights(weights: str) -> None:
     """Raise InvalidRequest if packed weights are requested on a CPU."""
     if weights in ("packed", "both"):
         hint = "use --weights auto, which also reads packed files"
         raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
 
 
-def refuse_experts(config: ModelConfig) -> None:
+def reject_experts(config: ModelConfig) -> None:
     """Raise UnsupportedModel for a mixture of experts, which no GPU kernel supports."""
     if config.experts is not None:
         message = f"{config.model_type} is a mixture of experts, which is only supported on the CPU"
@@ -150,7 +158,7 @@ def kv_dtype(settings: GPUConfig, dtype: str) -> str:
     return name
 
 
-def context(config: ModelConfig, settings: GPUConfig) -> int:
+def served_context(config: ModelConfig, settings: GPUConfig) -> int:
     """Return the context length to serve. Raises InvalidRequest if the model does not support it."""
     length = config.max_context if settings.max_context is None else settings.max_context
     if not 1 <= length <= config.longest_context:
@@ -160,7 +168,7 @@ def context(config: ModelConfig, settings: GPUConfig) -> int:
     return length
 
 
-def plan(
+def plan_memory(
     config: ModelConfig,
     total_bytes: int,
     *,
@@ -180,28 +188,30 @@ def plan(
 
     Graphs of all step shapes are counted. Raises ModelError if the model does not fit."""
     grid = grid_of(config, max_batch_tokens)
-    graphs = len(shapes(max_running, max_batch_tokens, grid))
+    graphs = len(captured_shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
-    scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
-    scratch += _per_vocabulary(config, max_running)
+    scratch = _scratch_bytes(config, block_size, max_running, max_context) + packed * _unpacked_bytes(config)
+    scratch += _vocab_table_bytes(config, max_running)
     if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
         wide = kv_token_bytes(config, DTYPE_BYTES["bfloat16"]) // config.layers
-        scratch += wide * block_size * widened_blocks(block_size, max_context, max_batch_tokens)
-    scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
-    scratch += transfer * 2 * SLOTS * moved_at_once(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
+        scratch += wide * block_size * max_widened_blocks(block_size, max_context, max_batch_tokens)
+    scratch += tiers * COPY_PIECES * blocks_per_piece(block_bytes) * block_bytes
+    scratch += (
+        transfer * 2 * TRANSFER_SLOTS * transfer_slot_bytes(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
+    )
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both),
-        "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
+        "activations": _activation_bytes(config, dtype_bytes, max(max_batch_tokens, max_running)),
         "scratch": scratch,
-        "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
-        "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, grid.most_tokens + grid.coarse),
-        "reserve": RESERVE,
+        "logits": LOGIT_COPIES * F32_BYTES * (max_running + MAX_SCORED_TOKENS) * config.vocab,
+        "graphs": graphs * GRAPH_BYTES + _activation_bytes(config, dtype_bytes, grid.max_tokens + grid.coarse_grain),
+        "reserve": RESERVE_BYTES,
     }
-    available = int(total_bytes * FRACTION) - sum(fixed.values())
+    available = int(total_bytes * USABLE_FRACTION) - sum(fixed.values())
     blocks = max(0, available) // block_bytes
-    wanted = LEAST_BLOCKS if kv_tokens is None else max(LEAST_BLOCKS, -(-kv_tokens // block_size))
+    wanted = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
     if blocks < wanted:
-        raise _does_not_fit(fixed, total_bytes, wanted * block_bytes)
+        raise _does_not_fit_error(fixed, total_bytes, wanted * block_bytes)
     blocks = blocks if kv_tokens is None else wanted
     return MemoryPlan(
         total=total_bytes,
@@ -213,31 +223,31 @@ def plan(
     )
 
 
-def widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
+def max_widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
     """Return how many float8 blocks of a layer are converted to bf16 for the prompt chunks of one step.
 
     That covers the longest prompt and as many short ones as a step has tokens for. If the chunks need more, the last
     ones run with a slower kernel."""
-    return -(-max(max_context, LEAST_WIDENED) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
+    return -(-max(max_context, MIN_WIDENED_TOKENS) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
-def usable(total: int, free: int, ours: int) -> int:
+def usable_bytes(total: int, free: int, allocated: int) -> int:
     """Return a device's memory without that of other processes.
 
     `allocated`: bytes that this process has allocated. Its CUDA context cannot be distinguished from other processes'
     memory, but is smaller than RESERVE_BYTES, which covers it."""
-    others = total - free - ours
-    return total if others <= RESERVE else total - others
+    others = total - free - allocated
+    return total if others <= RESERVE_BYTES else total - others
 
 
-def grid_of(config: ModelConfig, max_batch_tokens: int) -> Grid:
+def grid_of(config: ModelConfig, max_batch_tokens: int) -> ShapeGrid:
     """Return the sizes of steps with prompt chunks that are captured for this model."""
-    return Grid.of(sum(n * k for n, k in _layer_matrices(config)), max_batch_tokens)
+    return ShapeGrid.of(sum(n * k for n, k in _layer_matrices(config)), max_batch_tokens)
 
 
 def _layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    ffn = [matrix for layer in range(config.layers) for matrix in _ffn(config, layer)]
+    ffn = [matrix for layer in range(config.layers) for matrix in _ffn_matrices(config, layer)]
     return config.layers * [(q + 2 * kv, hidden), (hidden, q)] + ffn
 
 
@@ -252,13 +262,13 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
-    size = sum(packed_bytes(n, k) for n, k in matrices if _packable(n, k)) if both else 0
+    size = sum(packed_bytes(n, k) for n, k in matrices if _is_packable(n, k)) if both else 0
     for n, k in matrices if config.tie_embeddings else [*matrices, head]:
         size += packed_bytes(n, k) if packed else dtype_bytes * n * k
-    return size + F32 * (config.layers * vectors + hidden)
+    return size + F32_BYTES * (config.layers * vectors + hidden)
 
 
-def _ffn(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
+def _ffn_matrices(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
     """Return the shapes of the matrices of a layer's feed-forward network."""
     hidden, experts = config.hidden, config.experts
     if experts is None or not experts.layers[layer]:
@@ -268,13 +278,13 @@ def _ffn(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
 
 def packed_bytes(n: int, k: int) -> int:
     """Return an upper bound for a packed matrix of trained weights; kernels/cuda/uw12.py packs it."""
-    if not _packable(n, k):
+    if not _is_packable(n, k):
         return DTYPE_BYTES["bfloat16"] * n * k
     header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
-    return int(n * k * PACKED_BITS / 8) + n // PACKED_BLOCK * header
+    return int(n * k * MAX_PACKED_BITS / 8) + n // PACKED_BLOCK_ROWS * header
 
 
-def _packable(n: int, k: int) -> bool:
+def _is_packable(n: int, k: int) -> bool:
     return n % PACKED_GRAIN == k % PACKED_GRAIN == 0
 
 
@@ -282,17 +292,17 @@ def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
     return 2 * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
 
 
-def copied_at_once(block_bytes: int) -> int:
+def blocks_per_piece(block_bytes: int) -> int:
     """Return how many blocks fit into one scratch buffer for copies to and from other tiers."""
-    return max(1, PIECE_BYTES // block_bytes)
+    return max(1, COPY_PIECE_BYTES // block_bytes)
 
 
-def moved_at_once(token_bytes: int) -> int:
+def transfer_slot_bytes(token_bytes: int) -> int:
     """Return the size of a transfer buffer. `token_bytes`: keys and values of one token in one layer."""
-    return max(SLOT_BYTES, LARGEST_BLOCK * token_bytes)
+    return max(TRANSFER_SLOT_BYTES, MAX_BLOCK_TOKENS * token_bytes)
 
 
-def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
+def _activation_bytes(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
     """Return the bytes of activations.
 
     They are x and its normed copy; q, k and v; attention's output; gate and up; their product."""
@@ -300,21 +310,21 @@ def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
     return dtype_bytes * tokens * (2 * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
 
 
-def _scratch(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
+def _scratch_bytes(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
     partials = (
-        max_running * PARTIALS * config.heads * (config.head_dim + 2) * F32
+        max_running * MAX_KEY_PARTS * config.heads * (config.head_dim + 2) * F32_BYTES
     )  # a sum, its maximum, its denominator
     tables = 2 * max_running * -(-max_context // block_size) * 4  # int32; one is being copied while the other is used
-    angles = max_context * config.rope.dim * F32
+    angles = max_context * config.rope.dim * F32_BYTES
     return partials + tables + angles
 
 
-def _per_vocabulary(config: ModelConfig, max_running: int) -> int:
+def _vocab_table_bytes(config: ModelConfig, max_running: int) -> int:
     """Return the bytes of token counts for penalties (16 bits each) and of grammar masks (one bit each)."""
     return (max_running + 1) * (2 * (config.vocab + 7) + (config.vocab + 31) // 8)
 
 
-def _unpacked(config: ModelConfig) -> int:
+def _unpacked_bytes(config: ModelConfig) -> int:
     """Return the bytes of unpacked weights in steps with many rows.
 
     That is two matrices of a layer and a part of the output head.
@@ -322,24 +332,26 @@ def _unpacked(config: ModelConfig) -> int:
     The next matrix is unpacked while the other one is used."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     widest = max(2 * config.ffn, q + 2 * kv, q) * config.hidden
-    return DTYPE_BYTES["bfloat16"] * (2 * widest + min(UNPACKED, config.vocab * config.hidden))
+    return DTYPE_BYTES["bfloat16"] * (2 * widest + min(MAX_UNPACKED_WEIGHTS, config.vocab * config.hidden))
 
 
-def _does_not_fit(fixed: dict[str, int], total: int, needed: int) -> ModelError:
-    usable = int(total * FRACTION)
+def _does_not_fit_error(fixed: dict[str, int], total: int, needed: int) -> ModelError:
+    usable = int(total * USABLE_FRACTION)
     left = usable - sum(fixed.values())
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in fixed.items())
-    remainder = f"leaves {gib(left)} GiB" if left >= 0 else f"is {gib(-left)} GiB too little without a KV cache"
-    if fixed["weights"] + RESERVE >= usable:
+    parts = ", ".join(f"{name} {format_gib(size)}" for name, size in fixed.items())
+    remainder = (
+        f"leaves {format_gib(left)} GiB" if left >= 0 else f"is {format_gib(-left)} GiB too little without a KV cache"
+    )
+    if fixed["weights"] + RESERVE_BYTES >= usable:
         hint = "use a smaller model or a device with more memory"
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit into GPU memory: {gib(usable)} of {gib(total)} GiB are usable, which {remainder}; "
-        f"the KV cache needs {gib(needed)} GiB (other parts in GiB: {parts})",
+        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total)} GiB are usable, which {remainder}; "
+        f"the KV cache needs {format_gib(needed)} GiB (other parts in GiB: {parts})",
         hint=hint,
     )
 
 
-def gib(size: int) -> str:
+def format_gib(size: int) -> str:
     return f"{size / 2**30:.2f}"

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from emberline.core import errors
-from emberline.core.config import EngineConfig, FleetConfig
+from emberline.core.config import EngineConfig, TimeSharingConfig
 from emberline.core.errors import EmberlineError
-from emberline.core.events import Output, Stats, Turns
+from emberline.core.events import Output, SleepStats, Stats
 from emberline.core.numerics import Numerics
 from emberline.core.request import Submission
 
 
-class Start(msgspec.Struct, tag=True):
+class StartEngine(msgspec.Struct, tag=True):
     models: dict[str, EngineConfig]
-    rules: FleetConfig
+    rules: TimeSharingConfig
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -29,18 +29,18 @@ class Abort(msgspec.Struct, tag=True):
     index: int | None = None  # which of the n completions; None: all
 
 
-class Peers(msgspec.Struct, tag=True):
+class SetPeers(msgspec.Struct, tag=True):
     """The engines that a model's engine connects to from now on; it disconnects from all others."""
 
     model: str
     peers: list[dict[str, Any]]  # in the form of LoadedModelInfo.peer
 
 
-class Watch(msgspec.Struct, tag=True):
+class WatchBlocks(msgspec.Struct, tag=True):
     """Report changes of cached blocks from now on."""
 
 
-class Facts(msgspec.Struct):
+class LoadedModelInfo(msgspec.Struct):
     """Properties of a loaded model."""
 
     max_context: int
@@ -62,19 +62,19 @@ class Facts(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag=True):
-    models: dict[str, Facts]
+    models: dict[str, LoadedModelInfo]
 
 
 NewTokens = tuple[str, int, list[int]]  # short form of an Output with only tokens: id, index, tokens
 
 
-class Progress(msgspec.Struct, tag=True):
+class EngineUpdate(msgspec.Struct, tag=True):
     model: str
     outputs: list[Output | NewTokens]
     stats: Stats
 
 
-def compact(outputs: list[Output]) -> list[Output | NewTokens]:
+def compact_outputs(outputs: list[Output]) -> list[Output | NewTokens]:
     """Return the outputs; those that have only tokens, as most do, in their short form."""
     return [
         (o.id, o.index, o.tokens)
@@ -84,19 +84,19 @@ def compact(outputs: list[Output]) -> list[Output | NewTokens]:
     ]
 
 
-class Computing(msgspec.Struct, tag=True):
+class ComputeProgress(msgspec.Struct, tag=True):
     """The process has computed something since the last report, though its step may not have ended yet."""
 
 
-class Turned(msgspec.Struct, tag=True):
+class SleepStateChange(msgspec.Struct, tag=True):
     """A model fell asleep or woke. One is sent for each model before Ready."""
 
     model: str
     awake: bool
-    turns: Turns
+    turns: SleepStats
 
 
-class Paired(msgspec.Struct, tag=True):
+class PairingChange(msgspec.Struct, tag=True):
     """The engines that a model's engine is connected to, by incarnation; sent after each change."""
 
     model: str
@@ -104,7 +104,7 @@ class Paired(msgspec.Struct, tag=True):
     refused: dict[str, str]  # incarnations that it cannot connect to, and why
 
 
-class Blocks(msgspec.Struct, tag=True):
+class BlockChanges(msgspec.Struct, tag=True):
     """Changes of a model's cached blocks, in order; sent only after WatchBlocks."""
 
     model: str
@@ -113,7 +113,7 @@ class Blocks(msgspec.Struct, tag=True):
     removed: list[bytes]
 
 
-class Refused(msgspec.Struct, tag=True):
+class Rejection(msgspec.Struct, tag=True):
     """A submission that was rejected, or (id "") an engine that could not start."""
 
     id: str
@@ -124,43 +124,56 @@ class Refused(msgspec.Struct, tag=True):
     retry_after: int = 1  # seconds, for Overloaded
 
     @staticmethod
-    def of(request_id: str, error: EmberlineError) -> Refused:
+    def from_error(request_id: str, error: EmberlineError) -> Rejection:
         retry_after = error.retry_after if isinstance(error, errors.Overloaded) else 1
-        return Refused(request_id, error.code, error.message, error.param, error.hint, retry_after)
+        return Rejection(request_id, error.code, error.message, error.param, error.hint, retry_after)
 
-    def error(self) -> EmberlineError:
-        kind = _BY_CODE.get(self.code, EmberlineError)
+    def to_error(self) -> EmberlineError:
+        kind = _ERROR_BY_CODE.get(self.code, EmberlineError)
         if kind is errors.Overloaded:
             return errors.Overloaded(self.message, retry_after=self.retry_after, hint=self.hint)
         return kind(self.message, param=self.param, hint=self.hint)
 
 
-Message = Start | Submit | Abort | Peers | Watch | Ready | Progress | Computing | Turned | Paired | Blocks | Refused
+EngineMessage = (
+    StartEngine
+    | Submit
+    | Abort
+    | SetPeers
+    | WatchBlocks
+    | Ready
+    | EngineUpdate
+    | ComputeProgress
+    | SleepStateChange
+    | PairingChange
+    | BlockChanges
+    | Rejection
+)
 
 
-def _tree(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:
+def _with_subclasses(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:
     yield kind
     for child in kind.__subclasses__():
-        yield from _tree(child)
+        yield from _with_subclasses(child)
 
 
-_BY_CODE = {kind.code: kind for kind in _tree(EmberlineError)}
+_ERROR_BY_CODE = {kind.code: kind for kind in _with_subclasses(EmberlineError)}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Message)
+_DECODER = msgspec.msgpack.Decoder(EngineMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: EngineMessage) -> bytes:
     body = _ENCODER.encode(message)
     return len(body).to_bytes(4, "little") + body
 
 
-class Inbox:
+class EngineMessageDecoder:
     """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[EngineMessage]:
         self._buffer += data
         while len(self._buffer) >= 4:
             end = 4 + int.from_bytes(self._buffer[:4], "little")

@@ -10,17 +10,17 @@ from emberline.core.events import Output
 
 
 class OutputQueue:
-    def __init__(self, *, merging: bool) -> None:
+    def __init__(self, *, merges: bool) -> None:
         """`merges`: merge outputs that the reader has not taken yet.
 
         A slow reader then gets more tokens at a time at an even pace, instead of falling further behind."""
-        self._merging = merging
+        self._merges = merges
         self._items: deque[Output | EmberlineError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Output | EmberlineError) -> None:
         items = self._items
-        if self._merging and items and isinstance(item, Output) and merge(items[-1], item):
+        if self._merges and items and isinstance(item, Output) and merge_outputs(items[-1], item):
             return
         items.append(item)
         if (waiter := self._waiter) is not None:
@@ -30,9 +30,9 @@ class OutputQueue:
 
     def put_tokens(self, id: str, index: int, tokens: list[int]) -> None:
         """Put an output that has only tokens."""
-        if self._merging and self._items:
+        if self._merges and self._items:
             last = self._items[-1]
-            if isinstance(last, Output) and can_grow(last, index):
+            if isinstance(last, Output) and can_append_tokens(last, index):
                 last.tokens += tokens
                 return
         self.put(Output(id, index, tokens))
@@ -45,9 +45,9 @@ class OutputQueue:
         return self._items.popleft()
 
 
-def merge(earlier: Output | EmberlineError, later: Output) -> bool:
+def merge_outputs(earlier: Output | EmberlineError, later: Output) -> bool:
     """Merge an output into the previous one; return False if they must stay separate."""
-    if isinstance(earlier, EmberlineError) or not can_grow(earlier, later.index):
+    if isinstance(earlier, EmberlineError) or not can_append_tokens(earlier, later.index):
         return False
     if later.error is not None or later.ticket is not None or later.prompt_logprobs is not None:
         return False
@@ -58,6 +58,6 @@ def merge(earlier: Output | EmberlineError, later: Output) -> bool:
     return True
 
 
-def can_grow(output: Output, index: int) -> bool:
+def can_append_tokens(output: Output, index: int) -> bool:
     """Return whether tokens of completion `index` may be appended to an output."""
     return output.index == index and output.finish is None and output.error is None and output.ticket is None

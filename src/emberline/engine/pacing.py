@@ -7,51 +7,58 @@ neither torch nor a clock.
 
 from __future__ import annotations
 
-from emberline.engine.gpu.shape import GRAIN
+from emberline.engine.gpu.shape import TOKEN_GRAIN
 
-RECENT = 0.2  # weight of the newest step in the estimates
-LEAST = 64  # always allowed, so that prompts do not starve when the target cannot be met anyway
-WAITED_TARGETS = 8  # a prompt that has waited for this many targets gets long steps
+NEWEST_STEP_WEIGHT = 0.2  # weight of the newest step in the estimates
+MIN_PROMPT_TOKENS = 64  # always allowed, so that prompts do not starve when the target cannot be met anyway
+LONG_WAIT_TARGETS = 8  # a prompt that has waited for this many targets gets long steps
 # One token in TOKENS_PER_LATE_TOKEN may be late, in a long step. Unused ones are saved, up to MAX_LATE_TOKENS, so that
 # a burst of prompts gets several long steps in a row. This keeps a margin to the promised 90 % of tokens on time.
-ONE_LATE_OF = 14
-MAX_SAVED_TOKENS = 1000
-MARGIN = 0.97  # part of the tail that a long step is planned to take, since its cost is an estimate
+TOKENS_PER_LATE_TOKEN = 14
+MAX_LATE_TOKENS = 1000
+TAIL_MARGIN = 0.97  # part of the tail that a long step is planned to take, since its cost is an estimate
 
 
-class Pacer:
+class PromptPacer:
     def __init__(self, target: float, tail: float) -> None:
         """`target`: seconds between two tokens of a stream; `tail`: length of a long step in targets."""
         self.target, self.tail = target, tail
-        self._base, self._per_token = 0.005, 25e-6  # initial guesses
-        self._saved = 0.0  # number of tokens that may be late
-        self._streams, self._usual = 0, 0  # of the step being planned: streams, and prompt tokens that meet the target
+        self._base_seconds, self._seconds_per_token = 0.005, 25e-6  # initial guesses
+        self._allowed_late = 0.0  # number of tokens that may be late
+        self._streams, self._on_time_tokens = (
+            0,
+            0,
+        )  # of the step being planned: streams, and prompt tokens that meet the target
 
-    def allowance(self, streams: int, waited: float = 0.0) -> int | None:
+    def prompt_token_budget(self, streams: int, waited: float = 0.0) -> int | None:
         """Return the prompt tokens allowed in the next step; None: no limit, since there are no streams.
 
         `waited`: seconds that the first prompt has waited."""
-        self._streams, self._usual = streams, self._room(streams, self.target)
+        self._streams, self._on_time_tokens = streams, self._tokens_within(streams, self.target)
         if not streams:
             return None
-        self._saved = min(self._saved + streams / ONE_LATE_OF, max(MAX_SAVED_TOKENS, streams))
-        is_long = waited > WAITED_TARGETS * self.target and self._saved >= streams
-        return max(self._usual, self._room(streams, MARGIN * self.tail * self.target)) if is_long else self._usual
+        self._allowed_late = min(self._allowed_late + streams / TOKENS_PER_LATE_TOKEN, max(MAX_LATE_TOKENS, streams))
+        is_long = waited > LONG_WAIT_TARGETS * self.target and self._allowed_late >= streams
+        return (
+            max(self._on_time_tokens, self._tokens_within(streams, TAIL_MARGIN * self.tail * self.target))
+            if is_long
+            else self._on_time_tokens
+        )
 
-    def planned(self, prompt_tokens: int) -> None:
+    def record_plan(self, prompt_tokens: int) -> None:
         """Record how many prompt tokens the step was given."""
-        if self._streams and prompt_tokens > self._usual:
-            self._saved -= self._streams
+        if self._streams and prompt_tokens > self._on_time_tokens:
+            self._allowed_late -= self._streams
 
-    def _room(self, streams: int, seconds: float) -> int:
+    def _tokens_within(self, streams: int, seconds: float) -> int:
         """Return how many prompt tokens fit into a step of this length."""
-        tokens = (seconds - self._base) / self._per_token
-        return max(LEAST, (streams + int(tokens)) // GRAIN * GRAIN - streams)
+        tokens = (seconds - self._base_seconds) / self._seconds_per_token
+        return max(MIN_PROMPT_TOKENS, (streams + int(tokens)) // TOKEN_GRAIN * TOKEN_GRAIN - streams)
 
     def learn(self, prompt_tokens: int, seconds: float) -> None:
         """Update the estimates from a step that was run."""
         if prompt_tokens == 0:
-            self._base += RECENT * (seconds - self._base)
-        elif prompt_tokens >= LEAST:
-            slope = max(seconds - self._base, 0.1 * seconds) / prompt_tokens
-            self._per_token += RECENT * (slope - self._per_token)
+            self._base_seconds += NEWEST_STEP_WEIGHT * (seconds - self._base_seconds)
+        elif prompt_tokens >= MIN_PROMPT_TOKENS:
+            slope = max(seconds - self._base_seconds, 0.1 * seconds) / prompt_tokens
+            self._seconds_per_token += NEWEST_STEP_WEIGHT * (slope - self._seconds_per_token)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from emberline.core.clock import Clock, SystemClock
 from emberline.kv.transfer.errors import (
     BadTransfer,
-    Corrupted,
     PeerLost,
     PeerUnreachable,
+    TransferCorrupted,
     TransferError,
     TransferTimeout,
 )
@@ -21,99 +21,104 @@ from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
 
-ATTEMPT = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # between attempts
-PASSING = (PeerUnreachable, PeerLost, TransferTimeout, Corrupted)  # the peer may be starting, the network may fail
+PAIR_TIMEOUT_S = 5.0
+MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.2, 10.0  # between attempts
+TRANSIENT_ERRORS = (
+    PeerUnreachable,
+    PeerLost,
+    TransferTimeout,
+    TransferCorrupted,
+)  # the peer may be starting, the network may fail
 
 
-class Pairs(NamedTuple):
+class PairingState(NamedTuple):
     """Connected peers, and the reason for each failed one, by incarnation."""
 
     paired: list[str]
-    refused: dict[str, str]
+    failures: dict[str, str]
 
 
-class Pairing:
+class PeerPairing:
     def __init__(self, receiver: Receiver, clock: Clock | None = None) -> None:
         self._receiver = receiver
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
-        self._wanted: dict[str, Peer] = {}  # by incarnation, like all below
+        self._wanted_peers: dict[str, Peer] = {}  # by incarnation, like all below
         self._paired: set[str] = set()
-        self._refused: dict[str, str] = {}
-        self._news = False
+        self._failures: dict[str, str] = {}
+        self._has_unreported = False
 
     @property
-    def unsettled(self) -> bool:
+    def has_pending_changes(self) -> bool:
         """Whether the state has changed since it was last taken, or a connection attempt is open."""
         with self._changed:
-            return self._news or len(self._paired) + len(self._refused) < len(self._wanted)
+            return self._has_unreported or len(self._paired) + len(self._failures) < len(self._wanted_peers)
 
-    def meet(self, peers: Sequence[dict[str, Any]]) -> None:
+    def set_peers(self, peers: Sequence[dict[str, Any]]) -> None:
         """Connect to these peers and disconnect from all others."""
         wanted, unreadable = {}, {}
         for data in peers:
             try:
-                peer = Peer.parsed(data)
+                peer = Peer.parse(data)
                 wanted[peer.incarnation] = peer
             except TransferError as error:  # for example a layout of a later release
                 unreadable[str(data.get("incarnation"))] = error.message
         with self._changed:
-            new = [peer for name, peer in wanted.items() if name not in self._wanted]
-            gone = [peer for name, peer in self._wanted.items() if name not in wanted]
-            self._wanted = wanted
+            new = [peer for name, peer in wanted.items() if name not in self._wanted_peers]
+            gone = [peer for name, peer in self._wanted_peers.items() if name not in wanted]
+            self._wanted_peers = wanted
             self._paired &= wanted.keys()
-            self._refused = {name: why for name, why in self._refused.items() if name in wanted} | unreadable
-            self._tell()
+            self._failures = {name: why for name, why in self._failures.items() if name in wanted} | unreadable
+            self._notify()
         for peer in gone:
-            self._receiver.forget(peer)
+            self._receiver.disconnect(peer)
         for peer in new:
             threading.Thread(target=self._pair, args=(peer,), name="kv-pair", daemon=True).start()
 
-    def news(self) -> Pairs | None:
+    def take_state_change(self) -> PairingState | None:
         """Return the state if it has changed since the last call; else None."""
         with self._changed:
-            if not self._news:
+            if not self._has_unreported:
                 return None
-            self._news = False
-            return Pairs(sorted(self._paired), dict(self._refused))
+            self._has_unreported = False
+            return PairingState(sorted(self._paired), dict(self._failures))
 
     def close(self) -> None:
-        self.meet(())
+        self.set_peers(())
 
     def _pair(self, peer: Peer) -> None:
         """Try to connect until it succeeds, fails permanently, or the peer is no longer wanted."""
-        pause = FIRST_PAUSE
+        pause = MIN_RETRY_PAUSE_S
         while True:
             failure: TransferError | None = None
             try:
-                self._receiver.pair(peer, self._clock.now() + ATTEMPT)
+                self._receiver.connect(peer, self._clock.now() + PAIR_TIMEOUT_S)
             except TransferError as error:
                 failure = error
             except Exception as error:  # for example an invalid address
                 failure = BadTransfer(f"{type(error).__name__}: {error}")
             with self._changed:
-                if peer.incarnation not in self._wanted:
+                if peer.incarnation not in self._wanted_peers:
                     break
-                self._settle(peer, failure)
-                if not isinstance(failure, PASSING):
+                self._record_attempt(peer, failure)
+                if not isinstance(failure, TRANSIENT_ERRORS):
                     return
-                self._changed.wait_for(lambda: peer.incarnation not in self._wanted, pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        self._receiver.forget(peer)
+                self._changed.wait_for(lambda: peer.incarnation not in self._wanted_peers, pause)
+            pause = min(2 * pause, MAX_RETRY_PAUSE_S)
+        self._receiver.disconnect(peer)
 
-    def _settle(self, peer: Peer, failure: TransferError | None) -> None:
+    def _record_attempt(self, peer: Peer, failure: TransferError | None) -> None:
         if failure is None:
             self._paired.add(peer.incarnation)
-            self._refused.pop(peer.incarnation, None)
+            self._failures.pop(peer.incarnation, None)
             log.info("peer engine connected: peer=%s", peer.name)
-        elif self._refused.get(peer.incarnation) == failure.message:
+        elif self._failures.get(peer.incarnation) == failure.message:
             return
         else:
-            self._refused[peer.incarnation] = failure.message
+            self._failures[peer.incarnation] = failure.message
             log.warning("connecting to a peer engine failed: peer=%s reason=%s", peer.name, failure)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        self._news = True
+    def _notify(self) -> None:
+        self._has_unreported = True
         self._changed.notify_all()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from emberline.core.params import SamplingParams
-from emberline.kernels.ref import MAX_COUNT
+from emberline.kernels.ref import MAX_TOKEN_COUNT
 
 
 class PenaltyCounts:
@@ -31,7 +31,7 @@ class PenaltyCounts:
         at = self._index.get(token)
         if at is None:
             at = self._index[token] = self._append(token)
-        self._counts[at] = min(self._counts[at] + 1, MAX_COUNT)
+        self._counts[at] = min(self._counts[at] + 1, MAX_TOKEN_COUNT)
 
     def apply(self, logits: np.ndarray) -> None:
         """Apply the penalties to the logits of all tokens that occurred, in place."""

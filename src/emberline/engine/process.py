@@ -22,92 +22,94 @@ from typing import TYPE_CHECKING
 
 from emberline.core.config import EngineConfig
 from emberline.core.errors import EmberlineError
-from emberline.engine import early
-from emberline.engine.fleet import Fleet
+from emberline.engine import preload
+from emberline.engine.engine_group import EngineGroup
 from emberline.engine.messages import (
     Abort,
-    Blocks,
-    Computing,
-    Facts,
-    Inbox,
-    Message,
-    Paired,
-    Peers,
-    Progress,
+    BlockChanges,
+    ComputeProgress,
+    EngineMessage,
+    EngineMessageDecoder,
+    EngineUpdate,
+    LoadedModelInfo,
+    PairingChange,
     Ready,
-    Refused,
-    Start,
+    Rejection,
+    SetPeers,
+    SleepStateChange,
+    StartEngine,
     Submit,
-    Turned,
-    Watch,
-    compact,
-    encode,
+    WatchBlocks,
+    compact_outputs,
+    encode_message,
 )
 
 if TYPE_CHECKING:
-    from emberline.engine.boot import Loaded
-    from emberline.models.reader import Reader
+    from emberline.engine.boot import LoadedEngine
+    from emberline.models.reader import FileReader
 
-IDLE_REPORT = 1.0  # between two reports of an idle engine
-QUIET_S = 0.25  # time without messages after which idle time is used to prepare later steps
-REMEMBER_AFTER_S = 5.0  # from the start to recording used files, so that it does not slow down the first requests
-PROGRESS_REPORT_S = 1.0  # between two reports of progress within a step
-LAST_STEP_S = 10.0  # for the current step after the client has disconnected
-GLANCE = 0.05  # between two checks of blocks that peers hold, of an idle engine
+IDLE_REPORT_INTERVAL_S = 1.0  # between two reports of an idle engine
+QUIET_BEFORE_PREPARING_S = 0.25  # time without messages after which idle time is used to prepare later steps
+RECORD_DELAY_S = 5.0  # from the start to recording used files, so that it does not slow down the first requests
+PROGRESS_REPORT_INTERVAL_S = 1.0  # between two reports of progress within a step
+LAST_STEP_TIMEOUT_S = 10.0  # for the current step after the client has disconnected
+LEASE_POLL_INTERVAL_S = 0.05  # between two checks of blocks that peers hold, of an idle engine
 
 
 def main() -> int:
     # A terminal or service manager signals all processes. The client first ends open requests, then closes the socket.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    channel, booted = Channel(fileno=int(sys.argv[1])), threading.Event()
-    inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(channel, inbox, booted), daemon=True).start()
+    channel, booted = ClientSocket(fileno=int(sys.argv[1])), threading.Event()
+    inbox: queue.SimpleQueue[EngineMessage | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_messages, args=(channel, inbox, booted), daemon=True).start()
     start = inbox.get()
-    if not isinstance(start, Start):
+    if not isinstance(start, StartEngine):
         return 1
     began = time.perf_counter()
     try:
-        reader = _read_ahead(next(reversed(start.models.values())))
-        early.without_tracing()
-        from emberline.engine.fleet_boot import boot_fleet
+        reader = _start_preload(next(reversed(start.models.values())))
+        preload.skip_unused_torch_imports()
+        from emberline.engine.engine_group_boot import boot_engine_group
 
         imported = time.perf_counter()
-        fleet, loaded = boot_fleet(start.models, start.rules, reader)
+        fleet, loaded = boot_engine_group(start.models, start.rules, reader)
     except EmberlineError as e:
-        channel.sendall(encode(Refused.of("", e)))
+        channel.sendall(encode_message(Rejection.from_error("", e)))
         return 1
     from emberline.kernels import ops  # imported late, because it imports torch
 
     booted.set()
     imports = {"imports": imported - began}
-    ready = Ready({name: _facts(loaded[name], imports) for name in start.models})
+    ready = Ready({name: _loaded_model_info(loaded[name], imports) for name in start.models})
     with contextlib.suppress(ConnectionError):
-        channel.sendall(b"".join(map(encode, [*_news(fleet), ready])))
+        channel.sendall(b"".join(map(encode_message, [*_step_messages(fleet), ready])))
         if reader is not None:
-            later = threading.Timer(REMEMBER_AFTER_S, early.remember)
+            later = threading.Timer(RECORD_DELAY_S, preload.write_record)
             later.daemon = True
             later.start()
-        threading.Thread(target=report_progress, args=(channel, ops.progress), daemon=True).start()
-        serve(fleet, channel, inbox)
+        threading.Thread(target=report_progress, args=(channel, ops.progress_count), daemon=True).start()
+        serve_client(fleet, channel, inbox)
     for engine in fleet.engines.values():
         engine.close()
     return 0
 
 
-class Channel(socket.socket):
+class ClientSocket(socket.socket):
     """The socket to the client. Several threads may send: each message is sent as a whole."""
 
     def __init__(self, fileno: int) -> None:
         super().__init__(fileno=fileno)
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
 
     def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
-        with self._sending:
+        with self._send_lock:
             super().sendall(data, flags)
 
 
-def report_progress(channel: socket.socket, progress: Callable[[], int], interval: float = PROGRESS_REPORT_S) -> None:
+def report_progress(
+    client: socket.socket, progress: Callable[[], int], interval: float = PROGRESS_REPORT_INTERVAL_S
+) -> None:
     """Report to the client while kernels make progress, so that a long step is not taken for a hang.
 
     Returns when the client has disconnected."""
@@ -117,12 +119,12 @@ def report_progress(channel: socket.socket, progress: Callable[[], int], interva
             time.sleep(interval)
             if (now := progress()) != last:
                 last = now
-                channel.sendall(encode(Computing()))
+                client.sendall(encode_message(ComputeProgress()))
 
 
-def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
-    dock = loaded.engine.dock
-    return Facts(
+def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> LoadedModelInfo:
+    dock = loaded.engine.transfer_endpoint
+    return LoadedModelInfo(
         max_context=loaded.max_context,
         vocab_size=loaded.engine.runner.vocab_size,
         eos=sorted(loaded.engine.runner.eos),
@@ -142,87 +144,93 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
     )
 
 
-def _read_ahead(config: EngineConfig) -> Reader | None:
+def _start_preload(config: EngineConfig) -> FileReader | None:
     """Start reading files before torch is imported, if a GPU is used, since the disk takes longest."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia").exists():
         return None
-    return early.begin(Path(config.model))
+    return preload.start_preload(Path(config.model))
 
 
-def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None], booted: threading.Event) -> None:
-    decoder = Inbox()
+def _read_messages(
+    client: socket.socket, inbox: queue.SimpleQueue[EngineMessage | None], is_booted: threading.Event
+) -> None:
+    decoder = EngineMessageDecoder()
     with contextlib.suppress(ConnectionError):  # a client that was killed with unread data
-        while data := channel.recv(1 << 16):
+        while data := client.recv(1 << 16):
             for message in decoder.feed(data):
                 inbox.put(message)
     inbox.put(None)
-    if booted.is_set():
-        time.sleep(LAST_STEP_S)  # lets serve_client end cleanly; a step that hangs must not outlive the client
+    if is_booted.is_set():
+        time.sleep(LAST_STEP_TIMEOUT_S)  # lets serve_client end cleanly; a step that hangs must not outlive the client
     os._exit(1)  # the result is no longer needed, and another process may need the memory
 
 
-def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
+def serve_client(group: EngineGroup, client: socket.socket, inbox: queue.SimpleQueue[EngineMessage | None]) -> None:
     while True:
-        messages = _take(inbox, wait=_pause(fleet))
-        if not messages and fleet.idle:
-            while fleet.is_preparing and inbox.empty():
-                fleet.prepare_next()
+        messages = _take_messages(inbox, timeout=_message_timeout(group))
+        if not messages and group.idle:
+            while group.is_preparing and inbox.empty():
+                group.prepare_next()
         for message in messages:
             match message:
                 case None:
                     return
                 case Submit(submission):
                     try:
-                        fleet.add(submission)
+                        group.add(submission)
                     except EmberlineError as e:
-                        channel.sendall(encode(Refused.of(submission.id, e)))
+                        client.sendall(encode_message(Rejection.from_error(submission.id, e)))
                 case Abort(id, None):
-                    fleet.abort(id)
+                    group.abort(id)
                 case Abort(id, int(index)):
-                    fleet.abort_one(id, index)
-                case Peers(model, peers):
-                    if (pairing := fleet.engines[model].pairing) is not None:
-                        pairing.meet(peers)
-                case Watch():
-                    for engine in fleet.engines.values():
-                        engine.kv.watch()
+                    group.abort_completion(id, index)
+                case SetPeers(model, peers):
+                    if (pairing := group.engines[model].pairing) is not None:
+                        pairing.set_peers(peers)
+                case WatchBlocks():
+                    for engine in group.engines.values():
+                        engine.kv.track_prefix_changes()
                 case _:
                     raise AssertionError(f"unexpected message to the engine: {type(message).__name__}")
-        channel.sendall(b"".join(map(encode, _news(fleet))))
+        client.sendall(b"".join(map(encode_message, _step_messages(group))))
 
 
-def _news(fleet: Fleet) -> Iterator[Message]:
-    report = fleet.step()
-    for name in report.turned:
-        yield Turned(name, fleet.is_awake(name), fleet.turns(name))
-    for name, engine in fleet.engines.items():
-        if (blocks := engine.kv.news()) is not None:
-            yield Blocks(name, *blocks)
-    outputs = report.outputs or {name: [] for name in fleet.engines}  # an empty update is a heartbeat
+def _step_messages(group: EngineGroup) -> Iterator[EngineMessage]:
+    report = group.step()
+    for name in report.sleep_changes:
+        yield SleepStateChange(name, group.is_awake(name), group.sleep_stats(name))
+    for name, engine in group.engines.items():
+        if (blocks := engine.kv.take_prefix_changes()) is not None:
+            yield BlockChanges(name, *blocks)
+    outputs = report.outputs or {name: [] for name in group.engines}  # an empty update is a heartbeat
     for name, new in outputs.items():
-        yield Progress(name, compact(new), fleet.stats(name))
-    for submission_id, error in report.refused:
-        yield Refused.of(submission_id, error)
-    for name, engine in fleet.engines.items():
-        if engine.pairing is not None and (pairs := engine.pairing.news()) is not None:
-            yield Paired(name, *pairs)
+        yield EngineUpdate(name, compact_outputs(new), group.stats(name))
+    for submission_id, error in report.rejected:
+        yield Rejection.from_error(submission_id, error)
+    for name, engine in group.engines.items():
+        if engine.pairing is not None and (pairs := engine.pairing.take_state_change()) is not None:
+            yield PairingChange(name, *pairs)
 
 
-def _pause(fleet: Fleet) -> float:
+def _message_timeout(group: EngineGroup) -> float:
     """Return the seconds to wait for messages before the next step."""
-    if not fleet.idle:
+    if not group.idle:
         return 0.0
-    if fleet.is_preparing:
-        return QUIET_S
-    return GLANCE if any(engine.attentive for engine in fleet.engines.values()) else IDLE_REPORT
+    if group.is_preparing:
+        return QUIET_BEFORE_PREPARING_S
+    return (
+        LEASE_POLL_INTERVAL_S
+        if any(engine.needs_polling for engine in group.engines.values())
+        else IDLE_REPORT_INTERVAL_S
+    )
 
 
-def _take(inbox: queue.SimpleQueue[Message | None], *, wait: float) -> list[Message | None]:
+def _take_messages(inbox: queue.SimpleQueue[EngineMessage | None], *, timeout: float) -> list[EngineMessage | None]:
     """Return all received messages; wait up to `timeout` seconds for the first one."""
-    messages: list[Message | None] = []
+    messages: list[EngineMessage | None] = []
     try:
-        if wait:
-            messages.append(inbox.get(timeout=wait))
+        if timeout:
+            messages.append(inbox.get(timeout=timeout))
         while True:
             messages.append(inbox.get_nowait())
     except queue.Empty:

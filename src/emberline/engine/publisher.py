@@ -9,104 +9,108 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from emberline.core.events import Output, TransferStats
-from emberline.core.handoff import Note
-from emberline.core.plan import Sampled
+from emberline.core.handoff import PrefillResult
+from emberline.core.plan import SampledToken
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
-from emberline.kv.transfer.errors import TicketOver
-from emberline.kv.transfer.ticket import Ticket, subject_of
+from emberline.kv.transfer.errors import TicketEnded
+from emberline.kv.transfer.ticket import Ticket, ticket_subject
 
 if TYPE_CHECKING:  # it imports numpy, which would delay the start on a GPU
     from emberline.kv.transfer.sender import Sender
 
 
-AGES = {"0-1": 1.0, "1-10": 10.0, "10-60": 60.0}
-OLDER = "60-"
+LEASE_AGE_BUCKETS_S = {"0-1": 1.0, "1-10": 10.0, "10-60": 60.0}
+OLDEST_LEASE_BUCKET = "60-"
 
 
-class Publisher:
-    def __init__(self, sender: Sender, kv: KVManager, lease: float) -> None:
+class BlockPublisher:
+    def __init__(self, sender: Sender, kv: KVManager, lease_seconds: float) -> None:
         """`lease_seconds`: seconds that blocks stay published without a renewal from a reader."""
         self._sender = sender
         self._kv = kv
-        self._lease = lease
+        self._lease_seconds = lease_seconds
         self._tickets: dict[str, Ticket | None] = {}  # of open requests; None: the lease has ended early
         self._requests = 0
         self._blocks = 0
 
-    def publish(self, request: Request) -> dict[str, Any] | None:
+    def publish_computed(self, request: Request) -> dict[str, Any] | None:
         """Publish the blocks computed since the last call; return the ticket if it is new."""
-        full = min(request.computed, request.arrived_len) // self._kv.block_size
+        full = min(request.num_computed, request.submitted_len) // self._kv.block_size
         ticket = self._tickets.get(request.id)
         first = request.id not in self._tickets
         if full == 0 or (ticket is None and not first):
             return None
-        blocks = list(self._kv.table(request)[len(ticket.blocks) if ticket else 0 : full])
+        blocks = list(self._kv.block_table(request)[len(ticket.blocks) if ticket else 0 : full])
         if first:
-            ticket = self._tickets[request.id] = self._begin(request, blocks)
+            ticket = self._tickets[request.id] = self._publish_first(request, blocks)
             return ticket.as_dict()
         if blocks:
-            self._extend(request, blocks)
+            self._extend_ticket(request, blocks)
         return None
 
-    def offer(self, request: Request, outputs: list[Output]) -> bool:
+    def publish_and_announce(self, request: Request, outputs: list[Output]) -> bool:
         """Publish computed blocks; if that created the ticket, append it to `outputs` and return True."""
-        if (ticket := self.publish(request)) is None:
+        if (ticket := self.publish_computed(request)) is None:
             return False
-        outputs.append(Output(request.parent, request.index, ticket=ticket))
+        outputs.append(Output(request.submission_id, request.index, ticket=ticket))
         return True
 
-    def complete(self, request: Request, sampled: Sampled) -> dict[str, Any] | None:
+    def complete_ticket(self, request: Request, sampled: SampledToken) -> dict[str, Any] | None:
         """Add the first sampled token to the ticket and return its final form; None if the lease has ended."""
         ticket = self._tickets.pop(request.id, None)
         if ticket is None:
             return None
-        assert request.first_token is not None and request.admitted is not None
-        seconds = request.first_token - request.admitted
-        note = Note((sampled.token,), sampled.stop, min(request.cached, request.prompt_len), seconds)
+        assert request.first_token_at is not None and request.admitted_at is not None
+        seconds = request.first_token_at - request.admitted_at
+        note = PrefillResult((sampled.token,), sampled.stop, min(request.num_cached, request.prompt_len), seconds)
         try:
             return self._sender.extend(ticket, (), complete=True, note=str(note)).as_dict()
-        except TicketOver:
+        except TicketEnded:
             return None
 
-    def close(self, request: Request) -> None:
+    def end_request(self, request: Request) -> None:
         """End the lease of a request that ended before its ticket was complete."""
         if (ticket := self._tickets.pop(request.id, None)) is not None:
-            with suppress(TicketOver):
+            with suppress(TicketEnded):
                 self._sender.close(ticket)
 
-    def collect(self) -> None:
+    def reclaim_expired(self) -> None:
         """Unpin blocks whose lease has ended. Call this often while any block is published."""
         for ended in self._sender.collect():
             self._kv.unpin(ended.blocks)
 
-    def report(self, stats: TransferStats) -> None:
+    def add_stats(self, stats: TransferStats) -> None:
         """Write the publisher's statistics into `stats`."""
-        pinned, traffic = self._sender.pinned(), self._sender.traffic
+        pinned, traffic = self._sender.lease_ages(), self._sender.stats
         stats.published, stats.published_blocks = self._requests, self._blocks
         stats.sent_bytes = traffic.bytes
-        stats.ended = {how.value: count for how, count in traffic.ended.items()}
+        stats.ended = {how.value: count for how, count in traffic.ended_leases.items()}
         stats.leases, stats.pinned_blocks = len(pinned), sum(blocks for _, blocks in pinned)
         ages = Counter[str]()
         for age, blocks in pinned:
-            ages[next((name for name, below in AGES.items() if age < below), OLDER)] += blocks
+            ages[next((name for name, below in LEASE_AGE_BUCKETS_S.items() if age < below), OLDEST_LEASE_BUCKET)] += (
+                blocks
+            )
         stats.pinned_by_age = dict(ages)
         stats.oldest_lease = max((age for age, _ in pinned), default=0.0)
 
-    def _begin(self, request: Request, blocks: list[int]) -> Ticket:
+    def _publish_first(self, request: Request, blocks: list[int]) -> Ticket:
         self._requests += 1
         self._blocks += len(blocks)
         self._kv.pin(blocks)
-        subject = subject_of(self._sender.region.layout, request.salt, request.tokens[: request.arrived_len])
-        return self._sender.publish(blocks, self._lease, complete=False, deadline=request.deadline, subject=subject)
+        subject = ticket_subject(self._sender.region.layout, request.salt, request.tokens[: request.submitted_len])
+        return self._sender.publish(
+            blocks, self._lease_seconds, complete=False, deadline=request.deadline, subject=subject
+        )
 
-    def _extend(self, request: Request, blocks: list[int]) -> None:
+    def _extend_ticket(self, request: Request, blocks: list[int]) -> None:
         ticket = self._tickets[request.id]
         assert ticket is not None
         self._kv.pin(blocks)
         try:
             self._tickets[request.id] = self._sender.extend(ticket, blocks)
             self._blocks += len(blocks)
-        except TicketOver:
+        except TicketEnded:
             self._kv.unpin(blocks)
             self._tickets[request.id] = None

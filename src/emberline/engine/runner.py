@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from emberline.core.errors import ModelError
-from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
-from emberline.engine.batch import build
-from emberline.engine.sampler import RowMaker, Sampler, scored_rows
+from emberline.core.plan import StepPlan, StepResult, TokenLogprob, WorkItem
+from emberline.engine.batch import build_forward
+from emberline.engine.sampler import Sampler, SamplingStateFactory, split_logit_rows
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.tiers.copier import Copier
-from emberline.kv.transfer.shm import Segment
-from emberline.models.decoder import Decoder
+from emberline.kv.tiers.copier import HostBlockCopier
+from emberline.kv.transfer.shm import SharedSegment
+from emberline.models.decoder import DecoderModel
 
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TorchRunner:
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         cache: KVCache,
         eos: frozenset[int],
         make_compiler: Callable[[], GrammarCompiler] | None = None,
@@ -35,40 +35,40 @@ class TorchRunner:
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
-        rows = RowMaker(eos, make_compiler)
+        rows = SamplingStateFactory(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
-        self._copier = Copier(cache)
+        self._copier = HostBlockCopier(cache)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         self._copier.save(plan.saves)
         self._copier.load(plan.loads)
-        for request_id in plan.ended:
+        for request_id in plan.ended_ids:
             self._sampler.forget(request_id)
         failed = {a.id: why for a in plan.admitted if (why := self._sampler.admit(a)) is not None}
         work = [w for w in plan.work if w.id not in failed]
         if not work:
             return StepResult(plan.step, {}, failed=failed)
-        logits = self.model.forward(build(work, self.cache))
+        logits = self.model.forward(build_forward(work, self.cache))
         prompt_logprobs, logits = self._score_prompts(work, logits)
         sampled, lost = self._sampler.sample([w.id for w in work if w.samples], logits) if len(logits) else ({}, {})
         return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, time.perf_counter() - began)
 
     def _score_prompts(
-        self, work: list[Work], logits: torch.Tensor
+        self, work: list[WorkItem], logits: torch.Tensor
     ) -> tuple[dict[str, list[TokenLogprob]], torch.Tensor]:
         """Return the prompts' log-probabilities, and the logits with only the rows that are sampled from."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
-        scored, sampled = scored_rows(work)
+        scored, sampled = split_logit_rows(work)
         scores = {w.id: self._sampler.prompt_logprobs(w.id, w.start, logits[rows]) for w, rows in scored}
         return scores, logits[sampled]
 
 
-def plan_cache(
-    model: Decoder, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
+def allocate_cache(
+    model: DecoderModel, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
 ) -> KVCache:
     """Allocate a KV cache with as many blocks as fit into `memory` bytes and `max_tokens` can use.
 
@@ -81,4 +81,4 @@ def plan_cache(
             f"the KV cache has {memory} bytes, which hold {blocks} blocks of {shape.block_bytes} bytes; 2 are needed",
             hint="raise --kv-memory",
         )
-    return KVCache(shape, blocks, segment=Segment(shape.layout(model.fingerprint), blocks) if shared else None)
+    return KVCache(shape, blocks, segment=SharedSegment(shape.layout(model.fingerprint), blocks) if shared else None)

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
-from emberline.core.plan import Admission, Sampled, TokenLogprob, Work
+from emberline.core.params import GrammarSpec
+from emberline.core.plan import Admission, SampledToken, TokenLogprob, WorkItem
 from emberline.engine.grammar_thread import GrammarThread
 from emberline.engine.penalties import PenaltyCounts
-from emberline.engine.token_rules import Masker, fill_masks, masker_of
+from emberline.engine.token_rules import TokenMasker, fill_masks, make_masker
 from emberline.kernels import ops
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
-    from emberline.engine.grammar import GrammarCompiler, Matcher
+    from emberline.engine.grammar import GrammarCompiler, GrammarMatcher
 
-PATIENCE = 10.0  # for compiling a grammar that was not prepared
+GRAMMAR_TIMEOUT_S = 10.0  # for compiling a grammar that was not prepared
 
 
 @dataclass(frozen=True, slots=True)
-class Edits:
+class LogitEdits:
     """Changes to a few logits.
 
     Positive logits are divided and others multiplied by `divide`; then `add` is added."""
@@ -44,10 +44,10 @@ class Edits:
         logits[self.ids] = np.where(values > 0, values / self.divide, values * self.divide) + self.add
 
 
-class Row:
+class SamplingState:
     """One request's sampling state; it follows from the Admission and the tokens sampled since."""
 
-    def __init__(self, admission: Admission, eos: frozenset[int], matcher: Masker | None) -> None:
+    def __init__(self, admission: Admission, eos: frozenset[int], matcher: TokenMasker | None) -> None:
         self.params = admission.params
         self.seed = admission.seed
         self.matcher = matcher
@@ -57,39 +57,41 @@ class Row:
         p = self.params
         self._bias_ids = np.array(list(p.logit_bias), np.int64)
         self._bias = np.array(list(p.logit_bias.values()), np.float32)
-        self._enders = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
+        self._end_ids = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
         for token in self.tokens[self.prompt_len :]:
             self._accept(token)
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether tokens depend on the logits alone and no log-probabilities are requested."""
         p = self.params
-        is_special = p.penalised or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
+        is_special = (
+            p.has_penalties or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
+        )
         return not is_special
 
-    def edits(self, known: int) -> Edits | None:
+    def logit_edits(self, num_known: int) -> LogitEdits | None:
         """Return the edits for logit_bias and min_tokens when the token after `num_known` ones is chosen.
 
         Penalties are not included: they are applied before."""
-        is_short = known - self.prompt_len < self.params.min_tokens
+        is_short = num_known - self.prompt_len < self.params.min_tokens
         if not (is_short or len(self._bias_ids)):
             return None
-        forbidden = self._enders if is_short else np.zeros(0, np.int64)
+        forbidden = self._end_ids if is_short else np.zeros(0, np.int64)
         ids = np.unique(np.concatenate([self._bias_ids, forbidden]))
         divide, add = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
         add[np.searchsorted(ids, self._bias_ids)] += self._bias
         add[np.searchsorted(ids, forbidden)] = -np.inf
-        return Edits(ids, divide, add)
+        return LogitEdits(ids, divide, add)
 
-    def append(self, token: int) -> None:
+    def append_token(self, token: int) -> None:
         self.tokens.append(token)
         self._accept(token)
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the grammar allows no further token."""
-        return self.matcher is not None and self.matcher.done
+        return self.matcher is not None and self.matcher.is_complete
 
     @property
     def error(self) -> str | None:
@@ -101,7 +103,7 @@ class Row:
             self.matcher.accept(token)
 
 
-class RowMaker:
+class SamplingStateFactory:
     """Makes a request's SamplingState, or raises InvalidRequest.
 
     Call `prepare` first to avoid waiting for a grammar."""
@@ -110,60 +112,60 @@ class RowMaker:
         self._eos = eos
         self._grammars = None if make_compiler is None else GrammarThread(make_compiler)
 
-    def __call__(self, admission: Admission) -> Row:
+    def __call__(self, admission: Admission) -> SamplingState:
         params = admission.params
-        return Row(admission, self._eos, masker_of(params, self._matcher(params.grammar)))
+        return SamplingState(admission, self._eos, make_masker(params, self._matcher(params.grammar)))
 
-    def prepare(self, grammar: Grammar) -> Future[Matcher]:
+    def prepare(self, grammar: GrammarSpec) -> Future[GrammarMatcher]:
         """Compile a grammar in another thread. The result is kept as long as the returned future is."""
         if self._grammars is None:
             raise InvalidRequest("this engine has no tokenizer, so it does not support grammars", param="grammar")
         return self._grammars.compile(grammar)
 
-    def _matcher(self, grammar: Grammar | None) -> Matcher | None:
+    def _matcher(self, grammar: GrammarSpec | None) -> GrammarMatcher | None:
         if grammar is None:
             return None
         try:
-            return self.prepare(grammar).result(PATIENCE).fork()
+            return self.prepare(grammar).result(GRAMMAR_TIMEOUT_S).fork()
         except TimeoutError:
             raise InvalidRequest(
-                f"compiling the {grammar.kind} takes more than {PATIENCE:g} s", hint="simplify it"
+                f"compiling the {grammar.kind} takes more than {GRAMMAR_TIMEOUT_S:g} s", hint="simplify it"
             ) from None
 
 
 class Sampler:
-    def __init__(self, vocab: int, make_row: RowMaker) -> None:
+    def __init__(self, vocab: int, make_state: SamplingStateFactory) -> None:
         self._vocab = vocab
-        self._make_row = make_row
-        self._rows: dict[str, Row] = {}
+        self._make_state = make_state
+        self._states: dict[str, SamplingState] = {}
         self._penalties: dict[str, PenaltyCounts] = {}  # of the rows that have some
 
     def admit(self, admission: Admission) -> str | None:
         """Add a request; return None, or the reason why it cannot be sampled."""
         try:
-            row = self._rows[admission.id] = self._make_row(admission)
+            row = self._states[admission.id] = self._make_state(admission)
         except InvalidRequest as e:
             return str(e)
-        if row.params.penalised:
+        if row.params.has_penalties:
             self._penalties[admission.id] = PenaltyCounts(row.params, row.tokens, row.prompt_len)
         return None
 
     def forget(self, request_id: str) -> None:
-        self._rows.pop(request_id, None)
+        self._states.pop(request_id, None)
         self._penalties.pop(request_id, None)
 
-    def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, Sampled], dict[str, str]]:
+    def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """Sample a token for each request from its row of the logits, which are overwritten.
 
         Return the tokens, and the reason for each request that cannot continue."""
-        rows = [self._rows[i] for i in ids]
+        rows = [self._states[i] for i in ids]
         scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[scored] if scored else logits[:0]
-        self._penalise(ids, logits)
-        self._constrain(rows, logits)
+        self._apply_penalties(ids, logits)
+        self._apply_edits_and_masks(rows, logits)
         params = [row.params for row in rows]
         seeds = np.array([row.seed % (1 << 64) for row in rows], np.uint64).view(np.int64)
-        chosen = ops.draw(
+        chosen = ops.sample_with_seed(
             logits,
             torch.tensor([p.temperature for p in params], dtype=torch.float32),
             torch.tensor([p.top_k for p in params], dtype=torch.int32),
@@ -177,11 +179,11 @@ class Sampler:
         sampled, failed = {}, {}
         for i, (request_id, row, token) in enumerate(zip(ids, rows, chosen, strict=True)):
             if row.error is None:  # the mask was valid
-                row.append(token)
+                row.append_token(token)
                 if (penalties := self._penalties.get(request_id)) is not None:
                     penalties.add(token)
             if row.error is None:
-                sampled[request_id] = Sampled(token, logprobs.get(i), stop=row.done)
+                sampled[request_id] = SampledToken(token, logprobs.get(i), stop=row.is_complete)
             else:
                 failed[request_id] = row.error
         return sampled, failed
@@ -190,33 +192,33 @@ class Sampler:
         """Return the log-probabilities of the prompt tokens after positions start, start + 1, ...
 
         The last position may have no next token yet."""
-        row = self._rows[request_id]
+        row = self._states[request_id]
         successors = row.tokens[start + 1 : start + 1 + len(logits)]
         return token_logprobs(
             logits[: len(successors)], successors, [row.params.prompt_logprobs or 0] * len(successors)
         )
 
-    def _penalise(self, ids: Sequence[str], logits: Tensor) -> None:
+    def _apply_penalties(self, ids: Sequence[str], logits: Tensor) -> None:
         for i, request_id in enumerate(ids):
             if (penalties := self._penalties.get(request_id)) is not None:
                 penalties.apply(logits[i].numpy())
 
-    def _constrain(self, rows: Sequence[Row], logits: Tensor) -> None:
-        for i, row in enumerate(rows):
-            if (edits := row.edits(len(row.tokens))) is not None:
+    def _apply_edits_and_masks(self, states: Sequence[SamplingState], logits: Tensor) -> None:
+        for i, row in enumerate(states):
+            if (edits := row.logit_edits(len(row.tokens))) is not None:
                 edits.apply(logits[i].numpy())
-        masked = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
+        masked = [(i, row.matcher) for i, row in enumerate(states) if row.matcher is not None]
         if masked:
             mask = np.full((len(masked), -(-self._vocab // 32)), -1, np.int32)
             fill_masks([matcher for _, matcher in masked], mask)
             ops.apply_bitmask(logits, torch.from_numpy(mask), torch.tensor([i for i, _ in masked]))
 
 
-def scored_rows(work: Sequence[Work]) -> tuple[list[tuple[Work, slice]], list[int]]:
+def split_logit_rows(work: Sequence[WorkItem]) -> tuple[list[tuple[WorkItem, slice]], list[int]]:
     """Return the rows of a step's logits that score each prompt, and the rows that are sampled from.
 
     The logits are in the order of the step's work."""
-    scored: list[tuple[Work, slice]] = []
+    scored: list[tuple[WorkItem, slice]] = []
     sampled: list[int] = []
     end = 0
     for w in work:

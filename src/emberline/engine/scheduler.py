@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from emberline.core.clock import Clock
 from emberline.core.config import SchedulerConfig
 from emberline.core.events import Output, Timing
-from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
-from emberline.core.request import FinishReason, Request, Status
+from emberline.core.plan import PENDING_TOKEN, Admission, SampledToken, StepPlan, StepResult, TokenLogprob, WorkItem
+from emberline.core.request import FinishReason, Request, RequestStatus
 from emberline.engine.admission import WaitingQueue
-from emberline.engine.pacing import Pacer
-from emberline.engine.publisher import Publisher
+from emberline.engine.pacing import PromptPacer
+from emberline.engine.publisher import BlockPublisher
 from emberline.kv.manager import KVManager
 
-MOST_SCORED = 512  # per step, prompt tokens with log-probabilities: each needs a row of logits
-ONE_PENDING = (PENDING,)
-RUNNING = Status.RUNNING  # a global, because it is looked up for every token
+MAX_SCORED_TOKENS = 512  # per step, prompt tokens with log-probabilities: each needs a row of logits
+ONE_PENDING = (PENDING_TOKEN,)
+RUNNING = RequestStatus.RUNNING  # a global, because it is looked up for every token
 
 
 class Scheduler:
@@ -34,7 +34,7 @@ class Scheduler:
         kv: KVManager,
         clock: Clock,
         eos: frozenset[int] = frozenset(),
-        publisher: Publisher | None = None,
+        publisher: BlockPublisher | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -47,15 +47,15 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
-        self._pacer = None if config.itl_target is None else Pacer(config.itl_target, config.itl_tail)
-        self._scored = MOST_SCORED  # remaining in this step
+        self._prompt_pacer = None if config.itl_target is None else PromptPacer(config.itl_target, config.itl_tail)
+        self._scored_budget = MAX_SCORED_TOKENS  # remaining in this step
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait until their leader has computed the prompt
         self._loading: dict[str, Request] = {}  # wait for blocks from a lower tier or another engine
-        self._unmet: dict[str, Request] = {}  # running requests without an Admission in a plan yet
-        self._met: set[str] = set()
-        self._found: dict[str, int] = {}  # of preempted requests: cached tokens when they first started
-        self._ended: list[str] = []
+        self._new_to_runner: dict[str, Request] = {}  # running requests without an Admission in a plan yet
+        self._known_to_runner: set[str] = set()
+        self._first_num_cached: dict[str, int] = {}  # of preempted requests: cached tokens when they first started
+        self._ended_ids: list[str] = []
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._outputs: list[Output] = []
         self.has_early_outputs = False  # outputs made while planning, for which another engine or a moved stream waits
@@ -65,12 +65,12 @@ class Scheduler:
     def add(self, request: Request) -> None:
         assert request.id not in self.requests
         self.requests[request.id] = request
-        self.kv.expect(request)
+        self.kv.prepare_source(request)
         if request.leader is not None and request.leader in self.requests:
             self._followers.setdefault(request.leader, []).append(request)
         else:
             self.waiting.push(request)
-        if request.resumed and (finish := self._ending(request)) is not None:
+        if request.num_resumed and (finish := self._finish_reason(request)) is not None:
             self._end(request, finish)  # its output was already complete when it moved here
 
     def abort(self, request_id: str, error: str | None = None) -> None:
@@ -82,7 +82,7 @@ class Scheduler:
         if request := self.requests.get(request_id):
             self._end(request, finish, error)
 
-    def drain(self) -> list[Output]:
+    def drain_outputs(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
         self.has_early_outputs = False
         return outputs
@@ -101,17 +101,17 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.requests and not self.kv.has_unsaved and not self._outputs
+        return not self.requests and not self.kv.has_pending_saves and not self._outputs
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None if there is nothing to do."""
-        self._expire()
+        self._end_expired()
         if self.kv.num_quarantined:
-            self.kv.clear_quarantine()
+            self.kv.release_quarantined()
         for request in list(self._loading.values()):
-            self._load(request)
+            self._continue_loading(request)
         planned: dict[str, int] = {}
         chunks = []
         for request in self.running[:]:
@@ -119,41 +119,41 @@ class Scheduler:
             if remaining > 1:
                 chunks.append(request)
             elif remaining and request.status is RUNNING:  # not preempted by an earlier one in this loop
-                self._plan(request, 1, planned)
+                self._plan_tokens(request, 1, planned)
         budget = total_budget = self._chunk_budget(planned, chunks)
-        self._scored = MOST_SCORED
+        self._scored_budget = MAX_SCORED_TOKENS
         for request in chunks:
-            if request.status is Status.RUNNING and (count := self._share(request, budget)):
-                budget -= self._plan(request, count, planned)
+            if request.status is RequestStatus.RUNNING and (count := self._take_chunk_size(request, budget)):
+                budget -= self._plan_tokens(request, count, planned)
         while budget > 0 and (admitted := self._admit_next()) is not None:
-            if admitted.status is Status.RUNNING:
-                planned[admitted.id] = self._share(admitted, budget)
+            if admitted.status is RequestStatus.RUNNING:
+                planned[admitted.id] = self._take_chunk_size(admitted, budget)
                 budget -= planned[admitted.id]
-        if self._pacer is not None:
-            self._pacer.planned(total_budget - budget)
-        saves, loads = self.kv.saves(), self.kv.loads()  # last, to include the requests that ended above
-        if not (planned or self._ended or saves or loads):
+        if self._prompt_pacer is not None:
+            self._prompt_pacer.record_plan(total_budget - budget)
+        saves, loads = self.kv.take_saves(), self.kv.take_loads()  # last, to include the requests that ended above
+        if not (planned or self._ended_ids or saves or loads):
             return None
         self._step += 1
         plan = StepPlan(
             self._step,
-            self._introduce(planned) if self._unmet else (),
-            [self._work(self.requests[i], n) for i, n in planned.items()],
-            self._ended,
+            self._take_admissions(planned) if self._new_to_runner else (),
+            [self._make_work_item(self.requests[i], n) for i, n in planned.items()],
+            self._ended_ids,
             saves,
             loads,
         )
-        self._ended = []
+        self._ended_ids = []
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         """Apply the result of a plan to its requests. Results must be given in the order of the plans."""
         assert plan.step == result.step
         if plan.saves or plan.loads:
-            self.kv.copied(plan.saves, plan.loads)
-        if self._pacer is not None and plan.work:
+            self.kv.finish_copies(plan.saves, plan.loads)
+        if self._prompt_pacer is not None and plan.work:
             singles = sum(len(work.tokens) == 1 for work in plan.work)
-            self._pacer.learn(plan.num_tokens - singles, result.seconds)
+            self._prompt_pacer.learn(plan.num_tokens - singles, result.seconds)
         now = self.clock.now()
         for work in plan.work:
             request = self.requests.get(work.id)
@@ -162,17 +162,17 @@ class Scheduler:
             if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end(request, FinishReason.ERROR, error=why)
                 continue
-            if work.life == request.preemptions:  # else its blocks were freed since
-                self._computed(request, work, result)
+            if work.preemptions == request.preemptions:  # else its blocks were freed since
+                self._record_computed(request, work, result)
             if work.samples:
-                request.pending -= 1
+                request.num_pending -= 1
                 self.generated_tokens += 1
-                self._advance(request, result.sampled[work.id], now)
+                self._append_token(request, result.sampled[work.id], now)
 
     # -- parts of a step ------------------------------------------------------------------------------------------
 
-    def _computed(self, request: Request, work: Work, result: StepResult) -> None:
-        request.computed = computed = work.start + len(work.tokens)
+    def _record_computed(self, request: Request, work: WorkItem, result: StepResult) -> None:
+        request.num_computed = computed = work.start + len(work.tokens)
         if work.start < request.prompt_len:
             self.prompt_tokens += min(computed, request.prompt_len) - work.start
         if work.prompt_logprobs:
@@ -180,72 +180,72 @@ class Scheduler:
         if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block became full
             self.kv.commit(request)
         if request.publish and self.publisher is not None:
-            self.publisher.offer(request, self._outputs)
-        if self._followers and request.computed >= request.prompt_len:
+            self.publisher.publish_and_announce(request, self._outputs)
+        if self._followers and request.num_computed >= request.prompt_len:
             self._release_followers(request)
 
     def _admit_next(self) -> Request | None:
         """Start the first waiting request and return it; None if it cannot start now.
 
         A request starts when blocks for all of its known tokens are free, so it cannot stall in its prompt."""
-        request = self.waiting.head()
-        if request is None or request.pending or len(self.running) >= self.config.max_running:
+        request = self.waiting.first_unblocked()
+        if request is None or request.num_pending or len(self.running) >= self.config.max_running:
             return None
-        if request.scores and not self._scored:
+        if request.needs_prompt_logprobs and not self._scored_budget:
             return None
         if not self.kv.admit(request, reserve=len(self.running)):
             return None  # later requests must not overtake it, or a long prompt would wait for ever
         self.waiting.remove(request)
-        request.status = Status.RUNNING
-        if request.admitted is None:
-            request.admitted = self.clock.now()
-        if request.id not in self._met:
-            self._unmet[request.id] = request
+        request.status = RequestStatus.RUNNING
+        if request.admitted_at is None:
+            request.admitted_at = self.clock.now()
+        if request.id not in self._known_to_runner:
+            self._new_to_runner[request.id] = request
         self.running.append(request)
         self.running.sort(key=self.waiting.rank)
         if self.kv.is_loading(request):
-            request.status = Status.LOADING
+            request.status = RequestStatus.LOADING
             self._loading[request.id] = request
-            self._load(request)
+            self._continue_loading(request)
         elif request.publish and self.publisher is not None:  # publish what was found in the cache
-            self.has_early_outputs |= self.publisher.offer(request, self._outputs)
+            self.has_early_outputs |= self.publisher.publish_and_announce(request, self._outputs)
         return request
 
-    def _load(self, request: Request) -> None:
+    def _continue_loading(self, request: Request) -> None:
         """Take the blocks that have arrived for a request, and let it run when all have, or after a timeout.
 
         If the engine that computed the prompt also sampled the first token, that token is used."""
-        self.kv.load(request)
+        self.kv.advance_loading(request)
         if not self.kv.is_loading(request):
             del self._loading[request.id]
-            request.status = Status.RUNNING
-            if (result := request.told) is not None:
+            request.status = RequestStatus.RUNNING
+            if (result := request.usable_prefill_result) is not None:
                 self.has_early_outputs = True
-                self._advance(request, Sampled(result.tokens[0], stop=result.stop), self.clock.now())
+                self._append_token(request, SampledToken(result.tokens[0], stop=result.stop), self.clock.now())
 
-    def _introduce(self, planned: dict[str, int]) -> list[Admission]:
+    def _take_admissions(self, planned: dict[str, int]) -> list[Admission]:
         """Return admissions of the planned requests that are new to the runner.
 
         A request is admitted with its first work item, so that the runner can report an error in that step's result."""
-        new = [request for name, request in self._unmet.items() if name in planned]
+        new = [request for name, request in self._new_to_runner.items() if name in planned]
         for request in new:
-            del self._unmet[request.id]
-            self._met.add(request.id)
-        return [self._admission(request) for request in new]
+            del self._new_to_runner[request.id]
+            self._known_to_runner.add(request.id)
+        return [self._make_admission(request) for request in new]
 
-    def _share(self, request: Request, budget: int) -> int:
+    def _take_chunk_size(self, request: Request, budget: int) -> int:
         """Return how many tokens of the budget a request can use; tokens to score have their own budget."""
         count = min(request.remaining, budget)
-        if request.scores:
-            count = min(count, self._scored)
-            self._scored -= count
+        if request.needs_prompt_logprobs:
+            count = min(count, self._scored_budget)
+            self._scored_budget -= count
         return count
 
-    def _plan(self, request: Request, count: int, planned: dict[str, int]) -> int:
+    def _plan_tokens(self, request: Request, count: int, planned: dict[str, int]) -> int:
         """Plan `count` tokens of a request if there are blocks for them; return how many were planned."""
-        tokens = request.planned + count
+        tokens = request.num_planned + count
         if len(planned) >= self.config.max_batch_tokens or not (
-            self.kv.grow(request, tokens) or self._make_room(request, tokens, planned)
+            self.kv.grow(request, tokens) or self._preempt_until_fits(request, tokens, planned)
         ):
             return 0
         planned[request.id] = count
@@ -254,23 +254,23 @@ class Scheduler:
     def _chunk_budget(self, planned: dict[str, int], chunks: list[Request]) -> int:
         """Return how many prompt tokens may be planned in addition to the single tokens."""
         left = self.config.max_batch_tokens - len(planned)
-        if self._pacer is None:
+        if self._prompt_pacer is None:
             return left
-        first = chunks[0] if chunks else self.waiting.head()
-        waited = self.clock.now() - first.arrival if first is not None and first.first_token is None else 0.0
-        allowed = self._pacer.allowance(len(planned), waited)
+        first = chunks[0] if chunks else self.waiting.first_unblocked()
+        waited = self.clock.now() - first.arrival if first is not None and first.first_token_at is None else 0.0
+        allowed = self._prompt_pacer.prompt_token_budget(len(planned), waited)
         return left if allowed is None else min(left, allowed)
 
-    def _make_room(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
+    def _preempt_until_fits(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
         while not self.kv.grow(request, tokens):
-            victim = self._victim(request)
+            victim = self._choose_victim(request)
             planned.pop(victim.id, None)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _victim(self, request: Request) -> Request:
+    def _choose_victim(self, request: Request) -> Request:
         """Return the request to preempt, so that `request` gets more blocks.
 
         It is one that is ranked lower: batch requests first, then the one that loses the fewest computed blocks. If
@@ -279,8 +279,8 @@ class Scheduler:
         candidates = [
             (-r.priority, blocks, -rank(r)[0], i, r)
             for i, r in enumerate(self.running[bisect_right(self.running, rank(request), key=rank) :])
-            if (blocks := self.kv.private_blocks(r)) > 0
-            and not (r.pending and r.params.prompt_logprobs is not None)  # its prompt is being scored
+            if (blocks := self.kv.num_reclaimable_blocks(r)) > 0
+            and not (r.num_pending and r.params.prompt_logprobs is not None)  # its prompt is being scored
         ]
         return min(candidates)[-1] if candidates else request
 
@@ -288,61 +288,71 @@ class Scheduler:
         self.kv.free(request)
         self.running.remove(request)
         self._loading.pop(request.id, None)
-        if request.computed > request.cached:
-            self._found.setdefault(request.id, request.cached)
-        request.status = Status.WAITING
-        request.computed = request.planned = request.cached = 0
+        if request.num_computed > request.num_cached:
+            self._first_num_cached.setdefault(request.id, request.num_cached)
+        request.status = RequestStatus.WAITING
+        request.num_computed = request.num_planned = request.num_cached = 0
         request.preemptions += 1
         self.preemptions += 1
         self._prompt_logprobs.pop(request.id, None)
         self.waiting.push(request)
 
-    def _work(self, request: Request, count: int) -> Work:
+    def _make_work_item(self, request: Request, count: int) -> WorkItem:
         """Advance the request by `count` tokens and return the work item."""
-        start, end = request.planned, request.planned + count
+        start, end = request.num_planned, request.num_planned + count
         tokens: Sequence[int]
         if count == 1 and start == len(request.tokens):
             tokens, samples = ONE_PENDING, True
         else:
-            tokens, samples = request.tokens[start:end], end == request.known
+            tokens, samples = request.tokens[start:end], end == request.num_known
             if len(tokens) < count:
-                tokens = [*tokens, PENDING]
+                tokens = [*tokens, PENDING_TOKEN]
         # Positional arguments: keywords take twice as long, and one is made for every token.
-        work = Work(request.id, start, tokens, self.kv.table(request), samples, request.scores, request.preemptions)
-        request.planned = end
-        request.pending += samples
+        work = WorkItem(
+            request.id,
+            start,
+            tokens,
+            self.kv.block_table(request),
+            samples,
+            request.needs_prompt_logprobs,
+            request.preemptions,
+        )
+        request.num_planned = end
+        request.num_pending += samples
         return work
 
     @staticmethod
-    def _admission(request: Request) -> Admission:
+    def _make_admission(request: Request) -> Admission:
         return Admission(request.id, list(request.tokens), request.prompt_len, request.params, request.seed)
 
-    def _advance(self, request: Request, sampled: Sampled, now: float) -> None:
+    def _append_token(self, request: Request, sampled: SampledToken, now: float) -> None:
         """Append a sampled token to the request, add an Output, and end the request if the token is its last."""
         request.tokens.append(sampled.token)
         request.token_deadline = now + request.token_timeout
-        finish, ticket = self._ending(request, sampled.stop), None
-        first = request.first_token is None
+        finish, ticket = self._finish_reason(request, sampled.stop), None
+        first = request.first_token_at is None
         if not (first or finish or request.publish or sampled.logprob):  # the usual case
-            self._outputs.append(Output(request.parent, request.index, [sampled.token]))
+            self._outputs.append(Output(request.submission_id, request.index, [sampled.token]))
             return
         if first:
-            request.first_token = now
-            request.cached = min(request.cached, self._found.get(request.id, request.cached))
-        request.check()
+            request.first_token_at = now
+            request.num_cached = min(request.num_cached, self._first_num_cached.get(request.id, request.num_cached))
+        request.check_invariants()
         if request.publish and self.publisher is not None:
-            finish, ticket = FinishReason.HANDOFF, self.publisher.complete(request, sampled)
+            finish, ticket = FinishReason.HANDOFF, self.publisher.complete_ticket(request, sampled)
         prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
         self._outputs.append(
             Output(
-                request.parent,
+                request.submission_id,
                 request.index,
                 [sampled.token],
                 [sampled.logprob] if sampled.logprob else [],
                 prompt_logprobs[: request.prompt_len - 1] if prompt_logprobs is not None else None,
-                cached_tokens=min(request.cached, request.prompt_len) if first else 0,
+                cached_tokens=min(request.num_cached, request.prompt_len) if first else 0,
                 finish=finish,
-                stop_token=sampled.token if finish is FinishReason.STOP and self._stops(request) else None,
+                stop_token=sampled.token
+                if finish is FinishReason.STOP and self._ends_with_stop_token(request)
+                else None,
                 timing=self._timing(request, now if finish else None) if first or finish else None,
                 ticket=ticket,
             )
@@ -352,32 +362,32 @@ class Scheduler:
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _ending(self, request: Request, stop: bool = False) -> FinishReason | None:
+    def _finish_reason(self, request: Request, stop: bool = False) -> FinishReason | None:
         """Return why the request ends with its newest token; None if it continues.
 
         `stop`: whether its grammar is complete."""
         token, params = request.tokens[-1], request.params
         if stop or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
+        return FinishReason.LENGTH if len(request.tokens) >= request.max_len else None
 
-    def _stops(self, request: Request) -> bool:
+    def _ends_with_stop_token(self, request: Request) -> bool:
         token, params = request.tokens[-1], request.params
         return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
-    def _expire(self) -> None:
+    def _end_expired(self) -> None:
         now = self.clock.now()
         for request in [r for r in self.requests.values() if min(r.deadline, r.token_deadline) <= now]:
             self._end(request, FinishReason.ERROR, error="deadline_exceeded")
 
     def _end(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
         timing = self._timing(request, self.clock.now())
-        self._outputs.append(Output(request.parent, request.index, finish=finish, error=error, timing=timing))
+        self._outputs.append(Output(request.submission_id, request.index, finish=finish, error=error, timing=timing))
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
         """Free the blocks of a request and delete all its state. Every request ends here."""
-        if request.status in (Status.RUNNING, Status.LOADING):
+        if request.status in (RequestStatus.RUNNING, RequestStatus.LOADING):
             self.kv.free(request)
             self.running.remove(request)
             self._loading.pop(request.id, None)
@@ -385,18 +395,18 @@ class Scheduler:
             self._followers[request.leader].remove(request)
         else:
             self.waiting.remove(request)
-        request.status = Status.ENDED
+        request.status = RequestStatus.ENDED
         del self.requests[request.id]
         if request.source is not None:
-            self.kv.forget(request)
+            self.kv.drop_unadmitted(request)
         if request.publish and self.publisher is not None:
-            self.publisher.close(request)
+            self.publisher.end_request(request)
         self._prompt_logprobs.pop(request.id, None)
-        if request.id in self._met:
-            self._met.remove(request.id)
-            self._ended.append(request.id)
-        self._unmet.pop(request.id, None)
-        self._found.pop(request.id, None)
+        if request.id in self._known_to_runner:
+            self._known_to_runner.remove(request.id)
+            self._ended_ids.append(request.id)
+        self._new_to_runner.pop(request.id, None)
+        self._first_num_cached.pop(request.id, None)
         self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:
@@ -406,4 +416,4 @@ class Scheduler:
 
     @staticmethod
     def _timing(request: Request, finished: float | None) -> Timing:
-        return Timing(request.arrival, request.admitted, request.first_token, finished, request.pulled)
+        return Timing(request.arrival, request.admitted_at, request.first_token_at, finished, request.pulled)

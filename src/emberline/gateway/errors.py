@@ -24,17 +24,17 @@ from types import MappingProxyType
 from typing import Literal
 
 from emberline.core.errors import EmberlineError, NotFound, Overloaded
-from emberline.net.errors import Broken as Broken  # re-exported
-from emberline.net.errors import TimedOut as TimedOut
-from emberline.net.errors import Unreached as Unreached
+from emberline.net.errors import UpstreamBroken as UpstreamBroken  # re-exported
 from emberline.net.errors import UpstreamFailed as UpstreamFailed
+from emberline.net.errors import UpstreamTimeout as UpstreamTimeout
+from emberline.net.errors import UpstreamUnreachable as UpstreamUnreachable
 
 # Why a provider answered with an error: the request is invalid, the prompt is too long for the model, a content filter,
 # the key or the model is unknown there, too many requests, an internal error of the provider.
-Why = Literal["request", "context", "filtered", "access", "busy", "server"]
+RefusalReason = Literal["request", "context", "filtered", "access", "busy", "server"]
 
 
-_CODES: Mapping[Why, str] = {"context": "context_length_exceeded", "filtered": "content_filter"}
+_CODES: Mapping[RefusalReason, str] = {"context": "context_length_exceeded", "filtered": "content_filter"}
 
 
 class Forbidden(EmberlineError):
@@ -42,14 +42,18 @@ class Forbidden(EmberlineError):
     code = "not_allowed"
 
 
-class Blocked(EmberlineError):
+class BlockedByGuardrail(EmberlineError):
     status = 400
     code = "prompt_blocked"
 
-    def __init__(self, message: str, *, reply: bool = False, number: int = 2016, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, is_reply: bool = False, cloudflare_code: int = 2016, hint: str | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
-        self.code = "reply_blocked" if reply else self.code
-        self.number = number  # error codes of Cloudflare: 2016 and 2017 (guardrails), 2029 and 2030 (patterns)
+        self.code = "reply_blocked" if is_reply else self.code
+        self.cloudflare_code = (
+            cloudflare_code  # error codes of Cloudflare: 2016 and 2017 (guardrails), 2029 and 2030 (patterns)
+        )
 
 
 class ProviderNotFound(NotFound):
@@ -70,11 +74,11 @@ class LimitExceeded(Overloaded):
         rule: str = "",
         remaining: int = 0,
         retry_after: int = 1,
-        money: bool = False,
+        is_budget: bool = False,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, retry_after=retry_after, hint=hint)
-        self.code = "budget_exceeded" if money else self.code
+        self.code = "budget_exceeded" if is_budget else self.code
         self.rule = rule
         self.remaining = remaining
 
@@ -84,7 +88,7 @@ class Conflict(EmberlineError):
     code = "conflict"
 
     @staticmethod
-    def of(kind: str, id: str, *, is_new: bool) -> Conflict:
+    def of_document(kind: str, id: str, *, is_new: bool) -> Conflict:
         """Return the error for a document that exists already (`is_new`) or has another version by now."""
         noun = kind.replace("_", " ")
         if is_new:
@@ -104,26 +108,26 @@ class StoreBusy(StoreFailed):
     pass
 
 
-class Resting(UpstreamFailed):
+class CircuitBreakerOpen(UpstreamFailed):
     status = 503
     code = "upstream_resting"
     retryable = False
 
 
-class KeyMissing(UpstreamFailed):
+class ProviderKeyMissing(UpstreamFailed):
     status = 401
     code = "provider_key_missing"
     retryable = False
 
 
-class Refused(UpstreamFailed):
+class ProviderErrorReply(UpstreamFailed):
     code = "upstream_refused"
 
     def __init__(
         self,
         message: str,
         *,
-        kind: Why = "server",
+        reason: RefusalReason = "server",
         status: int = 502,
         headers: Mapping[str, str] = MappingProxyType({}),
         body: bytes = b"",
@@ -131,11 +135,11 @@ class Refused(UpstreamFailed):
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
-        self.kind = kind
-        self.code = _CODES.get(kind, self.code)
+        self.reason = reason
+        self.code = _CODES.get(reason, self.code)
         self.status = status
         self.headers = headers
         self.body = body
         self.dialect = dialect  # of the body
-        self.retryable = kind in ("busy", "server")
+        self.retryable = reason in ("busy", "server")
         self.retry_after: float | None = None  # seconds, if the provider named a time

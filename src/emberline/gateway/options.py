@@ -16,12 +16,12 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.cost import Price
-from emberline.net.notjson import NOT_JSON
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-MONTH = 31 * 86_400
+MAX_CACHE_TTL_S = 31 * 86_400
 BACKOFFS = ("constant", "linear", "exponential")
-MOST_METADATA = 5
-LONGEST_TEXT = 512
+MAX_METADATA_ENTRIES = 5
+MAX_OPTION_CHARS = 512
 
 Metadata: TypeAlias = dict[str, str | int | float | bool]
 
@@ -35,7 +35,7 @@ class CustomCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RequestOptions:
     gateway_id: str | None = None
     cache_ttl: int | None = None  # seconds; 0: off
     skip_cache: bool | None = None
@@ -63,13 +63,13 @@ class Options:
     allowed_providers: tuple[str, ...] | None = None
 
     @staticmethod
-    def read(headers: Mapping[str, str]) -> Options:
+    def from_headers(headers: Mapping[str, str]) -> RequestOptions:
         """Return the options in the headers of a request or a step; header names are in lower case.
 
         Raise InvalidRequest if a value is invalid.
         """
         if _HEADERS.keys().isdisjoint(headers):
-            return NOTHING
+            return NO_OPTIONS
         values: dict[str, Any] = {}
         for name, (field, read) in _HEADERS.items():
             if (text := headers.get(name)) is not None:
@@ -77,18 +77,20 @@ class Options:
                     values[field] = read(text.strip())
                 except ValueError as e:
                     raise InvalidRequest(f"the header {name} is {text[:80]!r}: {e}", param=name) from e
-        return Options(**values)
+        return RequestOptions(**values)
 
-    def over(self, below: Options) -> Options:
-        """Return these options, completed with those of `defaults` where they are not set."""
-        merged = {f.name: getattr(below if getattr(self, f.name) is None else self, f.name) for f in fields(Options)}
-        return Options(**merged)
+    def merged_over(self, defaults: RequestOptions) -> RequestOptions:
+        """Return these options, completed with those of `sampling_defaults` where they are not set."""
+        merged = {
+            f.name: getattr(defaults if getattr(self, f.name) is None else self, f.name) for f in fields(RequestOptions)
+        }
+        return RequestOptions(**merged)
 
 
-NOTHING = Options()
+NO_OPTIONS = RequestOptions()
 
 
-def asking(headers: Mapping[str, str]) -> dict[str, str]:
+def option_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that set options."""
     return {name: value for name, value in headers.items() if name in _HEADERS}
 
@@ -124,8 +126,8 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def _text(text: str) -> str:
-    if not text or len(text) > LONGEST_TEXT:
-        raise ValueError(f"the value must have 1 to {LONGEST_TEXT} characters")
+    if not text or len(text) > MAX_OPTION_CHARS:
+        raise ValueError(f"the value must have 1 to {MAX_OPTION_CHARS} characters")
     return text
 
 
@@ -146,7 +148,7 @@ def _list(text: str) -> tuple[str, ...]:
 
 
 def _ttl(text: str) -> int:
-    seconds = _integer(0, MONTH)(text)
+    seconds = _integer(0, MAX_CACHE_TTL_S)(text)
     if 0 < seconds < 60:
         raise ValueError("the value must be 0 or at least 60 seconds")
     return seconds
@@ -154,13 +156,13 @@ def _ttl(text: str) -> int:
 
 def _old_ttl(text: str) -> int:
     """Return seconds: the older header is in milliseconds."""
-    return _ttl(str(_integer(0, MONTH * 1000)(text) // 1000))
+    return _ttl(str(_integer(0, MAX_CACHE_TTL_S * 1000)(text) // 1000))
 
 
 def _metadata(text: str) -> Metadata:
     found = _json_object(text)
-    if len(found) > MOST_METADATA:
-        raise ValueError(f"the object has {len(found)} entries; at most {MOST_METADATA} are allowed")
+    if len(found) > MAX_METADATA_ENTRIES:
+        raise ValueError(f"the object has {len(found)} entries; at most {MAX_METADATA_ENTRIES} are allowed")
     for name, value in found.items():
         if not isinstance(value, str | int | float | bool):
             raise ValueError(f"the value of {name[:40]!r} must be a string, a number or a boolean")
@@ -194,7 +196,7 @@ def _json_object(text: str) -> dict[str, Any]:
         text = text.encode("latin-1").decode()
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
-    except NOT_JSON as e:
+    except JSON_DECODE_ERRORS as e:
         raise ValueError(f"the value must be a JSON object ({e})") from e
     return found
 

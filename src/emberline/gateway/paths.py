@@ -13,31 +13,31 @@ from urllib.parse import unquote
 import msgspec
 
 from emberline.core.errors import InvalidRequest, NotFound
-from emberline.gateway.body import MODEL_LENGTH
-from emberline.gateway.call import Dialect
+from emberline.gateway.request import Dialect
+from emberline.gateway.request_body import MAX_MODEL_NAME_CHARS
 
-Kind = Literal["plain", "native", "compat", "universal"]
-DEFAULT = "default"
+PathKind = Literal["plain", "native", "compat", "universal"]
+DEFAULT_NAME = "default"
 MAX_DECODINGS = 4  # levels of percent-encoding within percent-encoding
-COUNT_TOKENS = "messages/count_tokens"
+COUNT_TOKENS_ENDPOINT = "messages/count_tokens"
 ARN_PROVIDER = "aws-bedrock"  # its clients name models by ARNs with encoded slashes
 
 GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # action -> whether it streams
 
 # Endpoint under /v1 (and under /ai/v1 and /compat) -> dialect. The model's name decides the provider.
-PLAIN: dict[str, Dialect] = {
+DIALECT_ENDPOINTS: dict[str, Dialect] = {
     "chat/completions": "openai-chat",
     "responses": "openai-responses",
     "embeddings": "openai-embeddings",
     "messages": "anthropic",
     "completions": "raw",
-    COUNT_TOKENS: "raw",
+    COUNT_TOKENS_ENDPOINT: "raw",
 }
 
 
-class Target(msgspec.Struct, frozen=True):
-    kind: Kind
-    account: str = DEFAULT
+class RequestTarget(msgspec.Struct, frozen=True):
+    kind: PathKind
+    account: str = DEFAULT_NAME
     gateway: str | None = None  # None: set by the header cf-aig-gateway-id
     provider: str = ""  # "": set by the model's name
     endpoint: str = ""
@@ -46,7 +46,7 @@ class Target(msgspec.Struct, frozen=True):
     stream: bool = False  # only if the path has it
 
 
-def target_of(path: str) -> Target:
+def parse_path(path: str) -> RequestTarget:
     """Return the target of a path, which is still percent-encoded.
 
     Raise NotFound if the gateway has no such path, InvalidRequest if another server could read the path differently.
@@ -57,22 +57,22 @@ def target_of(path: str) -> Target:
         native = segments[0] == "v1" and segments[3:4] == [ARN_PROVIDER]
         check_path(plain, segments[4:] if native else ())
     match plain.strip("/").split("/"):
-        case ["v1", *rest] if "/".join(rest) in PLAIN:
+        case ["v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
             return _plain("/".join(rest))
-        case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
+        case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
             return _plain("/".join(rest), account)
-        case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
+        case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in DIALECT_ENDPOINTS:
             return _plain("/".join(rest), account)
         case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
             return _gemini(version, "/".join(rest))
         case ["v1", account, gateway]:
-            return Target("universal", account, gateway)
+            return RequestTarget("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
             endpoint = "/".join(rest[1:] if rest[:1] == ["v1"] else rest)
-            if endpoint in PLAIN:
-                return Target("compat", account, gateway, "", endpoint, PLAIN[endpoint])
+            if endpoint in DIALECT_ENDPOINTS:
+                return RequestTarget("compat", account, gateway, "", endpoint, DIALECT_ENDPOINTS[endpoint])
         case ["v1", account, gateway, provider, *rest] if rest:
-            return Target("native", account, gateway, provider, "/".join(rest))
+            return RequestTarget("native", account, gateway, provider, "/".join(rest))
     raise NotFound(
         f"the path {path[:200]!r} does not exist",
         hint="use /v1/chat/completions, /v1/ACCOUNT/GATEWAY/PROVIDER/... or"
@@ -80,7 +80,7 @@ def target_of(path: str) -> Target:
     )
 
 
-def is_native(path: str) -> bool:
+def is_native_path(path: str) -> bool:
     """Return whether the path is a provider's own endpoint, which takes bodies of any type."""
     match path.split("?")[0].strip("/").split("/"):
         case ["v1", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
@@ -90,19 +90,19 @@ def is_native(path: str) -> bool:
     return False
 
 
-def models_at(path: str) -> tuple[Target, str] | None:
+def parse_models_path(path: str) -> tuple[RequestTarget, str] | None:
     """Return the target and the model's name ("": list all) of a path that reads models, else None."""
     match path.strip("/").split("/"):
         case ["v1", "models", *name]:
-            return Target("plain"), "/".join(name)
+            return RequestTarget("plain"), "/".join(name)
         case ["client", "v4", "accounts", account, "ai", "v1", "models", *name]:
-            return Target("plain", account), "/".join(name)
+            return RequestTarget("plain", account), "/".join(name)
         case ["accounts", account, "ai", "v1", "models", *name]:
-            return Target("plain", account), "/".join(name)
+            return RequestTarget("plain", account), "/".join(name)
         case ["v1", account, gateway, "compat", "v1", "models", *name]:
-            return Target("compat", account, gateway), "/".join(name)
+            return RequestTarget("compat", account, gateway), "/".join(name)
         case ["v1", account, gateway, "compat", "models", *name]:
-            return Target("compat", account, gateway), "/".join(name)
+            return RequestTarget("compat", account, gateway), "/".join(name)
     return None
 
 
@@ -140,16 +140,16 @@ def _arn_slashes(segment: str) -> int:
     return name.count("/") if name.startswith("arn:") else 0
 
 
-def _gemini(version: str, rest: str) -> Target:
+def _gemini(version: str, rest: str) -> RequestTarget:
     name, _, action = rest.rpartition(":")
     model = unquote(name)
-    if not 0 < len(model) <= MODEL_LENGTH:
+    if not 0 < len(model) <= MAX_MODEL_NAME_CHARS:
         raise InvalidRequest(
-            f"the model in the path has {len(model)} characters; 1 to {MODEL_LENGTH} are allowed", param="model"
+            f"the model in the path has {len(model)} characters; 1 to {MAX_MODEL_NAME_CHARS} are allowed", param="model"
         )
     streams = GEMINI_ACTIONS[f":{action}"]
-    return Target("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)
+    return RequestTarget("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)
 
 
-def _plain(endpoint: str, account: str = DEFAULT) -> Target:
-    return Target("plain", account, None, "", endpoint, PLAIN[endpoint])
+def _plain(endpoint: str, account: str = DEFAULT_NAME) -> RequestTarget:
+    return RequestTarget("plain", account, None, "", endpoint, DIALECT_ENDPOINTS[endpoint])

@@ -12,15 +12,15 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.cost import Price
-from emberline.gateway.dialects.prefill import Prefill
+from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
 from emberline.gateway.guardrails.policy import Guardrails
-from emberline.gateway.routes.pool import Pool
+from emberline.gateway.routes.pool import ModelPool
 
 Backoff = Literal["constant", "linear", "exponential"]
 CacheScope = Literal["gateway", "key", "user"]
 
 
-class Retries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RetrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attempts: int = 2  # at one provider, including the first
     delay: float = 0.2  # seconds before the second attempt
     backoff: Backoff = "exponential"
@@ -36,7 +36,7 @@ class Retries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TimeoutSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timeouts of a request, in seconds."""
 
     connect: float = 5.0
@@ -55,7 +55,7 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
 
-class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collect: bool = True
     payloads: bool = True
     days: int = 30  # that records are kept
@@ -70,12 +70,12 @@ class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str | None = None  # for example a service account's JSON, or `gcloud auth application-default`'s file
     speaks: tuple[str, ...] | None = None  # dialects; None: the provider's default
     headers: dict[str, str] = {}  # sent with every request
-    prefill: Prefill | None = None  # how its chat continues an assistant message; None: the provider's default
+    prefill: AssistantPrefill | None = None  # how its chat continues an assistant message; None: the provider's default
     enabled: bool = True
     public: bool = False  # its address must be public, unless the operator allows private addresses
 
 
-class Fallback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FallbackRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Models to try in order when `model` (a name, a prefix with `*` at its end, or `*`) fails."""
 
     model: str
@@ -93,7 +93,7 @@ class BreakerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pause: float = 1.0  # seconds it stays open, doubled each time up to 30
 
 
-class Semantic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SemanticCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cached replies for prompts with a similar meaning.
 
     Mode `shadow` serves none of them and counts how often they would have differed from the real reply.
@@ -109,7 +109,7 @@ class Semantic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     account: str = "default"
     gateway: str = "default"
     version: int = 0
@@ -119,29 +119,29 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     providers: dict[str, ProviderSettings] = {}
     allowed_providers: tuple[str, ...] = ("*",)
     allowed_models: tuple[str, ...] = ("*",)
-    retries: Retries = Retries()
-    timeouts: Timeouts = Timeouts()
+    retries: RetrySettings = RetrySettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
     breaker: BreakerSettings = BreakerSettings()
-    fallbacks: tuple[Fallback, ...] = ()
+    fallbacks: tuple[FallbackRule, ...] = ()
     continuation: bool = False  # the next step continues a stream that breaks off
     cache_ttl: int = 0  # seconds; 0: off
     cache_invalidate_on_update: bool = False  # a change of these settings invalidates the cache
     cache_scope: CacheScope = "gateway"  # cached replies are shared by the whole gateway, per key, or per user
-    semantic: Semantic = Semantic()
+    semantic: SemanticCacheSettings = SemanticCacheSettings()
     limits: tuple[dict[str, Any], ...] = ()  # rules over requests and tokens, as gateway/limits reads them
     budgets: tuple[dict[str, Any], ...] = ()  # rules over cost
     guardrails: Guardrails = Guardrails()
-    pools: dict[str, Pool] = {}  # model name -> providers among which its load is balanced
+    pools: dict[str, ModelPool] = {}  # model name -> providers among which its load is balanced
     routes: dict[str, Any] = {}  # name -> deployed graph
     prices: dict[str, Price] = {}  # "provider/model" -> price that overrides the catalogue's
-    logs: Logging = Logging()
+    logs: LogSettings = LogSettings()
     zdr: bool = False  # zero data retention: prompts and replies are not stored
     metadata: dict[str, str] = {}  # added to every request
 
     @staticmethod
-    def read(found: object) -> Settings:
+    def parse(data: object) -> GatewaySettings:
         """Return the settings in decoded TOML or JSON. Raise InvalidRequest if they are invalid."""
         try:
-            return msgspec.convert(found, Settings)
+            return msgspec.convert(data, GatewaySettings)
         except msgspec.ValidationError as e:
             raise InvalidRequest(f"gateway settings are invalid: {e}") from e

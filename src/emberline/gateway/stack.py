@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emberline.gateway.call import Handler, Layer
+from emberline.gateway.request import Handler, Layer
 
 
-def stacked(layers: Sequence[Layer], innermost: Handler) -> Handler:
+def stack_layers(layers: Sequence[Layer], innermost: Handler) -> Handler:
     """Return one handler: the first layer is the outermost."""
     handler = innermost
     for layer in reversed(layers):

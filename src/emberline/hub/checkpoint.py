@@ -13,7 +13,7 @@ from emberline.core.errors import ModelFileError
 from emberline.core.jsonfile import read_object, read_optional
 from emberline.hub.tensorfile import TensorInfo, read_tensors
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARDS = 4096
 
 
@@ -35,13 +35,13 @@ class Checkpoint:
             read_object(directory / "config.json"),
             read_optional(directory / "generation_config.json"),
             read_optional(directory / "tokenizer_config.json"),
-            _tensors(directory),
+            _read_all_tensors(directory),
         )
 
-    def names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         return list(self.tensors)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         try:
             return self.tensors[name]
         except KeyError:
@@ -49,14 +49,14 @@ class Checkpoint:
             raise ModelFileError(f"{self.directory} has no tensor {name!r}", hint=hint) from None
 
 
-def _tensors(directory: Path) -> dict[str, TensorInfo]:
-    tensors = _indexed(directory) if (directory / INDEX).exists() else _beside_each_other(directory)
+def _read_all_tensors(directory: Path) -> dict[str, TensorInfo]:
+    tensors = _read_indexed(directory) if (directory / INDEX_FILE).exists() else _read_unindexed(directory)
     if not tensors:
         raise ModelFileError(f"the weight files in {directory} have no tensors", hint="download the model again")
     return tensors
 
 
-def _beside_each_other(directory: Path) -> dict[str, TensorInfo]:
+def _read_unindexed(directory: Path) -> dict[str, TensorInfo]:
     single = directory / "model.safetensors"
     files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
@@ -64,12 +64,12 @@ def _beside_each_other(directory: Path) -> dict[str, TensorInfo]:
         raise ModelFileError(f"{directory} has no *.safetensors file", hint=hint)
     out: dict[str, TensorInfo] = {}
     for file in files:
-        _merge(out, read_tensors(file))
+        _merge_tensors(out, read_tensors(file))
     return out
 
 
-def _indexed(directory: Path) -> dict[str, TensorInfo]:
-    index = directory / INDEX
+def _read_indexed(directory: Path) -> dict[str, TensorInfo]:
+    index = directory / INDEX_FILE
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{index} has no weight_map", hint="download the model again")
@@ -83,7 +83,7 @@ def _indexed(directory: Path) -> dict[str, TensorInfo]:
         raise ModelFileError(f"{index} names {len(shards)} files; at most {MAX_SHARDS} are supported")
     out: dict[str, TensorInfo] = {}
     for shard in sorted(shards):
-        _merge(out, read_tensors(directory / shard))
+        _merge_tensors(out, read_tensors(directory / shard))
     for name, file in weight_map.items():
         if name not in out or out[name].file.name != file:
             hint = "download the model again"
@@ -91,7 +91,7 @@ def _indexed(directory: Path) -> dict[str, TensorInfo]:
     return out
 
 
-def _merge(out: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
+def _merge_tensors(out: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
     for name, info in more.items():
         if name in out:
             raise ModelFileError(f"tensor {name!r} is in both {out[name].file} and {info.file}")

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from emberline.core.errors import ModelFileError
+from emberline.hub.atomic_directory import atomic_directory, file_lock
 from emberline.hub.dequant import dequantise, round_to_bf16
-from emberline.hub.gguf import GGUF, GGUFTensor
+from emberline.hub.gguf import GGUFFile, GGUFTensor
 from emberline.hub.ggufconfig import generation_config, model_config, tensor_name
 from emberline.hub.gguftokenizer import tokenizer_files
-from emberline.hub.making import locked, made
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
-VERSION = 3  # part of the checkpoint's path: raise it when the result of a conversion changes
+CONVERSION_VERSION = 3  # part of the checkpoint's path: raise it when the result of a conversion changes
 CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 
 
@@ -26,28 +26,28 @@ def convert(source: Path, target: Path) -> Path:
     """Convert `source` unless `target` exists, and return `target`, which appears complete or not at all."""
     if target.is_dir():
         return target
-    with locked(target.with_name(f".{target.name}.lock")):
+    with file_lock(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
-            with GGUF(source) as file, made(target) as work:
-                _write(file, work)
+            with GGUFFile(source) as file, atomic_directory(target) as work:
+                _write_checkpoint(file, work)
     return target
 
 
-def _write(file: GGUF, work: Path) -> None:
+def _write_checkpoint(file: GGUFFile, work: Path) -> None:
     tokenizer, tokenizer_config = tokenizer_files(file.metadata)
-    tensors = _renamed(file)
+    tensors = _tensors_by_name(file)
     config = model_config(file, _torch_dtype(tensors))
     if len(file.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
         raise ModelFileError(f"{file.path} has more tokens in its vocabulary than rows in its embedding")
-    _dump(work / "config.json", config)
-    _dump(work / "generation_config.json", generation_config(file.metadata))
-    _dump(work / "tokenizer_config.json", tokenizer_config)
+    _write_json(work / "config.json", config)
+    _write_json(work / "generation_config.json", generation_config(file.metadata))
+    _write_json(work / "tokenizer_config.json", tokenizer_config)
     _write_text(work / "tokenizer.json", tokenizer)
     specs = {name: (_dtype(t), t.shape) for name, t in tensors.items()}
-    write_tensors(work / "model.safetensors", specs, _chunks(file, tensors, config))
+    write_tensors(work / "model.safetensors", specs, _iter_chunks(file, tensors, config))
 
 
-def _renamed(file: GGUF) -> dict[str, GGUFTensor]:
+def _tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
     out: dict[str, GGUFTensor] = {}
     for tensor in file.tensors.values():
         name = tensor_name(tensor.name)
@@ -67,34 +67,34 @@ def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
-def _chunks(file: GGUF, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
+def _iter_chunks(file: GGUFFile, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
     permuted: dict[str, int] = {}
     if file.metadata["general.architecture"] == "llama":
         permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in tensors.values():
-        yield from _tensor_bytes(file, tensor, permuted.get(tensor.name.split(".")[-2]))
+        yield from _iter_tensor_bytes(file, tensor, permuted.get(tensor.name.split(".")[-2]))
 
 
-def _tensor_bytes(file: GGUF, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
+def _iter_tensor_bytes(file: GGUFFile, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
     """Yield the tensor's bytes in the checkpoint's dtype, a batch of rows at a time.
 
     Rows are independent in every GGUF format, so heads are reordered as raw bytes before rows are dequantised.
     """
-    row_bytes = tensor.shape[-1] // tensor.type.block * tensor.type.size
-    rows = np.frombuffer(file.raw(tensor), dtype=np.uint8)
+    row_bytes = tensor.shape[-1] // tensor.type.block_elements * tensor.type.block_bytes
+    rows = np.frombuffer(file.raw_bytes(tensor), dtype=np.uint8)
     if permuted_heads is not None:
-        unit = row_bytes if len(tensor.shape) > 1 else tensor.type.size
+        unit = row_bytes if len(tensor.shape) > 1 else tensor.type.block_bytes
         rows = _unpermute(rows.reshape(-1, unit), permuted_heads, tensor.name)
     rows = rows.reshape(-1, row_bytes)
     batch = max(1, CHUNK_BYTES // (4 * tensor.shape[-1]))
     for start in range(0, len(rows), batch):
-        yield _encoded(np.ascontiguousarray(rows[start : start + batch]), tensor)
+        yield _encode_rows(np.ascontiguousarray(rows[start : start + batch]), tensor)
 
 
-def _encoded(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> bytes:
+def _encode_rows(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> bytes:
     if tensor.type.name in ("F32", "F16", "BF16"):
         return rows.tobytes()
-    values = dequantise(rows.data.cast("B"), tensor.type.name, tensor.type.size)
+    values = dequantise(rows.data.cast("B"), tensor.type.name, tensor.type.block_bytes)
     return round_to_bf16(values).astype("<u2", copy=False).tobytes()
 
 
@@ -106,7 +106,7 @@ def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _dump(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     _write_text(path, json.dumps(value, ensure_ascii=False, indent=2))
 
 

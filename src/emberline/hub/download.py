@@ -16,16 +16,16 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from emberline.core.errors import DownloadError, ModelError
-from emberline.hub.progress import Progress
+from emberline.hub.progress import DownloadProgress
 
-CHUNK = 1 << 18
-TIMEOUT_SECONDS = 30
-ATTEMPTS = 5
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the local disk: retrying does not help
+CHUNK_BYTES = 1 << 18
+READ_TIMEOUT_S = 30
+MAX_ATTEMPTS = 5
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the local disk: retrying does not help
 RETRYABLE = (OSError, http.client.HTTPException)  # URLError, timeouts and resets are OSErrors
 
 
-class HTTP:
+class HTTPDownloader:
     """Sends GET requests through the system's proxies; a CA file and credentials in the URL work as in pip."""
 
     def __init__(self, ca_file: str | None = None) -> None:
@@ -37,22 +37,28 @@ class HTTP:
     def get(self, url: str, headers: dict[str, str] | None = None) -> Any:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https"):
-            raise DownloadError(f"{redacted(url)} is not an HTTP URL")
+            raise DownloadError(f"{redact_credentials(url)} is not an HTTP URL")
         host = parts.netloc.rpartition("@")[2]
         request = urllib.request.Request(urlunsplit(parts._replace(netloc=host, fragment="")), headers=headers or {})
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             request.add_unredirected_header("Authorization", "Basic " + base64.b64encode(pair).decode())
-        return self._opener.open(request, timeout=TIMEOUT_SECONDS)
+        return self._opener.open(request, timeout=READ_TIMEOUT_S)
 
 
-def redacted(url: str) -> str:
+def redact_credentials(url: str) -> str:
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def download(
-    http_: HTTP, url: str, target: Path, sha256: str, size: int, progress: Progress, pause: float = 1.0
+    client: HTTPDownloader,
+    url: str,
+    target: Path,
+    sha256: str,
+    size: int,
+    progress: DownloadProgress,
+    retry_delay_s: float = 1.0,
 ) -> None:
     """Download `url` to `target` and verify its hash.
 
@@ -63,11 +69,11 @@ def download(
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     reason = ""
-    for attempt in range(ATTEMPTS):
+    for attempt in range(MAX_ATTEMPTS):
         if attempt:
-            time.sleep(pause * 2 ** (attempt - 1))
+            time.sleep(retry_delay_s * 2 ** (attempt - 1))
         try:
-            digest = _fetch(http_, url, part, size, progress)
+            digest = _fetch(client, url, part, size, progress)
         except urllib.error.HTTPError as e:
             reason = f"HTTP {e.code}"
             if e.code == 416:  # the partial file is longer than the server's file
@@ -76,7 +82,7 @@ def download(
                 break
             continue
         except RETRYABLE as e:
-            if isinstance(e, OSError) and e.errno in FULL:
+            if isinstance(e, OSError) and e.errno in DISK_FULL_ERRNOS:
                 hint = "free disk space, or set EMBERLINE_CACHE to another directory; then run it again: it resumes"
                 raise ModelError(f"cannot write {part}: {e.strerror}", hint=hint) from e
             reason = str(e) or type(e).__name__
@@ -86,14 +92,16 @@ def download(
             return
         part.unlink(missing_ok=True)
         reason = f"the SHA-256 of the file is {digest} instead of {sha256}"
-    raise DownloadError(f"cannot download {redacted(url)}: {reason}", hint="run the command again: it resumes")
+    raise DownloadError(
+        f"cannot download {redact_credentials(url)}: {reason}", hint="run the command again: it resumes"
+    )
 
 
-def _fetch(http_: HTTP, url: str, part: Path, size: int, progress: Progress) -> str:
+def _fetch(client: HTTPDownloader, url: str, part: Path, size: int, progress: DownloadProgress) -> str:
     digest = hashlib.sha256()
     with part.open("a+b") as file:
         file.seek(0)
-        while block := file.read(CHUNK):
+        while block := file.read(CHUNK_BYTES):
             digest.update(block)
         done = file.tell()
         if done == size:
@@ -101,12 +109,12 @@ def _fetch(http_: HTTP, url: str, part: Path, size: int, progress: Progress) -> 
         if done > size:
             file.truncate(done := 0)
             digest = hashlib.sha256()
-        with http_.get(url, {"Range": f"bytes={done}-"} if done else {}) as response:
-            if done and not _continues(response, done):
+        with client.get(url, {"Range": f"bytes={done}-"} if done else {}) as response:
+            if done and not _is_resumed(response, done):
                 file.truncate(done := 0)
                 digest = hashlib.sha256()
             progress.resume(done)
-            while block := response.read(min(CHUNK, size + 1 - done)):
+            while block := response.read(min(CHUNK_BYTES, size + 1 - done)):
                 done += len(block)
                 file.write(block)
                 digest.update(block)
@@ -120,5 +128,5 @@ def _fetch(http_: HTTP, url: str, part: Path, size: int, progress: Progress) -> 
     return digest.hexdigest()
 
 
-def _continues(response: Any, start: int) -> bool:
+def _is_resumed(response: Any, start: int) -> bool:
     return response.status == 206 and (response.headers.get("Content-Range") or "").startswith(f"bytes {start}-")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.dequant import dequantise
-from emberline.hub.gguf import GGUF
+from emberline.hub.gguf import GGUFFile
 from emberline.hub.gguftokenizer import CONTROL
 
 ARCHITECTURES = {
@@ -20,8 +20,8 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
+TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -35,7 +35,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # that end a chat message
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # that end a chat message
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -47,15 +47,15 @@ def tensor_name(gguf_name: str) -> str | None:
     parts = gguf_name.split(".")
     if parts[-1] not in ("weight", "bias"):
         parts = []
-    if len(parts) == 2 and parts[0] in TOP:
-        return f"{TOP[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in LAYER:
-        return f"model.layers.{int(parts[1])}.{LAYER[parts[2]]}.{parts[3]}"
+    if len(parts) == 2 and parts[0] in TOP_TENSORS:
+        return f"{TOP_TENSORS[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in LAYER_TENSORS:
+        return f"model.layers.{int(parts[1])}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
     hint = f"supported architectures: {', '.join(ARCHITECTURES)}"
     raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an unsupported architecture", hint=hint)
 
 
-class Fields:
+class GGUFMetadata:
     """Typed access to the metadata of a GGUF file. Raises ModelFileError for a missing or mistyped value."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
@@ -63,30 +63,30 @@ class Fields:
         self.arch = self.text("general.architecture")
 
     def text(self, key: str, default: str | None = None) -> str:
-        return self._typed(key, (str,), default)  # type: ignore[no-any-return]
+        return self._get(key, (str,), default)  # type: ignore[no-any-return]
 
     def integer(self, key: str, default: int | None = None) -> int:
-        return self._typed(f"{self.arch}.{key}", (int,), default)  # type: ignore[no-any-return]
+        return self._get(f"{self.arch}.{key}", (int,), default)  # type: ignore[no-any-return]
 
     def number(self, key: str, default: float | None = None) -> float:
-        return float(self._typed(f"{self.arch}.{key}", (int, float), default))
+        return float(self._get(f"{self.arch}.{key}", (int, float), default))
 
-    def token(self, key: str) -> int | None:
+    def special_token(self, key: str) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         return value if type(value) is int else None
 
     def has(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self.metadata
 
-    def _typed(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
+    def _get(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
         value = self.metadata.get(key, default)
         if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
             raise ModelFileError(f"the GGUF key {key!r} is missing or not {kinds[-1].__name__}: {str(value)[:80]!r}")
         return value
 
 
-def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
-    fields = Fields(file.metadata)
+def model_config(file: GGUFFile, torch_dtype: str) -> dict[str, Any]:
+    fields = GGUFMetadata(file.metadata)
     if fields.arch not in ARCHITECTURES or fields.integer("expert_count", 0):
         raise UnsupportedModel(
             f"GGUF architecture {fields.arch!r} is not supported", hint=f"supported: dense {', '.join(ARCHITECTURES)}"
@@ -111,16 +111,16 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.integer("context_length"),
-        "rms_norm_eps": _short(fields.number("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(fields.number("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _shortest_decimal(fields.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest_decimal(fields.number("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(file, fields),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "torch_dtype": torch_dtype,
-        "bos_token_id": fields.token("bos"),
-        "eos_token_id": fields.token("eos"),
+        "bos_token_id": fields.special_token("bos"),
+        "eos_token_id": fields.special_token("eos"),
     }
     if fields.has("attention.sliding_window"):
         config["sliding_window"] = fields.integer("attention.sliding_window")
@@ -130,24 +130,28 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
 
 
 def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    fields = Fields(metadata)
-    ends = [fields.token(key) for key in ("eos", "eot", "eom")] + _known_ends(metadata)
+    fields = GGUFMetadata(metadata)
+    ends = [fields.special_token(key) for key in ("eos", "eot", "eom")] + _end_of_turn_ids(metadata)
     return {
-        "bos_token_id": fields.token("bos"),
+        "bos_token_id": fields.special_token("bos"),
         "eos_token_id": list(dict.fromkeys(e for e in ends if e is not None)),
-        "pad_token_id": fields.token("padding"),
+        "pad_token_id": fields.special_token("padding"),
     }
 
 
-def _known_ends(metadata: dict[str, Any]) -> list[int | None]:
+def _end_of_turn_ids(metadata: dict[str, Any]) -> list[int | None]:
     """Return the ids of well-known end-of-turn tokens, which older files do not list."""
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, list | array):
         return []
-    return [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL and token in ENDS]
+    return [
+        i
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == CONTROL and token in END_OF_TURN_TOKENS
+    ]
 
 
-def _rope_scaling(file: GGUF, fields: Fields) -> dict[str, Any] | None:
+def _rope_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any] | None:
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))  # the second is older
     kind = fields.text(f"{fields.arch}.rope.scaling.type", "linear" if factor else "none")
     if ROPE_FREQS in file.tensors:
@@ -170,13 +174,13 @@ def _rope_scaling(file: GGUF, fields: Fields) -> dict[str, Any] | None:
     return scaling
 
 
-def _llama3_scaling(file: GGUF, fields: Fields) -> dict[str, Any]:
+def _llama3_scaling(file: GGUFFile, fields: GGUFMetadata) -> dict[str, Any]:
     """Return Llama 3's rope scaling.
 
     The file has only its divisors, which are compared with recomputed ones.
     """
     tensor = file.tensors[ROPE_FREQS]
-    divisors = dequantise(file.raw(tensor), tensor.type.name, tensor.type.size)
+    divisors = dequantise(file.raw_bytes(tensor), tensor.type.name, tensor.type.block_bytes)
     scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_ROPE}
     expected = _llama3_divisors(scaling, fields.number("rope.freq_base", 10000.0), 2 * len(divisors))
     if not np.allclose(divisors, expected, rtol=1e-3):
@@ -193,6 +197,6 @@ def _llama3_divisors(scaling: dict[str, Any], theta: float, dim: int) -> NDArray
     return divisors
 
 
-def _short(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """Return the decimal that a float32 stands for: 1e-05 instead of 9.99999974e-06."""
     return float(f"{value:.7g}")

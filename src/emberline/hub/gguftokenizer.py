@@ -20,14 +20,14 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2 = ("gpt-2", "gpt2", "default", "phi-2", "olmo", "jina-v2-code")
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-_SPLIT = {
+_GPT2_PRE = ("gpt-2", "gpt2", "default", "phi-2", "olmo", "jina-v2-code")
+_DIGIT_SPLITTING_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+_SPLIT_PATTERNS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _LLAMA3.replace("{1,3}", "")),
     "tekken": _TEKKEN,
 }
-_NFC = ("qwen2", "deepseek-r1-qwen")  # the published tokenizers normalise to NFC; llama.cpp does not
+_NFC_PRE = ("qwen2", "deepseek-r1-qwen")  # the published tokenizers normalise to NFC; llama.cpp does not
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words in the vocabulary need no merges
 _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
@@ -100,11 +100,11 @@ def _build(vocab: _Vocabulary) -> tuple[str, bool, bool]:
     add_bos = vocab.flag("add_bos_token", bos_default) and vocab.special("bos") is not None
     add_eos = vocab.flag("add_eos_token", False) and vocab.special("eos") is not None
     if add_bos or add_eos:
-        tokenizer.post_processor = _template(vocab, add_bos, add_eos)
+        tokenizer.post_processor = _post_processor(vocab, add_bos, add_eos)
     return tokenizer.to_str(), add_bos, add_eos
 
 
-def _template(vocab: _Vocabulary, add_bos: bool, add_eos: bool) -> processors.PostProcessor:
+def _post_processor(vocab: _Vocabulary, add_bos: bool, add_eos: bool) -> processors.PostProcessor:
     before, after = (vocab.special("bos") if add_bos else None), (vocab.special("eos") if add_eos else None)
     single = [t for t in (before, "$A", after) if t]
     pair = [t for t in (before, "$A", after, before and f"{before}:1", "$B:1", after and f"{after}:1") if t]
@@ -119,15 +119,15 @@ def _byte_level(vocab: _Vocabulary) -> Tokenizer:
             raise ModelFileError(f"the GGUF merge {merge[:80]!r} uses tokens outside the vocabulary")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab.ids, merges, ignore_merges=vocab.pre in _WHOLE_WORDS_FIRST))
-    if vocab.pre in _NFC:
+    if vocab.pre in _NFC_PRE:
         tokenizer.normalizer = normalizers.NFC()
-    if vocab.pre in _GPT2:
+    if vocab.pre in _GPT2_PRE:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif vocab.pre in _DIGITS:
+    elif vocab.pre in _DIGIT_SPLITTING_PRE:
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    elif vocab.pre in _SPLIT:
-        split = pre_tokenizers.Split(Regex(_SPLIT[vocab.pre]), "isolated")
+    elif vocab.pre in _SPLIT_PATTERNS:
+        split = pre_tokenizers.Split(Regex(_SPLIT_PATTERNS[vocab.pre]), "isolated")
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
     else:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from emberline.core.errors import DownloadError, ModelError
 
-ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+ALLOWED_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # Weights of other frameworks and duplicates are in folders; so are the modules of sentence embedders, with a number.
-IGNORED = ["*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.json", "*/*/*", ".*", "consolidated*",
+IGNORED_PATTERNS = ["*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.json", "*/*/*", ".*", "consolidated*",
            "*.onnx.json"]  # fmt: skip
 
 
-def snapshot(
+def download_snapshot(
     repo: str, revision: str | None, cache: Path, progress: bool, endpoint: str | None = None, *, fetch: bool = True
 ) -> Path | None:
     """Return the folder of a repository in the cache; without `fetch`, None if it is not there."""
@@ -43,8 +43,8 @@ def snapshot(
             revision=revision,
             cache_dir=cache,
             endpoint=endpoint,
-            allow_patterns=ALLOWED,
-            ignore_patterns=IGNORED,
+            allow_patterns=ALLOWED_PATTERNS,
+            ignore_patterns=IGNORED_PATTERNS,
             tqdm_class=OptionalProgressBar,
             local_files_only=not fetch,
         )

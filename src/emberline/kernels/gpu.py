@@ -19,55 +19,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.ahead import Ahead
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS, AttentionPlan
 from emberline.kernels.cuda import cublas, decode, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
-from emberline.kernels.cuda.cublas import OURS, Kind, Problem
-from emberline.kernels.packed import Layout, PackedWeight
-from emberline.kernels.tiles import GATED_ROWS, Tiles
-from emberline.kernels.triton import activation, attention, norm, rope, rows, widen
+from emberline.kernels.cuda.cublas import OWN_KERNEL, MatmulProblem, ProductKind
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.triton import activation, attention, norm, rope, token_gather, widen
+from emberline.kernels.weight_unpacker import WeightUnpacker
 
 __all__ = [
-    "apply_bitmask", "count_tokens", "draw", "edit", "embed", "gate_up_silu", "keep_packed", "linear", "log_probs",
-    "newest_tokens", "pack_linear", "paged_attention", "penalise", "rope_and_cache", "settle",
+    "add_packed_copy",
+    "apply_bitmask",
+    "apply_penalties",
+    "count_tokens",
+    "edit_logits",
+    "embed",
+    "fill_newest_tokens",
+    "fill_weight",
+    "gate_up_silu",
+    "linear",
+    "log_probs",
+    "pack_linear",
+    "paged_attention",
+    "rope_and_cache",
+    "sample_with_seed",
 ]  # fmt: skip
 
 apply_bitmask = sampling.apply_bitmask
 count_tokens = sampling.count_tokens
-edit = sampling.edit
+edit_logits = sampling.edit_logits
 log_probs = sampling.log_probs
-penalise = sampling.penalise
+apply_penalties = sampling.apply_penalties
 
-UNPACKED = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
+MAX_UNPACKED_WEIGHTS = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
 # Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
-MOST_PACKED = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
-MANY_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
+MAX_PACKED_ROWS = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
+MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     n, k = weight.shape
     ours = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
-    handle = skinny.Weight(weight) if ours else None
-    return PackedWeight(weight, n, k, weight.dtype, Layout.ROWS, gated, weight.data_ptr(), handle)
+    handle = skinny.BF16Weight(weight) if ours else None
+    return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
 
-def settle(empty: PackedWeight, values: Tensor) -> int:
+def fill_weight(empty: PackedWeight, values: Tensor) -> int:
     """Store the values in `empty`, as uw12 if that is smaller, and return the bytes they take on the device."""
     if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
-        empty.data, empty.handle, empty.layout = packed.planes, packed, Layout.UW12
+        empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
         return packed.nbytes
     whole = pack_linear(values, gated=empty.gated)
     empty.data, empty.handle, empty.layout = whole.data, whole.handle, whole.layout
     return values.nbytes
 
 
-def keep_packed(weight: PackedWeight) -> int:
-    if weight.packed is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
+def add_packed_copy(weight: PackedWeight) -> int:
+    if weight.uw12_copy is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
         return 0  # a tied LM head is the embedding too, so it is visited twice
     if (packed := uw12.pack(weight.data)) is None:
         return 0
-    weight.packed = packed
+    weight.uw12_copy = packed
     return packed.nbytes
 
 
@@ -80,18 +93,18 @@ def linear(
     eps: float = 0.0,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
-    full: bool = False,
-    ahead: Ahead | None = None,
+    float32_output: bool = False,
+    unpacker: WeightUnpacker | None = None,
 ) -> Tensor:
     x = _apply_norm(x, norm, eps)
     m = len(x)
     if product := _own_product(x, w):
-        dtype = torch.float32 if full else x.dtype
+        dtype = torch.float32 if float32_output else x.dtype
         y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=dtype) if out is None else out
         return product(out=y, bias=bias, residual=add_to)
-    if full:
+    if float32_output:
         return _float32_product(x, w, bias, out)
-    with _plain_rows(x, w, ahead) as rows_:
+    with _plain_rows(x, w, unpacker) as rows_:
         if add_to is not None:
             _add_product(x, rows_, add_to)
             return add_to if bias is None else add_to.add_(bias)
@@ -106,27 +119,27 @@ def gate_up_silu(
     norm: Tensor | None = None,
     eps: float = 0.0,
     out: Tensor | None = None,
-    ahead: Ahead | None = None,
+    unpacker: WeightUnpacker | None = None,
 ) -> Tensor:
     x = _apply_norm(x, norm, eps)
     width = w.n // 2
     y = x.new_empty(len(x), width) if out is None else out
-    if width % GATED_ROWS == 0 and (product := _own_product(x, w)):
+    if width % GATE_GROUP_ROWS == 0 and (product := _own_product(x, w)):
         return product(out=y, gated=True)
-    group = GATED_ROWS if width % GATED_ROWS == 0 else width
-    with _plain_rows(x, w, ahead) as rows_:
-        if w.handle is not None and group == GATED_ROWS and _uses_gemm(len(x), w):
-            plain = w.handle if isinstance(w.handle, skinny.Weight) else skinny.Weight(rows_)
+    group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
+    with _plain_rows(x, w, unpacker) as rows_:
+        if w.handle is not None and group == GATE_GROUP_ROWS and _uses_gemm(len(x), w):
+            plain = w.handle if isinstance(w.handle, skinny.BF16Weight) else skinny.BF16Weight(rows_)
             early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
             return gemm.linear(x, plain, out=y, gated=True, pdl=early)
-        both = _matmul(x, rows_, Kind.GATED)
+        both = _matmul(x, rows_, ProductKind.GATED)
     return activation.silu_mul(both, y, group, pdl=True)
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
-    if isinstance(table, PackedWeight) and isinstance(table.handle, uw12.Packed):
+    if isinstance(table, PackedWeight) and isinstance(table.handle, uw12.UW12Weight):
         out = torch.empty(len(ids), table.k, dtype=table.dtype, device=ids.device)
-        return uw12.gather(ids, table.handle, out)
+        return uw12.gather_rows(ids, table.handle, out)
     return torch.index_select(table.data if isinstance(table, PackedWeight) else table, 0, ids)
 
 
@@ -164,49 +177,51 @@ def paged_attention(
     head_dim: int,
     *,
     window: int = 0,
-    tiles: Tiles,
+    plan: AttentionPlan,
 ) -> Tensor:
     heads = q_heads, kv_heads, head_dim
     out = qkv.new_empty(len(qkv), q_heads * head_dim)
     address, beside_prefill = k_cache.data_ptr(), False
-    if tiles.chunks is not None and len(tiles.chunks):  # prefill first: decode then uses the SMs that are left
-        beside_prefill = tiles.chunk_sms is not None
+    if plan.prefill_tiles is not None and len(
+        plan.prefill_tiles
+    ):  # prefill first: decode then uses the SMs that are left
+        beside_prefill = plan.prefill_sms is not None
         keys, values, tables = k_cache, v_cache, block_tables
-        if (widened := tiles.widened) is not None and widened.tables is not None:
+        if (widened := plan.widened) is not None and widened.tables is not None:
             keys, values, tables = widened.keys, widened.values, widened.tables
-            widen.widen(k_cache, v_cache, keys, values, block_tables, widened.pieces, widened.count, pdl=True)
-        if keys.data_ptr() not in tiles.maps.prefill:
-            tiles.maps.prefill[keys.data_ptr()] = prefill.PagedCache(keys, values)
+            widen.widen_blocks(k_cache, v_cache, keys, values, block_tables, widened.sources, widened.count, pdl=True)
+        if keys.data_ptr() not in plan.tensor_maps.prefill:
+            plan.tensor_maps.prefill[keys.data_ptr()] = prefill.PrefillCache(keys, values)
         prefill.prefill_attention(
-            qkv, tiles.maps.prefill[keys.data_ptr()], tables, query_start, context, tiles.chunks, scale, q_heads,
-            window=window, out=out, sms=tiles.chunk_sms, counters=tiles.counters,
+            qkv, plan.tensor_maps.prefill[keys.data_ptr()], tables, query_start, context, plan.prefill_tiles, scale, q_heads,
+            window=window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
         )  # fmt: skip
-    if tiles.work is not None:
-        assert tiles.scratch is not None
-        rows_ = tiles.singles
-        if address not in tiles.maps.decode:
-            tiles.maps.decode[address] = decode.LayerCache(k_cache, v_cache)
+    if plan.decode_work is not None:
+        assert plan.decode_scratch is not None
+        rows_ = plan.decode_rows
+        if address not in plan.tensor_maps.decode:
+            plan.tensor_maps.decode[address] = decode.DecodeCache(k_cache, v_cache)
         decode.decode_attention(
-            qkv[:rows_], tiles.maps.decode[address], block_tables[:rows_], context[:rows_], tiles.work, scale, *heads,
-            window=window, out=out[:rows_], scratch=tiles.scratch, beside=beside_prefill,
+            qkv[:rows_], plan.tensor_maps.decode[address], block_tables[:rows_], context[:rows_], plan.decode_work, scale, *heads,
+            window=window, out=out[:rows_], scratch=plan.decode_scratch, beside_prefill=beside_prefill,
         )  # fmt: skip
-    if tiles.general is not None:
+    if plan.general_tiles is not None:
         attention.paged_attention(
-            qkv, k_cache, v_cache, block_tables, query_start, context, tiles.general, scale, *heads,
-            window=window, out=out, block_m=tiles.queries, pdl=True,
+            qkv, k_cache, v_cache, block_tables, query_start, context, plan.general_tiles, scale, *heads,
+            window=window, out=out, block_m=plan.general_tile_queries, pdl=True,
         )  # fmt: skip
     return out
 
 
-def draw(
+def sample_with_seed(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
     ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     return sampling.sample(logits, temperature, top_k, top_p, min_p, seed, position, ids)
 
 
-def newest_tokens(tokens: Tensor, token_rows: Tensor, newest: Tensor) -> Tensor:
-    return rows.gather_tokens(tokens, token_rows, newest, torch.empty_like(tokens), pdl=True)
+def fill_newest_tokens(tokens: Tensor, token_rows: Tensor, newest: Tensor) -> Tensor:
+    return token_gather.gather_tokens(tokens, token_rows, newest, torch.empty_like(tokens), pdl=True)
 
 
 def _apply_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -218,8 +233,8 @@ def _own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    handle: Any = w.packed if w.packed is not None and m <= _max_packed_rows(w) else w.handle
-    if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.Packed)):
+    handle: Any = w.uw12_copy if w.uw12_copy is not None and m <= _max_packed_rows(w) else w.handle
+    if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.UW12Weight)):
         return partial(wide.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
 
@@ -229,35 +244,35 @@ def _uses_gemm(m: int, w: PackedWeight) -> bool:
 
     Where nothing was measured, it does from MIN_GEMM_ROWS on.
     """
-    choice = cublas.choices.get(Problem(m, w.n, w.k, Kind.GATED))
-    return gemm.supports(m, w.n, w.k) and (m >= MANY_ROWS if choice is None else choice == OURS)
+    choice = cublas.choices.get(MatmulProblem(m, w.n, w.k, ProductKind.GATED))
+    return gemm.supports(m, w.n, w.k) and (m >= MIN_GEMM_ROWS if choice is None else choice == OWN_KERNEL)
 
 
-def _matmul(x: Tensor, rows_: Tensor, kind: Kind = Kind.STORE) -> Tensor:
-    if not cublas.chosen(x, rows_, kind):
+def _matmul(x: Tensor, rows_: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
+    if not cublas.can_use_tuned(x, rows_, kind):
         return F.linear(x, rows_)
-    return cublas.product(x, rows_, out=x.new_empty(len(x), len(rows_)), kind=kind)
+    return cublas.multiply(x, rows_, out=x.new_empty(len(x), len(rows_)), kind=kind)
 
 
 def _add_product(x: Tensor, rows_: Tensor, to: Tensor) -> None:
-    if cublas.chosen(x, rows_, Kind.ADD, to):
-        cublas.product(x, rows_, out=to, kind=Kind.ADD)
+    if cublas.can_use_tuned(x, rows_, ProductKind.ADD, to):
+        cublas.multiply(x, rows_, out=to, kind=ProductKind.ADD)
     else:
         to.addmm_(x, rows_.t())
 
 
 def _max_packed_rows(w: PackedWeight) -> int:
     """Return the number of rows of x up to which the uw12 copy is faster than the plain weights."""
-    return next(rows for weights, rows in MOST_PACKED if w.n * w.k > weights)
+    return next(rows for weights, rows in MAX_PACKED_ROWS if w.n * w.k > weights)
 
 
 def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Return the product of bf16 inputs with its float32 sums unrounded."""
     y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
-    if isinstance(w.handle, uw12.Packed):
-        step = max(64, UNPACKED // w.k // 64 * 64)
+    if isinstance(w.handle, uw12.UW12Weight):
+        step = max(64, MAX_UNPACKED_WEIGHTS // w.k // 64 * 64)
         for at in range(0, w.n, step):
-            part = w.handle.rows(at, min(at + step, w.n))
+            part = w.handle.slice_rows(at, min(at + step, w.n))
             torch.mm(x, _unpack(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
     elif x.dtype is torch.float32:
         torch.mm(x, w.data.t(), out=y)
@@ -266,17 +281,17 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
     return y if bias is None else y.add_(bias)
 
 
-def _plain_rows(x: Tensor, w: PackedWeight, ahead: Ahead | None) -> AbstractContextManager[Tensor]:
+def _plain_rows(x: Tensor, w: PackedWeight, ahead: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
     """Give the weight as plain rows, valid for the one product that is launched inside the block."""
-    if not isinstance(w.handle, uw12.Packed):
+    if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
     if ahead is None:
         return nullcontext(_unpack(w.handle))
-    following = ahead.following(w)
-    unpack_next = following is not None and following.layout is Layout.UW12 and _own_product(x, following) is None
-    return ahead.rows(w, following if unpack_next else None)
+    following = ahead.next_weight(w)
+    unpack_next = following is not None and following.layout is WeightLayout.UW12 and _own_product(x, following) is None
+    return ahead.unpacked_rows(w, following if unpack_next else None)
 
 
-def _unpack(packed: uw12.Packed) -> Tensor:
+def _unpack(packed: uw12.UW12Weight) -> Tensor:
     out = torch.empty(packed.n, packed.k, dtype=torch.bfloat16, device=packed.planes.device)
     return uw12.unpack(packed, out)

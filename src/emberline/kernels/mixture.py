@@ -13,7 +13,7 @@ from torch import Tensor
 
 from emberline.kernels import ops, ref
 from emberline.kernels.cpu.library import NativeExpert, NativeMixture
-from emberline.kernels.packed import PackedWeight
+from emberline.kernels.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Mixture:
     eps: float
     router: PackedWeight
     experts: tuple[Expert, ...]
-    chosen: int  # experts that each row uses
-    renormalised: bool  # whether the weights of these experts are scaled to sum to 1
+    experts_per_row: int  # experts that each row uses
+    renormalize: bool  # whether the weights of these experts are scaled to sum to 1
 
     def __call__(self, x: Tensor) -> Tensor:
         """Add the network's output to x in place and return x."""
         if self.router.layout < 0:
-            return reference(self, x)
-        library = ops.describe().library
+            return run_reference(self, x)
+        library = ops.current_backend().library
         assert library is not None and x.is_contiguous() and x.shape[1] == self.router.k
         library.ember_mixture(ctypes.byref(self._native), len(x), x.data_ptr())
         return x
@@ -48,17 +48,17 @@ class Mixture:
     def _native(self) -> NativeMixture:
         experts = (NativeExpert * len(self.experts))(*(expert.native for expert in self.experts))
         router, first = self.router, self.experts[0]
-        sizes = len(experts), self.chosen, self.renormalised, router.k, first.down.k
+        sizes = len(experts), self.experts_per_row, self.renormalize, router.k, first.down.k
         return NativeMixture(experts, router.ptr, self.norm.data_ptr(), router.layout, *sizes, self.eps)
 
 
-def reference(mixture: Mixture, x: Tensor) -> Tensor:
+def run_reference(mixture: Mixture, x: Tensor) -> Tensor:
     """Compute the mixture in plain torch: softmax over all experts, then the top ones, the first among equals."""
     normed = ref.rms_norm(x, mixture.norm, mixture.eps)
     probabilities = ref.linear(normed, mixture.router).softmax(-1)
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    shares, chosen = ordered[:, : mixture.chosen], order[:, : mixture.chosen]
-    if mixture.renormalised:
+    shares, chosen = ordered[:, : mixture.experts_per_row], order[:, : mixture.experts_per_row]
+    if mixture.renormalize:
         shares = shares / shares.sum(-1, keepdim=True)
     for number, expert in enumerate(mixture.experts):
         rows, ranks = (chosen == number).nonzero(as_tuple=True)

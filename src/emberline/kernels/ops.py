@@ -18,20 +18,44 @@ from torch import Tensor
 
 from emberline.core.config import core_count, kernel_dir
 from emberline.kernels import ref
-from emberline.kernels.ahead import Ahead
+from emberline.kernels.attention_plan import AttentionPlan, AttentionPlanner, max_prefill_tiles
 from emberline.kernels.backend import Backend
-from emberline.kernels.cpu.build import BuildError, build
-from emberline.kernels.cpu.library import NativeStep, load
-from emberline.kernels.packed import Layout, PackedWeight
-from emberline.kernels.row_ops import count_tokens, edit, newest_tokens, penalise
-from emberline.kernels.stack import DenseLayer, DenseStack
-from emberline.kernels.tiles import Cutter, Tiles, most_tiles
+from emberline.kernels.cpu.build import NativeBuildError, build_library
+from emberline.kernels.cpu.library import NativeStep, load_library
+from emberline.kernels.dense_stack import DenseLayer, DenseStack
+from emberline.kernels.packed_weight import PackedWeight, WeightLayout
+from emberline.kernels.row_ops import apply_penalties, count_tokens, edit_logits, fill_newest_tokens
+from emberline.kernels.weight_unpacker import WeightUnpacker
 
 __all__ = [
-    "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "count_tokens",
-    "dense_layers", "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "mark_progress",
-    "most_tiles", "newest_tokens", "pack_linear", "paged_attention", "penalise", "progress", "rope_and_cache", "sample",
-    "set_threads", "start",
+    "AttentionPlan",
+    "AttentionPlanner",
+    "Backend",
+    "DenseLayer",
+    "DenseStack",
+    "PackedWeight",
+    "WeightUnpacker",
+    "apply_bitmask",
+    "apply_penalties",
+    "count_tokens",
+    "current_backend",
+    "edit_logits",
+    "embed",
+    "fill_newest_tokens",
+    "gate_up_silu",
+    "linear",
+    "log_probs",
+    "mark_progress",
+    "max_prefill_tiles",
+    "pack_linear",
+    "paged_attention",
+    "progress_count",
+    "rope_and_cache",
+    "run_dense_layers",
+    "sample",
+    "sample_with_seed",
+    "set_threads",
+    "start_backend",
 ]  # fmt: skip
 
 STORE, ADD, GATED = 0, 1, 2
@@ -41,30 +65,30 @@ _backend: Backend | None = None
 _marks = 0  # calls of `mark_progress`
 
 
-def start(*, threads: int = 0, cache: Path | None = None, native: bool = True) -> Backend:
+def start_backend(*, threads: int = 0, cache_dir: Path | None = None, native: bool = True) -> Backend:
     """Build or find the native library, set the number of threads and return the backend.
 
     0 threads means every core that this process may use.
     """
     global _backend
     try:
-        library = load(build(cache or kernel_dir())) if native else None
+        library = load_library(build_library(cache_dir or kernel_dir())) if native else None
         isa = library.ember_isa().decode() if library else ""
         _backend = Backend(library, isa, "" if library else "native kernels disabled")
-    except (BuildError, OSError) as error:
+    except (NativeBuildError, OSError) as error:
         _backend = Backend(None, "", str(error))
     set_threads(threads or core_count())
     return _backend
 
 
-def describe() -> Backend:
+def current_backend() -> Backend:
     """Return the backend of this process, started with defaults if `start_backend` was not called."""
-    return _backend or start()
+    return _backend or start_backend()
 
 
 def set_threads(threads: int) -> None:
     """Set how many cores an op may use, the caller's included. Results do not depend on it."""
-    library = describe().library
+    library = current_backend().library
     if library is not None:
         library.ember_set_threads(threads)
     else:
@@ -77,7 +101,7 @@ def mark_progress() -> None:
     _marks += 1
 
 
-def progress() -> int:
+def progress_count() -> int:
     """Return a count that grows while this process computes, so that a watchdog can tell work from a hang."""
     native = _backend.library.ember_progress() if _backend is not None and _backend.library is not None else 0
     return int(native) + _marks
@@ -94,15 +118,15 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
         from emberline.kernels import gpu
 
         return gpu.pack_linear(weight, gated=gated)
-    library = describe().library
+    library = current_backend().library
     if library is None:
         return ref.pack_linear(weight, gated=gated)
     assert not gated or weight.shape[0] % 2 == 0
     rows = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
-    narrow = Layout.AMX if library.ember_amx() else Layout.BF16
-    layout = narrow if weight.dtype == torch.bfloat16 else Layout.F32
+    narrow = WeightLayout.AMX if library.ember_amx() else WeightLayout.BF16
+    layout = narrow if weight.dtype == torch.bfloat16 else WeightLayout.F32
     (n, k), panel = rows.shape, library.ember_panel()
-    depth = -(-k // 32) * 32 if layout is Layout.AMX else k
+    depth = -(-k // 32) * 32 if layout is WeightLayout.AMX else k
     data = torch.empty(-(-n // panel) * panel * depth, dtype=rows.dtype)
     library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
     return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
@@ -110,21 +134,21 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 
 def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False) -> PackedWeight:
     """Return a GPU weight without values; `fill_weight` sets them later."""
-    return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, Layout.ROWS, gated)
+    return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, WeightLayout.ROWS, gated)
 
 
-def settle(empty: PackedWeight, values: Tensor) -> int:
+def fill_weight(empty: PackedWeight, values: Tensor) -> int:
     """Store the values in `empty`, losslessly as uw12 if that is smaller, and return the bytes they take."""
     from emberline.kernels import gpu
 
-    return gpu.settle(empty, values)
+    return gpu.fill_weight(empty, values)
 
 
-def keep_packed(weight: PackedWeight) -> int:
+def add_packed_copy(weight: PackedWeight) -> int:
     """Add a uw12 copy to a GPU weight, for steps of few rows, if it is smaller; return the bytes of the copy."""
     from emberline.kernels import gpu
 
-    return gpu.keep_packed(weight)
+    return gpu.add_packed_copy(weight)
 
 
 def linear(
@@ -136,8 +160,8 @@ def linear(
     eps: float = 0.0,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
-    full: bool = False,
-    ahead: Ahead | None = None,
+    float32_output: bool = False,
+    unpacker: WeightUnpacker | None = None,
 ) -> Tensor:
     """Return norm(x) @ w^T + bias, as `ref.linear` defines it.
 
@@ -146,7 +170,9 @@ def linear(
     if x.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out, full=full, ahead=ahead)
+        return gpu.linear(
+            x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out, float32_output=float32_output, unpacker=unpacker
+        )
     if w.layout < 0:
         return ref.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out)
     m, k = x.shape
@@ -154,7 +180,7 @@ def linear(
     y = add_to if add_to is not None else _output(out, m, w.n)
     assert y.is_contiguous()
     mode = STORE if add_to is None else ADD
-    describe().library.ember_linear(  # type: ignore[union-attr]
+    current_backend().library.ember_linear(  # type: ignore[union-attr]
         x.data_ptr(), w.ptr, w.layout, m, w.n, k, _ptr(bias), _ptr(norm), eps, y.data_ptr(), mode
     )
     return y
@@ -167,18 +193,18 @@ def gate_up_silu(
     norm: Tensor | None = None,
     eps: float = 0.0,
     out: Tensor | None = None,
-    ahead: Ahead | None = None,
+    unpacker: WeightUnpacker | None = None,
 ) -> Tensor:
     if x.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.gate_up_silu(x, w, norm=norm, eps=eps, out=out, ahead=ahead)
+        return gpu.gate_up_silu(x, w, norm=norm, eps=eps, out=out, unpacker=unpacker)
     if w.layout < 0:
         return ref.gate_up_silu(x, w, norm=norm, eps=eps, out=out)
     m, k = x.shape
     assert k == w.k and w.gated and x.is_contiguous()
     y = _output(out, m, w.n // 2)
-    describe().library.ember_linear(  # type: ignore[union-attr]
+    current_backend().library.ember_linear(  # type: ignore[union-attr]
         x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _ptr(norm), eps, y.data_ptr(), GATED
     )
     return y
@@ -190,7 +216,7 @@ def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         from emberline.kernels import gpu
 
         return gpu.embed(ids, table)
-    library = describe().library
+    library = current_backend().library
     if library is None or (isinstance(table, PackedWeight) and table.layout < 0):
         return ref.embed(ids, table)
     if isinstance(table, PackedWeight):
@@ -198,7 +224,7 @@ def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
         pointer, layout, k, packed = table.ptr, table.layout, table.k, True
     elif table.dtype in (torch.bfloat16, torch.float32):
         assert table.is_contiguous()
-        layout = Layout.BF16 if table.dtype == torch.bfloat16 else Layout.F32
+        layout = WeightLayout.BF16 if table.dtype == torch.bfloat16 else WeightLayout.F32
         pointer, k, packed = table.data_ptr(), table.shape[1], False
     else:
         return ref.embed(ids, table)
@@ -230,7 +256,7 @@ def rope_and_cache(
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         return
-    library = describe().library
+    library = current_backend().library
     if library is None:
         ref.rope_and_cache(
             qkv, positions, cos_sin, k_cache, v_cache, slots, q_heads, kv_heads, head_dim,
@@ -258,18 +284,18 @@ def paged_attention(
     head_dim: int,
     *,
     window: int = 0,
-    tiles: Tiles | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Return causal attention as `ref.paged_attention` defines it. `plan`: required on a GPU, ignored elsewhere."""
     if qkv.is_cuda:
         from emberline.kernels import gpu
 
-        assert tiles is not None
+        assert plan is not None
         return gpu.paged_attention(
             qkv, k_cache, v_cache, block_tables, query_start, context, scale, q_heads, kv_heads, head_dim,
-            window=window, tiles=tiles,
+            window=window, plan=plan,
         )  # fmt: skip
-    library = describe().library
+    library = current_backend().library
     if library is None:
         return ref.paged_attention(
             qkv, k_cache, v_cache, block_tables, query_start, context, scale, q_heads, kv_heads, head_dim,
@@ -285,7 +311,7 @@ def paged_attention(
     return y
 
 
-def dense_layers(
+def run_dense_layers(
     x: Tensor,
     stack: DenseStack,
     keys: Tensor,
@@ -300,7 +326,7 @@ def dense_layers(
     """Run all layers of the stack in one native call, without returning to Python between ops. Overwrites x."""
     first, (tokens, hidden) = stack.layers[0], x.shape
     if first.qkv.layout < 0:
-        return ref.dense_layers(x, stack, keys, values, positions, slots, block_tables, query_start, context, rows)
+        return ref.run_dense_layers(x, stack, keys, values, positions, slots, block_tables, query_start, context, rows)
     assert positions.dtype == block_tables.dtype == query_start.dtype == context.dtype == torch.int32
     assert slots.dtype == rows.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.k
     assert len(keys) == len(values) == len(stack.layers)
@@ -312,7 +338,7 @@ def dense_layers(
         len(context), block_tables.stride(0), _is_f32(keys[0]), stack.cos_sin.shape[1], values.shape[3], hidden,
         first.gate_up.n // 2, *stack.heads, stack.eps, stack.scale,
     )  # fmt: skip
-    library = describe().library
+    library = current_backend().library
     assert library is not None
     y = torch.empty(len(rows), hidden)
     library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr(), y.data_ptr())
@@ -320,7 +346,7 @@ def dense_layers(
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    library = describe().library
+    library = current_backend().library
     if library is None:
         return ref.sample(logits, temperature, top_k, top_p, min_p, uniform)
     assert top_k.dtype == torch.int32 and uniform.dtype == torch.float64 and logits.is_contiguous()
@@ -334,15 +360,15 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return ids
 
 
-def draw(
+def sample_with_seed(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
     """Sample as `sample`, with each row's uniform number derived from its seed and the token's position."""
     if logits.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.draw(logits, temperature, top_k, top_p, min_p, seed, position)
-    return sample(logits, temperature, top_k, top_p, min_p, ref.uniform(seed, position))
+        return gpu.sample_with_seed(logits, temperature, top_k, top_p, min_p, seed, position)
+    return sample(logits, temperature, top_k, top_p, min_p, ref.uniform_from_seed(seed, position))
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -350,7 +376,7 @@ def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, 
         from emberline.kernels import gpu
 
         return gpu.log_probs(logits, ids, top_n)
-    library = describe().library
+    library = current_backend().library
     if library is None:
         return ref.log_probs(logits, ids, top_n)
     assert logits.is_contiguous() and ids.dtype == torch.int64
@@ -370,7 +396,7 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
         gpu.apply_bitmask(logits, mask, rows)
         return
-    library = describe().library
+    library = current_backend().library
     if library is None:
         ref.apply_bitmask(logits, mask, rows)
         return

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.packed import PackedWeight
-from emberline.kernels.stack import DenseStack
+from emberline.kernels.dense_stack import DenseStack
+from emberline.kernels.packed_weight import PackedWeight
 
-MAX_COUNT = 0x7FFF  # most occurrences of one token in one output that penalties count
-IN_PROMPT = -0x8000  # bit of a 16-bit count: the prompt contains the token
+MAX_TOKEN_COUNT = 0x7FFF  # most occurrences of one token in one output that penalties count
+IN_PROMPT_BIT = -0x8000  # bit of a 16-bit count: the prompt contains the token
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -129,7 +129,7 @@ def paged_attention(
     return out
 
 
-def dense_layers(
+def run_dense_layers(
     x: Tensor,
     stack: DenseStack,
     keys: Tensor,
@@ -179,7 +179,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return torch.stack([_sample_row(*row) for row in rows])
 
 
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
+def uniform_from_seed(seed: Tensor, position: Tensor) -> Tensor:
     """Return numbers in [0, 1) that depend only on seed and position: the splitmix64 finaliser over both."""
     with np.errstate(over="ignore"):
         x = seed.numpy().view(np.uint64) + (position.numpy().astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
@@ -188,22 +188,22 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
     return torch.from_numpy(((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
 
 
-def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
     """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i]."""
     at = rows.long(), ids.long()
     values = logits[at]
     logits[at] = torch.where(values > 0, values / divide, values * divide) + add
 
 
-def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
     """Apply repetition, frequency and presence penalties (`penalties` [P, 3]) to logits[rows[i]] in place.
 
     They apply to the tokens that occurred according to counts[slots[i]]: the low 15 bits count a token's occurrences in
     the output, and the sign bit is set if the prompt contains it.
     """
-    for row, slot, (repetition, frequency, presence) in zip(rows.tolist(), slots.tolist(), settings, strict=True):
+    for row, slot, (repetition, frequency, presence) in zip(rows.tolist(), slots.tolist(), penalties, strict=True):
         values, seen = logits[row], counts[slot, : logits.shape[1]]
-        count = (seen & MAX_COUNT).float()
+        count = (seen & MAX_TOKEN_COUNT).float()
         scaled = torch.where(values > 0, values / repetition, values * repetition)
         changed = scaled - (count * frequency + (count > 0) * presence)
         logits[row] = torch.where(seen != 0, changed, values)
@@ -213,7 +213,7 @@ def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) ->
     """Count tokens[rows[i]] once more in counts[slots[i]], up to MAX_TOKEN_COUNT. Slots must be distinct."""
     at = slots.long(), tokens[rows.long()]
     old = counts[at]
-    counts[at] = torch.where((old & MAX_COUNT) == MAX_COUNT, old, old + 1)
+    counts[at] = torch.where((old & MAX_TOKEN_COUNT) == MAX_TOKEN_COUNT, old, old + 1)
 
 
 def _sample_row(

@@ -8,7 +8,7 @@ from torch import Tensor
 from emberline.kernels import ref
 
 
-def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
     """Change single logits in place: divide positive ones by `divide`, multiply others by it, then add `add`.
 
     Each (row, id) may occur only once.
@@ -16,19 +16,19 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
     if logits.is_cuda:
         from emberline.kernels import gpu
 
-        gpu.edit(logits, rows, ids, divide, add)
+        gpu.edit_logits(logits, rows, ids, divide, add)
     else:
-        ref.edit(logits, rows, ids, divide, add)
+        ref.edit_logits(logits, rows, ids, divide, add)
 
 
-def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
     """Apply the penalties for tokens that occurred to `logits`; `ref.apply_penalties` defines the arguments."""
     if logits.is_cuda:
         from emberline.kernels import gpu
 
-        gpu.penalise(logits, rows, slots, settings, counts)
+        gpu.apply_penalties(logits, rows, slots, penalties, counts)
     else:
-        ref.penalise(logits, rows, slots, settings, counts)
+        ref.apply_penalties(logits, rows, slots, penalties, counts)
 
 
 def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
@@ -41,10 +41,10 @@ def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) ->
         ref.count_tokens(counts, slots, rows, tokens)
 
 
-def newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
+def fill_newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
     """Return the tokens, each negative one replaced by the newest token of its row."""
     if tokens.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.newest_tokens(tokens, rows, newest)
+        return gpu.fill_newest_tokens(tokens, rows, newest)
     return torch.where(tokens < 0, newest[rows], tokens)

@@ -23,38 +23,38 @@ import torch
 from torch import Tensor
 
 from emberline.core.config import kernel_dir
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import cublas, gemm, nvrtc, wide
-from emberline.kernels.cuda.cublas import OURS, CublasError, Kind, Matmul, Problem
-from emberline.kernels.cuda.driver import DriverError
-from emberline.kernels.cuda.linear import Weight
-from emberline.kernels.packed import PackedWeight
-from emberline.kernels.tiles import GATED_ROWS
+from emberline.kernels.cuda.cublas import OWN_KERNEL, CublasError, Matmul, MatmulProblem, ProductKind
+from emberline.kernels.cuda.driver import CudaDriverError
+from emberline.kernels.cuda.linear import BF16Weight
+from emberline.kernels.packed_weight import PackedWeight
 from emberline.kernels.triton import activation
 
 log = logging.getLogger("emberline.kernels")
-ROUNDS = 3
-MARGIN = 1.02
-L2_BYTES = 150 << 20  # bytes of other weights between two uses of one weight; more than the L2 holds
-SCALE = 0.02  # standard deviation of random weights; the values determine how much power a product draws
-FORM = 2  # of the cache file and of what is measured; part of the file name
-LEAST_WORK = 1e10  # FLOP; a smaller product takes no longer than its launch
+TIMING_ROUNDS = 3
+MIN_SPEEDUP = 1.02
+ROTATED_WEIGHT_BYTES = 150 << 20  # bytes of other weights between two uses of one weight; more than the L2 holds
+WEIGHT_STD = 0.02  # standard deviation of random weights; the values determine how much power a product draws
+FILE_VERSION = 2  # of the cache file and of what is measured; part of the file name
+MIN_PRODUCT_FLOP = 1e10  # FLOP; a smaller product takes no longer than its launch
 
-Found = dict[Problem, int]
-Way = Callable[[Tensor], object]  # computes the product with the given weight
+TunedChoices = dict[MatmulProblem, int]
+ProductCall = Callable[[Tensor], object]  # computes the product with the given weight
 
 
-def tune(weights: Collection[PackedWeight], hidden: int, sizes: Collection[int]) -> float:
+def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int]) -> float:
     """Measure the products of these weights with `row_counts` rows that are not in the cache, and use the choices.
 
     `hidden`: the width of the residual stream. Returns the seconds this took.
     """
     began = time.perf_counter()
-    if cublas.available():
+    if cublas.is_available():
         cache_file = _cache_file()
         found = _load(cache_file)
         shapes = {_shape(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
-        all_problems = (replace(shape, m=m) for shape, m in product(shapes, sizes) if m > wide.COLUMNS[-2])
-        needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= LEAST_WORK}
+        all_problems = (replace(shape, m=m) for shape, m in product(shapes, row_counts) if m > wide.COLUMNS[-2])
+        needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= MIN_PRODUCT_FLOP}
         if missing := needed - found.keys():
             measured = _measure(missing)
             found |= measured
@@ -67,16 +67,16 @@ def tune(weights: Collection[PackedWeight], hidden: int, sizes: Collection[int])
     return time.perf_counter() - began
 
 
-def _shape(weight: PackedWeight, hidden: int) -> Problem:
-    kind = Kind.GATED if weight.gated else Kind.ADD if weight.n == hidden else Kind.STORE
-    return Problem(0, weight.n, weight.k, kind)
+def _shape(weight: PackedWeight, hidden: int) -> MatmulProblem:
+    kind = ProductKind.GATED if weight.gated else ProductKind.ADD if weight.n == hidden else ProductKind.STORE
+    return MatmulProblem(0, weight.n, weight.k, kind)
 
 
-def _measure(problems: Collection[Problem]) -> Found:
+def _measure(problems: Collection[MatmulProblem]) -> TunedChoices:
     """Return the fastest choice of each problem that fits into free memory and does not fail."""
-    found: Found = {}
+    found: TunedChoices = {}
     for n, k in {(problem.n, problem.k) for problem in problems}:
-        count = max(2, -(-L2_BYTES // (2 * n * k)))
+        count = max(2, -(-ROTATED_WEIGHT_BYTES // (2 * n * k)))
         free = torch.cuda.mem_get_info()[0] - 2 * count * n * k
         of_weights = [p for p in problems if (p.n, p.k) == (n, k) and 2 * p.m * (2 * n + k) < free // 2]
         if not of_weights:
@@ -84,35 +84,35 @@ def _measure(problems: Collection[Problem]) -> Found:
         weights: list[Tensor] = []
         for problem in of_weights:
             try:
-                weights = weights or [_random(n, k, SCALE) for _ in range(count)]
+                weights = weights or [_random(n, k, WEIGHT_STD) for _ in range(count)]
                 found[problem] = _find_fastest(problem, weights)
-            except (CublasError, DriverError, torch.OutOfMemoryError) as error:
+            except (CublasError, CudaDriverError, torch.OutOfMemoryError) as error:
                 log.warning("matrix product could not be tuned, torch computes it: product=%s error=%s", problem, error)
         del weights
         torch.cuda.empty_cache()
     return found
 
 
-def _find_fastest(problem: Problem, weights: Sequence[Tensor]) -> int:
+def _find_fastest(problem: MatmulProblem, weights: Sequence[Tensor]) -> int:
     matmul, x = Matmul(problem), _random(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
-    choices = alike(matmul, x, weights[0])
-    calls: list[Way] = [partial(_call_proposal, matmul, x, out, index) for index in choices]
-    if problem.kind is Kind.GATED:
+    choices = bitwise_equal_proposals(matmul, x, weights[0])
+    calls: list[ProductCall] = [partial(_call_proposal, matmul, x, out, index) for index in choices]
+    if problem.kind is ProductKind.GATED:
         width = problem.n // 2
-        group = GATED_ROWS if width % GATED_ROWS == 0 else width
+        group = GATE_GROUP_ROWS if width % GATE_GROUP_ROWS == 0 else width
         narrow = torch.empty(problem.m, width, dtype=torch.bfloat16, device=x.device)
         calls = [partial(_call_then_silu, call, out, narrow, group) for call in calls]
-        if group == GATED_ROWS and gemm.supports(problem.m, problem.n, problem.k):
-            handles = {w.data_ptr(): Weight(w) for w in weights}
+        if group == GATE_GROUP_ROWS and gemm.supports(problem.m, problem.n, problem.k):
+            handles = {w.data_ptr(): BF16Weight(w) for w in weights}
             calls.append(lambda w: gemm.linear(x, handles[w.data_ptr()], out=narrow, gated=True))
-            choices.append(OURS)
+            choices.append(OWN_KERNEL)
     times = _time_calls(calls, weights)
     best = times.index(min(times))
-    return choices[best if times[0] > MARGIN * times[best] else 0]
+    return choices[best if times[0] > MIN_SPEEDUP * times[best] else 0]
 
 
-def alike(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
+def bitwise_equal_proposals(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
     """Return the proposals that give the same bits as the first, so that tuning never changes results."""
     outs = (matmul(x, w, x.new_zeros(len(x), len(w)), index) for index in range(len(matmul)))
     first = next(outs)
@@ -123,12 +123,12 @@ def _call_proposal(matmul: Matmul, x: Tensor, out: Tensor, index: int, w: Tensor
     return matmul(x, w, out, index)
 
 
-def _call_then_silu(call: Way, out: Tensor, narrow: Tensor, group: int, w: Tensor) -> Tensor:
+def _call_then_silu(call: ProductCall, out: Tensor, narrow: Tensor, group: int, w: Tensor) -> Tensor:
     call(w)
     return activation.silu_mul(out, narrow, group, pdl=True)
 
 
-def _time_calls(calls: Sequence[Way], weights: Sequence[Tensor]) -> list[float]:
+def _time_calls(calls: Sequence[ProductCall], weights: Sequence[Tensor]) -> list[float]:
     """Return the least milliseconds of each call over all weights.
 
     Everything is queued before the first wait, so that the device never waits for the host.
@@ -136,7 +136,7 @@ def _time_calls(calls: Sequence[Way], weights: Sequence[Tensor]) -> list[float]:
     for call in calls:
         call(weights[0])  # compiles kernels and creates handles
     events = []
-    for _, call in product(range(ROUNDS), calls):
+    for _, call in product(range(TIMING_ROUNDS), calls):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for w in weights:
@@ -157,22 +157,24 @@ def _random(rows: int, columns: int, scale: float) -> Tensor:
 
 def _cache_file() -> Path:
     """Return the cache file for this GPU, this cuBLAS with these limits, and the source of our GEMM."""
-    versions = FORM, cublas.version(), cublas.MOST, cublas.WORKSPACE
-    key = f"{torch.cuda.get_device_name()} {versions} {nvrtc.source(gemm.FILE)}"
+    versions = FILE_VERSION, cublas.library_version(), cublas.MAX_PROPOSALS, cublas.WORKSPACE_BYTES
+    key = f"{torch.cuda.get_device_name()} {versions} {nvrtc.read_source(gemm.FILE)}"
     return kernel_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _load(file: Path) -> Found:
+def _load(file: Path) -> TunedChoices:
     """Return the choices in the file, or none if it is missing or damaged."""
     try:
         rows = json.loads(file.read_text("utf-8"))
-        found = {Problem(m, n, k, Kind(kind)): choice for m, n, k, kind, choice in rows}
-        return found if all(isinstance(choice, int) and choice < cublas.MOST for choice in found.values()) else {}
+        found = {MatmulProblem(m, n, k, ProductKind(kind)): choice for m, n, k, kind, choice in rows}
+        return (
+            found if all(isinstance(choice, int) and choice < cublas.MAX_PROPOSALS for choice in found.values()) else {}
+        )
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def _save(file: Path, found: Found) -> None:
+def _save(file: Path, found: TunedChoices) -> None:
     rows = [[p.m, p.n, p.k, p.kind, choice] for p, choice in found.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{uuid.uuid4().hex}")

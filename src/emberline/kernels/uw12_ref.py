@@ -12,15 +12,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.uw12 import BLOCK, MOST_BITS, STARTS_AT, UNIT, UNIT_BYTES, Packed, fits, lists_at, stride_of
+from emberline.kernels.cuda.uw12 import (
+    BLOCK_ROWS,
+    MAX_BITS,
+    STARTS_OFFSET,
+    UNIT_BYTES,
+    UNIT_K,
+    UW12Weight,
+    escapes_offset,
+    header_bytes,
+    is_worth_packing,
+)
 from emberline.kernels.cuda.uw12 import supports as can_be_packed
 
-BASES, WINDOW = 128, 15
-SIGN_AND_EXPONENT = 0x87878787
-WORD = 0xFFFFFFFF
+NUM_BASES, EXPONENT_WINDOW = 128, 15
+SIGN_EXPONENT_MASK = 0x87878787
+WORD_MASK = 0xFFFFFFFF
 
 
-def reference_pack(weight: Tensor, *, most_bits: float = MOST_BITS) -> Packed | None:
+def reference_pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     """Return the packed weight, or None if its shape is unsupported or it would need `max_bits` per weight or more."""
     n, k = weight.shape
     if not can_be_packed(n, k):
@@ -31,19 +41,19 @@ def reference_pack(weight: Tensor, *, most_bits: float = MOST_BITS) -> Packed | 
     escape_mask = _fragments(escaped).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)  # [block, unit, half, f, r, lane]
     counts = escape_mask.flatten(2).sum(-1)
     max_escapes = int(counts.sum(1).max())
-    if not fits(n, k, max_escapes, most_bits):
+    if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
     words = _fragments(bits).unflatten(-1, (4, 2)).permute(0, 1, 5, 2, 4, 3)
-    headers = _headers(bases, counts, escape_mask, words, stride_of(k, max_escapes))
-    return Packed(_planes(_fragments(codes)), headers, n, k)
+    headers = _headers(bases, counts, escape_mask, words, header_bytes(k, max_escapes))
+    return UW12Weight(_planes(_fragments(codes)), headers, n, k)
 
 
-def reference_unpack(packed: Packed) -> Tensor:
-    blocks, units = packed.n // BLOCK, packed.k // UNIT
+def reference_unpack(packed: UW12Weight) -> Tensor:
+    blocks, units = packed.n // BLOCK_ROWS, packed.k // UNIT_K
     planes = packed.planes.transpose(1, 2).reshape(blocks, units, UNIT_BYTES)
     low = _to_words(planes[..., :1024]).view(blocks, units, 2, 32, 2, 2).transpose(3, 4).flatten(2, 3)
     high = _to_words(planes[..., 1024:]).view(blocks, units, 32, 4).transpose(2, 3)
-    scales = _to_words(packed.headers[:, :STARTS_AT]).view(blocks, 1, 1, 2, 8, 1)
+    scales = _to_words(packed.headers[:, :STARTS_OFFSET]).view(blocks, 1, 1, 2, 8, 1)
     scales = scales.expand(blocks, units, 4, 2, 8, 4).flatten(4)  # for rows g and g + 8 of lane 4 g + t
     pairs = reference_decode(low[..., 0], low[..., 1], high, scales[..., 0, :], scales[..., 1, :])
     halves = torch.stack((pairs & 0xFFFF, pairs >> 16), -1)  # [block, unit, f, lane, r, half]
@@ -57,13 +67,13 @@ def reference_bases(weight: Tensor) -> Tensor:
     exponents = weight.contiguous().view(torch.int16).long() >> 7 & 0xFF
     counts = torch.zeros(len(weight), 257, dtype=torch.int64).scatter_add_(1, exponents + 1, torch.ones_like(exponents))
     below = counts.cumsum(1)  # [:, e]: number of weights with an exponent below e
-    coded = below[:, WINDOW + 1 : WINDOW + 1 + BASES] - below[:, 1 : 1 + BASES]
-    return (coded * BASES + torch.arange(BASES - 1, -1, -1)).argmax(1)
+    coded = below[:, EXPONENT_WINDOW + 1 : EXPONENT_WINDOW + 1 + NUM_BASES] - below[:, 1 : 1 + NUM_BASES]
+    return (coded * NUM_BASES + torch.arange(NUM_BASES - 1, -1, -1)).argmax(1)
 
 
 def reference_decode(low0: Tensor, low1: Tensor, high: Tensor, scale: Tensor, scale8: Tensor) -> Tensor:
     """Decode one lane's words into a fragment's four registers (last dimension), with the kernel's instructions."""
-    first, second = high & SIGN_AND_EXPONENT, _rotate_left(high, 4) & SIGN_AND_EXPONENT
+    first, second = high & SIGN_EXPONENT_MASK, _rotate_left(high, 4) & SIGN_EXPONENT_MASK
     return torch.stack(
         (
             _multiply_pairs(_select_bytes(low0, first, 0x5140), scale),
@@ -79,7 +89,7 @@ def _encode(bits: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights' codes, and a mask of those that are escapes."""
     above = (bits >> 7 & 0xFF) - bases[:, None]
     zero = bits & 0x7FFF == 0
-    inside = (above >= 1) & (above <= WINDOW)
+    inside = (above >= 1) & (above <= EXPONENT_WINDOW)
     codes = torch.where(inside, bits & 0x807F | above << 7, torch.where(zero, bits, 0))
     return codes, ~(inside | zero)
 
@@ -88,8 +98,8 @@ def _fragments(rows: Tensor) -> Tensor:
     """Rearrange [n, k] into [n / 16, k / 64, fragment, lane, 2 * register + half]."""
     n, k = rows.shape
     h, g, q, t, p = 2, 8, 2, 4, 2
-    return rows.view(n // BLOCK, h, g, k // UNIT, 4, q, t, p).permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(
-        n // BLOCK, k // UNIT, 4, 32, 8
+    return rows.view(n // BLOCK_ROWS, h, g, k // UNIT_K, 4, q, t, p).permute(0, 3, 4, 2, 6, 5, 1, 7).reshape(
+        n // BLOCK_ROWS, k // UNIT_K, 4, 32, 8
     )  # fmt: skip
 
 
@@ -108,27 +118,31 @@ def _headers(bases: Tensor, counts: Tensor, escape_mask: Tensor, words: Tensor, 
     blocks, units = counts.shape
     headers = torch.zeros(blocks, stride, dtype=torch.uint8)
     scale = bases + 127 << 7
-    headers[:, :STARTS_AT] = _to_bytes((scale << 16 | scale).view(blocks, BLOCK))
+    headers[:, :STARTS_OFFSET] = _to_bytes((scale << 16 | scale).view(blocks, BLOCK_ROWS))
     starts = torch.cat((torch.zeros(blocks, 1, dtype=torch.int64), counts.cumsum(1)), 1)
-    headers[:, STARTS_AT : STARTS_AT + 2 * units + 2] = _sign_extend(starts, 16).to(torch.int16).view(torch.uint8)
+    headers[:, STARTS_OFFSET : STARTS_OFFSET + 2 * units + 2] = (
+        _sign_extend(starts, 16).to(torch.int16).view(torch.uint8)
+    )
     block, _, half, f, r, lane = escape_mask.nonzero().unbind(1)  # ordered in a unit by half, register and lane
     entries = words[escape_mask] << 16 | half << 9 | (4 * f + r) << 5 | lane
     totals = counts.sum(1)
     index = torch.arange(len(block)) - (totals.cumsum(0) - totals)[block]
-    lists = headers[:, lists_at(UNIT * units) :].unflatten(1, (-1, 4))
+    lists = headers[:, escapes_offset(UNIT_K * units) :].unflatten(1, (-1, 4))
     lists[block, index] = _to_bytes(entries[:, None])
     return headers
 
 
-def _restore_escapes(halves: Tensor, packed: Packed) -> None:
+def _restore_escapes(halves: Tensor, packed: UW12Weight) -> None:
     """Restore the escapes, which decoding left as +0, by OR-ing in their bits as the kernel does."""
-    units = packed.k // UNIT
-    starts = packed.headers[:, STARTS_AT : STARTS_AT + 2 * units + 2].contiguous().view(torch.int16).long() & 0xFFFF
+    units = packed.k // UNIT_K
+    starts = (
+        packed.headers[:, STARTS_OFFSET : STARTS_OFFSET + 2 * units + 2].contiguous().view(torch.int16).long() & 0xFFFF
+    )
     counts = starts.diff(dim=1).flatten()
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)  # the unit of each escape
     block, unit = owner // units, owner % units
     index = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner] + starts[block, unit]
-    entries = _to_words(packed.headers[:, lists_at(packed.k) :])[block, index]
+    entries = _to_words(packed.headers[:, escapes_offset(packed.k) :])[block, index]
     at = block, unit, entries >> 7 & 3, entries & 31, entries >> 5 & 3, entries >> 9 & 1
     halves[at] = halves[at] | entries >> 16
 
@@ -147,12 +161,12 @@ def _multiply_pairs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rotate_left(word: Tensor, by: int) -> Tensor:
-    return (word << by | word >> 32 - by) & WORD
+    return (word << by | word >> 32 - by) & WORD_MASK
 
 
 def _to_words(data: Tensor) -> Tensor:
     """Return bytes as unsigned 32-bit words, each in an int64."""
-    return data.contiguous().view(torch.int32).long() & WORD
+    return data.contiguous().view(torch.int32).long() & WORD_MASK
 
 
 def _to_bytes(words: Tensor) -> Tensor:

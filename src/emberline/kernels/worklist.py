@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Ints = NDArray[np.int32]
+IntArray = NDArray[np.int32]
 
-TILE = 64
-PARTS = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
-SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
-BELOW, ABOVE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
+TILE_KEYS = 64
+CTAS_PER_SM = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
+PART_SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
+SIZES_BELOW_SHARE, SIZES_ABOVE_SHARE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
 # Costs in tiles, fitted to timings of 26 batches on an H200: the fixed cost of a part; the merge of one more partial
 # result of a row; the share of the last part's time during which other CTAs are idle. Up to MAX_ROUNDS_IN_STEP
 # rounds, all CTAs wait for each other after every round, which makes a round ROUND_FACTOR times as long as its parts.
-EACH, MERGE, WAIT, ROUND = 0.3, 0.3, 0.25, 1.05
-FEW_ROUNDS = 3
-HEAD = 4  # ints before the items: kernels read items 16 bytes at a time
+PART_COST, MERGE_COST, LAST_PART_WEIGHT, ROUND_FACTOR = 0.3, 0.3, 0.25, 1.05
+MAX_ROUNDS_IN_STEP = 3
+HEADER_INTS = 4  # ints before the items: kernels read items 16 bytes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class WorkList:
     [partial_starts[r], partial_starts[r + 1]), in the order of their keys; a row of one item has none.
     """
 
-    data: Ints
+    data: IntArray
     rows: int
     capacity: int
 
@@ -46,31 +46,37 @@ class WorkList:
         return int(self.data[0])
 
     @property
-    def items(self) -> Ints:
+    def items(self) -> IntArray:
         """All `capacity` items; those past `count` are undefined."""
-        return self.data[HEAD : HEAD + 4 * self.capacity].reshape(-1, 4)
+        return self.data[HEADER_INTS : HEADER_INTS + 4 * self.capacity].reshape(-1, 4)
 
     @property
-    def row_parts(self) -> Ints:
-        return self.data[HEAD + 4 * self.capacity :]
+    def partial_starts(self) -> IntArray:
+        return self.data[HEADER_INTS + 4 * self.capacity :]
 
 
-def capacity(rows: int, kv_heads: int, sms: int) -> int:
+def item_capacity(rows: int, kv_heads: int, sms: int) -> int:
     """Return the number of items that `rows` rows never exceed, whatever their lengths.
 
     Each row has one item, and cutting adds the rest. The smallest candidate size is four sizes below the fair share of
     total * kv_heads / (CTAS_PER_SM * sms) tiles, so it is at least a quarter of that share, less one.
     """
-    return rows + -(-5 * PARTS * sms // kv_heads)
+    return rows + -(-5 * CTAS_PER_SM * sms // kv_heads)
 
 
-def ints(rows: int, capacity: int) -> int:
+def data_ints(rows: int, capacity: int) -> int:
     """Return the length of `WorkList.data`."""
-    return HEAD + 4 * capacity + rows + 1
+    return HEADER_INTS + 4 * capacity + rows + 1
 
 
-def plan(
-    lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, beside: bool = False, chunk: int | None = None
+def plan_work(
+    lengths: ArrayLike,
+    kv_heads: int,
+    sms: int,
+    capacity: int,
+    *,
+    beside_prefill: bool = False,
+    part_tiles: int | None = None,
 ) -> WorkList:
     """Return the work items for rows that attend to `lengths` keys each, the row's own key included.
 
@@ -79,15 +85,19 @@ def plan(
     benchmarks.
     """
     end = np.asarray(lengths, np.int32)
-    tiles = (end + (TILE - 1)) // TILE
-    size = SIZES.index(chunk) if chunk else _choose_part_size(tiles, kv_heads, PARTS * sms, 0 if beside else FEW_ROUNDS)
-    parts = -(-tiles // SIZES[size])
+    tiles = (end + (TILE_KEYS - 1)) // TILE_KEYS
+    size = (
+        PART_SIZES.index(part_tiles)
+        if part_tiles
+        else _choose_part_size(tiles, kv_heads, CTAS_PER_SM * sms, 0 if beside_prefill else MAX_ROUNDS_IN_STEP)
+    )
+    parts = -(-tiles // PART_SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only if the caller has less than `item_capacity`
         assert int((tiles > 0).sum()) <= capacity, "the capacity must hold one item for each row"
         size += 1
-        parts = -(-tiles // SIZES[size])
-    work = WorkList(np.zeros(ints(len(end), capacity), np.int32), len(end), capacity)
-    work.data[:HEAD] = count, 0, 0, 0
+        parts = -(-tiles // PART_SIZES[size])
+    work = WorkList(np.zeros(data_ints(len(end), capacity), np.int32), len(end), capacity)
+    work.data[:HEADER_INTS] = count, 0, 0, 0
     if parts.max() <= 1:
         _fill_whole_rows(work, count, end, tiles)
     else:
@@ -95,38 +105,40 @@ def plan(
     return work
 
 
-def _choose_part_size(tiles: Ints, kv_heads: int, slots: int, max_rounds_in_step: int) -> int:
+def _choose_part_size(tiles: IntArray, kv_heads: int, slots: int, max_rounds_in_step: int) -> int:
     """Return the index in PART_SIZES of the size with the least estimated time.
 
     `slots` CTAs take parts one after the other, the longest first. So for a few rounds the time follows from the number
     of rounds, and for many from the total work.
     """
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
-    share = bisect_left(SIZES, total / slots)
-    candidates = range(max(0, share - BELOW), share + ABOVE)
-    parts = -(-tiles // np.array([SIZES[size] for size in candidates], np.int32)[:, None])
+    share = bisect_left(PART_SIZES, total / slots)
+    candidates = range(max(0, share - SIZES_BELOW_SHARE), share + SIZES_ABOVE_SHARE)
+    parts = -(-tiles // np.array([PART_SIZES[size] for size in candidates], np.int32)[:, None])
     counts, max_counts = parts.sum(1).tolist(), parts.max(1).tolist()
 
     def estimate_cost(count: int, max_parts: int) -> float:
         units, part = count * kv_heads, -(-longest // max(1, max_parts))
-        work, rounds = total + EACH * units, -(-units // slots)
-        merging = MERGE * max_parts if max_parts > 1 else 0.0
+        work, rounds = total + PART_COST * units, -(-units // slots)
+        merging = MERGE_COST * max_parts if max_parts > 1 else 0.0
         if units <= max_rounds_in_step * slots:
-            return max((ROUND if rounds > 1 else 1.0) * rounds * work / max(1, units), part + EACH) + merging
-        return work / slots + WAIT * part + merging
+            return (
+                max((ROUND_FACTOR if rounds > 1 else 1.0) * rounds * work / max(1, units), part + PART_COST) + merging
+            )
+        return work / slots + LAST_PART_WEIGHT * part + merging
 
     costs = [estimate_cost(*pair) for pair in zip(counts, max_counts, strict=True)]
     return candidates[costs.index(min(costs))]
 
 
-def _fill_whole_rows(work: WorkList, count: int, end: Ints, tiles: Ints) -> None:
+def _fill_whole_rows(work: WorkList, count: int, end: IntArray, tiles: IntArray) -> None:
     """Fill the list with one item for each row."""
     row = np.argsort(-tiles, kind="stable")[:count]
     item = work.items[:count]
     item[:, 0], item[:, 1], item[:, 2], item[:, 3] = row, 0, end[row], -1
 
 
-def _fill_cut_rows(work: WorkList, count: int, end: Ints, tiles: Ints, parts: Ints) -> None:
+def _fill_cut_rows(work: WorkList, count: int, end: IntArray, tiles: IntArray, parts: IntArray) -> None:
     """Fill the list with the parts of each row, rows with the largest parts first.
 
     Part i of n has the tiles [i * tiles // n, (i + 1) * tiles // n) of its row.
@@ -135,10 +147,10 @@ def _fill_cut_rows(work: WorkList, count: int, end: Ints, tiles: Ints, parts: In
     row_counts = parts[rows]
     row = np.repeat(rows, row_counts)
     index = np.arange(count) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
-    np.cumsum(np.where(parts > 1, parts, 0), out=work.row_parts[1:])
+    np.cumsum(np.where(parts > 1, parts, 0), out=work.partial_starts[1:])
     row_tiles, pieces = tiles[row], parts[row]
     item = work.items[:count]
     item[:, 0] = row
-    item[:, 1] = index * row_tiles // pieces * TILE
-    np.minimum((index + 1) * row_tiles // pieces * TILE, end[row], out=item[:, 2], casting="unsafe")
-    item[:, 3] = np.where(pieces > 1, work.row_parts[row] + index, -1)
+    item[:, 1] = index * row_tiles // pieces * TILE_KEYS
+    np.minimum((index + 1) * row_tiles // pieces * TILE_KEYS, end[row], out=item[:, 2], casting="unsafe")
+    item[:, 3] = np.where(pieces > 1, work.partial_starts[row] + index, -1)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.shm import Segment
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.shm import SharedSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,22 @@ class KVShape:
     def block_bytes(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
-    def layout(self, model: str, *, turned: bool = True) -> Layout:
+    def layout(self, model: str, *, transposed_keys: bool = True) -> KVLayout:
         """Return the layout for KV transfer.
 
         The keys of a CPU cache are transposed, those of a GPU cache are not.
         """
         item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
         width = self.head_dim * item
-        return Layout(model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item if turned else 0)
+        return KVLayout(
+            model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item if transposed_keys else 0
+        )
 
 
 class KVCache:
-    def __init__(self, shape: KVShape, num_blocks: int, device: str = "cpu", *, segment: Segment | None = None) -> None:
+    def __init__(
+        self, shape: KVShape, num_blocks: int, device: str = "cpu", *, segment: SharedSegment | None = None
+    ) -> None:
         """Allocate the cache, or place it in `segment`, shared memory of exactly this size."""
         dims = (shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         self.shape = shape

@@ -11,7 +11,7 @@ import numpy as np
 Crc = Callable[[memoryview, int], int]  # (bytes, CRC of the bytes before them) -> CRC of both
 
 
-def chained(crc: Crc, views: Iterable[memoryview]) -> int:
+def crc_of_views(crc: Crc, views: Iterable[memoryview]) -> int:
     """Return the CRC of the concatenated views."""
     total = 0
     for view in views:
@@ -19,7 +19,7 @@ def chained(crc: Crc, views: Iterable[memoryview]) -> int:
     return total
 
 
-def crc_of(library: ctypes.CDLL | None) -> Crc:
+def select_crc(library: ctypes.CDLL | None) -> Crc:
     """Return the native CRC function, or zlib's if `library` is None."""
     if library is None:
         return zlib.crc32

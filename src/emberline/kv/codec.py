@@ -15,65 +15,71 @@ import numpy as np
 
 from emberline.core.errors import InvalidRequest
 
-WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of an element, for each dtype of a cache in main memory
-CHOICES = ("auto", "none", "uw")
-STRETCH = 262144  # elements that share one prefix code
-HEAD = 512  # bytes of a group besides its coded elements
-WORST = 1.25  # growth of incompressible data, before the encoder notices and stores it raw
+ELEMENT_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+}  # bytes of an element, for each dtype of a cache in main memory
+CODEC_CHOICES = ("auto", "none", "uw")
+GROUP_ELEMENTS = 262144  # elements that share one prefix code
+MAX_GROUP_HEADER_BYTES = 512  # bytes of a group besides its coded elements
+MAX_EXPANSION = 1.25  # growth of incompressible data, before the encoder notices and stores it raw
 
 
-class Codec(Protocol):
+class KVCodec(Protocol):
     name: str
 
-    def room(self, size: int) -> int:
+    def max_encoded_bytes(self, size: int) -> int:
         """Return the size of the output buffer that encoding `size` bytes needs."""
 
     def encode(self, data: memoryview, out: memoryview) -> int:
-        """Encode `data` into `out`, of at least `max_encoded_bytes(len(data))`, and return the bytes written."""
+        """Encode `data` into `request`, of at least `max_encoded_bytes(len(data))`, and return the bytes written."""
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
-        """Decode `data` into all of `out`. Return False if `data` is damaged; `out` is then undefined."""
+        """Decode `data` into all of `request`. Return False if `data` is damaged; `request` is then undefined."""
 
 
-class Unweight:
+class UnweightKVCodec:
     name = "uw1"
 
-    def __init__(self, library: ctypes.CDLL, width: int) -> None:
-        assert width in WIDTHS.values()
+    def __init__(self, library: ctypes.CDLL, element_bytes: int) -> None:
+        assert element_bytes in ELEMENT_BYTES.values()
         self._library = library
-        self._width = width
+        self._element_bytes = element_bytes
 
-    def room(self, size: int) -> int:
-        return int(size * WORST) + HEAD * (size // (STRETCH * self._width) + 1)
+    def max_encoded_bytes(self, size: int) -> int:
+        return int(size * MAX_EXPANSION) + MAX_GROUP_HEADER_BYTES * (size // (GROUP_ELEMENTS * self._element_bytes) + 1)
 
     def encode(self, data: memoryview, out: memoryview) -> int:
-        count, remainder = divmod(len(data), self._width)
-        assert not remainder and len(out) >= self.room(len(data)) and not out.readonly
-        return int(self._library.ember_kv_pack(_at(data), count, self._width, _at(out)))
+        count, remainder = divmod(len(data), self._element_bytes)
+        assert not remainder and len(out) >= self.max_encoded_bytes(len(data)) and not out.readonly
+        return int(self._library.ember_kv_pack(_address_of(data), count, self._element_bytes, _address_of(out)))
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
-        count, remainder = divmod(len(out), self._width)
+        count, remainder = divmod(len(out), self._element_bytes)
         assert not remainder and not out.readonly
-        return not self._library.ember_kv_unpack(_at(data), len(data), count, self._width, _at(out))
+        return not self._library.ember_kv_unpack(
+            _address_of(data), len(data), count, self._element_bytes, _address_of(out)
+        )
 
 
-def codec_of(choice: str, library: ctypes.CDLL | None, dtype: str) -> Codec | None:
+def select_kv_codec(choice: str, library: ctypes.CDLL | None, dtype: str) -> KVCodec | None:
     """Return the codec for a cache of torch dtype `dtype`, or None if its bytes are not compressed.
 
     Raises InvalidRequest if `choice` is unknown, or is "uw" and the codec cannot be used.
     """
     dtype = dtype.removeprefix("torch.")
-    if choice not in CHOICES:
+    if choice not in CODEC_CHOICES:
         raise InvalidRequest(f"kv_codec is {choice!r}; it must be auto, none or uw", param="kv_codec")
     if choice == "none":
         return None
-    if library is not None and dtype in WIDTHS:
-        return Unweight(library, WIDTHS[dtype])
+    if library is not None and dtype in ELEMENT_BYTES:
+        return UnweightKVCodec(library, ELEMENT_BYTES[dtype])
     if choice == "uw":
         why = "the native library was not built (install g++)" if library is None else f"no support for dtype {dtype}"
         raise InvalidRequest(f"kv_codec uw cannot be used: {why}", param="kv_codec", hint="use --kv-codec auto")
     return None
 
 
-def _at(view: memoryview) -> int:
+def _address_of(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data

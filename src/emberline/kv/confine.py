@@ -20,7 +20,7 @@ from emberline.core.errors import EmberlineError, InvalidRequest
 
 LOOPBACK = "127.0.0.1"
 SO_ATTACH_FILTER = 26
-NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here on count from the IP header
+NETWORK_HEADER_OFFSET = 0xFFF00000  # SKF_NET_OFF: offsets from here on count from the IP header
 LOAD_BYTE, LOAD_WORD, SHIFT_RIGHT, JUMP_IF_EQUAL, RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 CONNECT_TIMEOUT_S = 0.2
 LISTEN, TIME_WAIT = "0A", "06"  # states in /proc/net/tcp
@@ -40,7 +40,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_of(host: str, param: str) -> str:
+def resolve_ipv4_address(host: str, param: str) -> str:
     """Return the IPv4 address of `host`; raise InvalidRequest if it has none or names every address."""
     try:
         address = ipaddress.IPv4Address(socket.gethostbyname(host))
@@ -66,14 +66,14 @@ def confined_to(host: str) -> Iterator[None]:
     try:
         for inode, (fd, _) in opened.items():
             if inode not in before:
-                _attach(fd, host)
+                _attach_filter(fd, host)
     except OSError as error:
         raise ListenerExposed(f"cannot attach a socket filter for {host} to the listeners: {error}") from error
-    if early := [address for address in _connected(ports) if address != host]:
+    if early := [address for address in _connection_addresses(ports) if address != host]:
         raise ListenerExposed(f"connections were made to {', '.join(early)} before the listeners were confined")
     other = next(address for address in ("127.0.0.2", "127.0.0.3") if address != host)
     for port in ports:
-        if _accepts(other, port):
+        if _accepts_connection(other, port):
             raise ListenerExposed(f"port {port} answers at {other} though it was confined to {host}")
 
 
@@ -90,14 +90,14 @@ def _listeners() -> dict[str, tuple[int, int]]:
     return found
 
 
-def _attach(fd: int, host: str) -> None:
+def _attach_filter(fd: int, host: str) -> None:
     """Attach a filter that drops every packet that is not IPv4 or is not addressed to `host`."""
     address = int(ipaddress.IPv4Address(host))
     program = (
-        (LOAD_BYTE, 0, 0, NETWORK_HEADER),
+        (LOAD_BYTE, 0, 0, NETWORK_HEADER_OFFSET),
         (SHIFT_RIGHT, 0, 0, 4),
         (JUMP_IF_EQUAL, 0, 3, 4),  # IPv4
-        (LOAD_WORD, 0, 0, NETWORK_HEADER + 16),  # the destination
+        (LOAD_WORD, 0, 0, NETWORK_HEADER_OFFSET + 16),  # the destination
         (JUMP_IF_EQUAL, 0, 1, address),
         (RETURN, 0, 0, 0xFFFFFFFF),  # accept the packet
         (RETURN, 0, 0, 0),  # drop the packet
@@ -107,7 +107,7 @@ def _attach(fd: int, host: str) -> None:
         sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
 
 
-def _connected(ports: Iterable[int]) -> list[str]:
+def _connection_addresses(ports: Iterable[int]) -> list[str]:
     """Return the local address of each connection to these ports. IPv6 stays in hex unless it maps IPv4."""
     wanted, found = {f"{port:04X}" for port in ports}, []
     for table in ("tcp", "tcp6"):
@@ -116,16 +116,16 @@ def _connected(ports: Iterable[int]) -> list[str]:
                 _, local, _, state, *_ = line.split()
                 address, _, port = local.partition(":")
                 if port in wanted and state not in (LISTEN, TIME_WAIT):
-                    found.append(_readable(address))
+                    found.append(_format_address(address))
     return found
 
 
-def _readable(address: str) -> str:
+def _format_address(address: str) -> str:
     mapped = address.removeprefix("0000000000000000FFFF0000")
     return socket.inet_ntoa(struct.pack("=I", int(mapped, 16))) if len(mapped) == 8 else address
 
 
-def _accepts(host: str, port: int) -> bool:
+def _accepts_connection(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except OSError:

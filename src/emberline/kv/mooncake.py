@@ -14,9 +14,9 @@ from typing import Protocol
 
 from emberline.core.errors import EmberlineError
 
-PROBE_SECONDS = 20.0
-PORT_RANGE = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")  # environment variables of Mooncake
-PROBE = """
+PROBE_TIMEOUT_S = 20.0
+PORT_RANGE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")  # environment variables of Mooncake
+PROBE_SCRIPT = """
 import sys
 from mooncake.engine import TransferEngine
 from emberline.kv.confine import confined_to
@@ -32,25 +32,25 @@ sys.exit(0 if engine.read_bytes_from_buffer(target, 5) == b"ember" else "a test 
 """
 
 
-def distribution() -> str | None:
+def installed_distribution() -> str | None:
     """Return the installed Mooncake package and its version; several packages provide the same module."""
     found = importlib.metadata.packages_distributions().get("mooncake", [])
     return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
 
 
-def probe(host: str = "127.0.0.1", protocol: str = "tcp", seconds: float = PROBE_SECONDS) -> str | None:
+def probe(host: str = "127.0.0.1", protocol: str = "tcp", timeout_s: float = PROBE_TIMEOUT_S) -> str | None:
     """Return why Mooncake cannot be used, or None if it can.
 
     Tries it in another process, which may crash or hang.
     """
-    command = [sys.executable, "-c", PROBE, host, protocol]
+    command = [sys.executable, "-c", PROBE_SCRIPT, host, protocol]
     environment = {**os.environ, "MC_LOG_LEVEL": "ERROR"}
-    for name in PORT_RANGE:  # these ports are for the engine that starts after the probe
+    for name in PORT_RANGE_VARIABLES:  # these ports are for the engine that starts after the probe
         environment.pop(name, None)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired:
-        return f"Mooncake does not start within {seconds:g} s"
+        return f"Mooncake does not start within {timeout_s:g} s"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()
@@ -64,7 +64,7 @@ class MooncakeMissing(EmberlineError):
     code = "mooncake_missing"
 
 
-class Engine(Protocol):
+class MooncakeTransferEngine(Protocol):
     """The methods of mooncake.engine.TransferEngine that we use."""
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int: ...
@@ -80,14 +80,14 @@ class Engine(Protocol):
     ) -> int: ...
 
 
-class Store(Protocol):
+class MooncakeStore(Protocol):
     """The methods of mooncake.store.MooncakeDistributedStore that we use.
 
     Negative results are error codes.
     """
 
     def setup(
-        self, host: str, metadata: str, segment: int, buffer: int, protocol: str, devices: str, master: str
+        self, host: str, metadata: str, segment_bytes: int, buffer_bytes: int, protocol: str, devices: str, master: str
     ) -> int: ...
 
     def register_buffer(self, address: int, size: int) -> int: ...
@@ -103,40 +103,40 @@ class Store(Protocol):
     def close(self) -> int: ...
 
 
-def protocol() -> str:
+def best_protocol() -> str:
     """Return the fastest protocol that this machine supports: rdma or tcp."""
     devices = Path("/sys/class/infiniband")
     return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"
 
 
-def new_engine(port: int = 0) -> Engine:
+def new_engine(port: int = 0) -> MooncakeTransferEngine:
     """Create a Transfer Engine that listens at `port` and `port` + 1; 0: at any free ports."""
-    _prepare(port)
+    _set_environment(port)
     try:
         from mooncake.engine import TransferEngine
     except (ImportError, OSError) as error:
-        raise _missing(error) from error
-    engine: Engine = TransferEngine()
+        raise _missing_error(error) from error
+    engine: MooncakeTransferEngine = TransferEngine()
     return engine
 
 
-def new_store(port: int = 0) -> Store:
+def new_store(port: int = 0) -> MooncakeStore:
     """Create a store client that listens at `port` and `port` + 1; 0: at any free ports."""
-    _prepare(port)
+    _set_environment(port)
     try:
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
-        raise _missing(error) from error
-    store: Store = MooncakeDistributedStore()
+        raise _missing_error(error) from error
+    store: MooncakeStore = MooncakeDistributedStore()
     return store
 
 
-def _prepare(port: int) -> None:
+def _set_environment(port: int) -> None:
     """Set the variables that Mooncake reads when it starts. Without a log level it logs every call."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if port:
-        os.environ.update(zip(PORT_RANGE, (str(port), str(port + 1)), strict=True))
+        os.environ.update(zip(PORT_RANGE_VARIABLES, (str(port), str(port + 1)), strict=True))
 
 
-def _missing(error: Exception) -> MooncakeMissing:
+def _missing_error(error: Exception) -> MooncakeMissing:
     return MooncakeMissing(f"Mooncake cannot be imported: {error}", hint="emberline doctor lists what it needs")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # Whether this is the full state, (hash, parent hash) of each block added, hashes removed.
-News = tuple[bool, list[tuple[bytes, bytes]], list[bytes]]
+PrefixChanges = tuple[bool, list[tuple[bytes, bytes]], list[bytes]]
 
 
 class PrefixIndex:
@@ -16,7 +16,7 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, tuple[bytes, bytes]] = {}  # hash and parent hash, by block
         self._changes: dict[bytes, bytes | None] | None = None  # parent of each new hash, None for each removed hash
-        self._told = False  # whether `take_changes` has returned the full state
+        self._full_state_taken = False  # whether `take_changes` has returned the full state
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -24,7 +24,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def longest(self, hashes: Sequence[bytes]) -> list[int]:
+    def find_longest_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest indexed prefix of a chain of hashes."""
         blocks = []
         for digest in hashes:
@@ -42,31 +42,31 @@ class PrefixIndex:
             if self._changes is not None:
                 self._changes[digest] = parent
 
-    def forget(self, block: int) -> None:
+    def remove(self, block: int) -> None:
         digest, _ = self._hash_of.pop(block)
         del self._block_of[digest]
         if self._changes is not None:
             self._changes[digest] = None
 
-    def holdings(self) -> dict[bytes, bytes]:
+    def parents_by_hash(self) -> dict[bytes, bytes]:
         """Return the parent hash of each indexed hash."""
         return dict(self._hash_of.values())
 
-    def watch(self) -> None:
+    def track_changes(self) -> None:
         """Start recording changes; the next `take_changes` returns the full state."""
-        self._changes, self._told = {}, False
+        self._changes, self._full_state_taken = {}, False
 
     @property
-    def watched(self) -> bool:
+    def is_tracking_changes(self) -> bool:
         return self._changes is not None
 
-    def news(self) -> News | None:
+    def take_changes(self) -> PrefixChanges | None:
         """Return what changed since the last call, the full state at first, or None if nothing changed."""
-        if self._changes is None or (self._told and not self._changes):
+        if self._changes is None or (self._full_state_taken and not self._changes):
             return None
         changes, self._changes = self._changes, {}
-        if not self._told:
-            self._told = True
+        if not self._full_state_taken:
+            self._full_state_taken = True
             return True, list(self._hash_of.values()), []
         stored = [(digest, parent) for digest, parent in changes.items() if parent is not None]
         return False, stored, [digest for digest, parent in changes.items() if parent is None]

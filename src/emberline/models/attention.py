@@ -8,7 +8,7 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
-from emberline.models.forward import Forward
+from emberline.models.forward import ForwardBatch
 from emberline.models.layers import Linear, load_linear
 from emberline.models.weights import Weights
 
@@ -49,7 +49,7 @@ class Attention:
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 
-    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: Forward, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: ForwardBatch, rows: Tensor | None = None) -> Tensor:
         """Add the attention's output to x in place; with `rows`, return only those rows, in a new tensor.
 
         Keys and values of all rows are written to the cache.
@@ -62,10 +62,10 @@ class Attention:
         )
         if rows is not None and not len(rows):
             return x[:0]
-        tiles = f.tiles if rows is None or f.tiles is None else f.tiles.last()
+        tiles = f.tiles if rows is None or f.tiles is None else f.tiles.for_last_layer()
         mixed = ops.paged_attention(
             qkv, keys, values, f.block_tables, f.query_start, f.context, self.scale, *heads,
-            window=self.window, tiles=tiles,
+            window=self.window, plan=tiles,
         )  # fmt: skip
         if rows is not None:
             x, mixed = x[rows], mixed[rows]

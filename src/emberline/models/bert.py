@@ -12,13 +12,13 @@ from torch import Tensor
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
 from emberline.core.jsonfile import read_object, read_objects, read_optional
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.fields import Fields
+from emberline.models.fields import ConfigFields
 from emberline.models.weights import Weights
 
-MODULES = {"Transformer", "Pooling", "Normalize"}
-POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "mean": "mean", "cls": "cls"}
-IGNORABLE = r"embeddings\.position_ids|pooler\.dense\.(weight|bias)"
-CHUNK = 4096  # computed at once, to bound memory
+SUPPORTED_MODULES = {"Transformer", "Pooling", "Normalize"}
+POOLING_MODES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "mean": "mean", "cls": "cls"}
+IGNORABLE_TENSORS = r"embeddings\.position_ids|pooler\.dense\.(weight|bias)"
+MAX_CHUNK_TOKENS = 4096  # computed at once, to bound memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,21 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class EncoderBlock:
     qkv: Affine
-    attended: Affine
-    attended_norm: Affine
+    attention_output: Affine
+    attention_norm: Affine
     up: Affine
     down: Affine
     norm: Affine
 
 
 @dataclass(frozen=True, slots=True)
-class Embedder:
+class BertEmbedder:
     tokens: Tensor
     positions: Tensor  # the embedding of token type 0 is already added
     norm: Affine
-    blocks: tuple[Block, ...]
+    blocks: tuple[EncoderBlock, ...]
     heads: int
     eps: float
     pooling: str  # mean or cls
@@ -53,32 +53,32 @@ class Embedder:
     dim: int
 
     @staticmethod
-    def load(directory: Path) -> Embedder:
+    def load(directory: Path) -> BertEmbedder:
         checkpoint = Checkpoint.open(directory)
-        config = Fields(checkpoint.config, "config.json")
+        config = ConfigFields(checkpoint.config, "config.json")
         _check_supported(config)
-        vocab, dim = config.size("vocab_size", most=1 << 22), config.size("hidden_size", most=1 << 14)
-        heads, ffn = config.size("num_attention_heads", most=1024), config.size("intermediate_size", most=1 << 16)
+        vocab, dim = config.size("vocab_size", maximum=1 << 22), config.size("hidden_size", maximum=1 << 14)
+        heads, ffn = config.size("num_attention_heads", maximum=1024), config.size("intermediate_size", maximum=1 << 16)
         if dim % heads:
-            raise config.wrong("num_attention_heads", f"a divisor of hidden_size, {dim}")
-        max_position = config.size("max_position_embeddings", most=1 << 16)
-        types = config.size("type_vocab_size", 2, most=1 << 10)
-        reader = _Reader(Weights(checkpoint, torch.float32))
+            raise config.invalid_error("num_attention_heads", f"a divisor of hidden_size, {dim}")
+        max_position = config.size("max_position_embeddings", maximum=1 << 16)
+        types = config.size("type_vocab_size", 2, maximum=1 << 10)
+        reader = _WeightLoader(Weights(checkpoint, torch.float32))
         segments = reader.weights.matrix("embeddings.token_type_embeddings.weight", types, dim)
-        sentence = Fields(read_optional(directory / "sentence_bert_config.json"), "sentence_bert_config.json")
-        embedder = Embedder(
+        sentence = ConfigFields(read_optional(directory / "sentence_bert_config.json"), "sentence_bert_config.json")
+        embedder = BertEmbedder(
             tokens=reader.weights.matrix("embeddings.word_embeddings.weight", vocab, dim).clone(),
             positions=reader.weights.matrix("embeddings.position_embeddings.weight", max_position, dim) + segments[0],
             norm=reader.norm("embeddings.LayerNorm", dim),
-            blocks=tuple(reader.block(i, dim, ffn) for i in range(config.size("num_hidden_layers", most=256))),
+            blocks=tuple(reader.block(i, dim, ffn) for i in range(config.size("num_hidden_layers", maximum=256))),
             heads=heads,
             eps=config.number("layer_norm_eps", 1e-12),
             pooling=_pooling(directory),
-            max_length=min(max_position, sentence.size("max_seq_length", max_position, most=1 << 16)),
+            max_length=min(max_position, sentence.size("max_seq_length", max_position, maximum=1 << 16)),
             vocab=vocab,
             dim=dim,
         )
-        reader.weights.finish(IGNORABLE)
+        reader.weights.finish(IGNORABLE_TENSORS)
         return embedder
 
     def embed(self, texts: list[list[int]]) -> Tensor:
@@ -91,7 +91,7 @@ class Embedder:
             while order:
                 chunk: list[int] = []
                 total = 0
-                while order and (not chunk or total + len(texts[order[-1]]) <= CHUNK):
+                while order and (not chunk or total + len(texts[order[-1]]) <= MAX_CHUNK_TOKENS):
                     chunk.append(order.pop())
                     total += len(texts[chunk[-1]])
                 out[chunk] = self._encode([texts[i] for i in chunk])
@@ -113,13 +113,15 @@ class Embedder:
         lengths = [len(ids) for ids in texts]
         ids = torch.tensor([token for text in texts for token in text])
         positions = torch.tensor([position for length in lengths for position in range(length)])
-        x = self._normed(self.tokens[ids] + self.positions[positions], self.norm)
+        x = self._layer_norm(self.tokens[ids] + self.positions[positions], self.norm)
         for block in self.blocks:
             qkv = F.linear(x, block.qkv.weight, block.qkv.bias)
             mixed = torch.cat([self._attend(part) for part in torch.split(qkv, lengths)])
-            x = self._normed(x + F.linear(mixed, block.attended.weight, block.attended.bias), block.attended_norm)
+            x = self._layer_norm(
+                x + F.linear(mixed, block.attention_output.weight, block.attention_output.bias), block.attention_norm
+            )
             wide = F.gelu(F.linear(x, block.up.weight, block.up.bias))
-            x = self._normed(x + F.linear(wide, block.down.weight, block.down.bias), block.norm)
+            x = self._layer_norm(x + F.linear(wide, block.down.weight, block.down.bias), block.norm)
         parts = torch.split(x, lengths)
         return F.normalize(torch.stack([part[0] if self.pooling == "cls" else part.mean(0) for part in parts]))
 
@@ -128,11 +130,11 @@ class Embedder:
         mixed: Tensor = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
         return mixed.transpose(0, 1).reshape(len(qkv), -1)
 
-    def _normed(self, x: Tensor, norm: Affine) -> Tensor:
+    def _layer_norm(self, x: Tensor, norm: Affine) -> Tensor:
         return F.layer_norm(x, (self.dim,), norm.weight, norm.bias, self.eps)
 
 
-class _Reader:
+class _WeightLoader:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
 
@@ -145,19 +147,19 @@ class _Reader:
             torch.cat([self.weights.vector(f"{name}.bias", rows) for name in names]),
         )
 
-    def block(self, i: int, dim: int, ffn: int) -> Block:
+    def block(self, i: int, dim: int, ffn: int) -> EncoderBlock:
         at = f"encoder.layer.{i}"
-        return Block(
+        return EncoderBlock(
             qkv=self.linear([f"{at}.attention.self.{part}" for part in ("query", "key", "value")], dim, dim),
-            attended=self.linear([f"{at}.attention.output.dense"], dim, dim),
-            attended_norm=self.norm(f"{at}.attention.output.LayerNorm", dim),
+            attention_output=self.linear([f"{at}.attention.output.dense"], dim, dim),
+            attention_norm=self.norm(f"{at}.attention.output.LayerNorm", dim),
             up=self.linear([f"{at}.intermediate.dense"], ffn, dim),
             down=self.linear([f"{at}.output.dense"], dim, ffn),
             norm=self.norm(f"{at}.output.LayerNorm", dim),
         )
 
 
-def _check_supported(config: Fields) -> None:
+def _check_supported(config: ConfigFields) -> None:
     for name, only in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
         found = config.text(name, None if name == "model_type" else only)
         if found != only:
@@ -169,9 +171,10 @@ def _check_supported(config: Fields) -> None:
 def _pooling(directory: Path) -> str:
     """Return the pooling of the checkpoint, by default mean. Vectors are normalised with either pooling."""
     kinds = {str(module.get("type")).rpartition(".")[2] for module in read_objects(directory / "modules.json")}
-    if others := ", ".join(sorted(kinds - MODULES)):
+    if others := ", ".join(sorted(kinds - SUPPORTED_MODULES)):
         raise UnsupportedModel(
-            f"an embedding model with modules {others[:200]} is not supported", hint=f"supported: {sorted(MODULES)}"
+            f"an embedding model with modules {others[:200]} is not supported",
+            hint=f"supported: {sorted(SUPPORTED_MODULES)}",
         )
     path = directory / "1_Pooling" / "config.json"
     if not path.exists():
@@ -179,7 +182,7 @@ def _pooling(directory: Path) -> str:
     fields = read_object(path)
     modes = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value is True]
     modes += [mode] if isinstance(mode := fields.get("pooling_mode"), str) else []
-    if len(modes) != 1 or modes[0] not in POOLING:
+    if len(modes) != 1 or modes[0] not in POOLING_MODES:
         configured = ", ".join(modes)[:200] or "none"
         raise UnsupportedModel(f"{path}: pooling mode {configured} is not supported", hint="supported: mean, cls")
-    return POOLING[modes[0]]
+    return POOLING_MODES[modes[0]]

@@ -23,27 +23,37 @@ from pathlib import Path
 
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.core.freememory import free_memory
-from emberline.models.reader import PIECE, RING, STALL, Buffer, File, Memory, Piece, Reader, ReadStats
-from emberline.models.reader_process import HELLO
+from emberline.models.reader import (
+    CHUNK_BYTES,
+    RING_BUFFERS,
+    STALL_TIMEOUT_S,
+    DirectIOFile,
+    FileChunk,
+    FileReader,
+    Memory,
+    ReadBuffer,
+    ReadStats,
+)
+from emberline.models.reader_process import PROBE_BYTES
 
-WORTH = 1 << 30  # smaller models are read by threads of this process
-THREADS = 6
-STEP = 2 << 20  # of one read call: other reads of the disk queue behind all outstanding calls
-FIRST_THREADS = 12
-HELLO_SECONDS = 2.0
-KILLED = "check whether the kernel killed the reading process for lack of memory (dmesg)"
-CODE = "import sys; sys.path.insert(0, sys.argv[1]); from emberline.models.reader_process import main; main()"
+MIN_CHILD_READ_BYTES = 1 << 30  # smaller models are read by threads of this process
+NUM_CHILD_THREADS = 6
+MAX_READ_BYTES = 2 << 20  # of one read call: other reads of the disk queue behind all outstanding calls
+PREFETCH_THREADS = 12
+CHILD_START_TIMEOUT_S = 2.0
+KILLED_HINT = "check whether the kernel killed the reading process for lack of memory (dmesg)"
+CHILD_SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from emberline.models.reader_process import main; main()"
 
 
-def start_reader(paths: Sequence[Path], first: Sequence[tuple[str, int, int]] = ()) -> Reader:
+def start_reader(paths: Sequence[Path], prefetch: Sequence[tuple[str, int, int]] = ()) -> FileReader:
     """Start reading the files, in a child process if they are large and one can be started."""
     with contextlib.suppress(OSError, AttributeError):  # if a file is the problem, FileReader.start reports it
-        if sys.executable and sum(path.stat().st_size for path in paths) >= WORTH:
-            return ChildReader.spawn(paths, first=first)
-    return Reader.start(paths, first=first)
+        if sys.executable and sum(path.stat().st_size for path in paths) >= MIN_CHILD_READ_BYTES:
+            return ChildProcessReader.spawn(paths, prefetch=prefetch)
+    return FileReader.start(paths, prefetch=prefetch)
 
 
-class RemoteBuffer(Buffer):
+class ChildBuffer(ReadBuffer):
     """A buffer in the memory of the child process."""
 
     def __init__(self, number: int, size: int, process: int, address: int) -> None:
@@ -62,12 +72,12 @@ class RemoteBuffer(Buffer):
 
     def copy_to(self, address: int, length: int) -> None:
         try:
-            _copy(self._process, self._address, address, length)
+            _copy_from_process(self._process, self._address, address, length)
         except OSError as e:
-            raise ModelError(f"cannot copy weights from the reading process: {e.strerror}", hint=KILLED) from e
+            raise ModelError(f"cannot copy weights from the reading process: {e.strerror}", hint=KILLED_HINT) from e
 
 
-class ChildReader(Reader):
+class ChildProcessReader(FileReader):
     """Reads files in a child process, which waits for a buffer to be given back once all are in use."""
 
     def __init__(
@@ -75,31 +85,33 @@ class ChildReader(Reader):
         sizes: dict[Path, int],
         process: subprocess.Popen[bytes],
         *,
-        piece: int,
+        chunk_bytes: int,
         ring: int,
-        first: Sequence[tuple[str, int, int]],
+        prefetch: Sequence[tuple[str, int, int]],
     ) -> None:
-        super().__init__([], threads=FIRST_THREADS, piece=piece, ring=ring, ahead=0, first=first)
+        super().__init__(
+            [], threads=PREFETCH_THREADS, chunk_bytes=chunk_bytes, ring=ring, read_ahead_bytes=0, prefetch=prefetch
+        )
         self.files = set(sizes)
         self.process = process
         self._paths = list(sizes)
         self._sizes = sizes
-        self._untaken = sum(-(-size // piece) for size in sizes.values())
-        self._said = b""
-        self._hello = 0  # of PROBE_BYTES in the child; 0 until it has started
+        self._num_untaken = sum(-(-size // chunk_bytes) for size in sizes.values())
+        self._partial_line = b""
+        self._probe_address = 0  # of PROBE_BYTES in the child; 0 until it has started
         self._read_stats = ReadStats(0, 0.0, 0)
-        self._waiting = True
-        self._open = True
+        self._is_waiting_for_prefetch = True
+        self._is_open = True
 
     @staticmethod
     def spawn(
         paths: Sequence[Path],
         *,
-        threads: int = THREADS,
-        piece: int = PIECE,
-        ahead: int | None = None,
-        first: Sequence[tuple[str, int, int]] = (),
-    ) -> ChildReader:
+        threads: int = NUM_CHILD_THREADS,
+        chunk_bytes: int = CHUNK_BYTES,
+        read_ahead_bytes: int | None = None,
+        prefetch: Sequence[tuple[str, int, int]] = (),
+    ) -> ChildProcessReader:
         """Start a child process that reads the files after the prefetch.
 
         `read_ahead_bytes`: memory of the child's buffers, at least one chunk; by default half of the free memory.
@@ -107,75 +119,75 @@ class ChildReader(Reader):
         """
         sizes = {}
         for path in paths:
-            file = File(path)
+            file = DirectIOFile(path)
             sizes[path] = file.size
             file.close()
-        count = sum(-(-size // piece) for size in sizes.values())
-        most = max(RING * piece, free_memory() // 2) if ahead is None else ahead
-        ring = max(1, min(count, most // piece))
-        command = [sys.executable, "-I", "-S", "-c", CODE, str(Path(__file__).parents[2])]
+        count = sum(-(-size // chunk_bytes) for size in sizes.values())
+        most = max(RING_BUFFERS * chunk_bytes, free_memory() // 2) if read_ahead_bytes is None else read_ahead_bytes
+        ring = max(1, min(count, most // chunk_bytes))
+        command = [sys.executable, "-I", "-S", "-c", CHILD_SCRIPT, str(Path(__file__).parents[2])]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        reader = ChildReader(sizes, process, piece=piece, ring=ring, first=first)
+        reader = ChildProcessReader(sizes, process, chunk_bytes=chunk_bytes, ring=ring, prefetch=prefetch)
         try:
-            reader.begin()
-            settings = {"piece": piece, "buffers": ring, "threads": threads, "step": STEP}
-            reader._tell(json.dumps(settings | {"files": [(str(path), size) for path, size in sizes.items()]}))
-            reader._try()
+            reader.start_threads()
+            settings = {"piece": chunk_bytes, "buffers": ring, "threads": threads, "step": MAX_READ_BYTES}
+            reader._send_line(json.dumps(settings | {"files": [(str(path), size) for path, size in sizes.items()]}))
+            reader._check_memory_access()
         except BaseException:
             reader.close()
             raise
         return reader
 
-    def wait_first(self, timeout: float) -> bool:
+    def wait_for_prefetch(self, timeout_s: float) -> bool:
         """Wait for the prefetch, as FileReader does, and let the child start reading."""
-        done = super().wait_first(timeout)
-        self._go()
+        done = super().wait_for_prefetch(timeout_s)
+        self._let_child_begin()
         return done
 
-    def ready(self) -> bool:
-        self._go()
-        with self._change:
-            self._listen()
-            return bool(self._filled) or self._error is not None or self._untaken == 0
+    def is_ready(self) -> bool:
+        self._let_child_begin()
+        with self._changed:
+            self._receive_lines()
+            return bool(self._filled) or self._error is not None or self._num_untaken == 0
 
-    def take(self, timeout: float = STALL) -> Piece | None:
-        deadline = time.monotonic() + timeout
-        while not self.ready():
+    def take(self, timeout_s: float = STALL_TIMEOUT_S) -> FileChunk | None:
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
             assert not self._closed, "taken from a closed reader"
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise self._nothing_came(timeout)
+                raise self._stalled_error(timeout_s)
             select.select([self._output], [], [], remaining)
-        with self._change:
+        with self._changed:
             if self._filled:  # chunks that arrived before an error are valid
-                self._untaken -= 1
+                self._num_untaken -= 1
                 return self._filled.popleft()
             if self._error is not None:
                 raise self._error
             return None
 
-    def reuses(self, piece: Piece) -> bool:
+    def will_reuse_buffer(self, chunk: FileChunk) -> bool:
         """Return False: pinning does not help, because a chunk is copied once and given back at once."""
         return False
 
-    def give_back(self, piece: Piece) -> None:
-        self._tell(str(piece.buffer.number))
+    def give_back(self, chunk: FileChunk) -> None:
+        self._send_line(str(chunk.buffer.number))
 
-    def close(self, timeout: float = 5.0) -> None:
-        super().close(timeout)
-        with self._change:
-            self._open = False
+    def close(self, timeout_s: float = 5.0) -> None:
+        super().close(timeout_s)
+        with self._changed:
+            self._is_open = False
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk read can delay the exit
-            self.process.wait(timeout)
+            self.process.wait(timeout_s)
 
     @property
     def stats(self) -> ReadStats:
-        with self._change:
-            self._listen()
+        with self._changed:
+            self._receive_lines()
             return self._read_stats
 
     @property
@@ -183,72 +195,74 @@ class ChildReader(Reader):
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
-    def _try(self) -> None:
+    def _check_memory_access(self) -> None:
         """Wait for the child to start and test that its memory can be read. Raises OSError if not."""
-        deadline = time.monotonic() + HELLO_SECONDS
-        while not self._hello:
+        deadline = time.monotonic() + CHILD_START_TIMEOUT_S
+        while not self._probe_address:
             select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))
-            with self._change:
-                self._listen()
+            with self._changed:
+                self._receive_lines()
             if self._error is not None or time.monotonic() > deadline:
                 raise OSError(errno.ECHILD, "the child process for reading weights does not start")
-        copy = ctypes.create_string_buffer(len(HELLO))
-        _copy(self.process.pid, self._hello, ctypes.addressof(copy), len(HELLO))
-        if copy.raw != HELLO:
+        copy = ctypes.create_string_buffer(len(PROBE_BYTES))
+        _copy_from_process(self.process.pid, self._probe_address, ctypes.addressof(copy), len(PROBE_BYTES))
+        if copy.raw != PROBE_BYTES:
             raise OSError(errno.EPERM, "the memory of the child process cannot be read")
 
-    def _go(self) -> None:
-        with self._change:
-            first_call, self._waiting = self._waiting, False
+    def _let_child_begin(self) -> None:
+        with self._changed:
+            first_call, self._is_waiting_for_prefetch = self._is_waiting_for_prefetch, False
         if first_call:
-            self._tell("")
+            self._send_line("")
 
-    def _tell(self, line: str) -> None:
+    def _send_line(self, line: str) -> None:
         """Send a line to the child. Does nothing if the child has ended: `take` reports that."""
-        with self._change, contextlib.suppress(BrokenPipeError):
-            if self._open:
+        with self._changed, contextlib.suppress(BrokenPipeError):
+            if self._is_open:
                 assert self.process.stdin is not None
                 self.process.stdin.write(line.encode() + b"\n")
                 self.process.stdin.flush()
 
-    def _listen(self) -> None:
+    def _receive_lines(self) -> None:
         """Handle all messages that have arrived. The caller holds the lock."""
-        while self._error is None and self._open and select.select([self._output], [], [], 0)[0]:
+        while self._error is None and self._is_open and select.select([self._output], [], [], 0)[0]:
             data = os.read(self._output, 1 << 16)
             if not data:
-                if len(self._filled) < self._untaken:
-                    self._error = ModelError("the child process that reads the weights has ended early", hint=KILLED)
+                if len(self._filled) < self._num_untaken:
+                    self._error = ModelError(
+                        "the child process that reads the weights has ended early", hint=KILLED_HINT
+                    )
                 return
-            *lines, self._said = (self._said + data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
-                self._hear(json.loads(line))
+                self._handle_message(json.loads(line))
 
-    def _hear(self, said: dict[str, str] | list[int]) -> None:
-        if isinstance(said, dict):
-            kind = ModelFileError if said["file"] else ModelError
-            self._error = kind(said["message"], hint=said["hint"])
+    def _handle_message(self, message: dict[str, str] | list[int]) -> None:
+        if isinstance(message, dict):
+            kind = ModelFileError if message["file"] else ModelError
+            self._error = kind(message["message"], hint=message["hint"])
             return
-        if len(said) == 1:
-            self._hello = said[0]
+        if len(message) == 1:
+            self._probe_address = message[0]
             return
-        file, offset, number, address, seconds, direct = said
+        file, offset, number, address, seconds, direct = message
         path = self._paths[file]
-        length = min(self._size, self._sizes[path] - offset)
-        buffer = RemoteBuffer(number, self._size, self.process.pid, address)
-        self._filled.append(Piece(path, offset, length, buffer))
+        length = min(self._chunk_bytes, self._sizes[path] - offset)
+        buffer = ChildBuffer(number, self._chunk_bytes, self.process.pid, address)
+        self._filled.append(FileChunk(path, offset, length, buffer))
         self._read_stats = ReadStats(self._read_stats.bytes + length, seconds, direct)
 
 
-class _Range(ctypes.Structure):
+class _IOVec(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _copy(process: int, source: int, target: int, length: int) -> None:
+def _copy_from_process(process: int, source: int, target: int, length: int) -> None:
     """Copy memory of another process, with the GIL released. Raises OSError."""
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     read.restype, one = ctypes.c_ssize_t, ctypes.c_ulong(1)
     while length:
-        local, remote = _Range(target, length), _Range(source, length)
+        local, remote = _IOVec(target, length), _IOVec(source, length)
         count = read(process, ctypes.byref(local), one, ctypes.byref(remote), one, ctypes.c_ulong(0))
         if count <= 0:
             code = ctypes.get_errno() if count else errno.EFAULT

@@ -10,15 +10,15 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.endtokens import end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
-from emberline.models.fields import Fields
+from emberline.models.fields import ConfigFields
 from emberline.models.registry import ARCHITECTURES, Architecture
-from emberline.models.ropeconfig import MOST_CONTEXT, RopeConfig
+from emberline.models.ropeconfig import MAX_CONTEXT_TOKENS, RopeConfig
 
 # Larger sizes are rejected as damaged or malicious before anything is allocated.
-MOST_HIDDEN, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_FFN, MOST_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
+MAX_HIDDEN, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_FFN, MAX_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
 
-EXPERTS = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts"}
-FOREIGN = {
+EXPERT_FIELDS = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts"}
+UNSUPPORTED_FIELDS = {
     "quantization_config": "quantised weights",
     "n_routed_experts": "a mixture of experts",
     "n_shared_experts": "a shared expert",
@@ -53,16 +53,16 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-        fields = Fields(config, "config.json")
-        arch = _architecture(fields)
+        fields = ConfigFields(config, "config.json")
+        arch = _supported_architecture(fields)
 
         def resolve_rule(value: bool | str) -> bool:
             return fields.flag(value, False) if isinstance(value, str) else value
 
-        hidden = fields.size("hidden_size", most=MOST_HIDDEN)
-        layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+        hidden = fields.size("hidden_size", maximum=MAX_HIDDEN)
+        layers = fields.size("num_hidden_layers", maximum=MAX_LAYERS)
         heads, kv_heads, head_dim = _heads(fields, hidden)
-        max_position = fields.size("max_position_embeddings", most=MOST_CONTEXT)
+        max_position = fields.size("max_position_embeddings", maximum=MAX_CONTEXT_TOKENS)
         rope = RopeConfig.from_hf(fields, head_dim, max_position)
         served, longest = _contexts(rope, max_position)
         return ModelConfig(
@@ -72,9 +72,9 @@ class ModelConfig:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn=fields.size("intermediate_size", most=MOST_FFN),
+            ffn=fields.size("intermediate_size", maximum=MAX_FFN),
             experts=None if arch.experts is None else ExpertsConfig.from_hf(fields, arch.experts, layers),
-            vocab=fields.size("vocab_size", most=MOST_VOCAB),
+            vocab=fields.size("vocab_size", maximum=MAX_VOCAB),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             windows=_windows(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
@@ -85,26 +85,26 @@ class ModelConfig:
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             max_context=served,
             longest_context=longest,
-            eos=fields.ids("eos_token_id"),
+            eos=fields.id_list("eos_token_id"),
         )
 
     @staticmethod
-    def of(checkpoint: Checkpoint) -> ModelConfig:
+    def from_checkpoint(checkpoint: Checkpoint) -> ModelConfig:
         """Return the config of a checkpoint, with the end tokens of all its files."""
         config = ModelConfig.from_hf(checkpoint.config)
         return replace(config, eos=end_tokens(checkpoint, config.vocab))
 
 
-def _architecture(fields: Fields) -> Architecture:
+def _supported_architecture(fields: ConfigFields) -> Architecture:
     model_type = fields.text("model_type")
     if model_type not in ARCHITECTURES:
         hint = f"supported model types: {' '.join(ARCHITECTURES)}"
         raise UnsupportedModel(f"config.json: model_type {model_type[:80]!r} is not supported", hint=hint)
     arch = ARCHITECTURES[model_type]
-    for name, what in (FOREIGN if arch.experts else FOREIGN | EXPERTS).items():
+    for name, what in (UNSUPPORTED_FIELDS if arch.experts else UNSUPPORTED_FIELDS | EXPERT_FIELDS).items():
         if fields.values.get(name):
             raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
-    classes = fields.texts("architectures")
+    classes = fields.text_list("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")
     activation = fields.text("hidden_act", "silu")
@@ -113,28 +113,28 @@ def _architecture(fields: Fields) -> Architecture:
     return arch
 
 
-def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
-    heads = fields.size("num_attention_heads", most=MOST_HEADS)
-    kv_heads = fields.size("num_key_value_heads", heads, most=MOST_HEADS)
+def _heads(fields: ConfigFields, hidden: int) -> tuple[int, int, int]:
+    heads = fields.size("num_attention_heads", maximum=MAX_HEADS)
+    kv_heads = fields.size("num_key_value_heads", heads, maximum=MAX_HEADS)
     if heads % kv_heads:
         raise ModelFileError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if not fields.has("head_dim") and hidden % heads:
         raise ModelFileError(
             f"config.json: hidden_size {hidden} cannot be divided by {heads} heads, and there is no head_dim"
         )
-    return heads, kv_heads, fields.size("head_dim", hidden // heads, most=MOST_HEAD_DIM)
+    return heads, kv_heads, fields.size("head_dim", hidden // heads, maximum=MAX_HEAD_DIM)
 
 
-def _windows(fields: Fields, layers: int) -> tuple[int, ...]:
+def _windows(fields: ConfigFields, layers: int) -> tuple[int, ...]:
     if not fields.has("sliding_window"):
         return (0,) * layers
-    window = fields.size("sliding_window", most=MOST_CONTEXT)
+    window = fields.size("sliding_window", maximum=MAX_CONTEXT_TOKENS)
     if not fields.has("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
-        full_layers = fields.size("max_window_layers", 0, least=0, most=1 << 30)
+        full_layers = fields.size("max_window_layers", 0, minimum=0, maximum=1 << 30)
         return tuple(0 if layer < full_layers else window for layer in range(layers))
-    kinds = fields.texts("layer_types")
+    kinds = fields.text_list("layer_types")
     if len(kinds) != layers:
-        raise fields.wrong("layer_types", f"a list of {layers} layer types")
+        raise fields.invalid_error("layer_types", f"a list of {layers} layer types")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"config.json: layer_types has {min(unknown)[:80]!r}, which is not supported")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
@@ -156,8 +156,8 @@ def _contexts(rope: RopeConfig, max_position: int) -> tuple[int, int]:
             served, longest = max_position, int(max_position * rope.factor)
         case _:
             served = longest = max_position
-    if longest > MOST_CONTEXT:
+    if longest > MAX_CONTEXT_TOKENS:
         raise ModelFileError(
-            f"config.json: rope scaling extends the context to {longest} tokens; the limit is {MOST_CONTEXT}"
+            f"config.json: rope scaling extends the context to {longest} tokens; the limit is {MAX_CONTEXT_TOKENS}"
         )
     return served, longest

@@ -22,11 +22,11 @@ from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
-from emberline.models.arrival import Arrival, Part, Pending, Places, split_stack
-from emberline.models.carrier import Carrier
-from emberline.models.coded import CheckedArrival, CodedArrival
-from emberline.models.reader import Reader, ReadStats, files_of
+from emberline.models.coded_tensor_load import CheckedTensorLoad, CodedTensorLoad
+from emberline.models.reader import FileReader, ReadStats, weight_file_paths
 from emberline.models.shard import Shard
+from emberline.models.tensor_load import MatrixPart, PendingMatrix, TensorLoad, TensorLoadIndex, split_stack
+from emberline.models.weight_uploader import WeightUploader
 from emberline.models.weights import DTYPES, Weights
 from emberline.unweight.tensor import is_coded
 
@@ -44,7 +44,7 @@ class LoadTimes:
     def __str__(self) -> str:
         decoded = f", decoded {self.decoded_bytes / 1e9:.2f} GB in {self.decode_seconds:.2f} thread-seconds"
         return (
-            f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s ({self.read.rate:.2f} GB/s, "
+            f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s ({self.read.gigabytes_per_second:.2f} GB/s, "
             f"{self.read.direct_bytes / max(1, self.read.bytes):.0%} direct), waited {self.wait_seconds:.2f} s, "
             f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s){decoded * bool(self.decoded_bytes)}; "
             f"{self.unread_bytes / 1e9:.2f} GB were unread at the start"
@@ -52,15 +52,15 @@ class LoadTimes:
 
 
 class DeviceWeights(Weights):
-    times: LoadTimes | None = None  # set by `finish`
-    decodes = True
+    load_times: LoadTimes | None = None  # set by `finish`
+    can_decode = True
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cuda",
-        reader: Reader | None = None,
+        reader: FileReader | None = None,
         *,
         packed: bool = False,
         shard: Shard | None = None,
@@ -73,7 +73,7 @@ class DeviceWeights(Weights):
         self.device = torch.device(device)
         self.packed = packed
         self._reader = reader
-        self._arrivals: list[Arrival] = []
+        self._loads: list[TensorLoad] = []
 
     def vector(self, name: str, size: int) -> Tensor:
         return self.stack_vectors([(name, size)])
@@ -82,7 +82,7 @@ class DeviceWeights(Weights):
         whole = torch.empty(sum(size for _, size in parts), dtype=torch.float32, device=self.device)
         start = 0
         for name, size in parts:
-            self._expect(name, (size,), whole[start : start + size])
+            self._queue_load(name, (size,), whole[start : start + size])
             start += size
         return whole
 
@@ -94,7 +94,7 @@ class DeviceWeights(Weights):
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
         for (name, count), place in zip(parts, split_stack(whole, rows, gated), strict=True):
-            self._expect(name, (count, columns), place)
+            self._queue_load(name, (count, columns), place)
         return whole
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
@@ -104,14 +104,16 @@ class DeviceWeights(Weights):
         weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
 
         def settle(whole: Tensor) -> None:
-            self.taken_bytes += ops.settle(weight, whole)
+            self.loaded_bytes += ops.fill_weight(weight, whole)
 
-        pending = Pending(sum(rows), columns, dtype, self.device, partial(split_stack, rows=rows, gated=gated), settle)
+        pending = PendingMatrix(
+            sum(rows), columns, dtype, self.device, partial(split_stack, rows=rows, gated=gated), settle
+        )
         for i, (name, count) in enumerate(parts):
-            self._expect(name, (count, columns), pending.part(i))
+            self._queue_load(name, (count, columns), pending.add_part(i))
         return weight
 
-    def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+    def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
 
     def finish(self, ignorable: str) -> None:
@@ -119,8 +121,8 @@ class DeviceWeights(Weights):
         try:
             super().finish(ignorable)
             self._files.clear()
-            self._reader = self._reader or Reader.start(files_of(self.checkpoint), ahead=0)
-            self.times = self._fill(self._reader)
+            self._reader = self._reader or FileReader.start(weight_file_paths(self.checkpoint), read_ahead_bytes=0)
+            self.load_times = self._fill(self._reader)
         finally:
             if self._reader is not None:
                 self._reader.close()
@@ -135,43 +137,43 @@ class DeviceWeights(Weights):
 
     def _file_dtype(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
         self._check(name, shape)
-        return DTYPES[self.checkpoint.info(name).dtype]
+        return DTYPES[self.checkpoint.tensor_info(name).dtype]
 
-    def _expect(self, name: str, shape: tuple[int, ...], place: Tensor | Part) -> None:
+    def _queue_load(self, name: str, shape: tuple[int, ...], destination: Tensor | MatrixPart) -> None:
         self._check(name, shape)
-        info = self.checkpoint.info(name)
-        self._left.remove(name)
-        self.taken_bytes += place.nbytes if isinstance(place, Tensor) else 0
-        self._arrivals.append(self._arrival(name, info, place))
+        info = self.checkpoint.tensor_info(name)
+        self._unused.remove(name)
+        self.loaded_bytes += destination.nbytes if isinstance(destination, Tensor) else 0
+        self._loads.append(self._make_load(name, info, destination))
 
-    def _arrival(self, name: str, info: TensorInfo, place: Tensor | Part) -> Arrival:
-        dtype, cut = DTYPES[info.dtype], self.shard.cut(name, info.shape) if self.shard.of > 1 else None
-        if info.packed is None:
-            return Arrival(name, info, dtype, place, cut)
-        kind = CodedArrival if is_coded(info) else CheckedArrival
-        return kind(name, info, dtype, place, self._codec, cut)
+    def _make_load(self, name: str, info: TensorInfo, destination: Tensor | MatrixPart) -> TensorLoad:
+        dtype, cut = DTYPES[info.dtype], self.shard.slices(name, info.shape) if self.shard.world_size > 1 else None
+        if info.packing is None:
+            return TensorLoad(name, info, dtype, destination, cut)
+        kind = CodedTensorLoad if is_coded(info) else CheckedTensorLoad
+        return kind(name, info, dtype, destination, self._codec, cut)
 
-    def _fill(self, reader: Reader) -> LoadTimes:
-        index = Places(self._arrivals)
-        assert reader.files >= {load.file for load in self._arrivals}, "the reader reads other files"
+    def _fill(self, reader: FileReader) -> LoadTimes:
+        index = TensorLoadIndex(self._loads)
+        assert reader.files >= {load.file for load in self._loads}, "the reader reads other files"
         waited = copied = 0.0
         unread = sum(file.stat().st_size for file in reader.files) - reader.stats.bytes
-        with Carrier(reader, self.device) as uploader:
+        with WeightUploader(reader, self.device) as uploader:
             while True:
                 began = time.perf_counter()
-                uploader.wait()
+                uploader.wait_for_chunk()
                 waiting = time.perf_counter()
                 chunk = reader.take()
                 taken = time.perf_counter()
                 if chunk is None:
                     uploader.flush()
                 else:
-                    uploader.carry(chunk, index.of(chunk))
+                    uploader.upload(chunk, index.loads_in(chunk))
                 copied += waiting - began + time.perf_counter() - taken
                 waited += taken - waiting
                 if chunk is None:
                     break
-        missing = [load for load in self._arrivals if load.left]
+        missing = [load for load in self._loads if load.remaining_bytes]
         if missing:
             raise ModelFileError(
                 f"{missing[0].file} does not contain all of tensor {missing[0].name!r}", hint="download the file again"

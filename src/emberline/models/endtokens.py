@@ -15,33 +15,33 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.fields import Fields
+from emberline.models.fields import ConfigFields
 
-ADDED = re.compile(r'"added_tokens"\s*:\s*')
+ADDED_TOKENS_PATTERN = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def end_tokens(checkpoint: Checkpoint, vocab: int) -> tuple[int, ...]:
     """Return the ids of the end tokens, without ids outside the vocabulary of `vocab` tokens."""
     sources = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
-    ids = [token for where, values in sources.items() for token in Fields(values, where).ids("eos_token_id")]
-    return tuple(token for token in dict.fromkeys([*ids, *_of_tokenizer(checkpoint)]) if token < vocab)
+    ids = [token for where, values in sources.items() for token in ConfigFields(values, where).id_list("eos_token_id")]
+    return tuple(token for token in dict.fromkeys([*ids, *_tokenizer_end_tokens(checkpoint)]) if token < vocab)
 
 
-def _of_tokenizer(checkpoint: Checkpoint) -> list[int]:
+def _tokenizer_end_tokens(checkpoint: Checkpoint) -> list[int]:
     eos = checkpoint.tokenizer_config.get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if not isinstance(text, str):
         return []
     added = _added_tokens(checkpoint.directory / "tokenizer.json")
-    matching = (Fields(token, "tokenizer.json") for token in added if token.get("content") == text)
-    return [id_ for token in matching for id_ in token.ids("id")]
+    matching = (ConfigFields(token, "tokenizer.json") for token in added if token.get("content") == text)
+    return [id_ for token in matching for id_ in token.id_list("id")]
 
 
 def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
     """Return the added tokens of tokenizer.json, without parsing the vocabulary after them, which is slow."""
     try:
         text = tokenizer.read_text("utf-8")
-        found = ADDED.search(text)
+        found = ADDED_TOKENS_PATTERN.search(text)
         added = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
     except FileNotFoundError:
         return []  # a model without a tokenizer is served with token ids only

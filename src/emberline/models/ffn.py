@@ -9,7 +9,7 @@ from torch import Tensor
 
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
-from emberline.models.layers import Linear, load_linear, stacked
+from emberline.models.layers import Linear, load_linear, load_stacked
 from emberline.models.weights import Weights
 
 
@@ -25,15 +25,15 @@ class FeedForward:
         at = f"model.layers.{layer}"
         names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
         return FeedForward(
-            gate_up=stacked(weights, names, config.hidden, gated=True),
+            gate_up=load_stacked(weights, names, config.hidden, gated=True),
             norm=weights.vector(f"{at}.post_attention_layernorm.weight", config.hidden),
             eps=config.norm_eps,
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),
         )
 
-    def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
+    def __call__(self, x: Tensor, ahead: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
-        inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, ahead=ahead)
+        inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, unpacker=ahead)
         return self.down(inner, add_to=x, ahead=ahead)
 
 
@@ -54,6 +54,6 @@ class BiasedFeedForward:
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
         )
 
-    def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
+    def __call__(self, x: Tensor, ahead: ops.WeightUnpacker | None = None) -> Tensor:
         gate, up = self.gate_up(x, ahead=ahead).chunk(2, dim=1)
         return self.down(F.silu(gate) * up, add_to=x, ahead=ahead)

@@ -8,7 +8,7 @@ from typing import Any
 from emberline.core.errors import ModelFileError
 
 
-class Fields:
+class ConfigFields:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.where = where
@@ -16,61 +16,61 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def size(self, name: str, default: int | None = None, *, most: int, least: int = 1) -> int:
-        value = self._given(name, default)
-        if type(value) is not int or not least <= value <= most:
-            raise self.wrong(name, f"a whole number from {least} to {most}")
+    def size(self, name: str, default: int | None = None, *, maximum: int, minimum: int = 1) -> int:
+        value = self._get(name, default)
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.invalid_error(name, f"a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
-        value = self._given(name, default)
-        if type(value) not in (int, float) or not least <= value <= 1e18:  # nan fails too
-            raise self.wrong(name, f"a number of at least {least:g}")
+    def number(self, name: str, default: float | None = None, *, minimum: float = 0.0) -> float:
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not minimum <= value <= 1e18:  # nan fails too
+            raise self.invalid_error(name, f"a number of at least {minimum:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._given(name, default)
+        value = self._get(name, default)
         if type(value) is not bool:
-            raise self.wrong(name, "true or false")
+            raise self.invalid_error(name, "true or false")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self._given(name, default)
+        value = self._get(name, default)
         if not isinstance(value, str):
-            raise self.wrong(name, "a string")
+            raise self.invalid_error(name, "a string")
         return value
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self._given(name, [])
+    def text_list(self, name: str) -> tuple[str, ...]:
+        value = self._get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.wrong(name, "a list of strings")
+            raise self.invalid_error(name, "a list of strings")
         return tuple(value)
 
-    def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        value = self._given(name, None)
+    def number_list(self, name: str, count: int) -> tuple[float, ...]:
+        value = self._get(name, None)
         if not isinstance(value, list) or len(value) != count:
-            raise self.wrong(name, f"a list of {count} numbers")
-        return tuple(Fields({name: item}, self.where).number(name) for item in value)
+            raise self.invalid_error(name, f"a list of {count} numbers")
+        return tuple(ConfigFields({name: item}, self.where).number(name) for item in value)
 
-    def ids(self, name: str) -> tuple[int, ...]:
+    def id_list(self, name: str) -> tuple[int, ...]:
         """Return the ids of tokens or layers in a field that holds one number, a list of them, or nothing."""
-        value = self._given(name, [])
+        value = self._get(name, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(item) is int and item >= 0 for item in ids):
-            raise self.wrong(name, "a whole number of at least 0, or a list of them")
+            raise self.invalid_error(name, "a whole number of at least 0, or a list of them")
         return tuple(ids)
 
-    def section(self, name: str) -> Fields:
-        value = self._given(name, {})
+    def section(self, name: str) -> ConfigFields:
+        value = self._get(name, {})
         if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return Fields(value, f"{self.where}, {name}")
+            raise self.invalid_error(name, "an object")
+        return ConfigFields(value, f"{self.where}, {name}")
 
-    def wrong(self, name: str, wanted: str) -> ModelFileError:
+    def invalid_error(self, name: str, expected: str) -> ModelFileError:
         """Return the error for a field that is missing or has an invalid value."""
         found = "missing" if not self.has(name) else f"{str(self.values[name])[:80]!r}"
-        return ModelFileError(f"{self.where}: {name} is {found}; it must be {wanted}")
+        return ModelFileError(f"{self.where}: {name} is {found}; it must be {expected}")
 
-    def _given(self, name: str, default: Any) -> Any:
+    def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
         return default if value is None else value

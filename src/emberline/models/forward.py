@@ -10,7 +10,7 @@ from emberline.kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardBatch:
     """B requests with T new tokens in total; those of request b are rows [query_start[b], query_start[b + 1])."""
 
     tokens: Tensor  # [T] int64
@@ -22,5 +22,5 @@ class Forward:
     logit_rows: Tensor | None  # [S] int64: rows of [0, T) whose logits are computed; None: all
     keys: Tensor  # [layers, blocks, kv_heads, block_size, head_dim]: the cache, written in place
     values: Tensor
-    tiles: ops.Tiles | None = None  # division of the attention into tiles, for a GPU
-    ahead: ops.Ahead | None = None  # state for unpacking weights, on a device that keeps them packed
+    tiles: ops.AttentionPlan | None = None  # division of the attention into tiles, for a GPU
+    ahead: ops.WeightUnpacker | None = None  # state for unpacking weights, on a device that keeps them packed

@@ -26,18 +26,22 @@ class Linear:
         *,
         out: Tensor | None = None,
         full: bool = False,
-        ahead: ops.Ahead | None = None,
+        ahead: ops.WeightUnpacker | None = None,
     ) -> Tensor:
         norm, eps = self.norm, self.eps
-        return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, add_to=add_to, out=out, full=full, ahead=ahead)
+        return ops.linear(
+            x, self.weight, self.bias, norm=norm, eps=eps, add_to=add_to, out=out, float32_output=full, unpacker=ahead
+        )
 
 
-def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+def load_stacked(
+    weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False
+) -> ops.PackedWeight:
     """Load matrices (name, rows) stacked into one, so that one kernel call computes all their products."""
     return weights.linear([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 
-def stacked_bias(weights: Weights, names: list[tuple[str, int]]) -> Tensor:
+def load_stacked_bias(weights: Weights, names: list[tuple[str, int]]) -> Tensor:
     return weights.stack_vectors([(f"{name}.bias", rows) for name, rows in names])
 
 
@@ -51,8 +55,8 @@ def load_linear(
     eps: float = 0.0,
 ) -> Linear:
     return Linear(
-        stacked(weights, names, columns),
-        stacked_bias(weights, names) if bias else None,
+        load_stacked(weights, names, columns),
+        load_stacked_bias(weights, names) if bias else None,
         None if norm is None else weights.vector(f"{norm}.weight", columns),
         eps,
     )

@@ -17,19 +17,19 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
+from emberline.models.decoder import DecoderModel
 from emberline.models.rope import inverse_frequencies
 from emberline.models.weights import Weights
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.format import Bytes
 from emberline.unweight.tensor import CodedTensor, is_coded
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-IGNORABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
-SAMPLE = 1024  # bytes read at each end and in the middle of a tensor
+IGNORABLE_TENSORS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
+SAMPLE_BYTES = 1024  # bytes read at each end and in the middle of a tensor
 
 
-def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -> Decoder:
+def load_decoder(directory: Path, dtype: str = "auto", max_context: int | None = None) -> DecoderModel:
     """Load a model for positions [0, max_context), by default those of its config.
 
     With dtype `auto` the weights keep the dtype of the file, but float16 becomes float32.
@@ -37,15 +37,15 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
     checkpoint = Checkpoint.open(directory)
-    config = ModelConfig.of(checkpoint)
+    config = ModelConfig.from_checkpoint(checkpoint)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.longest_context:
         raise InvalidRequest(
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
     weights = Weights(checkpoint, DTYPES[dtype])
-    decoder = Decoder.load(config, weights, context, "")
-    weights.finish(IGNORABLE)
+    decoder = DecoderModel.load(config, weights, context, "")
+    weights.finish(IGNORABLE_TENSORS)
     used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     return replace(decoder, fingerprint=fingerprint(checkpoint, config, used, context))
 
@@ -65,9 +65,9 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
             digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
             if info.file not in files:
                 files[info.file] = os.open(info.file, os.O_RDONLY)
-            read, size = _reader(name, info, files[info.file]), info.logical_bytes
-            for part in (0, size // 2, max(0, size - SAMPLE)):
-                digest.update(read(part, min(part + SAMPLE, size)).data)
+            read, size = _byte_reader(name, info, files[info.file]), info.logical_bytes
+            for part in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                digest.update(read(part, min(part + SAMPLE_BYTES, size)).data)
     except OSError as e:
         raise ModelFileError(f"cannot read {checkpoint.directory}: {e.strerror or e}") from e
     finally:
@@ -76,7 +76,7 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
     return digest.hexdigest()[:32]
 
 
-def _reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], Bytes]:
+def _byte_reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], Bytes]:
     """Return a function that reads bytes [begin, end) of a tensor, decoding only the blocks that it needs."""
 
     def fetch(begin: int, end: int) -> Bytes:
@@ -84,4 +84,4 @@ def _reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], By
 
     if not is_coded(info):
         return fetch
-    return partial(CodedTensor.open(name, info, fetch, codec_of(ops.describe().library)).read, fetch)
+    return partial(CodedTensor.open(name, info, fetch, select_weight_codec(ops.current_backend().library)).read, fetch)

@@ -10,7 +10,7 @@ from emberline.core.errors import UnsupportedModel
 from emberline.kernels import ops
 from emberline.kernels.mixture import Expert, Mixture
 from emberline.models.config import ModelConfig
-from emberline.models.layers import stacked
+from emberline.models.layers import load_stacked
 from emberline.models.registry import ARCHITECTURES
 from emberline.models.weights import Weights
 
@@ -23,7 +23,7 @@ class SparseFeedForward:
     def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:
         experts, names = config.experts, ARCHITECTURES[config.model_type].experts
         assert experts is not None and names is not None
-        at, hidden = f"model.layers.{layer}.{names.at}", config.hidden
+        at, hidden = f"model.layers.{layer}.{names.module}", config.hidden
         for fused in (f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"):
             if weights.has(fused):
                 hint = "save it with one matrix for each expert, as save_pretrained of transformers does"
@@ -33,19 +33,19 @@ class SparseFeedForward:
             prefix = f"{at}.experts.{number}"
             halves = [(f"{prefix}.{names.gate}", experts.ffn), (f"{prefix}.{names.up}", experts.ffn)]
             down = [(f"{prefix}.{names.down}", hidden)]
-            return Expert(stacked(weights, halves, hidden, gated=True), stacked(weights, down, experts.ffn))
+            return Expert(load_stacked(weights, halves, hidden, gated=True), load_stacked(weights, down, experts.ffn))
 
         return SparseFeedForward(
             Mixture(
                 norm=weights.vector(f"model.layers.{layer}.post_attention_layernorm.weight", hidden),
                 eps=config.norm_eps,
-                router=stacked(weights, [(f"{at}.gate", experts.count)], hidden),
+                router=load_stacked(weights, [(f"{at}.gate", experts.count)], hidden),
                 experts=tuple(map(load_expert, range(experts.count))),
-                chosen=experts.chosen,
-                renormalised=experts.renormalised,
+                experts_per_row=experts.chosen,
+                renormalize=experts.renormalised,
             )
         )
 
-    def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
+    def __call__(self, x: Tensor, ahead: ops.WeightUnpacker | None = None) -> Tensor:
         """Add the network's output to x in place."""
         return self.mixture(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from emberline.core.errors import ModelError
 
 
-def host_bytes(count: int) -> Tensor:
+def allocate_host_bytes(count: int) -> Tensor:
     """Return an unpinned uint8[count]. torch's pinned allocator would round its size up to a power of two."""
     pages = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

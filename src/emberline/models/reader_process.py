@@ -20,59 +20,61 @@ from pathlib import Path
 from typing import Any
 
 from emberline.core.errors import ModelError, ModelFileError
-from emberline.models.reader import File, Piece, Reader
+from emberline.models.reader import DirectIOFile, FileChunk, FileReader
 
-DAY = 86400.0  # the parent has its own timeouts
-LOOK = 1.0
+NO_TIMEOUT_S = 86400.0  # the parent has its own timeouts
+PARENT_CHECK_INTERVAL_S = 1.0
 INPUT, OUTPUT = 0, 1
-HELLO = b"Can you see this?"
+PROBE_BYTES = b"Can you see this?"
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
-    lines = _lines(os.getppid())
-    probe = ctypes.create_string_buffer(HELLO)
-    _say([ctypes.addressof(probe)])
+    lines = _read_lines(os.getppid())
+    probe = ctypes.create_string_buffer(PROBE_BYTES)
+    _write_line([ctypes.addressof(probe)])
     try:
         settings = json.loads(next(lines))
         next(lines)
     except (ValueError, StopIteration):
         os._exit(1)
-    lent: dict[int, tuple[Reader, Piece]] = {}  # chunks that the parent has not given back, by buffer number
-    threading.Thread(target=_serve, args=(settings, lent), daemon=True).start()
+    lent: dict[int, tuple[FileReader, FileChunk]] = {}  # chunks that the parent has not given back, by buffer number
+    threading.Thread(target=_run_reader, args=(settings, lent), daemon=True).start()
     for line in lines:
         reader, chunk = lent.pop(int(line))
         reader.give_back(chunk)
     os._exit(0)
 
 
-def _serve(orders: dict[str, Any], out: dict[int, tuple[Reader, Piece]]) -> None:
+def _run_reader(settings: dict[str, Any], lent: dict[int, tuple[FileReader, FileChunk]]) -> None:
     try:
-        _read(orders, out)
+        _send_chunks(settings, lent)
     except ModelError as e:
-        _say({"file": isinstance(e, ModelFileError), "message": e.message, "hint": e.hint})
+        _write_line({"file": isinstance(e, ModelFileError), "message": e.message, "hint": e.hint})
     except BaseException as e:
-        _say({"file": False, "message": f"reading the weights failed: {type(e).__name__}: {e}", "hint": None})
+        _write_line({"file": False, "message": f"reading the weights failed: {type(e).__name__}: {e}", "hint": None})
 
 
-def _read(orders: dict[str, Any], out: dict[int, tuple[Reader, Piece]]) -> None:
-    files = [File(Path(path), size=size, step=orders["step"]) for path, size in orders["files"]]
+def _send_chunks(settings: dict[str, Any], lent: dict[int, tuple[FileReader, FileChunk]]) -> None:
+    files = [DirectIOFile(Path(path), size=size, max_read_bytes=settings["step"]) for path, size in settings["files"]]
     numbers = {file.path: number for number, file in enumerate(files)}
-    reader = Reader(files, threads=orders["threads"], piece=orders["piece"], ring=orders["buffers"], ahead=0)
-    reader.begin()
-    while (chunk := reader.take(DAY)) is not None:
-        out[chunk.buffer.number] = reader, chunk
+    reader = FileReader(
+        files, threads=settings["threads"], chunk_bytes=settings["piece"], ring=settings["buffers"], read_ahead_bytes=0
+    )
+    reader.start_threads()
+    while (chunk := reader.take(NO_TIMEOUT_S)) is not None:
+        lent[chunk.buffer.number] = reader, chunk
         stats = reader.stats
         address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.buffer.memory))
         location = [numbers[chunk.file], chunk.offset, chunk.buffer.number, address]
-        _say([*location, round(stats.seconds, 4), stats.direct_bytes])
+        _write_line([*location, round(stats.seconds, 4), stats.direct_bytes])
 
 
-def _lines(parent: int) -> Iterator[bytes]:
+def _read_lines(parent: int) -> Iterator[bytes]:
     """Yield the lines of stdin until it is closed or the parent process has ended."""
     rest = b""
     while True:
-        if not select.select([INPUT], [], [], LOOK)[0]:
+        if not select.select([INPUT], [], [], PARENT_CHECK_INTERVAL_S)[0]:
             if os.getppid() != parent:
                 return
             continue
@@ -83,8 +85,8 @@ def _lines(parent: int) -> Iterator[bytes]:
         yield from whole
 
 
-def _say(what: object) -> None:
-    data = json.dumps(what, separators=(",", ":")).encode() + b"\n"
+def _write_line(value: object) -> None:
+    data = json.dumps(value, separators=(",", ":")).encode() + b"\n"
     try:
         while data:
             data = data[os.write(OUTPUT, data) :]

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertsSpec:
     """The tensor names of a mixture of experts in a layer, and the fields of config.json that describe it."""
 
-    at: str
+    module: str
     gate: str
     up: str
     down: str
-    ffn: str  # field with the inner width of one expert
+    ffn_field: str  # field with the inner width of one expert
     renormalised: bool | str
 
 
@@ -28,7 +28,7 @@ class Architecture:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     window: bool | str = False  # whether sliding_window applies
-    experts: Experts | None = None
+    experts: ExpertsSpec | None = None
 
 
 ARCHITECTURES = {
@@ -39,13 +39,13 @@ ARCHITECTURES = {
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, window="use_sliding_window"
     ),
     "mixtral": Architecture(
-        window=True, experts=Experts("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalised=True)
+        window=True, experts=ExpertsSpec("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalised=True)
     ),
     "qwen3_moe": Architecture(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
         window="use_sliding_window",
-        experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size", "norm_topk_prob"),
+        experts=ExpertsSpec("mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size", "norm_topk_prob"),
     ),
 }

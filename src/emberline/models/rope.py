@@ -18,7 +18,7 @@ from torch import Tensor
 from emberline.models.ropeconfig import RopeConfig
 
 
-def cos_sin(rope: RopeConfig, context: int) -> Tensor:
+def cos_sin_table(rope: RopeConfig, context: int) -> Tensor:
     """Return float32[context, dim]: the cosines, then the sines."""
     angles = torch.arange(context, dtype=torch.float32)[:, None] * inverse_frequencies(rope, context)
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor)

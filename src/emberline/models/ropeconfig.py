@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from emberline.core.errors import UnsupportedModel
-from emberline.models.fields import Fields
+from emberline.models.fields import ConfigFields
 
-MOST_CONTEXT = 1 << 22
+MAX_CONTEXT_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     @staticmethod
-    def from_hf(config: Fields, head_dim: int, max_position: int) -> RopeConfig:
+    def from_hf(config: ConfigFields, head_dim: int, max_position: int) -> RopeConfig:
         """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier releases)."""
         names = [name for name in ("rope_parameters", "rope_scaling") if config.has(name)]
         fields = config.section(names[0] if names else "rope_scaling")
@@ -45,40 +45,42 @@ class RopeConfig:
         fraction = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
         dim = int(head_dim * fraction)
         if dim % 2 or not 2 <= dim <= head_dim:
-            raise fields.wrong("partial_rotary_factor", f"such that an even part of head_dim {head_dim} is rotated")
-        theta = fields.number("rope_theta", config.number("rope_theta", 10000.0, least=1.001), least=1.001)
-        original = fields.size("original_max_position_embeddings", max_position, most=MOST_CONTEXT)
-        original = config.size("original_max_position_embeddings", original, most=MOST_CONTEXT)
+            raise fields.invalid_error(
+                "partial_rotary_factor", f"such that an even part of head_dim {head_dim} is rotated"
+            )
+        theta = fields.number("rope_theta", config.number("rope_theta", 10000.0, minimum=1.001), minimum=1.001)
+        original = fields.size("original_max_position_embeddings", max_position, maximum=MAX_CONTEXT_TOKENS)
+        original = config.size("original_max_position_embeddings", original, maximum=MAX_CONTEXT_TOKENS)
         return KINDS[kind](RopeConfig(dim, theta, original, kind), fields, max_position)
 
 
-def _default(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+def _default(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     return rope
 
 
-def _linear(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
-    return replace(rope, factor=fields.number("factor", least=1.0))
+def _linear(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+    return replace(rope, factor=fields.number("factor", minimum=1.0))
 
 
-def _dynamic(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+def _dynamic(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     if rope.dim < 4:
         raise UnsupportedModel("dynamic rope scaling needs at least 4 rotated dimensions")
-    return replace(rope, factor=fields.number("factor", least=1.0), original_context=max_position)
+    return replace(rope, factor=fields.number("factor", minimum=1.0), original_context=max_position)
 
 
-def _llama3(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
-    low = fields.number("low_freq_factor", least=1e-6)
+def _llama3(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+    low = fields.number("low_freq_factor", minimum=1e-6)
     high = fields.number("high_freq_factor")
     if high <= low:
-        raise fields.wrong("high_freq_factor", f"greater than low_freq_factor, {low:g}")
-    return replace(rope, factor=fields.number("factor", least=1.0), low_freq=low, high_freq=high)
+        raise fields.invalid_error("high_freq_factor", f"greater than low_freq_factor, {low:g}")
+    return replace(rope, factor=fields.number("factor", minimum=1.0), low_freq=low, high_freq=high)
 
 
-def _yarn(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
-    factor = fields.number("factor", max_position / rope.original_context, least=1.0)
-    fast, slow = fields.number("beta_fast", 32.0, least=1e-6), fields.number("beta_slow", 1.0, least=1e-6)
+def _yarn(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
+    factor = fields.number("factor", max_position / rope.original_context, minimum=1.0)
+    fast, slow = fields.number("beta_fast", 32.0, minimum=1e-6), fields.number("beta_slow", 1.0, minimum=1e-6)
     if fast < slow:
-        raise fields.wrong("beta_fast", f"at least beta_slow, {slow:g}")
+        raise fields.invalid_error("beta_fast", f"at least beta_slow, {slow:g}")
 
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0
@@ -90,20 +92,20 @@ def _yarn(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
     return replace(rope, factor=factor, attention_factor=attention, beta_fast=fast, beta_slow=slow, truncate=truncate)
 
 
-def _longrope(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+def _longrope(rope: RopeConfig, fields: ConfigFields, max_position: int) -> RopeConfig:
     if rope.original_context < 2:
-        raise fields.wrong("original_max_position_embeddings", "at least 2")
-    factor = fields.number("factor", max(1.0, max_position / rope.original_context), least=1.0)
+        raise fields.invalid_error("original_max_position_embeddings", "at least 2")
+    factor = fields.number("factor", max(1.0, max_position / rope.original_context), minimum=1.0)
     usual = math.sqrt(1 + math.log(factor) / math.log(rope.original_context))
-    short, long = (fields.numbers(name, rope.dim // 2) for name in ("short_factor", "long_factor"))
+    short, long = (fields.number_list(name, rope.dim // 2) for name in ("short_factor", "long_factor"))
     for name, factors in (("short_factor", short), ("long_factor", long)):
         if min(factors) <= 0:
-            raise fields.wrong(name, "a list of positive numbers")
+            raise fields.invalid_error(name, "a list of positive numbers")
     attention = fields.number("attention_factor", usual)
     return replace(rope, factor=factor, attention_factor=attention, short_factors=short, long_factors=long)
 
 
-KINDS: dict[str, Callable[[RopeConfig, Fields, int], RopeConfig]] = {
+KINDS: dict[str, Callable[[RopeConfig, ConfigFields, int], RopeConfig]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -13,56 +13,62 @@ from dataclasses import dataclass, replace
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.models.config import ModelConfig
 
-BY_ROWS, BY_COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj", "down_proj"}
-VOCABULARY = {"embed_tokens", "lm_head"}
-GRAIN = 64  # the vocabulary is divided at multiples of this, as packed weights require; the last part may be smaller
+ROW_SHARDED, COLUMN_SHARDED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj", "down_proj"}
+VOCABULARY_SHARDED = {"embed_tokens", "lm_head"}
+VOCABULARY_ALIGN_ROWS = (
+    64  # the vocabulary is divided at multiples of this, as packed weights require; the last part may be smaller
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     rank: int = 0
-    of: int = 1
+    world_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.of:
-            raise InvalidRequest(f"shard rank is {self.rank}; it must be from 0 to {self.of - 1}")
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidRequest(f"shard rank is {self.rank}; it must be from 0 to {self.world_size - 1}")
 
-    def config(self, whole: ModelConfig) -> ModelConfig:
+    def shard_config(self, whole: ModelConfig) -> ModelConfig:
         """Return the config of this part as a model of its own.
 
         Raises UnsupportedModel if it cannot be divided.
         """
         for what, count in (("attention heads", whole.heads), ("key heads", whole.kv_heads), ("ffn", whole.ffn)):
-            if count % self.of:
-                raise UnsupportedModel(f"{count} {what} cannot be divided into {self.of} equal parts")
-        if self.of > 1 and whole.experts is not None:
+            if count % self.world_size:
+                raise UnsupportedModel(f"{count} {what} cannot be divided into {self.world_size} equal parts")
+        if self.world_size > 1 and whole.experts is not None:
             raise UnsupportedModel("a mixture of experts cannot be divided among devices yet")
-        if self.of > 1 and (whole.o_bias or whole.mlp_bias):
+        if self.world_size > 1 and (whole.o_bias or whole.mlp_bias):
             raise UnsupportedModel("biases of the o and down projections cannot be divided among devices")
-        vocabulary = range(whole.vocab)[self._vocabulary(whole.vocab)]
+        vocabulary = range(whole.vocab)[self._vocabulary_slice(whole.vocab)]
         if not vocabulary:
-            raise UnsupportedModel(f"a vocabulary of {whole.vocab} cannot be divided into {self.of} parts")
-        heads, kv_heads, ffn = whole.heads // self.of, whole.kv_heads // self.of, whole.ffn // self.of
+            raise UnsupportedModel(f"a vocabulary of {whole.vocab} cannot be divided into {self.world_size} parts")
+        heads, kv_heads, ffn = (
+            whole.heads // self.world_size,
+            whole.kv_heads // self.world_size,
+            whole.ffn // self.world_size,
+        )
         return replace(whole, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=len(vocabulary))
 
-    def cut(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the slices of a checkpoint tensor that this shard holds."""
         kind, everything = name.split(".")[-2:][0], (slice(None),) * len(shape)
-        if self.of == 1 or not shape:
+        if self.world_size == 1 or not shape:
             return everything
-        if kind in VOCABULARY:
-            return self._vocabulary(shape[0]), *everything[1:]
-        if kind in BY_ROWS:
-            return self._equal(shape[0]), *everything[1:]
-        by_columns = kind in BY_COLUMNS and len(shape) > 1
-        return (*everything[:-1], self._equal(shape[-1])) if by_columns else everything
+        if kind in VOCABULARY_SHARDED:
+            return self._vocabulary_slice(shape[0]), *everything[1:]
+        if kind in ROW_SHARDED:
+            return self._equal_slice(shape[0]), *everything[1:]
+        by_columns = kind in COLUMN_SHARDED and len(shape) > 1
+        return (*everything[:-1], self._equal_slice(shape[-1])) if by_columns else everything
 
-    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(len(range(size)[part]) for size, part in zip(shape, self.cut(name, shape), strict=True))
+    def shard_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(len(range(size)[part]) for size, part in zip(shape, self.slices(name, shape), strict=True))
 
-    def _equal(self, size: int) -> slice:
-        return slice(size * self.rank // self.of, size * (self.rank + 1) // self.of)
+    def _equal_slice(self, size: int) -> slice:
+        return slice(size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size)
 
-    def _vocabulary(self, size: int) -> slice:
-        part = -(-size // (GRAIN * self.of)) * GRAIN
+    def _vocabulary_slice(self, size: int) -> slice:
+        part = -(-size // (VOCABULARY_ALIGN_ROWS * self.world_size)) * VOCABULARY_ALIGN_ROWS
         return slice(min(size, part * self.rank), min(size, part * (self.rank + 1)))

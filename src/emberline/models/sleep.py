@@ -14,23 +14,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from emberline.models.pinned import host_bytes, pin, unpin
+from emberline.models.pinned import allocate_host_bytes, pin, unpin
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Slept:
+class _SleepingStorage:
     storage: UntypedStorage
     address: int  # when it last had memory
     size: int
     copy: Tensor | None  # content as uint8 on the host; None: restored as zeros
 
 
-class Sleep:
+class SleepingMemory:
     """Device memory that was freed, with a copy of its content."""
 
-    def __init__(self, slept: list[_Slept]) -> None:
+    def __init__(self, slept: list[_SleepingStorage]) -> None:
         self._slept = slept
 
     @property
@@ -61,7 +61,7 @@ class Sleep:
             self.close()
         return same
 
-    def again(self) -> None:
+    def sleep_again(self) -> None:
         """Free the memory again and keep the earlier copies: for read-only tensors, and after a failed `wake`."""
         awake = [entry.storage for entry in self._slept if entry.storage.nbytes()]
         _free(awake)
@@ -74,7 +74,7 @@ class Sleep:
         self._slept = []
 
 
-def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleep:
+def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> SleepingMemory:
     """Copy tensors to the host and free their device memory; `zeroed` tensors are freed without a copy.
 
     Tensors that share memory are copied once. Memory is freed after everything is copied. The caller must ensure that
@@ -84,7 +84,7 @@ def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleep:
     scratch = {address: storage for address, storage in _storages(zeroed).items() if address not in storages}
     assert all(storage.resizable() for storage in (storages | scratch).values()), "a tensor does not own its memory"
     slept = [
-        _Slept(storage, address, storage.nbytes(), host_bytes(storage.nbytes()))
+        _SleepingStorage(storage, address, storage.nbytes(), allocate_host_bytes(storage.nbytes()))
         for address, storage in storages.items()
     ]
     pinned: list[Tensor] = []
@@ -101,23 +101,23 @@ def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleep:
         for copy in pinned:
             unpin(copy)
         raise
-    slept += [_Slept(storage, address, storage.nbytes(), None) for address, storage in scratch.items()]
+    slept += [_SleepingStorage(storage, address, storage.nbytes(), None) for address, storage in scratch.items()]
     _free([entry.storage for entry in slept])
-    return Sleep(slept)
+    return SleepingMemory(slept)
 
 
-def every(kind: type[T], thing: object) -> Iterator[T]:
+def iter_instances(kind: type[T], structure: object) -> Iterator[T]:
     """Yield all instances of a type in nested dataclasses, lists, tuples and dicts; shared ones repeatedly."""
-    if isinstance(thing, kind):
-        yield thing
-    elif is_dataclass(thing) and not isinstance(thing, type):
-        for field in fields(thing):
-            yield from every(kind, getattr(thing, field.name))
-    elif isinstance(thing, dict):
-        yield from every(kind, list(thing.values()))
-    elif isinstance(thing, list | tuple):
-        for part in thing:
-            yield from every(kind, part)
+    if isinstance(structure, kind):
+        yield structure
+    elif is_dataclass(structure) and not isinstance(structure, type):
+        for field in fields(structure):
+            yield from iter_instances(kind, getattr(structure, field.name))
+    elif isinstance(structure, dict):
+        yield from iter_instances(kind, list(structure.values()))
+    elif isinstance(structure, list | tuple):
+        for part in structure:
+            yield from iter_instances(kind, part)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

@@ -22,10 +22,10 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.shard import Shard
-from emberline.unweight.codec import Codec, codec_of
-from emberline.unweight.tensor import CodedTensor, check_raw, is_coded
+from emberline.unweight.codec import WeightCodec, select_weight_codec
+from emberline.unweight.tensor import CodedTensor, check_raw_crc, is_coded
 
-COMPARED = 16 << 20  # compared at once, to bound memory
+COMPARE_ELEMENTS = 16 << 20  # compared at once, to bound memory
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -34,7 +34,7 @@ class Weights:
     packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
 
     @property
-    def decodes(self) -> bool:
+    def can_decode(self) -> bool:
         """Whether this source can read packed files."""
         return self.device.type == "cpu"
 
@@ -43,22 +43,22 @@ class Weights:
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
         self.dtype = dtype  # of matrices; None: that of the file, but float32 for float16, which no kernel reads
-        self.taken_bytes = 0  # in the final dtype
-        self._left = set(checkpoint.names())
+        self.loaded_bytes = 0  # in the final dtype
+        self._unused = set(checkpoint.tensor_names())
         self._files: dict[Path, mmap.mmap] = {}
 
     def has(self, name: str) -> bool:
-        return name in self._left
+        return name in self._unused
 
     def vector(self, name: str, size: int) -> Tensor:
         """Return a norm or bias as a float32 copy: kernels combine it with float32 values."""
-        return self._take(name, self._view(name, (size,)).to(torch.float32, copy=True))
+        return self._mark_used(name, self._view(name, (size,)).to(torch.float32, copy=True))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a matrix, as a view of the mapped file unless it is cast. The caller must pack or copy it."""
         view = self._view(name, (rows, columns))
         kept = torch.float32 if view.dtype == torch.float16 else view.dtype
-        return self._take(name, view.to(self.dtype or kept))
+        return self._mark_used(name, view.to(self.dtype or kept))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return matrices (name, rows) stacked into one.
@@ -75,24 +75,24 @@ class Weights:
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.vector(name, size) for name, size in parts])
 
-    def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+    def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         """Return a matrix for row lookups, as a copy, so that it does not depend on the mapped file."""
         return self.matrix(name, rows, columns).clone()
 
-    def drop_copy(self, name: str, original: str, rows: int, columns: int) -> bool:
+    def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         """Return whether `name` equals `original`, and count it as used then. Rare, so reading twice is fine."""
         ours, other = self._view(original, (rows, columns)), self._view(name, (rows, columns))
-        dtype, step = self.dtype or ours.dtype, max(1, COMPARED // max(1, columns))
+        dtype, step = self.dtype or ours.dtype, max(1, COMPARE_ELEMENTS // max(1, columns))
         repeats = all(
             torch.equal(ours[at : at + step].to(dtype), other[at : at + step].to(dtype)) for at in range(0, rows, step)
         )
         if repeats:
-            self._left.remove(name)
+            self._unused.remove(name)
         return repeats
 
     def finish(self, ignorable: str) -> None:
         """Raise ModelFileError if a tensor was not used, unless its whole name matches the pattern `ignorable`."""
-        unused = sorted(name for name in self._left if not re.fullmatch(ignorable, name))
+        unused = sorted(name for name in self._unused if not re.fullmatch(ignorable, name))
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ModelFileError(
@@ -100,40 +100,40 @@ class Weights:
                 hint="check that config.json belongs to this model",
             )
 
-    def _take(self, name: str, tensor: Tensor) -> Tensor:
-        assert name in self._left, f"{name} loaded twice"
-        self._left.remove(name)
-        self.taken_bytes += tensor.nbytes
+    def _mark_used(self, name: str, tensor: Tensor) -> Tensor:
+        assert name in self._unused, f"{name} loaded twice"
+        self._unused.remove(name)
+        self.loaded_bytes += tensor.nbytes
         return tensor
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        info = self.checkpoint.info(name)
-        if self.shard.shape(name, info.shape) != shape:
+        info = self.checkpoint.tensor_info(name)
+        if self.shard.shard_shape(name, info.shape) != shape:
             raise ModelFileError(
                 f"tensor {name!r} in {info.file} has the shape {info.shape}; config.json requires {shape}"
             )
         if info.dtype not in DTYPES:
             hint = f"supported: {' '.join(DTYPES)}"
             raise UnsupportedModel(f"tensor {name!r} in {info.file} has the unsupported dtype {info.dtype}", hint=hint)
-        if is_coded(info) and not self.decodes:
+        if is_coded(info) and not self.can_decode:
             hint = "run emberline unweight unpack"
             raise UnsupportedModel(f"{info.file} is packed, which is not supported on {self.device}", hint=hint)
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check(name, shape)
-        info = self.checkpoint.info(name)
+        info = self.checkpoint.tensor_info(name)
         dtype = DTYPES[info.dtype]
-        flat = self._decoded(name, info) if is_coded(info) else self._stored(name, info)
+        flat = self._decode_bytes(name, info) if is_coded(info) else self._raw_bytes(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
-        return aligned.view(dtype).view(info.shape)[self.shard.cut(name, info.shape)]
+        return aligned.view(dtype).view(info.shape)[self.shard.slices(name, info.shape)]
 
-    def _stored(self, name: str, info: TensorInfo) -> Tensor:
+    def _raw_bytes(self, name: str, info: TensorInfo) -> Tensor:
         flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
-        if info.packed is not None:
-            check_raw(name, info, flat.numpy(), self._codec)
+        if info.packing is not None:
+            check_raw_crc(name, info, flat.numpy(), self._codec)
         return flat
 
-    def _decoded(self, name: str, info: TensorInfo) -> Tensor:
+    def _decode_bytes(self, name: str, info: TensorInfo) -> Tensor:
         stored = np.frombuffer(self._map(info.file), np.uint8, info.nbytes, info.offset)
         out = torch.empty(info.logical_bytes, dtype=torch.uint8)
         tensor = CodedTensor.open(name, info, lambda begin, end: stored[begin:end], self._codec)
@@ -141,8 +141,8 @@ class Weights:
         return out
 
     @cached_property
-    def _codec(self) -> Codec:
-        return codec_of(ops.describe().library)
+    def _codec(self) -> WeightCodec:
+        return select_weight_codec(ops.current_backend().library)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

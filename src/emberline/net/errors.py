@@ -22,15 +22,15 @@ class UpstreamFailed(EmberlineError):
         self.provider = provider
 
 
-class Unreached(UpstreamFailed):
+class UpstreamUnreachable(UpstreamFailed):
     code = "upstream_unreached"
 
 
-class TimedOut(UpstreamFailed):
+class UpstreamTimeout(UpstreamFailed):
     status = 504
     code = "upstream_timeout"
     retryable = False  # after a timeout another server is tried, not the same one again
 
 
-class Broken(UpstreamFailed):
+class UpstreamBroken(UpstreamFailed):
     code = "upstream_broken"

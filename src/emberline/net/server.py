@@ -6,39 +6,41 @@ import asyncio
 import contextlib
 import socket
 
-from emberline.net.host import App, Host
-from emberline.net.visitor import Visitor
+from emberline.net.server_connection import HTTPServerConnection
+from emberline.net.server_state import App, ServerState
 
-BACKLOG = 2048  # connections that wait to be accepted
+LISTEN_BACKLOG = 2048  # connections that wait to be accepted
 
 
-class Server:
-    def __init__(self, app: App, *, largest_message: int = 0) -> None:
+class HTTPServer:
+    def __init__(self, app: App, *, max_message_bytes: int = 0) -> None:
         """`max_message_bytes`: limit of one WebSocket message; 0: WebSockets are not accepted."""
-        self.host = Host(app, largest_message=largest_message)
+        self.state = ServerState(app, max_message_bytes=max_message_bytes)
         self._listener: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        host = self.host
-        self._listener = await host.loop.create_server(lambda: Visitor(host), sock=listener, backlog=BACKLOG)
+        host = self.state
+        self._listener = await host.loop.create_server(
+            lambda: HTTPServerConnection(host), sock=listener, backlog=LISTEN_BACKLOG
+        )
 
     @property
     def open_requests(self) -> int:
-        return len(self.host.work)
+        return len(self.state.tasks)
 
-    async def stop(self, seconds: float) -> None:
+    async def stop(self, timeout_s: float) -> None:
         """Stop accepting connections, let open requests finish within this time, then abort the rest."""
-        host = self.host
+        host = self.state
         if self._listener is not None:
             self._listener.close()
-        for connection in list(host.guests):
-            connection.leave()
+        for connection in list(host.connections):
+            connection.close_when_idle()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while host.guests or host.work:
+            async with asyncio.timeout(timeout_s):
+                while host.connections or host.tasks:
                     await asyncio.sleep(0.02)
-        for task in host.work:
+        for task in host.tasks:
             task.cancel()
-        await asyncio.gather(*host.work, return_exceptions=True)
-        for connection in list(host.guests):
+        await asyncio.gather(*host.tasks, return_exceptions=True)
+        for connection in list(host.connections):
             connection.abort()

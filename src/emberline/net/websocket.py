@@ -19,26 +19,26 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
-from emberline.net.host import Host
+from emberline.net.server_state import ServerState
 
 log = logging.getLogger("emberline.net")
 
-PING = 20.0
-FRAGMENT_BYTES = 1 << 16  # longer messages are sent in fragments
-GOODBYE = 10.0  # for the client to close its side
+PING_INTERVAL_S = 20.0
+MAX_FRAGMENT_BYTES = 1 << 16  # longer messages are sent in fragments
+CLOSE_TIMEOUT_S = 10.0  # for the client to close its side
 _STATUSES = frozenset(HTTPStatus)
 _DEFLATE_SETTINGS = {"server_max_window_bits": 12, "client_max_window_bits": 12, "compress_settings": {"memLevel": 5}}
 
 
-class WebSocket(asyncio.Protocol):
-    def __init__(self, host: Host, scope: dict[str, Any]) -> None:
-        self._state = host
+class WebSocketConnection(asyncio.Protocol):
+    def __init__(self, state: ServerState, scope: dict[str, Any]) -> None:
+        self._state = state
         self._scope = scope
-        self._loop = host.loop
+        self._loop = state.loop
         self._transport: asyncio.Transport | None = None
         self._protocol = ServerProtocol(
             extensions=[ServerPerMessageDeflateFactory(**_DEFLATE_SETTINGS)],  # type: ignore[arg-type]
-            max_size=host.largest_message,
+            max_size=state.max_message_bytes,
             logger=log,
         )
         self._response: Response | None = None  # accepts the upgrade; sent if the application accepts
@@ -56,7 +56,7 @@ class WebSocket(asyncio.Protocol):
 
     # -- for the server ------------------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def close_when_idle(self) -> None:
         self._send_close(CloseCode.SERVICE_RESTART)
 
     def abort(self) -> None:
@@ -67,10 +67,10 @@ class WebSocket(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._state.guests.add(self)
+        self._state.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._state.guests.discard(self)
+        self._state.connections.discard(self)
         self._end(CloseCode.ABNORMAL_CLOSURE)
 
     def pause_writing(self) -> None:
@@ -110,8 +110,8 @@ class WebSocket(asyncio.Protocol):
         self._scope["extensions"] = {"websocket.http.response": {}}
         self._messages.put_nowait({"type": "websocket.connect"})
         self._task = self._loop.create_task(self._run())
-        self._state.work.add(self._task)
-        self._task.add_done_callback(self._state.work.discard)
+        self._state.tasks.add(self._task)
+        self._task.add_done_callback(self._state.tasks.discard)
 
     def _handle_frame(self, frame: Frame) -> None:
         if frame.opcode is Opcode.PONG:
@@ -181,7 +181,7 @@ class WebSocket(asyncio.Protocol):
             self._response.headers["Sec-WebSocket-Protocol"] = subprotocol
         self._protocol.send_response(self._response)
         self._flush()
-        self._timer = self._loop.call_later(PING, self._ping)
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._ping)
 
     async def _send_message(self, message: dict[str, Any]) -> None:
         """Send a message, a large one in fragments: compressing 30 MB at once would take a second.
@@ -193,10 +193,10 @@ class WebSocket(asyncio.Protocol):
         send: Callable[..., None] = self._protocol.send_binary if text is None else self._protocol.send_text
         start = 0
         try:
-            while len(data) - start > FRAGMENT_BYTES:
-                send(data[start : start + FRAGMENT_BYTES], fin=False)
+            while len(data) - start > MAX_FRAGMENT_BYTES:
+                send(data[start : start + MAX_FRAGMENT_BYTES], fin=False)
                 self._flush()
-                send, start = self._protocol.send_continuation, start + FRAGMENT_BYTES
+                send, start = self._protocol.send_continuation, start + MAX_FRAGMENT_BYTES
                 await asyncio.sleep(0)
                 await self._writable.wait()
             send(data[start:] if start else data, fin=True)
@@ -227,7 +227,7 @@ class WebSocket(asyncio.Protocol):
         self._awaits_pong = True
         self._protocol.send_ping(b"")
         self._flush()
-        self._timer = self._loop.call_later(PING, self._ping)
+        self._timer = self._loop.call_later(PING_INTERVAL_S, self._ping)
 
     def _send_close(self, code: int, reason: str = "") -> None:
         """Send a close frame and close the connection when the client has answered it or CLOSE_TIMEOUT_S has passed."""
@@ -239,7 +239,7 @@ class WebSocket(asyncio.Protocol):
             self._protocol.send_close(code, reason)
             self._flush()
             self._transport.resume_reading()
-            self._timer = self._loop.call_later(GOODBYE, self._close)
+            self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close)
         else:
             self._close()
 
@@ -259,7 +259,7 @@ class WebSocket(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write_eof()
         self._transport.resume_reading()
-        self._timer = self._loop.call_later(GOODBYE, self._close)
+        self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self._close)
 
     def _flush(self) -> None:
         if self._transport is not None and (data := b"".join(self._protocol.data_to_send())):
@@ -270,4 +270,4 @@ class WebSocket(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                self._timer = self._loop.call_later(GOODBYE, self.abort)
+                self._timer = self._loop.call_later(CLOSE_TIMEOUT_S, self.abort)

@@ -11,54 +11,62 @@ from typing import Any, Protocol
 import msgspec
 
 from emberline.core.handoff import Handoff
-from emberline.router.call import Call
+from emberline.router.upstream_request import UpstreamRequest
 
-PRIVATE = "x-emberline-"  # headers between router and workers; removed from clients' requests
-CHAIN = f"{PRIVATE}chain"  # request: report the prompt's last block; reply without a stream: that block
-TENANT = f"{PRIVATE}tenant"  # "checked" or "presented", then the identifier of the client's API key
+PRIVATE_HEADER_PREFIX = "x-emberline-"  # headers between router and workers; removed from clients' requests
+CHAIN_HEADER = (
+    f"{PRIVATE_HEADER_PREFIX}chain"  # request: report the prompt's last block; reply without a stream: that block
+)
+TENANT_HEADER = (
+    f"{PRIVATE_HEADER_PREFIX}tenant"  # "checked" or "presented", then the identifier of the client's API key
+)
 Ticket = dict[str, Any]  # where and under which id another worker fetches a prompt's KV blocks
 
 
-class Garbled(Exception):
+class InvalidWorkerReply(Exception):
     """A worker's reply violates the protocol between router and workers."""
 
 
-class Word(msgspec.Struct):
+class PrefillMessage(msgspec.Struct):
     ticket: Ticket | None = None
     done: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
 
 
-class Words(Protocol):
+class PrefillReplyParser(Protocol):
     """Parses the reply to one prefill request."""
 
-    def push(self, data: bytes) -> Iterable[Word]: ...
+    def push(self, data: bytes) -> Iterable[PrefillMessage]: ...
 
-    def close(self) -> Iterable[Word]:
+    def finish(self) -> Iterable[PrefillMessage]:
         """Return the messages that are complete at the end of the reply."""
 
 
-class Dialect(Protocol):
+class WorkerDialect(Protocol):
     """Writes one client's request for workers of one kind."""
 
     @property
-    def computes(self) -> bool:
+    def decode_worker_can_prefill(self) -> bool:
         """Whether a decode worker can compute the prompt itself when it gets no blocks."""
 
     @property
-    def detached(self) -> bool:
+    def runs_prefill_to_end(self) -> bool:
         """Whether a prefill must run to its end after its client disconnected.
 
         Aborting it would leak its blocks on servers of this kind."""
 
-    def plain(self, stream: bool) -> Call: ...
+    def build_plain_request(self, stream: bool) -> UpstreamRequest: ...
 
-    def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
+    def build_prefill_request(
+        self, peer: Mapping[str, Any], timeout: float
+    ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
         """Return the request, the parser of its reply, and the ticket if it is known in advance.
 
         `peer` describes the engine of the worker that gets the request."""
 
-    def answer(self, ticket: Ticket, timeout: float) -> Call: ...
+    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest: ...
 
-    def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> Call | None:
+    def build_resume_request(
+        self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None
+    ) -> UpstreamRequest | None:
         """Return the request that continues a stream; None if this kind of server cannot."""

@@ -8,56 +8,56 @@ from collections import deque
 
 from emberline.core.blockbatch import BlockBatch
 
-PAST = 16
+MAX_ENDED_INCARNATIONS = 16
 
 
 class KVFeed:
     def __init__(self) -> None:
         self.incarnation = ""
         self.seq = 0  # number of the last batch applied
-        self.held: dict[bytes, bytes] = {}  # block hash to the hash of its parent block
-        self._heard = 0  # highest batch number received
-        self.whole = False  # `held_blocks` is complete as of `seq`
-        self._parts = 0  # parts of the current snapshot that were applied
-        self._cut = False
-        self._past: deque[str] = deque(maxlen=PAST)
+        self.held_blocks: dict[bytes, bytes] = {}  # block hash to the hash of its parent block
+        self._highest_seq = 0  # highest batch number received
+        self.is_complete = False  # `held_blocks` is complete as of `seq`
+        self._snapshot_parts = 0  # parts of the current snapshot that were applied
+        self._is_disconnected = False
+        self._ended_incarnations: deque[str] = deque(maxlen=MAX_ENDED_INCARNATIONS)
 
     @property
-    def exact(self) -> bool:
-        return self.whole and self.seq == self._heard and not self._cut
+    def is_exact(self) -> bool:
+        return self.is_complete and self.seq == self._highest_seq and not self._is_disconnected
 
-    def cut(self) -> None:
-        self._cut = True
+    def mark_disconnected(self) -> None:
+        self._is_disconnected = True
 
-    def take(self, batch: BlockBatch) -> None:
-        if batch.incarnation in self._past:
+    def apply_batch(self, batch: BlockBatch) -> None:
+        if batch.incarnation in self._ended_incarnations:
             return
         if batch.incarnation != self.incarnation:
-            self._begin(batch.incarnation)
-        self._cut = False
-        self._heard = max(self._heard, batch.seq)
+            self._start_incarnation(batch.incarnation)
+        self._is_disconnected = False
+        self._highest_seq = max(self._highest_seq, batch.seq)
         if batch.parts:
-            self._load(batch)
-        elif self.whole and batch.changes and batch.seq == self.seq + 1:
+            self._apply_snapshot_part(batch)
+        elif self.is_complete and batch.has_changes and batch.seq == self.seq + 1:
             self.seq = batch.seq
-            self.held.update(batch.stored)
+            self.held_blocks.update(batch.stored)
             for digest in batch.removed:
-                self.held.pop(digest, None)
+                self.held_blocks.pop(digest, None)
 
-    def _begin(self, incarnation: str) -> None:
+    def _start_incarnation(self, incarnation: str) -> None:
         if self.incarnation:
-            self._past.append(self.incarnation)
+            self._ended_incarnations.append(self.incarnation)
         self.incarnation = incarnation
-        self.seq = self._heard = self._parts = 0
-        self.whole = False
-        self.held = {}
+        self.seq = self._highest_seq = self._snapshot_parts = 0
+        self.is_complete = False
+        self.held_blocks = {}
 
-    def _load(self, batch: BlockBatch) -> None:
-        if self.whole and batch.seq <= self.seq:
+    def _apply_snapshot_part(self, batch: BlockBatch) -> None:
+        if self.is_complete and batch.seq <= self.seq:
             return  # the snapshot is older than the state
         if batch.part == 0:
-            self.held, self.seq, self._parts, self.whole = {}, batch.seq, 0, False
-        if batch.seq == self.seq and batch.part == self._parts and not self.whole:
-            self.held.update(batch.stored)
-            self._parts += 1
-            self.whole = self._parts == batch.parts
+            self.held_blocks, self.seq, self._snapshot_parts, self.is_complete = {}, batch.seq, 0, False
+        if batch.seq == self.seq and batch.part == self._snapshot_parts and not self.is_complete:
+            self.held_blocks.update(batch.stored)
+            self._snapshot_parts += 1
+            self.is_complete = self._snapshot_parts == batch.parts

@@ -11,79 +11,99 @@ from typing import Any
 
 import msgspec
 
-from emberline.core.handoff import Handoff, Said
-from emberline.net.notjson import NOT_JSON
-from emberline.router.call import Call
-from emberline.router.dialect import CHAIN, PRIVATE, TENANT, Garbled, Ticket, Word, Words
+from emberline.core.handoff import Handoff, TokenGroup
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.router.dialect import (
+    CHAIN_HEADER,
+    PRIVATE_HEADER_PREFIX,
+    TENANT_HEADER,
+    InvalidWorkerReply,
+    PrefillMessage,
+    PrefillReplyParser,
+    Ticket,
+)
+from emberline.router.upstream_request import UpstreamRequest
 
-RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
-CLUSTER_KEY = f"{PRIVATE}cluster-key"
-LONGEST = 16 << 20
+RESUME_PATH, PREFILL_PATH = "/cluster/resume", "/cluster/prefill"
+CLUSTER_KEY_HEADER = f"{PRIVATE_HEADER_PREFIX}cluster-key"
+MAX_LINE_BYTES = 16 << 20
 
-_WORD = msgspec.json.Decoder(Word)
+_PREFILL_MESSAGE = msgspec.json.Decoder(PrefillMessage)
 
 
-class Lines:
+class NativePrefillReplyParser:
     """Parses JSON lines, one message per line, sent as the prefill progresses."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def push(self, data: bytes) -> Iterator[Word]:
+    def push(self, data: bytes) -> Iterator[PrefillMessage]:
         *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST:
-            raise Garbled(f"a line of the prefill reply exceeds {LONGEST} bytes")
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise InvalidWorkerReply(f"a line of the prefill reply exceeds {MAX_LINE_BYTES} bytes")
         for line in filter(None, whole):
             try:
-                yield _WORD.decode(line)
-            except NOT_JSON as e:
-                raise Garbled(str(e)) from e
+                yield _PREFILL_MESSAGE.decode(line)
+            except JSON_DECODE_ERRORS as e:
+                raise InvalidWorkerReply(str(e)) from e
 
-    def close(self) -> Iterator[Word]:
+    def finish(self) -> Iterator[PrefillMessage]:
         yield from ()
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
-    call: Call  # the client's request without hop-by-hop headers
+class NativeDialect:
+    client_request: UpstreamRequest  # the client's request without hop-by-hop headers
     seed: int
-    key: str | None
+    cluster_key: str | None
     created: int | None = None  # Unix time of the reply's `created` field; None: the first worker sets it
-    said: tuple[Said, ...] = ()  # output so far: a prefill computes its blocks as well
-    computes: bool = True
-    detached: bool = False
+    output_groups: tuple[TokenGroup, ...] = ()  # output so far: a prefill computes its blocks as well
+    decode_worker_can_prefill: bool = True
+    runs_prefill_to_end: bool = False
 
-    def plain(self, stream: bool) -> Call:
-        headers = {f"{PRIVATE}seed": str(self.seed)}
-        if self.key:  # the worker then accepts the client's own API key, which only the router may know
-            headers[CLUSTER_KEY] = self.key
+    def build_plain_request(self, stream: bool) -> UpstreamRequest:
+        headers = {f"{PRIVATE_HEADER_PREFIX}seed": str(self.seed)}
+        if self.cluster_key:  # the worker then accepts the client's own API key, which only the router may know
+            headers[CLUSTER_KEY_HEADER] = self.cluster_key
         if self.created is not None:
-            headers[f"{PRIVATE}created"] = str(self.created)
-        return self.call.with_headers(headers | ({f"{PRIVATE}track": "1"} if stream else {}))
+            headers[f"{PRIVATE_HEADER_PREFIX}created"] = str(self.created)
+        return self.client_request.with_headers(headers | ({f"{PRIVATE_HEADER_PREFIX}track": "1"} if stream else {}))
 
-    def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        return self._between(PREFILL, Handoff(self.said), timeout), Lines(), None
+    def build_prefill_request(
+        self, peer: Mapping[str, Any], timeout: float
+    ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
+        return (
+            self._cluster_request(PREFILL_PATH, Handoff(self.output_groups), timeout),
+            NativePrefillReplyParser(),
+            None,
+        )
 
-    def answer(self, ticket: Ticket, timeout: float) -> Call:
-        return self._between(RESUME, Handoff(source=ticket), timeout)
+    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest:
+        return self._cluster_request(RESUME_PATH, Handoff(source=ticket), timeout)
 
-    def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> Call:
-        return self._between(RESUME, handoff, timeout, id_, created)
+    def build_resume_request(
+        self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None
+    ) -> UpstreamRequest:
+        return self._cluster_request(RESUME_PATH, handoff, timeout, reply_id, created)
 
-    def _between(
+    def _cluster_request(
         self, target: str, handoff: Handoff, timeout: float, id_: str | None = None, created: int | None = None
-    ) -> Call:
-        headers = {**self.call.traces, "content-type": "application/json"}
-        headers |= {name: self.call.headers[name] for name in (CHAIN, TENANT) if name in self.call.headers}
-        if self.key:
-            headers["authorization"] = f"Bearer {self.key}"
+    ) -> UpstreamRequest:
+        headers = {**self.client_request.trace_headers, "content-type": "application/json"}
+        headers |= {
+            name: self.client_request.headers[name]
+            for name in (CHAIN_HEADER, TENANT_HEADER)
+            if name in self.client_request.headers
+        }
+        if self.cluster_key:
+            headers["authorization"] = f"Bearer {self.cluster_key}"
         envelope = {
-            "path": self.call.path,
-            "body": msgspec.Raw(self.call.body),
+            "path": self.client_request.path,
+            "body": msgspec.Raw(self.client_request.body),
             "seed": self.seed,
             "handoff": handoff.as_dict(),
             "timeout": None if math.isinf(timeout) else round(max(timeout, 0.001), 3),
             "id": id_,
             "created": self.created if created is None else created,
         }
-        return Call("POST", target, headers, msgspec.json.encode(envelope))
+        return UpstreamRequest("POST", target, headers, msgspec.json.encode(envelope))

@@ -24,154 +24,174 @@ from enum import Enum
 from hashlib import blake2b
 
 from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
-from emberline.router.ask import Ask
-from emberline.router.estimate import Estimate
-from emberline.router.worker import Load, Worker
+from emberline.router.request_summary import RequestSummary
+from emberline.router.token_estimator import TokenEstimator
+from emberline.router.worker import RequestLoad, Worker
 
-LONGEST_WAIT = 30
-RECENT_WEIGHT = 0.25  # of recent work against cached tokens: the work is done, but its conversations will continue
-AGAIN = "retry when the workers are ready again; if they fail again, this request is the cause"
+MAX_RETRY_AFTER_S = 30
+RECENT_WORK_WEIGHT = 0.25  # of recent work against cached tokens: the work is done, but its conversations will continue
+RETRY_HINT = "retry when the workers are ready again; if they fail again, this request is the cause"
 
 
-class Why(Enum):
+class RoutingReason(Enum):
     SESSION = "session"  # the preferred worker, by the session header
     PREFIX = "prefix"  # the preferred worker, by the cached prompt
-    YIELDED = "yielded"  # another worker: the preferred one is too busy
-    AWAY = "away"  # another worker: the preferred one is unavailable
+    PREFERRED_BUSY = "yielded"  # another worker: the preferred one is too busy
+    PREFERRED_UNAVAILABLE = "away"  # another worker: the preferred one is unavailable
     LOAD = "load"  # the least loaded worker: none is preferred
-    AGAIN = "again"  # another worker after an attempt that failed or was moved
+    RETRY = "again"  # another worker after an attempt that failed or was moved
     SPLIT = "split"  # a prefill worker, which computes the prompt for another
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    slack: float = 2048.0  # extra backlog at which the preferred worker is still chosen
+class RoutingRules:
+    allowed_backlog_tokens: float = 2048.0  # extra backlog at which the preferred worker is still chosen
     decode_weight: float = 4.0  # cost of a generated token, in prompt tokens
-    split_tokens: float = 256.0  # uncached prompt tokens from which a prefill worker is used
-    split_patience: float = 3.0  # how much later a prefill worker may finish: it spares the streams of the other worker
+    min_split_tokens: float = 256.0  # uncached prompt tokens from which a prefill worker is used
+    max_split_delay_s: float = (
+        3.0  # how much later a prefill worker may finish: it spares the streams of the other worker
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RoutingDecision:
     worker: Worker
-    load: Load
-    why: Why
-    known: float  # prompt tokens that the worker probably has cached
-    wait: float = 0.0  # estimated seconds until the worker starts with the prompt
+    load: RequestLoad
+    reason: RoutingReason
+    cached_tokens: float  # prompt tokens that the worker probably has cached
+    wait_s: float = 0.0  # estimated seconds until the worker starts with the prompt
 
 
-def choose(
-    ask: Ask,
+def choose_worker(
+    summary: RequestSummary,
     workers: Sequence[Worker],
-    known: Mapping[str, int],
-    estimate: Estimate,
-    rules: Rules,
+    cached_bytes: Mapping[str, int],
+    estimator: TokenEstimator,
+    rules: RoutingRules,
     now: float,
-    without: Collection[str] = (),
-    urgent: bool = False,
-    suspect: bool = False,
-    shared: bool = False,
-) -> Decision:
+    excluded: Collection[str] = (),
+    ignore_limits: bool = False,
+    is_suspect: bool = False,
+    is_shared_prefix: bool = False,
+) -> RoutingDecision:
     """Return the worker for this request; raise the client's error if there is none.
 
     `cached_bytes`: bytes of the prompt that each worker has cached, by worker id, most first. `excluded`: ids of
     workers that were tried already. `ignore_limits`: the client has part of the reply, so that full workers are
     candidates too. `is_suspect`, `is_shared_prefix`: see the module's description."""
-    available = [worker for worker in workers if worker.takes(ask.model, now) and worker.answers]
+    available = [worker for worker in workers if worker.accepts(summary.model, now) and worker.can_answer]
     if not available:
-        raise _nobody(ask, workers)
-    candidates = answering([worker for worker in available if worker.id not in without])
-    if suspect and not (candidates := _spared(candidates, available)):
+        raise _no_worker_error(summary, workers)
+    candidates = select_answering_workers([worker for worker in available if worker.id not in excluded])
+    if is_suspect and not (candidates := _select_for_suspect(candidates, available)):
         raise EngineUnavailable(
-            "workers failed while serving this request, and no other worker is free to risk it", hint=AGAIN
+            "workers failed while serving this request, and no other worker is free to risk it", hint=RETRY_HINT
         )
-    tokens = estimate.prompt(ask.size) + estimate.output(ask)
-    idle = [w for w in candidates if w.open < w.max_running]
-    roomy = [w for w in idle if w.room >= tokens]
-    choices = roomy or idle or [w for w in candidates if w.open < w.limit or urgent]
+    tokens = estimator.estimate_prompt_tokens(summary.prompt_bytes) + estimator.estimate_output_tokens(summary)
+    idle = [w for w in candidates if w.open_requests < w.max_running]
+    roomy = [w for w in idle if w.kv_free_tokens >= tokens]
+    choices = roomy or idle or [w for w in candidates if w.open_requests < w.max_requests or ignore_limits]
     if not choices:
-        raise _full(available)
-    preferred, reason = _home(ask, workers, known, answering(available))
-    rank = _ranks(ask, choices)
+        raise _overloaded_error(available)
+    preferred, reason = _preferred_worker(summary, workers, cached_bytes, select_answering_workers(available))
+    rank = _tie_break_ranks(summary, choices)
 
-    shared = shared and not ask.session  # sessions are spread by their hashes
-    recent = {w.id: w.recent(now, rules.decode_weight) for w in choices} if shared else {}
+    is_shared_prefix = is_shared_prefix and not summary.session  # sessions are spread by their hashes
+    recent = {w.id: w.recent_work(now, rules.decode_weight) for w in choices} if is_shared_prefix else {}
     least = min(recent.values(), default=0.0)
 
     def cost(worker: Worker) -> tuple[float, float]:
-        saved = estimate.prompt(min(known.get(worker.id, 0), ask.size))
+        saved = estimator.estimate_prompt_tokens(min(cached_bytes.get(worker.id, 0), summary.prompt_bytes))
         bonus = 0.0
         if worker is preferred:
-            bonus = rules.slack if ask.session else 0.0 if shared else min(rules.slack, saved)
-        if shared:
-            saved = max(saved - RECENT_WEIGHT * (recent[worker.id] - least), 0.0)
-        work = worker.prefill + rules.decode_weight * worker.decode + estimate.prompt(ask.size)
+            bonus = (
+                rules.allowed_backlog_tokens
+                if summary.session
+                else 0.0
+                if is_shared_prefix
+                else min(rules.allowed_backlog_tokens, saved)
+            )
+        if is_shared_prefix:
+            saved = max(saved - RECENT_WORK_WEIGHT * (recent[worker.id] - least), 0.0)
+        work = (
+            worker.prefill_tokens
+            + rules.decode_weight * worker.decode_tokens
+            + estimator.estimate_prompt_tokens(summary.prompt_bytes)
+        )
         return work - saved - bonus, rank[worker.id]
 
     best = min(choices, key=cost)
-    cached = min(known.get(best.id, 0), ask.size)
-    load = Load(estimate.prompt(ask.size - cached), estimate.output(ask), suspect)
+    cached = min(cached_bytes.get(best.id, 0), summary.prompt_bytes)
+    load = RequestLoad(
+        estimator.estimate_prompt_tokens(summary.prompt_bytes - cached),
+        estimator.estimate_output_tokens(summary),
+        is_suspect,
+    )
     if preferred is not None and best is not preferred:
-        reason = Why.YIELDED
-    return Decision(best, load, reason, estimate.prompt(cached))
+        reason = RoutingReason.PREFERRED_BUSY
+    return RoutingDecision(best, load, reason, estimator.estimate_prompt_tokens(cached))
 
 
-def answering(workers: Sequence[Worker]) -> Sequence[Worker]:
+def select_answering_workers(workers: Sequence[Worker]) -> Sequence[Worker]:
     """Return the workers without those that only prefill, unless there are no others."""
     return [worker for worker in workers if worker.role != "prefill"] or workers
 
 
-def _spared(workers: Sequence[Worker], there: Sequence[Worker]) -> Sequence[Worker]:
+def _select_for_suspect(workers: Sequence[Worker], available: Sequence[Worker]) -> Sequence[Worker]:
     """Return the workers that may get a suspect request.
 
     There is none if that would risk the last healthy worker."""
-    has_spare = sum(worker.calm for worker in there) > 1
-    return [worker for worker in workers if worker.calm and has_spare]
+    has_spare = sum(worker.is_safe_for_suspect for worker in available) > 1
+    return [worker for worker in workers if worker.is_safe_for_suspect and has_spare]
 
 
-def _home(
-    ask: Ask, workers: Sequence[Worker], known: Mapping[str, int], there: Sequence[Worker]
-) -> tuple[Worker | None, Why]:
-    if ask.session:
+def _preferred_worker(
+    summary: RequestSummary, workers: Sequence[Worker], cached_bytes: Mapping[str, int], available: Sequence[Worker]
+) -> tuple[Worker | None, RoutingReason]:
+    if summary.session:
         # Workers that are not ready count too, so that a short outage does not move all of a worker's sessions.
-        serving = answering([worker for worker in workers if ask.model in worker.models])
-        preferred = max(serving, key=lambda worker: affinity(ask.session, worker.name))
-        if preferred in there:
-            return preferred, Why.SESSION
-        return max(there, key=lambda worker: affinity(ask.session, worker.name)), Why.AWAY
-    by_id = {worker.id: worker for worker in there}
-    for name in known:  # most first
+        serving = select_answering_workers([worker for worker in workers if summary.model in worker.models])
+        preferred = max(serving, key=lambda worker: rendezvous_hash(summary.session, worker.name))
+        if preferred in available:
+            return preferred, RoutingReason.SESSION
+        return max(
+            available, key=lambda worker: rendezvous_hash(summary.session, worker.name)
+        ), RoutingReason.PREFERRED_UNAVAILABLE
+    by_id = {worker.id: worker for worker in available}
+    for name in cached_bytes:  # most first
         if name in by_id:
-            return by_id[name], Why.PREFIX
-    return None, Why.LOAD
+            return by_id[name], RoutingReason.PREFIX
+    return None, RoutingReason.LOAD
 
 
-def affinity(session: str, name: str) -> bytes:
+def rendezvous_hash(session: str, name: str) -> bytes:
     """Return the rendezvous hash: a session belongs to the worker with the highest one.
 
     A worker that joins or leaves moves only its own sessions."""
     return blake2b(name.encode(), key=blake2b(session.encode(), digest_size=32).digest(), digest_size=8).digest()
 
 
-def _ranks(ask: Ask, workers: Sequence[Worker]) -> dict[str, float]:
+def _tie_break_ranks(summary: RequestSummary, workers: Sequence[Worker]) -> dict[str, float]:
     """Return the order of workers of equal cost, by worker id.
 
     It differs from prompt to prompt, which spreads the load."""
-    key = ask.session or ask.digest.hex()
-    order = sorted(workers, key=lambda worker: (worker.open / worker.max_running, affinity(key, worker.name)))
+    key = summary.session or summary.digest.hex()
+    order = sorted(
+        workers, key=lambda worker: (worker.open_requests / worker.max_running, rendezvous_hash(key, worker.name))
+    )
     return {worker.id: float(i) for i, worker in enumerate(order)}
 
 
-def _nobody(ask: Ask, workers: Sequence[Worker]) -> Exception:
+def _no_worker_error(summary: RequestSummary, workers: Sequence[Worker]) -> Exception:
     models = sorted({model for worker in workers for model in worker.models})
     if not models:
         return EngineUnavailable("no worker has registered", hint="start one with emberline worker MODEL --router URL")
-    if ask.model not in models:
+    if summary.model not in models:
         hint = f"this router serves {', '.join(map(repr, models))}"
-        return ModelNotFound(f"the model {ask.model[:200]!r} does not exist", param="model", hint=hint)
-    return EngineUnavailable(f"no worker for the model {ask.model!r} is ready", hint="retry in a few seconds")
+        return ModelNotFound(f"the model {summary.model[:200]!r} does not exist", param="model", hint=hint)
+    return EngineUnavailable(f"no worker for the model {summary.model!r} is ready", hint="retry in a few seconds")
 
 
-def _full(workers: Sequence[Worker]) -> Overloaded:
-    wait = math.ceil(min(worker.seconds_to_a_place for worker in workers))
-    return Overloaded(f"all {len(workers)} workers are full", retry_after=min(max(wait, 1), LONGEST_WAIT))
+def _overloaded_error(workers: Sequence[Worker]) -> Overloaded:
+    wait = math.ceil(min(worker.seconds_to_free_slot for worker in workers))
+    return Overloaded(f"all {len(workers)} workers are full", retry_after=min(max(wait, 1), MAX_RETRY_AFTER_S))

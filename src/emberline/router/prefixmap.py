@@ -8,55 +8,57 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-HOLDERS = 4
+MAX_WORKERS_PER_PREFIX = 4
 
 
-class Point(NamedTuple):
+class PromptPrefix(NamedTuple):
     """A prefix of a prompt: the hash of its bytes, and their number."""
 
     digest: bytes
     length: int
 
 
-class Seen(NamedTuple):
-    workers: tuple[str, ...] = ()  # workers that received the prefix, latest first
-    ends: bool = False  # a prompt ended here and no other has continued it yet: a conversation's next request will
+class PrefixEntry(NamedTuple):
+    worker_ids: tuple[str, ...] = ()  # workers that received the prefix, latest first
+    is_prompt_end: bool = (
+        False  # a prompt ended here and no other has continued it yet: a conversation's next request will
+    )
 
 
 class PrefixMap:
-    def __init__(self, most: int) -> None:
-        assert most > 0
-        self._most = most
-        self._seen: OrderedDict[bytes, Seen] = OrderedDict()
+    def __init__(self, max_prefixes: int) -> None:
+        assert max_prefixes > 0
+        self._max_prefixes = max_prefixes
+        self._entries: OrderedDict[bytes, PrefixEntry] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._entries)
 
-    def saw(self, points: Sequence[Point], worker: str) -> None:
-        continued = self._deepest(points)
-        for point in reversed(points):  # the shortest prefix, which most prompts share, is then evicted last
-            entry = self._seen.get(point.digest, Seen())
-            others = (name for name in entry.workers if name != worker)
-            ends = point is not continued and (entry.ends or point is points[-1])
-            self._seen[point.digest] = Seen((worker, *others)[:HOLDERS], ends)
-            self._seen.move_to_end(point.digest)
-        while len(self._seen) > self._most:
-            self._seen.popitem(last=False)
+    def record_prompt(self, prefixes: Sequence[PromptPrefix], worker_id: str) -> None:
+        continued = self._longest_known(prefixes)
+        for point in reversed(prefixes):  # the shortest prefix, which most prompts share, is then evicted last
+            entry = self._entries.get(point.digest, PrefixEntry())
+            others = (name for name in entry.worker_ids if name != worker_id)
+            ends = point is not continued and (entry.is_prompt_end or point is prefixes[-1])
+            self._entries[point.digest] = PrefixEntry((worker_id, *others)[:MAX_WORKERS_PER_PREFIX], ends)
+            self._entries.move_to_end(point.digest)
+        while len(self._entries) > self._max_prefixes:
+            self._entries.popitem(last=False)
 
-    def known(self, points: Sequence[Point]) -> dict[str, int]:
+    def cached_bytes_by_worker(self, prefixes: Sequence[PromptPrefix]) -> dict[str, int]:
         """Return worker ids with the bytes of this prompt they received, most and then latest first."""
         cached_bytes: dict[str, int] = {}
-        for point in reversed(points):
-            for worker in self._seen.get(point.digest, Seen()).workers:
+        for point in reversed(prefixes):
+            for worker in self._entries.get(point.digest, PrefixEntry()).worker_ids:
                 cached_bytes.setdefault(worker, point.length)
         return cached_bytes
 
-    def continues(self, points: Sequence[Point]) -> bool:
+    def continues_conversation(self, prefixes: Sequence[PromptPrefix]) -> bool:
         """Whether this prompt continues exactly one earlier prompt, as a conversation does.
 
         If not, its known prefix may be shared by many prompts, as a system prompt is."""
-        deepest = self._deepest(points)
-        return deepest is not None and self._seen[deepest.digest].ends
+        deepest = self._longest_known(prefixes)
+        return deepest is not None and self._entries[deepest.digest].is_prompt_end
 
-    def _deepest(self, points: Sequence[Point]) -> Point | None:
-        return next((point for point in reversed(points) if point.digest in self._seen), None)
+    def _longest_known(self, prefixes: Sequence[PromptPrefix]) -> PromptPrefix | None:
+        return next((point for point in reversed(prefixes) if point.digest in self._entries), None)

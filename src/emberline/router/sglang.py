@@ -10,37 +10,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from emberline.core.handoff import Handoff
-from emberline.router.call import Call
-from emberline.router.dialect import Ticket, Word, Words
+from emberline.router.dialect import PrefillMessage, PrefillReplyParser, Ticket
+from emberline.router.upstream_request import UpstreamRequest
 
 
-class Silence:
+class SGLangPrefillReplyParser:
     """Ignores the body of a prefill's reply: only its end matters."""
 
-    def push(self, data: bytes) -> Iterator[Word]:
+    def push(self, data: bytes) -> Iterator[PrefillMessage]:
         yield from ()
 
-    def close(self) -> Iterator[Word]:
-        yield Word(done={})
+    def finish(self) -> Iterator[PrefillMessage]:
+        yield PrefillMessage(done={})
 
 
 @dataclass(frozen=True, slots=True)
-class SGLang:
-    call: Call
-    room: int  # in [0, 2**63), unique to this request
-    computes: bool = False
-    detached: bool = True
+class SGLangDialect:
+    client_request: UpstreamRequest
+    bootstrap_room: int  # in [0, 2**63), unique to this request
+    decode_worker_can_prefill: bool = False
+    runs_prefill_to_end: bool = True
 
-    def plain(self, stream: bool) -> Call:
+    def build_plain_request(self, stream: bool) -> UpstreamRequest:
         # Only the router sets these fields.
-        return self.call.without_fields("bootstrap_host", "bootstrap_port", "bootstrap_room")
+        return self.client_request.without_fields("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
-    def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        bootstrap = {"bootstrap_host": peer["host"], "bootstrap_port": peer["port"], "bootstrap_room": self.room}
-        return self.call.with_fields({**bootstrap, "stream": False}, "stream_options"), Silence(), bootstrap
+    def build_prefill_request(
+        self, peer: Mapping[str, Any], timeout: float
+    ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
+        bootstrap = {
+            "bootstrap_host": peer["host"],
+            "bootstrap_port": peer["port"],
+            "bootstrap_room": self.bootstrap_room,
+        }
+        return (
+            self.client_request.with_fields({**bootstrap, "stream": False}, "stream_options"),
+            SGLangPrefillReplyParser(),
+            bootstrap,
+        )
 
-    def answer(self, ticket: Ticket, timeout: float) -> Call:
-        return self.call.with_fields(ticket)
+    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest:
+        return self.client_request.with_fields(ticket)
 
-    def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> None:
+    def build_resume_request(self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None) -> None:
         return None

@@ -12,56 +12,60 @@ from typing import Any
 import msgspec
 
 from emberline.core.handoff import Handoff
-from emberline.net.notjson import NOT_JSON
-from emberline.router.call import Call
-from emberline.router.dialect import Garbled, Ticket, Word, Words
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.router.dialect import InvalidWorkerReply, PrefillMessage, PrefillReplyParser, Ticket
+from emberline.router.upstream_request import UpstreamRequest
 
-LARGEST = 16 << 20
-REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+MAX_PREFILL_REPLY_BYTES = 16 << 20
+REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
           "remote_host": None, "remote_port": None}  # fmt: skip
 
 
-class _Reply(msgspec.Struct):
+class _PrefillReply(msgspec.Struct):
     kv_transfer_params: Ticket | None = None
 
 
-class Whole:
+class VLLMPrefillReplyParser:
     """Collects a prefill's reply, which is complete only at its end."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def push(self, data: bytes) -> Iterator[Word]:
+    def push(self, data: bytes) -> Iterator[PrefillMessage]:
         self._data += data
-        if len(self._data) > LARGEST:
-            raise Garbled(f"the prefill reply exceeds {LARGEST} bytes")
+        if len(self._data) > MAX_PREFILL_REPLY_BYTES:
+            raise InvalidWorkerReply(f"the prefill reply exceeds {MAX_PREFILL_REPLY_BYTES} bytes")
         yield from ()
 
-    def close(self) -> Iterator[Word]:
+    def finish(self) -> Iterator[PrefillMessage]:
         try:
-            yield Word(ticket=msgspec.json.decode(self._data, type=_Reply).kv_transfer_params)
-        except NOT_JSON as e:
-            raise Garbled(str(e)) from e
-        yield Word(done={})
+            yield PrefillMessage(ticket=msgspec.json.decode(self._data, type=_PrefillReply).kv_transfer_params)
+        except JSON_DECODE_ERRORS as e:
+            raise InvalidWorkerReply(str(e)) from e
+        yield PrefillMessage(done={})
 
 
 @dataclass(frozen=True, slots=True)
-class VLLM:
-    call: Call
-    computes: bool = True
-    detached: bool = False
+class VLLMDialect:
+    client_request: UpstreamRequest
+    decode_worker_can_prefill: bool = True
+    runs_prefill_to_end: bool = False
 
-    def plain(self, stream: bool) -> Call:
-        return self.call.without_fields("kv_transfer_params")  # a client must not choose where blocks are read
+    def build_plain_request(self, stream: bool) -> UpstreamRequest:
+        return self.client_request.without_fields(
+            "kv_transfer_params"
+        )  # a client must not choose where blocks are read
 
-    def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        fields = {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}
-        if self.call.path == "/v1/chat/completions":
+    def build_prefill_request(
+        self, peer: Mapping[str, Any], timeout: float
+    ) -> tuple[UpstreamRequest, PrefillReplyParser, Ticket | None]:
+        fields = {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE_PARAMS}
+        if self.client_request.path == "/v1/chat/completions":
             fields["max_completion_tokens"] = 1
-        return self.call.with_fields(fields, "stream_options", "min_tokens"), Whole(), None
+        return self.client_request.with_fields(fields, "stream_options", "min_tokens"), VLLMPrefillReplyParser(), None
 
-    def answer(self, ticket: Ticket, timeout: float) -> Call:
-        return self.call.with_fields({"kv_transfer_params": ticket})
+    def build_decode_request(self, ticket: Ticket, timeout: float) -> UpstreamRequest:
+        return self.client_request.with_fields({"kv_transfer_params": ticket})
 
-    def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> None:
+    def build_resume_request(self, handoff: Handoff, timeout: float, reply_id: str | None, created: int | None) -> None:
         return None

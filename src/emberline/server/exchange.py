@@ -16,7 +16,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection, so that no reply can be sent."""
 
 
@@ -24,14 +24,14 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.speaks = self.path  # path of the API protocol in which errors are written
+        self.protocol_path = self.path  # path of the API protocol in which errors are written
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.client: str = (scope.get("client") or ("",))[0]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
-        self.outcome: int | None = None  # status for the log if the reply failed after its own status was sent
-        self.has_left = False
-        self.note: dict[str, object] = {}  # further fields of the request log
+        self.logged_status: int | None = None  # status for the log if the reply failed after its own status was sent
+        self.client_disconnected = False
+        self.log_fields: dict[str, object] = {}  # further fields of the request log
         self.span: Span | None = None  # None: not traced
         self._receive = receive
         self._send = send
@@ -39,49 +39,51 @@ class Exchange:
     def header(self, name: str) -> str:
         return self.headers.get(name.encode(), b"").decode("latin-1")
 
-    async def body(self, limit: int) -> bytes:
+    async def read_body(self, max_bytes: int) -> bytes:
         """Return the whole body; raise BodyTooLarge, or ClientDisconnected if the client is gone."""
         declared = self.headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > limit:
-            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limit} are allowed")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {max_bytes} are allowed")
         parts: list[bytes] = []
         size = 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnected
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > limit:
-                raise BodyTooLarge(f"the body has more than the allowed {limit} bytes")
+            if size > max_bytes:
+                raise BodyTooLarge(f"the body has more than the allowed {max_bytes} bytes")
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def reply(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
-        await self.start(status, kind, headers or {}, len(body))
+    async def reply(
+        self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.start_reply(status, content_type, headers or {}, len(body))
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
-    async def json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def reply_json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self.reply(status, dumps(body), "application/json", headers)
 
-    async def start_events(self, headers: Mapping[str, str] | None = None) -> None:
+    async def start_event_stream(self, headers: Mapping[str, str] | None = None) -> None:
         fields = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
-        await self.start(200, "text/event-stream; charset=utf-8", fields)
+        await self.start_reply(200, "text/event-stream; charset=utf-8", fields)
 
     def send(self, data: bytes = b"", *, last: bool = False) -> Awaitable[None]:
         """Write one more part of the reply to the client, without buffering."""
         return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`, and cancel it and raise ClientDisconnected when the client disconnects.
 
         The request's body must have been read before."""
         task = asyncio.ensure_future(work)
-        watcher = asyncio.ensure_future(self._gone())
+        watcher = asyncio.ensure_future(self._wait_for_disconnect())
         try:
             await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ClientGone
+                raise ClientDisconnected
         finally:
             for each in (task, watcher):
                 if not each.done():
@@ -90,17 +92,19 @@ class Exchange:
                         await each
         task.result()
 
-    async def _gone(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.has_left = True
+        self.client_disconnected = True
 
-    async def start(self, status: int, kind: str, headers: Mapping[str, str], size: int | None = None) -> None:
+    async def start_reply(
+        self, status: int, content_type: str, headers: Mapping[str, str], body_bytes: int | None = None
+    ) -> None:
         """Send status and headers. `body_bytes`: the content-length, where it is known."""
         assert self.status is None, "the exchange was answered twice"
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        pairs.append((b"content-type", kind.encode("latin-1")))
-        if size is not None:
-            pairs.append((b"content-length", b"%d" % size))
+        pairs.append((b"content-type", content_type.encode("latin-1")))
+        if body_bytes is not None:
+            pairs.append((b"content-length", b"%d" % body_bytes))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -7,26 +7,26 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from emberline.core.events import Stats, TierStats, Timing, Turns
+from emberline.core.events import SleepStats, Stats, TierStats, Timing
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
            160.0, 640.0)  # fmt: skip
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     name: str
     help: str
     kind: str
     lines: list[str]
 
     @staticmethod
-    def of(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> Family:
-        return Family(name, help_, kind, [f"{name}{{{labels}}} {value}" for labels, value in samples])
+    def from_samples(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> MetricFamily:
+        return MetricFamily(name, help_, kind, [f"{name}{{{labels}}} {value}" for labels, value in samples])
 
 
-def exposition(families: Iterable[Family]) -> str:
+def render_exposition(families: Iterable[MetricFamily]) -> str:
     """Return the text format; samples of one name, from several models, share one description."""
     text: dict[str, list[str]] = {}
     for family in families:
@@ -35,18 +35,18 @@ def exposition(families: Iterable[Family]) -> str:
     return "\n".join(line for lines in text.values() for line in lines) + "\n"
 
 
-class Replies:
+class ReplyCounter:
     """Counts the server's HTTP replies, of all models together."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
 
-    def replied(self, path: str, status: int) -> None:
+    def count(self, path: str, status: int) -> None:
         self._counts[path, status] += 1
 
-    def family(self) -> Family:
+    def family(self) -> MetricFamily:
         samples = [(f'path="{path}",status="{status}"', n) for (path, status), n in sorted(self._counts.items())]
-        return Family.of("emberline:http_replies_total", "HTTP replies.", "counter", samples)
+        return MetricFamily.from_samples("emberline:http_replies_total", "HTTP replies.", "counter", samples)
 
 
 class Histogram:
@@ -60,13 +60,13 @@ class Histogram:
             self._counts[bisect_left(self.bounds, value)] += 1
             self._sum += value
 
-    def family(self, labels: str) -> Family:
+    def family(self, labels: str) -> MetricFamily:
         lines, total = [], 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             total += count
             lines.append(f'{self.name}_bucket{{{labels},le="{bound}"}} {total}')
         lines += [f"{self.name}_sum{{{labels}}} {self._sum}", f"{self.name}_count{{{labels}}} {total}"]
-        return Family(self.name, self.help, "histogram", lines)
+        return MetricFamily(self.name, self.help, "histogram", lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +81,41 @@ class CacheInfo:
 CPU_CACHE = CacheInfo()
 
 
-class Metrics:
+class ModelMetrics:
     """The metrics of one model."""
 
     def __init__(self, model: str) -> None:
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self.labels = f'model_name="{escaped}"'
         self._finished: Counter[str] = Counter()
-        self.ttft = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
-        self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens of one completion.", SECONDS)
+        self.ttft = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", LATENCY_BUCKETS_S)
+        self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens of one completion.", LATENCY_BUCKETS_S)
         self.tpot = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", SECONDS
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", LATENCY_BUCKETS_S
         )
-        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
-        self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting for admission.", SECONDS)
-        self.prefill = Histogram("vllm:request_prefill_time_seconds", "From admission to the first token.", SECONDS)
-        self.decode = Histogram("vllm:request_decode_time_seconds", "From the first token to the end.", SECONDS)
-        self.inference = Histogram("vllm:request_inference_time_seconds", "From admission to the end.", SECONDS)
-        self.prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
-        self.generation = Histogram("vllm:request_generation_tokens", "Generated tokens of a completion.", TOKENS)
-        self.computed = Histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKENS
+        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", LATENCY_BUCKETS_S)
+        self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting for admission.", LATENCY_BUCKETS_S)
+        self.prefill = Histogram(
+            "vllm:request_prefill_time_seconds", "From admission to the first token.", LATENCY_BUCKETS_S
         )
-        self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens of requests.", TOKENS)
+        self.decode = Histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the end.", LATENCY_BUCKETS_S
+        )
+        self.inference = Histogram(
+            "vllm:request_inference_time_seconds", "From admission to the end.", LATENCY_BUCKETS_S
+        )
+        self.prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self.generation = Histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a completion.", TOKEN_BUCKETS
+        )
+        self.computed_tokens = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKEN_BUCKETS
+        )
+        self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens of requests.", TOKEN_BUCKETS)
         self.n = Histogram("vllm:request_params_n", "The n of requests.", (1, 2, 5, 10, 20, 50, 100))
-        self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", TOKENS)
-        self.blocks = {
-            kind: Histogram(f"vllm:kv_block_{kind}_seconds", help_, SECONDS)
+        self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", TOKEN_BUCKETS)
+        self.block_residency = {
+            kind: Histogram(f"vllm:kv_block_{kind}_seconds", help_, LATENCY_BUCKETS_S)
             for kind, help_ in (
                 ("lifetime", "From the time a KV block is filled to its eviction or release."),
                 ("idle_before_evict", "How long an evicted KV block had not been used."),
@@ -119,27 +127,27 @@ class Metrics:
         self._startup: dict[str, float] = {}
         self._memory = (0, 0)
 
-    def started(self, seconds: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
+    def record_engine_start(self, seconds: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
         """Record the start-up times and memory that the running engine reported when it was ready."""
         self._startup, self._memory = dict(seconds), (weight_bytes, kv_bytes)
 
-    def stepped(self, stats: Stats) -> None:
+    def record_step(self, stats: Stats) -> None:
         for kind, seconds in stats.residency:
-            self.blocks[kind].observe(seconds)
+            self.block_residency[kind].observe(seconds)
         if stats.step != self._step:  # idle reports repeat the last step
             self._step = stats.step
             self.iteration.observe(stats.step_tokens)
 
-    def asked(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
+    def record_request(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
         self.prompt.observe(prompt_tokens)
         self.n.observe(n)
         self.max_tokens.observe(max_tokens)
 
-    def began(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def record_admission(self, prompt_tokens: int, cached_tokens: int) -> None:
         self._cached_tokens += cached_tokens
-        self.computed.observe(prompt_tokens - cached_tokens)
+        self.computed_tokens.observe(prompt_tokens - cached_tokens)
 
-    def ended(self, reason: str, timing: Timing | None, tokens: int) -> None:
+    def record_completion(self, reason: str, timing: Timing | None, tokens: int) -> None:
         self._finished[reason] += 1
         self.generation.observe(tokens)
         if timing is None:
@@ -156,7 +164,7 @@ class Metrics:
 
     def families(
         self, stats: Stats, *, restarts: int, ready: bool, block_size: int, cache: CacheInfo = CPU_CACHE
-    ) -> Iterator[Family]:
+    ) -> Iterator[MetricFamily]:
         one = self.labels
         for name, help_, gauge in (
             ("vllm:num_requests_running", "Requests in the batch.", stats.running),
@@ -169,7 +177,7 @@ class Metrics:
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
         ):
-            yield Family.of(name, help_, "gauge", [(one, gauge)])
+            yield MetricFamily.from_samples(name, help_, "gauge", [(one, gauge)])
         for name, help_, counter in (
             ("vllm:num_preemptions_total", "Requests that lost their blocks and were recomputed.", stats.preemptions),
             ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
@@ -187,10 +195,10 @@ class Metrics:
             ),
             ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
         ):
-            yield Family.of(name, help_, "counter", [(one, counter)])
-        labels = self._cache(stats, block_size, cache)
-        yield Family.of("vllm:cache_config_info", "KV cache settings.", "gauge", [(labels, 1)])
-        yield from self._labelled(stats)
+            yield MetricFamily.from_samples(name, help_, "counter", [(one, counter)])
+        labels = self._cache_labels(stats, block_size, cache)
+        yield MetricFamily.from_samples("vllm:cache_config_info", "KV cache settings.", "gauge", [(labels, 1)])
+        yield from self._labelled_families(stats)
         for histogram in (
             self.ttft,
             self.itl,
@@ -202,33 +210,33 @@ class Metrics:
             self.inference,
             self.prompt,
             self.generation,
-            self.computed,
+            self.computed_tokens,
             self.max_tokens,
             self.n,
             self.iteration,
-            *self.blocks.values(),
+            *self.block_residency.values(),
         ):
             yield histogram.family(one)
 
-    def turns(self, turns: Turns, awake: bool) -> Iterator[Family]:
+    def sleep_families(self, stats: SleepStats, is_awake: bool) -> Iterator[MetricFamily]:
         one = self.labels
-        yield Family.of(
+        yield MetricFamily.from_samples(
             "emberline:model_awake",
             "1 when the model's weights are in the memory of its device.",
             "gauge",
-            [(one, int(awake))],
+            [(one, int(is_awake))],
         )
         for name, help_, counter in (
-            ("wakes", "Times the model was loaded or woken.", turns.wakes),
-            ("wake_seconds", "Time spent loading or waking the model.", turns.wake_seconds),
-            ("wake_bytes", "Bytes copied to wake the model.", turns.wake_bytes),
-            ("sleeps", "Times the model was put to sleep.", turns.sleeps),
-            ("sleep_seconds", "Time spent putting the model to sleep.", turns.sleep_seconds),
-            ("sleep_bytes", "Bytes copied to put the model to sleep.", turns.sleep_bytes),
+            ("wakes", "Times the model was loaded or woken.", stats.wakes),
+            ("wake_seconds", "Time spent loading or waking the model.", stats.wake_seconds),
+            ("wake_bytes", "Bytes copied to wake the model.", stats.wake_bytes),
+            ("sleeps", "Times the model was put to sleep.", stats.sleeps),
+            ("sleep_seconds", "Time spent putting the model to sleep.", stats.sleep_seconds),
+            ("sleep_bytes", "Bytes copied to put the model to sleep.", stats.sleep_bytes),
         ):
-            yield Family.of(f"emberline:model_{name}_total", help_, "counter", [(one, counter)])
+            yield MetricFamily.from_samples(f"emberline:model_{name}_total", help_, "counter", [(one, counter)])
 
-    def _tiers(self, tiers: Mapping[str, TierStats]) -> Iterator[Family]:
+    def _tier_families(self, tiers: Mapping[str, TierStats]) -> Iterator[MetricFamily]:
         for name, help_, kind in (
             ("on", "1 when the tier is in use, 0 after an I/O error.", "gauge"),
             ("blocks", "KV blocks in the tier.", "gauge"),
@@ -251,9 +259,9 @@ class Metrics:
         ):
             samples = [(f'{self.labels},tier="{tier}"', float(getattr(s, name))) for tier, s in tiers.items()]
             full = f"emberline:kv_tier_{name}" + ("_total" if kind == "counter" else "")
-            yield Family.of(full, help_, kind, samples)
+            yield MetricFamily.from_samples(full, help_, kind, samples)
 
-    def _cache(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
+    def _cache_labels(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
         """Return the labels of the KV cache.
 
         Blocks are counted by the memory that holds them, those of the host tier included."""
@@ -268,25 +276,31 @@ class Metrics:
         }
         return ",".join([self.labels, *(f'{name}="{value}"' for name, value in labels.items())])
 
-    def _labelled(self, stats: Stats) -> Iterator[Family]:
+    def _labelled_families(self, stats: Stats) -> Iterator[MetricFamily]:
         """Yield the families that have labels besides the model's."""
         one = self.labels
         if stats.tiers:
-            yield from self._tiers(stats.tiers)
+            yield from self._tier_families(stats.tiers)
         waiting = [
             (f'{one},reason="capacity"', stats.waiting - stats.deferred - stats.asleep),
             (f'{one},reason="deferred"', stats.deferred),
             (f'{one},reason="asleep"', stats.asleep),
         ]
-        yield Family.of("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
+        yield MetricFamily.from_samples("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
         sources = [
             (f'{one},source="local_compute"', stats.prompt_tokens),
             (f'{one},source="local_cache_hit"', self._cached_tokens),
         ]
         if stats.transfer is not None:
             sources.append((f'{one},source="external_kv_transfer"', stats.transfer.hit_tokens))
-        yield Family.of("vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources)
+        yield MetricFamily.from_samples(
+            "vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources
+        )
         phases = [(f'{one},phase="{phase}"', seconds) for phase, seconds in self._startup.items()]
-        yield Family.of("emberline:startup_seconds", "Duration of each phase of the engine's start.", "gauge", phases)
+        yield MetricFamily.from_samples(
+            "emberline:startup_seconds", "Duration of each phase of the engine's start.", "gauge", phases
+        )
         reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
-        yield Family.of("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
+        yield MetricFamily.from_samples(
+            "vllm:request_success_total", "Completions by how they ended.", "counter", reasons
+        )

@@ -8,27 +8,27 @@ from importlib.resources import files
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class StaticPage:
     body: bytes
-    kind: str
+    content_type: str
 
 
-def load_pages(home: str = "index.html") -> dict[str, Page]:
+def load_pages(index: str = "index.html") -> dict[str, StaticPage]:
     """Return the static files by URL path.
 
     `index` is served at `/`. The other files of web/ and of the index's own folder are served under /static/."""
-    index_folder = home.rpartition("/")[0]
+    index_folder = index.rpartition("/")[0]
     web = files("emberline").joinpath("web")
     pages = {}
     for folder in dict.fromkeys(("", index_folder)):
         for item in web.joinpath(folder).iterdir():
             name = f"{folder}/{item.name}" if folder else item.name
             if item.is_file() and not name.endswith(".py"):
-                pages["/" if name == home else f"/static/{name}"] = Page(item.read_bytes(), _kind(name))
+                pages["/" if name == index else f"/static/{name}"] = StaticPage(item.read_bytes(), _content_type(name))
     return pages
 
 
-def _kind(name: str) -> str:
+def _content_type(name: str) -> str:
     kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
     kind = "text/javascript" if name.endswith((".js", ".mjs")) else kind
     return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

@@ -11,63 +11,63 @@ from emberline import __version__
 from emberline.core.clock import SystemClock, WallClock
 from emberline.core.config import TraceConfig
 from emberline.core.errors import EmberlineError
-from emberline.net.pool import Pool
-from emberline.server.exchange import ClientGone, Exchange
-from emberline.server.metrics import Family
-from emberline.trace.collector import Collector
-from emberline.trace.context import PARENT, STATE, Context
-from emberline.trace.span import About, Kind, Span
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.server.exchange import ClientDisconnected, Exchange
+from emberline.server.metrics import MetricFamily
+from emberline.trace.context import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext
+from emberline.trace.otlp_exporter import OTLPSpanExporter
+from emberline.trace.span import Attributes, Span, SpanKind
 from emberline.trace.tracer import Tracer
 
-CONNECT, IDLE = 2.0, 15.0
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat",
+COLLECTOR_CONNECT_TIMEOUT_S, COLLECTOR_IDLE_TIMEOUT_S = 2.0, 15.0
+OPERATION_BY_PATH = {"/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat",
               "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # fmt: skip
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Tracing:
+class RequestTracing:
     tracer: Tracer
-    collector: Collector
+    collector: OTLPSpanExporter
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> Iterator[MetricFamily]:
         for name, help_, count in (
             ("sent", "Spans that the collector accepted.", self.collector.sent),
             ("dropped", "Spans that the collector did not accept.", self.collector.dropped),
         ):
             full = f"emberline:spans_{name}_total"
-            yield Family(full, help_, "counter", [f"{full} {count}"])
+            yield MetricFamily(full, help_, "counter", [f"{full} {count}"])
 
-    def traced(self, handler: Handler) -> Handler:
+    def trace_handler(self, handler: Handler) -> Handler:
         """Return a handler that records each exchange as a span, below the client's own span if any."""
 
         async def handle(x: Exchange) -> None:
-            parent = Context.read(x.header(PARENT))
+            parent = TraceContext.parse(x.header(TRACEPARENT_HEADER))
             if parent is None:
-                x.headers.pop(STATE.encode(), None)  # tracestate has no meaning without traceparent
-            span = x.span = self.tracer.begin(x.path, Kind.SERVER, parent)
+                x.headers.pop(TRACESTATE_HEADER.encode(), None)  # tracestate has no meaning without traceparent
+            span = x.span = self.tracer.start_span(x.path, SpanKind.SERVER, parent)
             error = ""
             try:
                 await handler(x)
-                error = str(x.note.get("error", "")) or (str(x.status) if (x.status or 0) >= 400 else "")
-            except (ClientGone, asyncio.CancelledError):
+                error = str(x.log_fields.get("error", "")) or (str(x.status) if (x.status or 0) >= 400 else "")
+            except (ClientDisconnected, asyncio.CancelledError):
                 error = "client_gone"
                 raise
             except Exception as e:
                 error = e.code if isinstance(e, EmberlineError) else EmberlineError.code
                 raise
             finally:
-                _tell(span, x)
+                _set_span_attributes(span, x)
                 span.end(error)
 
         return handle
 
 
-def _tell(span: Span, x: Exchange) -> None:
-    operation = OPERATIONS.get(x.speaks)
-    span.name = f"{operation or x.path} {span.about.get('gen_ai.request.model') or ''}".strip()
-    span.about |= {
+def _set_span_attributes(span: Span, x: Exchange) -> None:
+    operation = OPERATION_BY_PATH.get(x.protocol_path)
+    span.name = f"{operation or x.path} {span.attributes.get('gen_ai.request.model') or ''}".strip()
+    span.attributes |= {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "emberline",
         "http.route": x.path,
@@ -76,13 +76,23 @@ def _tell(span: Span, x: Exchange) -> None:
 
 
 @asynccontextmanager
-async def tracing(config: TraceConfig | None, service: str, instance: str = "") -> AsyncIterator[Tracing | None]:
+async def open_tracing(
+    config: TraceConfig | None, service: str, instance: str = ""
+) -> AsyncIterator[RequestTracing | None]:
     """Yield the tracing of a process, or None if `config` is None."""
     if config is None:
         yield None
         return
     clock = SystemClock()
-    about: About = {"service.name": service, "service.version": __version__, "service.instance.id": instance or None}
-    with closing(Pool(connect=CONNECT, idle=IDLE, again=True)) as pool:
-        async with Collector(pool, config, about, clock, WallClock()) as collector:
-            yield Tracing(Tracer(collector, clock, config.share), collector)
+    about: Attributes = {
+        "service.name": service,
+        "service.version": __version__,
+        "service.instance.id": instance or None,
+    }
+    with closing(
+        HTTPConnectionPool(
+            connect_timeout_s=COLLECTOR_CONNECT_TIMEOUT_S, idle_timeout_s=COLLECTOR_IDLE_TIMEOUT_S, retries_stale=True
+        )
+    ) as pool:
+        async with OTLPSpanExporter(pool, config, about, clock, WallClock()) as collector:
+            yield RequestTracing(Tracer(collector, clock, config.share), collector)

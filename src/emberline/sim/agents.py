@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-MODEL = "sim"
+MODEL_NAME = "sim"
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class AgentWorkload:
     sessions: int = 160
     systems: int = 8  # distinct system prompts
     system_tokens: tuple[int, int] = (2048, 4096)
@@ -24,11 +24,11 @@ class Habits:
 
 
 @dataclass(slots=True)
-class Message:
+class SimMessage:
     role: str
     tokens: list[int]
 
-    def raw(self) -> msgspec.Raw:
+    def to_json(self) -> msgspec.Raw:
         """Return the message as a client would send it, with one word for each token."""
         words = " ".join(f"{token:x}" for token in self.tokens)
         return msgspec.Raw(msgspec.json.encode({"role": self.role, "content": words}))
@@ -37,51 +37,53 @@ class Message:
 @dataclass(slots=True)
 class Session:
     name: str
-    begins: float
-    turns: int
+    starts_at: float
+    turns_left: int
     rng: random.Random
-    habits: Habits
-    messages: list[Message]
-    raws: list[msgspec.Raw] = field(default_factory=list)
+    workload: AgentWorkload
+    messages: list[SimMessage]
+    encoded_messages: list[msgspec.Raw] = field(default_factory=list)
 
-    def ask(self) -> tuple[bytes, list[int], int]:
+    def next_request(self) -> tuple[bytes, list[int], int]:
         """Return the next turn: the request's body, its tokens, and the length of the reply in tokens."""
-        self.messages.append(Message("user", _tokens(self.rng, self._draw(self.habits.user_tokens))))
-        self.raws += [message.raw() for message in self.messages[len(self.raws) :]]
-        reply = self._draw(self.habits.reply_tokens)
-        body = {"model": MODEL, "messages": self.raws, "max_tokens": reply, "stream": True}
+        self.messages.append(SimMessage("user", _random_tokens(self.rng, self._draw_length(self.workload.user_tokens))))
+        self.encoded_messages += [message.to_json() for message in self.messages[len(self.encoded_messages) :]]
+        reply = self._draw_length(self.workload.reply_tokens)
+        body = {"model": MODEL_NAME, "messages": self.encoded_messages, "max_tokens": reply, "stream": True}
         return msgspec.json.encode(body), self.tokens, reply
 
     @property
     def tokens(self) -> list[int]:
         return [token for message in self.messages for token in message.tokens]
 
-    def replied(self, tokens: list[int]) -> None:
-        self.turns -= 1
-        self.messages.append(Message("assistant", tokens))
+    def record_reply(self, tokens: list[int]) -> None:
+        self.turns_left -= 1
+        self.messages.append(SimMessage("assistant", tokens))
 
-    def pause(self) -> float:
-        return self.rng.expovariate(1.0 / self.habits.think_seconds)
+    def draw_pause(self) -> float:
+        return self.rng.expovariate(1.0 / self.workload.think_seconds)
 
-    def _draw(self, middle: float) -> int:
-        return max(8, round(middle * min(16.0, self.rng.lognormvariate(0.0, self.habits.spread))))
+    def _draw_length(self, median: float) -> int:
+        return max(8, round(median * min(16.0, self.rng.lognormvariate(0.0, self.workload.spread))))
 
 
-def sessions(habits: Habits, seed: int) -> list[Session]:
+def make_sessions(workload: AgentWorkload, seed: int) -> list[Session]:
     rng = random.Random(seed)
-    systems = [Message("system", _tokens(rng, rng.randint(*habits.system_tokens))) for _ in range(habits.systems)]
+    systems = [
+        SimMessage("system", _random_tokens(rng, rng.randint(*workload.system_tokens))) for _ in range(workload.systems)
+    ]
     return [
         Session(
             f"session-{i}",
-            rng.uniform(0.0, habits.over_seconds),
-            rng.randint(*habits.turns),
+            rng.uniform(0.0, workload.over_seconds),
+            rng.randint(*workload.turns),
             random.Random(f"{seed}/{i}"),
-            habits,
+            workload,
             [rng.choice(systems)],
         )
-        for i in range(habits.sessions)
+        for i in range(workload.sessions)
     ]
 
 
-def _tokens(rng: random.Random, count: int) -> list[int]:
+def _random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(100_000) for _ in range(count)]

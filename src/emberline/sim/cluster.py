@@ -11,42 +11,42 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.cluster.registration import Heartbeat, ModelRegistration, WorkerRegistration
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig, SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
-from emberline.router.ask import Ask
-from emberline.router.chains import Link
-from emberline.router.policy import Decision, Why
-from emberline.router.usage import Usage
-from emberline.router.worker import Load
-from emberline.server.routing.dispatch import Dispatch
-from emberline.server.routing.leg import Leg
-from emberline.sim.agents import MODEL, Session
+from emberline.router.policy import RoutingDecision, RoutingReason
+from emberline.router.prefix_block_map import BlockPosition
+from emberline.router.reply_usage import ReplyUsage
+from emberline.router.request_summary import RequestSummary
+from emberline.router.worker import RequestLoad
+from emberline.server.routing.dispatcher import Dispatcher
+from emberline.server.routing.worker_attempt import WorkerAttempt
+from emberline.sim.agents import MODEL_NAME, Session
 from emberline.sim.costmodel import CostModel
-from emberline.sim.oracle import Oracle
-from emberline.sim.worker import SimWorker, Store
+from emberline.sim.oracle import PrefixOracle
+from emberline.sim.worker import SimStore, SimWorker
 
-FAR = 1e9  # a timeout that never passes: workers do not fail in the simulation
-LOOK = 1.0  # virtual seconds between two samples of the load balance
+NEVER_S = 1e9  # a timeout that never passes: workers do not fail in the simulation
+BALANCE_INTERVAL_S = 1.0  # virtual seconds between two samples of the load balance
 
-Chooser = Callable[[Dispatch, Ask], Decision]
+WorkerChooser = Callable[[Dispatcher, RequestSummary], RoutingDecision]
 
 
 @dataclass(slots=True)
-class Seen:
+class SimResult:
     """The measurements of one simulated run."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    known_tokens: int = 0  # prompt tokens that an unlimited cache shared by all workers would have had
+    oracle_tokens: int = 0  # prompt tokens that an unlimited cache shared by all workers would have had
     working_set: int = 0  # largest number of tokens of conversations that were active at the same time
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    balance: list[float] = field(default_factory=list)  # maximum over mean of the workers' open tokens
-    conversations: Counter[str] = field(default_factory=Counter)  # conversations that started at each worker
+    ttft_seconds: list[float] = field(default_factory=list)
+    inter_token_seconds: list[float] = field(default_factory=list)
+    load_imbalance: list[float] = field(default_factory=list)  # maximum over mean of the workers' open tokens
+    conversations_by_worker: Counter[str] = field(default_factory=Counter)  # conversations that started at each worker
     requests: int = 0
     seconds: float = 0.0
 
@@ -54,32 +54,32 @@ class Seen:
     def cached_share(self) -> float:
         return self.cached_tokens / self.prompt_tokens
 
-    def spread(self, workers: int) -> float:
+    def conversation_imbalance(self, workers: int) -> float:
         """Return the largest number of conversations of a worker, divided by the mean."""
-        return max(self.conversations.values()) * workers / sum(self.conversations.values())
+        return max(self.conversations_by_worker.values()) * workers / sum(self.conversations_by_worker.values())
 
     @property
     def oracle_share(self) -> float:
-        return self.known_tokens / self.prompt_tokens
+        return self.oracle_tokens / self.prompt_tokens
 
 
 @dataclass(slots=True)
-class Open:
+class OpenTurn:
     """A turn whose reply is being generated."""
 
     session: Session
-    leg: Leg
-    account: ExitStack
-    asked: float
-    prompt: int
-    link: Link | None = None  # last full block of the prompt
-    cached: int = 0
+    leg: WorkerAttempt
+    dispatch_context: ExitStack
+    sent_at: float
+    prompt_len: int
+    chain_end: BlockPosition | None = None  # last full block of the prompt
+    num_cached: int = 0
     reply: list[int] = field(default_factory=list)
-    last: float = 0.0
+    last_token_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SimClusterConfig:
     workers: int = 4
     kv_tokens: int = 131_072  # KV cache of each worker
     max_running: int = 64
@@ -90,151 +90,164 @@ class Shape:
 class SimCluster:
     def __init__(
         self,
-        shape: Shape,
-        chooser: Chooser,
+        cluster_config: SimClusterConfig,
+        chooser: WorkerChooser,
         *,
-        header: bool = False,
-        store: Store | None = None,
+        names_session: bool = False,
+        store: SimStore | None = None,
         kv_events: bool = False,
     ) -> None:
         """`names_session`: clients send a session id.
 
         `kv_events`: the router subscribes to the workers' KV cache events."""
         self.clock = ManualClock()
-        router = RouterConfig(lost_after=FAR, stuck_after=FAR, kv_events=kv_events)
-        self.dispatch = Dispatch(router, self.clock)
-        self.seen = Seen()
+        router = RouterConfig(lost_after=NEVER_S, stuck_after=NEVER_S, kv_events=kv_events)
+        self.dispatch = Dispatcher(router, self.clock)
+        self.result = SimResult()
         self._chooser = chooser
-        self._header = header
+        self._names_session = names_session
         config = SchedulerConfig(
-            max_running=shape.max_running, max_batch_tokens=shape.batch_tokens, max_context=shape.kv_tokens
+            max_running=cluster_config.max_running,
+            max_batch_tokens=cluster_config.batch_tokens,
+            max_context=cluster_config.kv_tokens,
         )
         self._workers: dict[str, SimWorker] = {}
-        for i in range(shape.workers):
+        for i in range(cluster_config.workers):
             name = f"worker-{i}"
-            worker = self._workers[name] = SimWorker(name, config, shape.kv_tokens, shape.cost, store)
+            worker = self._workers[name] = SimWorker(name, config, cluster_config.kv_tokens, cluster_config.cost, store)
             if kv_events:
-                worker.engine.kv.watch()
-            model = ModelCard(MODEL, "sim", config.max_context, shape.max_running, shape.kv_tokens, config.block_size)
-            self.dispatch.register(Card(name, name, f"http://{name}", (model,)))
-            self.dispatch.beat(Beat(name, name))
-        self._open: dict[str, Open] = {}
-        self._oracle = Oracle(config.block_size)
-        self._live: dict[str, int] = {}  # tokens of each active conversation
-        self._calendar: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+                worker.engine.kv.track_prefix_changes()
+            model = ModelRegistration(
+                MODEL_NAME,
+                "sim",
+                config.max_context,
+                cluster_config.max_running,
+                cluster_config.kv_tokens,
+                config.block_size,
+            )
+            self.dispatch.register(WorkerRegistration(name, name, f"http://{name}", (model,)))
+            self.dispatch.record_heartbeat(Heartbeat(name, name))
+        self._open_turns: dict[str, OpenTurn] = {}
+        self._oracle = PrefixOracle(config.block_size)
+        self._live_tokens: dict[str, int] = {}  # tokens of each active conversation
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._event_ids = itertools.count()
 
-    def run(self, sessions: list[Session]) -> Seen:
+    def run(self, sessions: list[Session]) -> SimResult:
         for session in sessions:
-            self._at(session.begins, partial(self._turn, session))
-        self._at(LOOK, self._look)
-        while self._calendar:
-            self.clock.time, _, event = heapq.heappop(self._calendar)
+            self._schedule(session.starts_at, partial(self._start_turn, session))
+        self._schedule(BALANCE_INTERVAL_S, self._sample_balance)
+        while self._events:
+            self.clock.time, _, event = heapq.heappop(self._events)
             event()
-        self.seen.seconds = self.clock.time
-        assert not self._open and not self.dispatch.num_open
+        self.result.seconds = self.clock.time
+        assert not self._open_turns and not self.dispatch.num_open
         for worker in self._workers.values():
-            worker.engine.kv.check()
-        return self.seen
+            worker.engine.kv.check_invariants()
+        return self.result
 
-    def _at(self, when: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._calendar, (when, next(self._order), event))
+    def _schedule(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._event_ids), event))
 
-    def _turn(self, session: Session) -> None:
-        body, tokens, reply = session.ask()
-        ask = Ask.read(body, session.name if self._header else "")
+    def _start_turn(self, session: Session) -> None:
+        body, tokens, reply = session.next_request()
+        ask = RequestSummary.parse(body, session.name if self._names_session else "")
         decision = self._chooser(self.dispatch, ask)
-        if session.name not in self._live:
-            self.seen.conversations[decision.worker.name] += 1
+        if session.name not in self._live_tokens:
+            self.result.conversations_by_worker[decision.worker.name] += 1
         account = ExitStack()
-        leg = account.enter_context(self.dispatch.opened(ask, decision))
-        name, now = f"{session.name}/{session.turns}", self.clock.time
-        self.seen.known_tokens += self._oracle.cached(tokens)
-        self._live[session.name] = len(tokens) + reply
-        self.seen.working_set = max(self.seen.working_set, sum(self._live.values()))
+        leg = account.enter_context(self.dispatch.open_attempt(ask, decision))
+        name, now = f"{session.name}/{session.turns_left}", self.clock.time
+        self.result.oracle_tokens += self._oracle.count_cached_and_add(tokens)
+        self._live_tokens[session.name] = len(tokens) + reply
+        self.result.working_set = max(self.result.working_set, sum(self._live_tokens.values()))
         worker = self._workers[decision.worker.name]
-        link = worker.end_of(tokens) if self.dispatch.kv is not None else None
-        self._open[name] = Open(session, leg, account, now, len(tokens), link)
+        link = worker.chain_end(tokens) if self.dispatch.kv_index is not None else None
+        self._open_turns[name] = OpenTurn(session, leg, account, now, len(tokens), link)
         params = SamplingParams(max_tokens=reply, ignore_eos=True, seed=0)
-        worker.add(Submission(name, tokens, params, timeout=FAR), now)
-        if not worker.stepping:
+        worker.add(Submission(name, tokens, params, timeout=NEVER_S), now)
+        if not worker.is_stepping:
             self._step(worker)
 
     def _step(self, worker: SimWorker) -> None:
         outputs, ends = worker.step(self.clock.time)
-        worker.stepping = True
-        self._at(ends, partial(self._stepped, worker, outputs))
+        worker.is_stepping = True
+        self._schedule(ends, partial(self._finish_step, worker, outputs))
 
-    def _stepped(self, worker: SimWorker, outputs: list[Output]) -> None:
-        if (index := self.dispatch.kv) is not None:
+    def _finish_step(self, worker: SimWorker, outputs: list[Output]) -> None:
+        if (index := self.dispatch.kv_index) is not None:
             id_ = self.dispatch.workers[worker.name].id
-            for batch in worker.batches(*index.position(id_)):
-                index.apply(id_, batch)
+            for batch in worker.new_batches(*index.last_batch(id_)):
+                index.apply_batch(id_, batch)
         for output in outputs:
-            self._came(output)
-        worker.stepping = False
+            self._receive_output(output)
+        worker.is_stepping = False
         if not worker.idle:
             self._step(worker)
 
-    def _came(self, output: Output) -> None:
-        turn, now = self._open[output.id], self.clock.time
-        if not turn.reply and turn.link is not None:
-            self.dispatch.told(turn.leg, turn.link)
-        self.dispatch.came(turn.leg, len(output.tokens))
-        (self.seen.between if turn.reply else self.seen.first).append(now - (turn.last or turn.asked))
-        turn.cached += output.cached_tokens
-        turn.last = now
+    def _receive_output(self, output: Output) -> None:
+        turn, now = self._open_turns[output.id], self.clock.time
+        if not turn.reply and turn.chain_end is not None:
+            self.dispatch.record_prompt_end(turn.leg, turn.chain_end)
+        self.dispatch.record_reply_bytes(turn.leg, len(output.tokens))
+        (self.result.inter_token_seconds if turn.reply else self.result.ttft_seconds).append(
+            now - (turn.last_token_at or turn.sent_at)
+        )
+        turn.num_cached += output.cached_tokens
+        turn.last_token_at = now
         turn.reply += output.tokens
         if output.finish is None:
             return
         assert output.error is None, output
-        del self._open[output.id]
-        turn.leg.usage = Usage(turn.prompt, len(turn.reply), turn.cached)
+        del self._open_turns[output.id]
+        turn.leg.usage = ReplyUsage(turn.prompt_len, len(turn.reply), turn.num_cached)
         turn.leg.outcome = "answered"
-        turn.account.close()
-        self.seen.requests += 1
-        self.seen.prompt_tokens += turn.prompt
-        self.seen.cached_tokens += turn.cached
-        turn.session.replied(turn.reply)
-        if turn.session.turns:
-            self._oracle.cached(turn.session.tokens)
-            self._at(now + turn.session.pause(), partial(self._turn, turn.session))
+        turn.dispatch_context.close()
+        self.result.requests += 1
+        self.result.prompt_tokens += turn.prompt_len
+        self.result.cached_tokens += turn.num_cached
+        turn.session.record_reply(turn.reply)
+        if turn.session.turns_left:
+            self._oracle.count_cached_and_add(turn.session.tokens)
+            self._schedule(now + turn.session.draw_pause(), partial(self._start_turn, turn.session))
         else:
-            del self._live[turn.session.name]
+            del self._live_tokens[turn.session.name]
 
-    def _look(self) -> None:
+    def _sample_balance(self) -> None:
         work = [worker.tokens_left for worker in self._workers.values()]
         if sum(work) > 0:
-            self.seen.balance.append(max(work) * len(work) / sum(work))
-        if self._calendar:
-            self._at(self.clock.time + LOOK, self._look)
+            self.result.load_imbalance.append(max(work) * len(work) / sum(work))
+        if self._events:
+            self._schedule(self.clock.time + BALANCE_INTERVAL_S, self._sample_balance)
 
 
-def by_policy(dispatch: Dispatch, ask: Ask) -> Decision:
-    return dispatch.choose(ask, set())
+def choose_by_policy(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
+    return dispatch.choose_worker(ask, set())
 
 
-def at_random(seed: int) -> Chooser:
+def random_chooser(seed: int) -> WorkerChooser:
     rng = random.Random(seed)
-    return lambda dispatch, ask: _given(dispatch, ask, rng.choice(sorted(dispatch.workers)))
+    return lambda dispatch, ask: _decision_for(dispatch, ask, rng.choice(sorted(dispatch.workers)))
 
 
-def in_turn() -> Chooser:
+def round_robin_chooser() -> WorkerChooser:
     turns = itertools.count()
 
-    def choose(dispatch: Dispatch, ask: Ask) -> Decision:
+    def choose(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
         names = sorted(dispatch.workers)
-        return _given(dispatch, ask, names[next(turns) % len(names)])
+        return _decision_for(dispatch, ask, names[next(turns) % len(names)])
 
     return choose
 
 
-def fewest_requests(dispatch: Dispatch, ask: Ask) -> Decision:
-    return _given(dispatch, ask, min(dispatch.workers.values(), key=lambda worker: (worker.open, worker.name)).name)
+def choose_fewest_requests(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
+    return _decision_for(
+        dispatch, ask, min(dispatch.workers.values(), key=lambda worker: (worker.open_requests, worker.name)).name
+    )
 
 
-def _given(dispatch: Dispatch, ask: Ask, name: str) -> Decision:
+def _decision_for(dispatch: Dispatcher, ask: RequestSummary, name: str) -> RoutingDecision:
     """Return the decision that the router would record if it had chosen this worker."""
-    estimate = dispatch.estimates[ask.model]
-    load = Load(estimate.prompt(ask.size), estimate.output(ask))
-    return Decision(dispatch.workers[name], load, Why.LOAD, 0.0)
+    estimate = dispatch.estimators[ask.model]
+    load = RequestLoad(estimate.estimate_prompt_tokens(ask.prompt_bytes), estimate.estimate_output_tokens(ask))
+    return RoutingDecision(dispatch.workers[name], load, RoutingReason.LOAD, 0.0)

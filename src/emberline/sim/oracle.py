@@ -5,17 +5,17 @@ from __future__ import annotations
 from emberline.tokens.blockhash import block_hash, root_hash
 
 
-class Oracle:
+class PrefixOracle:
     def __init__(self, block_size: int = 16) -> None:
         self._block_size = block_size
-        self._seen: set[bytes] = set()
+        self._seen_hashes: set[bytes] = set()
 
-    def cached(self, tokens: list[int]) -> int:
+    def count_cached_and_add(self, tokens: list[int]) -> int:
         """Return how many tokens of a prompt are cached, and add all of its blocks."""
         size, parent, cached, is_hit = self._block_size, root_hash("oracle", ""), 0, True
         for at in range(0, len(tokens) - size + 1, size):
             parent = block_hash(parent, tokens[at : at + size])
-            is_hit = is_hit and parent in self._seen and at + size < len(tokens)
+            is_hit = is_hit and parent in self._seen_hashes and at + size < len(tokens)
             cached += size * is_hit
-            self._seen.add(parent)
+            self._seen_hashes.add(parent)
         return cached

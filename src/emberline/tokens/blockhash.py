@@ -6,15 +6,15 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-VERSION = b"emberline-block-1"
-SIZE = 16
+HASH_VERSION = b"emberline-block-1"
+DIGEST_BYTES = 16
 
 
 def root_hash(layout: str, salt: str = "") -> bytes:
     """Return the parent of a sequence's first block.
 
     `layout` names model and cache format, `salt` the tenant: blocks of different ones never have equal hashes."""
-    digest = blake2b(VERSION, digest_size=SIZE)
+    digest = blake2b(HASH_VERSION, digest_size=DIGEST_BYTES)
     for part in (layout.encode(), salt.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
@@ -22,12 +22,12 @@ def root_hash(layout: str, salt: str = "") -> bytes:
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the hash of one full block; through `parent` it covers all tokens before the block too."""
-    return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=SIZE).digest()
+    return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=DIGEST_BYTES).digest()
 
 
-def last_full(root: bytes, tokens: Sequence[int], size: int) -> tuple[bytes, int] | None:
+def last_full_block(root: bytes, tokens: Sequence[int], block_size: int) -> tuple[bytes, int] | None:
     """Return the hash of the last full block and the number of full blocks; None if there is none."""
     digest = root
-    for at in range(0, len(tokens) - size + 1, size):
-        digest = block_hash(digest, tokens[at : at + size])
-    return (digest, len(tokens) // size) if len(tokens) >= size else None
+    for at in range(0, len(tokens) - block_size + 1, block_size):
+        digest = block_hash(digest, tokens[at : at + block_size])
+    return (digest, len(tokens) // block_size) if len(tokens) >= block_size else None

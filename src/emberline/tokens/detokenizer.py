@@ -21,9 +21,9 @@ class Detokenizer:
         skip_special: bool = True,
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
-        continuing: bool = False,
-        keep: frozenset[int] = frozenset(),
-        at_least: int = 0,
+        continues_prompt: bool = False,
+        shown_special_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
         """Raises UnsupportedModel if the tokenizer cannot decode single tokens.
 
@@ -33,64 +33,64 @@ class Detokenizer:
         if tokenizer.alphabet is Alphabet.OPAQUE:
             raise UnsupportedModel("the model's tokenizer cannot decode single tokens, which text generation needs")
         self._token_bytes = tokenizer.token_bytes
-        self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
+        self._skipped_ids = tokenizer.special_ids - shown_special_ids if skip_special else frozenset[int]()
         self._stops, self._include_stop = tuple(s for s in stop if s), include_stop
-        self._at_least = at_least
+        self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strips_space and not continuing
-        self._held = ""
+        self._strips_first_space = tokenizer.strips_first_space and not continues_prompt
+        self._held_text = ""
         self._length = 0  # characters decoded so far, including held ones
         self.offsets: list[int] = []  # of each token so far: where its text begins
-        self.stopped: str | None = None  # the stop string that was found
+        self.matched_stop: str | None = None  # the stop string that was found
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the new text.
 
         Tokens after a complete stop string are ignored; `len(offsets)` counts the used ones."""
         if not self._stops:
-            return "".join([self._take(i) for i in ids])
+            return "".join([self._decode_token(i) for i in ids])
         out = []
         for i in ids:
-            if self.stopped is not None:
+            if self.matched_stop is not None:
                 break
-            out.append(self._release(self._take(i)))
+            out.append(self._hold_stop_prefix(self._decode_token(i)))
         return "".join(out)
 
     def flush(self) -> str:
         """Return the held text after the last token; an incomplete character becomes U+FFFD."""
-        if self.stopped is not None:
+        if self.matched_stop is not None:
             return ""
-        text = self._release(self._text(b"", final=True))
-        held, self._held = self._held, ""
+        text = self._hold_stop_prefix(self._decode_bytes(b"", final=True))
+        held, self._held_text = self._held_text, ""
         return text + held
 
-    def _take(self, id_: int) -> str:
+    def _decode_token(self, id_: int) -> str:
         self.offsets.append(self._length)
-        return "" if id_ in self._skip else self._text(self._token_bytes(id_))
+        return "" if id_ in self._skipped_ids else self._decode_bytes(self._token_bytes(id_))
 
-    def _text(self, data: bytes, final: bool = False) -> str:
+    def _decode_bytes(self, data: bytes, final: bool = False) -> str:
         text = self._decoder.decode(data, final)
-        if self._strip and text:
-            text, self._strip = text.removeprefix(" "), False
+        if self._strips_first_space and text:
+            text, self._strips_first_space = text.removeprefix(" "), False
         self._length += len(text)
         return text
 
-    def _release(self, text: str) -> str:
+    def _hold_stop_prefix(self, text: str) -> str:
         """Return the text that can be emitted; set `matched_stop` at the first complete stop string.
 
         Of several, the one that ends first is used, and of those the longest: the result does not depend on how the
         text is split into tokens."""
-        if len(self.offsets) <= self._at_least:
+        if len(self.offsets) <= self._min_tokens:
             return text
-        text = self._held + text
+        text = self._held_text + text
         found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
-            end, start, self.stopped = min(found)
-            self._held = ""
+            end, start, self.matched_stop = min(found)
+            self._held_text = ""
             return text[: end if self._include_stop else start]
         keep = max((_overlap(text, s) for s in self._stops), default=0)
         cut = len(text) - keep
-        self._held = text[cut:]
+        self._held_text = text[cut:]
         return text[:cut]
 
 

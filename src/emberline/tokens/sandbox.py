@@ -21,8 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace, pass_context
 
-from emberline.tokens.fuel import size
-from emberline.tokens.guards import GUARDS, Guarding, fuel_of
+from emberline.tokens.cost_guards import GUARDS, CostGuardTransformer, budget_of
+from emberline.tokens.render_budget import size_of
 
 MAX_INT_BITS = 256
 _STR_METHODS = """
@@ -34,9 +34,9 @@ _SHALLOW_FILTERS = """
     abs capitalize count d default first float indent int items last length list lower map reject rejectattr replace
     reverse select selectattr title trim upper
 """
-_DEEP_FILTERS = "dictsort join max min sort string unique"
-_DEEP_TESTS = "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in"
-ATTRIBUTES: dict[type, frozenset[str]] = {
+_NESTED_FILTERS = "dictsort join max min sort string unique"
+_NESTED_TESTS = "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in"
+ALLOWED_ATTRIBUTES: dict[type, frozenset[str]] = {
     str: frozenset(_STR_METHODS.split()),
     dict: frozenset(("items", "keys", "values", "get")),
     list: frozenset(("index", "count")),
@@ -44,28 +44,30 @@ ATTRIBUTES: dict[type, frozenset[str]] = {
 }
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
+class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
         self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
         self.filters = {
-            **{name: _priced(name, FILTERS[name], deep=False) for name in _SHALLOW_FILTERS.split()},
-            **{name: _priced(name, FILTERS[name], deep=True) for name in _DEEP_FILTERS.split()},
+            **{name: _charge_calls(name, FILTERS[name], nested=False) for name in _SHALLOW_FILTERS.split()},
+            **{name: _charge_calls(name, FILTERS[name], nested=True) for name in _NESTED_FILTERS.split()},
             "tojson": _tojson,
             "safe": lambda value: value,  # nothing is ever escaped
             **GUARDS,
         }
-        self.tests = {name: _priced(name, test, deep=name in _DEEP_TESTS.split()) for name, test in TESTS.items()}
+        self.tests = {
+            name: _charge_calls(name, test, nested=name in _NESTED_TESTS.split()) for name, test in TESTS.items()
+        }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        Guarding().visit(tree)
+        CostGuardTransformer().visit(tree)
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        for kind, allowed in ATTRIBUTES.items():
+        for kind, allowed in ALLOWED_ATTRIBUTES.items():
             if isinstance(obj, kind):
                 return attr in allowed
         return isinstance(obj, (LoopContext, Namespace, Macro)) and super().is_safe_attribute(obj, attr, value)
@@ -76,7 +78,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, arguments = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
         name = __obj.__name__ if isinstance(owner, str) else ""
-        fuel_of(__context).burn_text(name, owner, arguments)
+        budget_of(__context).spend_text_call(name, owner, arguments)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -85,29 +87,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
         times = 1
         if operator == "*":
             times = max([1, *(n for n in (left, right) if isinstance(n, int))])
-        fuel_of(context).burn((size(left) + size(right)) * times if _sequence(left, right) else 0)
+        budget_of(context).spend((size_of(left) + size_of(right)) * times if _is_any_sequence(left, right) else 0)
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > MAX_INT_BITS:
             raise SecurityError(f"a number has more than {MAX_INT_BITS} bits")
         return result
 
 
-def _sequence(left: Any, right: Any) -> bool:
+def _is_any_sequence(left: Any, right: Any) -> bool:
     return isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
 
 
-def _priced(name: str, inner: Any, deep: bool) -> Callable[..., Any]:
+def _charge_calls(name: str, inner: Any, nested: bool) -> Callable[..., Any]:
     leading = getattr(getattr(inner, "jinja_pass_arg", None), "name", "")
 
     @pass_context
     def charge_and_call(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        budget, arguments = fuel_of(context), [*args, *kwargs.values()]
+        budget, arguments = budget_of(context), [*args, *kwargs.values()]
         if name == "join":  # the filter takes the list first, the separator second
-            budget.burn_text(name, arguments[0] if arguments else "", [value])
+            budget.spend_text_call(name, arguments[0] if arguments else "", [value])
         else:
-            budget.burn_text(name, value, arguments)
-        if deep:
-            budget.burn_deep([value, *arguments])
+            budget.spend_text_call(name, value, arguments)
+        if nested:
+            budget.spend_nested([value, *arguments])
         passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         first = (passed[leading], value) if leading else (value,)
         result = inner(*first, *args, **kwargs)
@@ -125,11 +127,11 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    fuel_of(context).burn_deep(value)
+    budget_of(context).spend_nested(value)
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
         raise SecurityError(f"tojson has indent {indent!r}; it must be 0 to 16")
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    fuel_of(context).burn(len(text))
+    budget_of(context).spend(len(text))
     return text
 
 

@@ -12,50 +12,53 @@ from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.core.jsonfile import read_optional
-from emberline.tokens.fuel import Fuel
-from emberline.tokens.guards import FUEL_KEY
-from emberline.tokens.sandbox import Sandbox
+from emberline.tokens.cost_guards import BUDGET_KEY
+from emberline.tokens.render_budget import RenderBudget
+from emberline.tokens.sandbox import TemplateSandbox
 
-MAX_SOURCE = 256 << 10
-SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+MAX_SOURCE_CHARS = 256 << 10
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Variables that a request may not set: those that every template gets, and documents, which are not supported.
-OWN_NAMES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *SPECIALS}
+RESERVED_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *SPECIAL_TOKEN_NAMES}
 )
 
 
-class Refused(TemplateError):
+class MessagesRejected(TemplateError):
     """The template called raise_exception: its model does not support these messages."""
 
 
-class _Compiled(NamedTuple):
+class _CompiledTemplate(NamedTuple):
     template: Template
-    arguments: frozenset[str]
+    extra_variables: frozenset[str]
 
 
 class ChatTemplate:
     def __init__(
-        self, sources: dict[str, str], specials: dict[str, str], now: Callable[[], datetime] = datetime.now
+        self, sources: dict[str, str], special_tokens: dict[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """`sources`: templates by name; `tool_use` is used for requests with tools, `default` for the others."""
-        self.sources, self._specials, self._now = sources, specials, now
-        environment = Sandbox()
-        self._templates = {name: _compiled(environment, source) for name, source in sources.items()}
+        self.sources, self._special_tokens, self._now = sources, special_tokens, now
+        environment = TemplateSandbox()
+        self._templates = {name: _compile(environment, source) for name, source in sources.items()}
 
     @staticmethod
     def load(directory: Path, override: Path | None = None) -> ChatTemplate:
         config = read_optional(directory / "tokenizer_config.json")
         separate_file = directory / "chat_template.jinja"
         if override is not None:
-            sources = {"default": _read(override)}
+            sources = {"default": _read_source(override)}
         elif separate_file.exists():
-            sources = {"default": _read(separate_file)}
+            sources = {"default": _read_source(separate_file)}
         else:
             json_file = read_optional(directory / "chat_template.json")
-            sources = _named(config.get("chat_template") or json_file.get("chat_template"))
+            sources = _named_sources(config.get("chat_template") or json_file.get("chat_template"))
         if not sources:
             raise UnsupportedModel(f"{directory} has no chat template", hint="pass one with --chat-template FILE")
-        return ChatTemplate(sources, {name: text for name in SPECIALS if (text := _text(config.get(name))) is not None})
+        return ChatTemplate(
+            sources,
+            {name: text for name in SPECIAL_TOKEN_NAMES if (text := _special_token_text(config.get(name))) is not None},
+        )
 
     def render(
         self,
@@ -65,35 +68,35 @@ class ChatTemplate:
         **extra: Any,
     ) -> str:
         variables = {
-            **self._specials,
-            "raise_exception": _refuse,
+            **self._special_tokens,
+            "raise_exception": _reject_messages,
             "strftime_now": lambda format_: self._now().strftime(format_),
             **extra,
             "messages": messages,
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
-            FUEL_KEY: Fuel(),
+            BUDGET_KEY: RenderBudget(),
         }
-        return _rendered(self._choose(bool(tools)).template, variables)
+        return _render(self._template_for(bool(tools)).template, variables)
 
-    def arguments(self, with_tools: bool) -> frozenset[str]:
+    def extra_variables(self, with_tools: bool) -> frozenset[str]:
         """Return the variables that a request may set and the template reads."""
-        return self._choose(with_tools).arguments
+        return self._template_for(with_tools).extra_variables
 
-    def _choose(self, with_tools: bool) -> _Compiled:
+    def _template_for(self, with_tools: bool) -> _CompiledTemplate:
         if with_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         return self._templates.get("default") or next(iter(self._templates.values()))
 
 
-def _rendered(template: Template, variables: dict[str, Any]) -> str:
+def _render(template: Template, variables: dict[str, Any]) -> str:
     try:
         return template.render(variables)
     except SecurityError as e:
         raise ModelFileError(
             f"the chat template is not allowed to do this: {e}", hint="pass another one with --chat-template FILE"
         ) from e
-    except Refused as e:
+    except MessagesRejected as e:
         raise InvalidRequest(f"the model's chat template rejects these messages: {e}", param="messages") from e
     except (UndefinedError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
         raise InvalidRequest(f"the model's chat template cannot render these messages: {e}", param="messages") from e
@@ -101,23 +104,23 @@ def _rendered(template: Template, variables: dict[str, Any]) -> str:
         raise ModelFileError(f"the chat template failed: {type(e).__name__}: {e}") from e
 
 
-def _compiled(environment: Sandbox, source: str) -> _Compiled:
-    if len(source) > MAX_SOURCE:
-        raise ModelFileError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE}")
+def _compile(environment: TemplateSandbox, source: str) -> _CompiledTemplate:
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ModelFileError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}")
     try:
         names = meta.find_undeclared_variables(environment.parse(source))
-        return _Compiled(environment.from_string(source), frozenset(names) - OWN_NAMES)
+        return _CompiledTemplate(environment.from_string(source), frozenset(names) - RESERVED_NAMES)
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as e:
         raise ModelFileError(
             f"the chat template does not compile: {e}", hint="pass another one with --chat-template FILE"
         ) from e
 
 
-def _refuse(message: Any = "") -> None:
-    raise Refused(str(message))
+def _reject_messages(message: Any = "") -> None:
+    raise MessagesRejected(str(message))
 
 
-def _named(value: Any) -> dict[str, str]:
+def _named_sources(value: Any) -> dict[str, str]:
     """Return templates by name from one template, or from a list of {"name", "template"}."""
     if isinstance(value, str):
         return {"default": value}
@@ -126,14 +129,14 @@ def _named(value: Any) -> dict[str, str]:
     return {name: text for name, text in templates.items() if isinstance(name, str) and isinstance(text, str)}
 
 
-def _read(path: Path) -> str:
+def _read_source(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ModelFileError(f"cannot read the chat template {path}: {e}") from e
 
 
-def _text(value: Any) -> str | None:
+def _special_token_text(value: Any) -> str | None:
     """Return the text of a special token, given as a string or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -31,9 +31,9 @@ class Tokenizer:
         self._inner = inner
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         added = inner.get_added_tokens_decoder()
-        self._added = frozenset(added)
+        self._added_ids = frozenset(added)
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
-        self.alphabet, self.strips_space = _alphabet(inner.decoder)
+        self.alphabet, self.strips_first_space = _detect_alphabet(inner.decoder)
         self._byte_of = _byte_alphabet() if self.alphabet is Alphabet.BYTE_LEVEL else {}
         self._bytes: dict[int, bytes] = {}
 
@@ -66,13 +66,13 @@ class Tokenizer:
             return str(self._inner.decode(list(ids), skip_special_tokens=skip_special))
         skip = self.special_ids if skip_special else ()
         text = b"".join(self.token_bytes(i) for i in ids if i not in skip).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self.strips_space else text
+        return text.removeprefix(" ") if self.strips_first_space else text
 
     def token_bytes(self, id_: int) -> bytes:
         """Return the bytes that the token adds to the text; b"" for ids that only pad the model's vocabulary."""
         found = self._bytes.get(id_)
         if found is None:
-            found = self._bytes[id_] = self._spell(id_)
+            found = self._bytes[id_] = self._decode_token(id_)
         return found
 
     def token_text(self, id_: int) -> str:
@@ -82,12 +82,12 @@ class Tokenizer:
         found: int | None = self._inner.token_to_id(token)
         return found
 
-    def _spell(self, id_: int) -> bytes:
+    def _decode_token(self, id_: int) -> bytes:
         token = self._inner.id_to_token(id_) if 0 <= id_ < 1 << 31 else None
         if token is None:
             return b""
         if self.alphabet is Alphabet.BYTE_LEVEL:
-            plain = id_ in self._added or any(c not in self._byte_of for c in token)
+            plain = id_ in self._added_ids or any(c not in self._byte_of for c in token)
             return token.encode() if plain else bytes(self._byte_of[c] for c in token)
         if self.alphabet is Alphabet.PIECES:
             byte = BYTE_TOKEN.fullmatch(token)
@@ -95,7 +95,7 @@ class Tokenizer:
         return str(self._inner.decode([id_], skip_special_tokens=False)).encode()
 
 
-def _alphabet(decoder: Any) -> tuple[Alphabet, bool]:
+def _detect_alphabet(decoder: Any) -> tuple[Alphabet, bool]:
     """Return the alphabet, and whether decoding drops the space that SentencePiece puts before the text."""
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     steps = state.get("decoders", [state])

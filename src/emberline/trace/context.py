@@ -6,20 +6,20 @@ import os
 import re
 from dataclasses import dataclass
 
-HEADERS = (PARENT, STATE) = ("traceparent", "tracestate")
+TRACE_HEADERS = (TRACEPARENT_HEADER, TRACESTATE_HEADER) = ("traceparent", "tracestate")
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1  # bit of the flags
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    trace: str  # 32 hexadecimal digits
-    span: str  # 16 hexadecimal digits; "": the trace has no span yet
-    sampled: bool = True  # its spans are recorded
+class TraceContext:
+    trace_id: str  # 32 hexadecimal digits
+    span_id: str  # 16 hexadecimal digits; "": the trace has no span yet
+    is_sampled: bool = True  # its spans are recorded
 
     @staticmethod
-    def read(header: str) -> Context | None:
+    def parse(header: str) -> TraceContext | None:
         """Parse a traceparent header; None if it is invalid. Later versions may have more fields at the end."""
         found = _TRACEPARENT.fullmatch(header.strip())
         if found is None:
@@ -27,17 +27,17 @@ class Context:
         version, trace, span, flags, more = found.groups()
         if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
             return None
-        return Context(trace, span, bool(int(flags, 16) & _SAMPLED))
+        return TraceContext(trace, span, bool(int(flags, 16) & _SAMPLED))
 
     @staticmethod
-    def new(share: float) -> Context:
+    def start_trace(sample_rate: float) -> TraceContext:
         """Start a new trace; its random id decides whether it belongs to the share that is sampled."""
         trace = os.urandom(16).hex()
-        return Context(trace, "", int(trace[16:], 16) < share * 2.0**64)
+        return TraceContext(trace, "", int(trace[16:], 16) < sample_rate * 2.0**64)
 
-    def below(self) -> Context:
+    def new_child(self) -> TraceContext:
         """Return the context of a new span in the same trace."""
-        return Context(self.trace, os.urandom(8).hex(), self.sampled)
+        return TraceContext(self.trace_id, os.urandom(8).hex(), self.is_sampled)
 
     def __str__(self) -> str:
-        return f"00-{self.trace}-{self.span}-{_SAMPLED if self.sampled else 0:02x}"
+        return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.is_sampled else 0:02x}"

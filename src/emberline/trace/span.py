@@ -10,27 +10,27 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from emberline.core.clock import Clock
-from emberline.trace.context import Context
+from emberline.trace.context import TraceContext
 
-Attribute = str | int | float | bool
-About = dict[str, Attribute | None]  # an attribute of None is not exported
+AttributeValue = str | int | float | bool
+Attributes = dict[str, AttributeValue | None]  # an attribute of None is not exported
 
-OK, ERROR = 1, 2
+STATUS_OK, STATUS_ERROR = 1, 2
 
 
-class Kind(IntEnum):
+class SpanKind(IntEnum):
     INTERNAL = 1
     SERVER = 2  # handles a request from another process
     CLIENT = 3  # sends a request to another process
 
 
-class Event(NamedTuple):
+class SpanEvent(NamedTuple):
     name: str
-    at: float
-    about: Mapping[str, Attribute | None]
+    time: float
+    attributes: Mapping[str, AttributeValue | None]
 
 
-class Spans(Protocol):
+class SpanSink(Protocol):
     """Receives the ended spans."""
 
     def put(self, span: Span) -> None:
@@ -41,67 +41,85 @@ class Spans(Protocol):
 class Span:
     """A span with times of `clock`. If its trace is not sampled it only passes the context on."""
 
-    __slots__ = ("_clock", "_sink", "about", "began", "context", "ended", "error", "events", "kind", "name", "parent")
+    __slots__ = (
+        "_clock",
+        "_sink",
+        "attributes",
+        "context",
+        "end_time",
+        "error_code",
+        "events",
+        "kind",
+        "name",
+        "parent_id",
+        "start_time",
+    )
 
     def __init__(
-        self, spans: Spans, clock: Clock, name: str, kind: Kind, parent: Context, began: float | None = None
+        self,
+        sink: SpanSink,
+        clock: Clock,
+        name: str,
+        kind: SpanKind,
+        parent: TraceContext,
+        start_time: float | None = None,
     ) -> None:
-        self._sink, self._clock = spans, clock
+        self._sink, self._clock = sink, clock
         self.name, self.kind = name, kind
-        self.context, self.parent = parent.below(), parent.span
-        self.began = clock.now() if began is None else began
-        self.ended: float | None = None
-        self.error = ""
-        self.about: About = {}
-        self.events: list[Event] = []
+        self.context, self.parent_id = parent.new_child(), parent.span_id
+        self.start_time = clock.now() if start_time is None else start_time
+        self.end_time: float | None = None
+        self.error_code = ""
+        self.attributes: Attributes = {}
+        self.events: list[SpanEvent] = []
 
-    def child(self, name: str, kind: Kind = Kind.INTERNAL, began: float | None = None) -> Span:
+    def start_child(self, name: str, kind: SpanKind = SpanKind.INTERNAL, start_time: float | None = None) -> Span:
         """Start a child span; a span that is not sampled returns itself."""
-        if not self.context.sampled:
+        if not self.context.is_sampled:
             return self
-        return Span(self._sink, self._clock, name, kind, self.context, began)
+        return Span(self._sink, self._clock, name, kind, self.context, start_time)
 
-    def event(self, name: str, **about: Attribute | None) -> None:
-        self.events.append(Event(name, self._clock.now(), about))
+    def add_event(self, name: str, **about: AttributeValue | None) -> None:
+        self.events.append(SpanEvent(name, self._clock.now(), about))
 
-    def end(self, error: str = "", at: float | None = None) -> None:
-        if not self.context.sampled:
+    def end(self, error_code: str = "", end_time: float | None = None) -> None:
+        if not self.context.is_sampled:
             return
-        assert self.ended is None, "a span ends once"
-        self.ended = self._clock.now() if at is None else at
-        self.error = error
+        assert self.end_time is None, "a span ends once"
+        self.end_time = self._clock.now() if end_time is None else end_time
+        self.error_code = error_code
         self._sink.put(self)
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """Approximate memory of the span in bytes: the length of its text attributes."""
-        return sum(len(value) for value in self.about.values() if isinstance(value, str))
+        return sum(len(value) for value in self.attributes.values() if isinstance(value, str))
 
-    def told(self, epoch: float) -> dict[str, Any]:
+    def to_otlp(self, epoch: float) -> dict[str, Any]:
         """Return the span as OTLP's JSON; `epoch`: the Unix time in seconds at the clock's zero."""
-        assert self.ended is not None
+        assert self.end_time is not None
         return {
-            "traceId": self.context.trace,
-            "spanId": self.context.span,
-            **({"parentSpanId": self.parent} if self.parent else {}),
+            "traceId": self.context.trace_id,
+            "spanId": self.context.span_id,
+            **({"parentSpanId": self.parent_id} if self.parent_id else {}),
             "name": self.name,
             "kind": int(self.kind),
-            "startTimeUnixNano": _nanoseconds(self.began + epoch),
-            "endTimeUnixNano": _nanoseconds(max(self.began, self.ended) + epoch),
-            "attributes": attributes({**self.about, "error.type": self.error or None}),
+            "startTimeUnixNano": _nanoseconds(self.start_time + epoch),
+            "endTimeUnixNano": _nanoseconds(max(self.start_time, self.end_time) + epoch),
+            "attributes": encode_attributes({**self.attributes, "error.type": self.error_code or None}),
             "events": [
-                {"name": name, "timeUnixNano": _nanoseconds(at + epoch), "attributes": attributes(about)}
+                {"name": name, "timeUnixNano": _nanoseconds(at + epoch), "attributes": encode_attributes(about)}
                 for name, at, about in self.events
             ],
-            "status": {"code": ERROR, "message": self.error} if self.error else {"code": OK},
+            "status": {"code": STATUS_ERROR, "message": self.error_code} if self.error_code else {"code": STATUS_OK},
         }
 
 
-def attributes(about: Mapping[str, Attribute | None]) -> list[dict[str, Any]]:
-    return [{"key": name, "value": _encode_value(value)} for name, value in about.items() if value is not None]
+def encode_attributes(attributes: Mapping[str, AttributeValue | None]) -> list[dict[str, Any]]:
+    return [{"key": name, "value": _encode_value(value)} for name, value in attributes.items() if value is not None]
 
 
-def _encode_value(value: Attribute) -> dict[str, Any]:
+def _encode_value(value: AttributeValue) -> dict[str, Any]:
     match value:
         case bool():
             return {"boolValue": value}

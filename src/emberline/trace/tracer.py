@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from emberline.core.clock import Clock
-from emberline.trace.context import Context
-from emberline.trace.span import Kind, Span, Spans
+from emberline.trace.context import TraceContext
+from emberline.trace.span import Span, SpanKind, SpanSink
 
 
 class Tracer:
-    def __init__(self, spans: Spans, clock: Clock, share: float = 1.0) -> None:
+    def __init__(self, sink: SpanSink, clock: Clock, sample_rate: float = 1.0) -> None:
         """`sample_rate`: share of new traces to record; for others the process that started the trace has decided."""
-        self._spans = spans
+        self._spans = sink
         self._clock = clock
-        self._share = share
+        self._share = sample_rate
 
-    def begin(self, name: str, kind: Kind, parent: Context | None) -> Span:
+    def start_span(self, name: str, kind: SpanKind, parent: TraceContext | None) -> Span:
         """Start a span; `parent`: the client's context, or None for a new trace."""
-        return Span(self._spans, self._clock, name, kind, parent or Context.new(self._share))
+        return Span(self._spans, self._clock, name, kind, parent or TraceContext.start_trace(self._share))

@@ -11,70 +11,86 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.unweight.code import Code
-from emberline.unweight.format import INDEX, Bytes, blocks_of, most_coded
+from emberline.unweight.format import INDEX_ENTRY_BYTES, Bytes, max_coded_bytes, num_blocks
+from emberline.unweight.prefix_code import PrefixCode
 
 
-class Codec(Protocol):
+class WeightCodec(Protocol):
     name: str
 
-    def count(self, elements: Bytes, width: int) -> NDArray[np.uint64]:
+    def count_symbols(self, elements: Bytes, element_bytes: int) -> NDArray[np.uint64]:
         """Return the number of occurrences of each symbol."""
 
-    def encode(self, elements: Bytes, width: int, code: Code) -> tuple[Bytes, Bytes]:
+    def encode(self, elements: Bytes, element_bytes: int, code: PrefixCode) -> tuple[Bytes, Bytes]:
         """Return the coded blocks, of which the last may be shorter, and their index entries."""
 
-    def decode(self, coded: Bytes, index: Bytes, width: int, code: Code, out: Bytes, *, check: bool = True) -> int:
-        """Decode into `out`, the size of whole blocks and perhaps a shorter last one.
+    def decode(
+        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
+    ) -> int:
+        """Decode into `request`, the size of whole blocks and perhaps a shorter last one.
 
         Return -1, or the number of the first damaged block. `check`: verify the CRC-32 of the blocks.
         """
 
-    def crc32(self, data: Bytes, before: int = 0) -> int:
+    def crc32(self, data: Bytes, start: int = 0) -> int:
         """Return the CRC-32 of the data; `start`: the CRC-32 of the bytes before it."""
 
 
-class NativeCodec:
+class NativeWeightCodec:
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def count(self, elements: Bytes, width: int) -> NDArray[np.uint64]:
+    def count_symbols(self, elements: Bytes, element_bytes: int) -> NDArray[np.uint64]:
         counts = np.zeros(256, np.uint64)
-        self._library.ember_unweight_count(_at(elements), len(elements) // width, width, _at(counts))
+        self._library.ember_unweight_count(
+            _address_of(elements), len(elements) // element_bytes, element_bytes, _address_of(counts)
+        )
         return counts
 
-    def encode(self, elements: Bytes, width: int, code: Code) -> tuple[Bytes, Bytes]:
-        count = len(elements) // width
-        coded, index = np.empty(most_coded(count, width), np.uint8), np.empty(INDEX * blocks_of(count), np.uint8)
+    def encode(self, elements: Bytes, element_bytes: int, code: PrefixCode) -> tuple[Bytes, Bytes]:
+        count = len(elements) // element_bytes
+        coded, index = (
+            np.empty(max_coded_bytes(count, element_bytes), np.uint8),
+            np.empty(INDEX_ENTRY_BYTES * num_blocks(count), np.uint8),
+        )
         size = self._library.ember_unweight_encode(
-            _at(elements), count, width, _at(code.lengths), _at(coded), _at(index)
+            _address_of(elements), count, element_bytes, _address_of(code.lengths), _address_of(coded), _address_of(index)
         )  # fmt: skip
         assert size <= len(coded)
         return coded[:size], index
 
-    def decode(self, coded: Bytes, index: Bytes, width: int, code: Code, out: Bytes, *, check: bool = True) -> int:
-        count = len(out) // width
-        assert len(index) == INDEX * blocks_of(count) and out.flags.writeable
+    def decode(
+        self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
+    ) -> int:
+        count = len(out) // element_bytes
+        assert len(index) == INDEX_ENTRY_BYTES * num_blocks(count) and out.flags.writeable
         return int(
             self._library.ember_unweight_decode(
-                _at(coded), len(coded), _at(index), count, width, _at(code.lengths), check, _at(out)
+                _address_of(coded),
+                len(coded),
+                _address_of(index),
+                count,
+                element_bytes,
+                _address_of(code.lengths),
+                check,
+                _address_of(out),
             )
         )
 
-    def crc32(self, data: Bytes, before: int = 0) -> int:
-        return int(self._library.ember_crc32(_at(data), len(data), before))
+    def crc32(self, data: Bytes, start: int = 0) -> int:
+        return int(self._library.ember_crc32(_address_of(data), len(data), start))
 
 
-def codec_of(library: ctypes.CDLL | None) -> Codec:
+def select_weight_codec(library: ctypes.CDLL | None) -> WeightCodec:
     if library is None:
-        from emberline.unweight.plain import PlainCodec
+        from emberline.unweight.numpy_codec import NumpyWeightCodec
 
-        return PlainCodec()
-    return NativeCodec(library)
+        return NumpyWeightCodec()
+    return NativeWeightCodec(library)
 
 
-def _at(array: NDArray[np.generic]) -> int:
+def _address_of(array: NDArray[np.generic]) -> int:
     assert array.flags.c_contiguous
     return array.ctypes.data

@@ -10,25 +10,25 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo
-from emberline.unweight.code import Code
-from emberline.unweight.format import WIDTHS
+from emberline.unweight.format import ELEMENT_BYTES
+from emberline.unweight.prefix_code import PrefixCode
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Description:
+class TensorDescription:
     dtype: str
     shape: tuple[int, ...]
     sha256: str  # of the tensor's original bytes
     crc32: int  # of the index; of all bytes for a raw tensor
-    code: Code | None = None  # None: the tensor is stored raw
+    code: PrefixCode | None = None  # None: the tensor is stored raw
     entropy: float = 0.0  # bits per symbol, for reports only
 
     @staticmethod
-    def of(info: TensorInfo) -> Description:
+    def from_info(info: TensorInfo) -> TensorDescription:
         """Return the description of a tensor of a packed file. Raises ModelFileError if it is invalid."""
-        values = info.packed
+        values = info.packing
         assert values is not None
         sha256, crc32, codec, entropy = (values.get(key) for key in ("sha256", "crc32", "codec", "entropy"))
         if not isinstance(sha256, str) or not SHA256.fullmatch(sha256) or type(crc32) is not int:
@@ -36,14 +36,14 @@ class Description:
         if codec == "raw":
             if info.nbytes != info.logical_bytes:
                 raise ModelFileError(f"{info.file} has {info.nbytes} bytes for a raw tensor of {info.logical_bytes}")
-            return Description(info.dtype, info.shape, sha256, crc32)
-        if codec != "huffman" or info.dtype not in WIDTHS:
+            return TensorDescription(info.dtype, info.shape, sha256, crc32)
+        if codec != "huffman" or info.dtype not in ELEMENT_BYTES:
             raise ModelFileError(
                 f"{info.file} has a tensor of dtype {info.dtype} in the unknown codec {str(codec)[:40]!r}"
             )
-        code = Code.parse(values.get("first"), values.get("lengths"))
+        code = PrefixCode.parse(values.get("first"), values.get("lengths"))
         finite_entropy = entropy if isinstance(entropy, float) and math.isfinite(entropy) else 0.0
-        return Description(info.dtype, info.shape, sha256, crc32, code, finite_entropy)
+        return TensorDescription(info.dtype, info.shape, sha256, crc32, code, finite_entropy)
 
     def as_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "codec": "raw"}
@@ -53,10 +53,10 @@ class Description:
         return out | {"crc32": self.crc32, "sha256": self.sha256}
 
     @property
-    def count(self) -> int:
+    def num_elements(self) -> int:
         return prod(self.shape)
 
     @property
-    def bound(self) -> float:
+    def min_bits_per_element(self) -> float:
         """Lower bound of the coded size in bits per element: the entropy of the symbol plus the raw bits."""
-        return 8 * (WIDTHS[self.dtype] - 1) + self.entropy
+        return 8 * (ELEMENT_BYTES[self.dtype] - 1) + self.entropy

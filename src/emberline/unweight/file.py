@@ -16,21 +16,21 @@ import numpy as np
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo, read_header, read_tensors
-from emberline.unweight.codec import Codec
-from emberline.unweight.description import Description
+from emberline.unweight.codec import WeightCodec
+from emberline.unweight.description import TensorDescription
 from emberline.unweight.format import Bytes
-from emberline.unweight.tensor import CodedTensor, damaged, is_coded
+from emberline.unweight.tensor import CodedTensor, damaged_tensor_error, is_coded
 
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 
 
 class ModelFile:
-    def __init__(self, path: Path, codec: Codec) -> None:
+    def __init__(self, path: Path, codec: WeightCodec) -> None:
         self.path, self.codec = path, codec
         try:
-            self._state = _state(path.stat())
+            self._opened_state = _file_state(path.stat())
         except OSError as e:
-            raise self._unreadable(e) from e
+            raise self._read_error(e) from e
         self.header = read_header(path)
         self.tensors = read_tensors(path)
 
@@ -41,33 +41,33 @@ class ModelFile:
             with self.path.open("rb") as file:
                 file.seek(info.offset + begin)
                 count = file.readinto(out.data)
-                changed = _state(os.fstat(file.fileno())) != self._state
+                changed = _file_state(os.fstat(file.fileno())) != self._opened_state
         except OSError as e:
-            raise self._unreadable(e) from e
+            raise self._read_error(e) from e
         if changed or count < len(out):
             raise ModelFileError(f"{self.path} was changed while it was read", hint="try again when it is complete")
         return out
 
-    def chunks(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    def iter_chunks(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
         """Yield the tensor's original bytes in order. Raises ModelFileError if a CRC-32 does not match."""
         info = self.tensors[name]
         if is_coded(info):
             fetch = partial(self.read, info)
-            return CodedTensor.open(name, info, fetch, self.codec).chunks(fetch, pool)
-        return self._as_they_are(name, info)
+            return CodedTensor.open(name, info, fetch, self.codec).iter_chunks(fetch, pool)
+        return self._iter_raw_chunks(name, info)
 
-    def _as_they_are(self, name: str, info: TensorInfo) -> Iterator[Bytes]:
-        expected, crc32 = None if info.packed is None else Description.of(info).crc32, 0
-        for start in range(0, info.nbytes, CHUNK):
-            chunk = self.read(info, start, min(start + CHUNK, info.nbytes))
+    def _iter_raw_chunks(self, name: str, info: TensorInfo) -> Iterator[Bytes]:
+        expected, crc32 = None if info.packing is None else TensorDescription.from_info(info).crc32, 0
+        for start in range(0, info.nbytes, CHUNK_BYTES):
+            chunk = self.read(info, start, min(start + CHUNK_BYTES, info.nbytes))
             crc32 = self.codec.crc32(chunk, crc32)
             yield chunk
         if expected is not None and crc32 != expected:
-            raise damaged(name, info, "its bytes")
+            raise damaged_tensor_error(name, info, "its bytes")
 
-    def _unreadable(self, error: OSError) -> ModelFileError:
+    def _read_error(self, error: OSError) -> ModelFileError:
         return ModelFileError(f"cannot read {self.path}: {error.strerror or error}")
 
 
-def _state(stat: os.stat_result) -> tuple[int, ...]:
+def _file_state(stat: os.stat_result) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

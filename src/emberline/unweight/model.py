@@ -19,36 +19,36 @@ import numpy as np
 from emberline.core.config import core_count
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
-from emberline.unweight.codec import Codec
+from emberline.unweight.codec import WeightCodec
 from emberline.unweight.file import ModelFile
-from emberline.unweight.pack import Advance, pack_file
-from emberline.unweight.unpack import checked_chunks, unpack_file
+from emberline.unweight.pack import ReportProgress, pack_file
+from emberline.unweight.unpack import iter_verified_chunks, unpack_file
 
-OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".pkl"}
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".pkl"}
 
 
-def pack(source: Path, target: Path, codec: Codec, advance: Advance) -> list[Path]:
+def pack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> list[Path]:
     """Pack a model directory.
 
     Return the files left out: weight files that do not belong to the checkpoint.
     """
     files = weight_files(source)
-    with _appearing(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
+    with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
-            pack_file(file, work / file.name, codec, pool, advance)
+            pack_file(file, work / file.name, codec, pool, report_progress)
         return _copy_others(source, work)
 
 
-def unpack(source: Path, target: Path, codec: Codec, advance: Advance) -> None:
+def unpack(source: Path, target: Path, codec: WeightCodec, report_progress: ReportProgress) -> None:
     """Restore the model directory that was packed, byte for byte."""
     files = weight_files(source)
-    with _appearing(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
+    with _atomic_directory(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
-            unpack_file(file, work / file.name, codec, pool, advance)
+            unpack_file(file, work / file.name, codec, pool, report_progress)
         _copy_others(source, work)
 
 
-def verify(packed: Path, original: Path | None, codec: Codec, advance: Advance) -> list[str]:
+def verify(packed: Path, original: Path | None, codec: WeightCodec, report_progress: ReportProgress) -> list[str]:
     """Return what differs from the packed tensors' hashes, and from the files of `original` if given."""
     errors: list[str] = []
     tensors = _tensors_of(packed, codec, packed=True)
@@ -58,7 +58,7 @@ def verify(packed: Path, original: Path | None, codec: Codec, advance: Advance) 
             try:
                 if original is not None and name not in sources:
                     raise ModelFileError(f"tensor {name!r} is not in {original}")
-                _verify_tensor(name, file, sources.pop(name, None), pool, advance)
+                _verify_tensor(name, file, sources.pop(name, None), pool, report_progress)
             except ModelFileError as e:
                 errors.append(str(e))
     errors += [f"tensor {name!r} of {original} is missing in {packed}" for name in sources]
@@ -69,31 +69,31 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted({info.file for info in Checkpoint.open(directory).tensors.values()})
 
 
-def _tensors_of(directory: Path, codec: Codec, *, packed: bool) -> dict[str, ModelFile]:
+def _tensors_of(directory: Path, codec: WeightCodec, *, packed: bool) -> dict[str, ModelFile]:
     files = [ModelFile(path, codec) for path in weight_files(directory)]
     for file in files:
-        if file.header.packed != packed:
+        if file.header.is_packed != packed:
             hint = "run emberline unweight pack first" if packed else "compare with the original, unpacked model"
             raise ModelFileError(f"{file.path} is {'not packed' if packed else 'packed too'}", hint=hint)
     return {name: file for file in files for name in file.tensors}
 
 
 def _verify_tensor(
-    name: str, file: ModelFile, source: ModelFile | None, pool: ThreadPoolExecutor, advance: Advance
+    name: str, file: ModelFile, source: ModelFile | None, pool: ThreadPoolExecutor, report_progress: ReportProgress
 ) -> None:
     info, position = file.tensors[name], 0
     original = None if source is None else source.tensors[name]
     if original is not None and (original.dtype, original.shape) != (info.dtype, info.shape):
         raise ModelFileError(f"tensor {name!r} in {file.path} has another dtype or shape than in {original.file}")
-    for chunk in checked_chunks(file, name, pool):
+    for chunk in iter_verified_chunks(file, name, pool):
         if source and original and not np.array_equal(chunk, source.read(original, position, position + len(chunk))):
             raise ModelFileError(f"tensor {name!r} in {file.path} differs from {original.file}")
         position += len(chunk)
-        advance(len(chunk))
+        report_progress(len(chunk))
 
 
 @contextmanager
-def _appearing(target: Path, source: Path) -> Iterator[Path]:
+def _atomic_directory(target: Path, source: Path) -> Iterator[Path]:
     """Yield a temporary directory that is renamed to `target` at the end, or removed after an error.
 
     Files that a killed process left in it are removed first.
@@ -105,7 +105,7 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
     work = target.with_name(f".{target.name}.partial")
     try:
         work.mkdir(parents=True, exist_ok=True)
-        with _locked(work) as handle:
+        with _exclusive_lock(work) as handle:
             _remove(work.iterdir())
             try:
                 yield work
@@ -120,7 +120,7 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[int]:
+def _exclusive_lock(directory: Path) -> Iterator[int]:
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -140,11 +140,11 @@ def _remove(paths: Iterator[Path]) -> None:
             path.unlink()
 
 
-def _others(directory: Path) -> Iterator[Path]:
+def _other_files(directory: Path) -> Iterator[Path]:
     """Yield the files that do not belong to the checkpoint's weights; hidden files are skipped."""
     weights = set(weight_files(directory))
     seen: set[str] = set()
-    for folder, folders, files in os.walk(directory, onerror=_fail, followlinks=True):
+    for folder, folders, files in os.walk(directory, onerror=_raise_error, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if (real := os.path.realpath(folder)) in seen:  # a symbolic link to a folder already visited
             folders.clear()
@@ -153,27 +153,27 @@ def _others(directory: Path) -> Iterator[Path]:
         yield from (path for name in files if not name.startswith(".") and (path := Path(folder) / name) not in weights)
 
 
-def _fail(error: OSError) -> None:
+def _raise_error(error: OSError) -> None:
     raise error
 
 
-def copied_files(directory: Path) -> Iterator[Path]:
+def iter_copied_files(directory: Path) -> Iterator[Path]:
     """Yield the files that are copied unchanged: all but weight files."""
-    return (path for path in _others(directory) if path.suffix not in OTHER_WEIGHTS)
+    return (path for path in _other_files(directory) if path.suffix not in WEIGHT_SUFFIXES)
 
 
 def _copy_others(source: Path, work: Path) -> list[Path]:
-    for path in copied_files(source):
+    for path in iter_copied_files(source):
         to = work / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, to)
         with to.open("rb") as copy:
             os.fsync(copy.fileno())
-    return [path for path in _others(source) if path.suffix in OTHER_WEIGHTS]
+    return [path for path in _other_files(source) if path.suffix in WEIGHT_SUFFIXES]
 
 
 def _differing_others(original: Path, packed: Path) -> list[str]:
-    pairs = [(path, packed / path.relative_to(original)) for path in copied_files(original)]
+    pairs = [(path, packed / path.relative_to(original)) for path in iter_copied_files(original)]
     return [
         f"{copy} differs from {path}"
         for path, copy in pairs

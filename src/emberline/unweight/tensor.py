@@ -16,116 +16,121 @@ from numpy.typing import NDArray
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo
-from emberline.unweight.code import Code
-from emberline.unweight.codec import Codec
-from emberline.unweight.description import Description
-from emberline.unweight.format import ALIGN, BLOCK, INDEX, WIDTHS, Bytes, blocks_of
-from emberline.unweight.order import in_order
+from emberline.unweight.codec import WeightCodec
+from emberline.unweight.description import TensorDescription
+from emberline.unweight.format import ALIGN_BYTES, BLOCK_ELEMENTS, ELEMENT_BYTES, INDEX_ENTRY_BYTES, Bytes, num_blocks
+from emberline.unweight.ordered_map import map_in_order
+from emberline.unweight.prefix_code import PrefixCode
 
-RUN = 32  # decoded by one call of a thread
+BLOCKS_PER_TASK = 32  # decoded by one call of a thread
 
-Fetch: TypeAlias = Callable[[int, int], Bytes]  # returns bytes [begin, end) of the coded tensor
+ReadBytes: TypeAlias = Callable[[int, int], Bytes]  # returns bytes [begin, end) of the coded tensor
 
 
 @dataclass(frozen=True)
 class CodedTensor:
     name: str
     info: TensorInfo
-    code: Code
-    width: int
-    count: int
+    code: PrefixCode
+    element_bytes: int
+    num_elements: int
     index: Bytes  # INDEX_ENTRY_BYTES per block
-    starts: NDArray[np.int64]  # offset of each block from the tensor's start in the file, then the end
-    codec: Codec
+    block_starts: NDArray[np.int64]  # offset of each block from the tensor's start in the file, then the end
+    codec: WeightCodec
 
     @staticmethod
-    def open(name: str, info: TensorInfo, fetch: Fetch, codec: Codec) -> CodedTensor:
+    def open(name: str, info: TensorInfo, read_bytes: ReadBytes, codec: WeightCodec) -> CodedTensor:
         """Read and check the index, the first `index_bytes` of the tensor. Raises ModelFileError if damaged."""
-        description = Description.of(info)
+        description = TensorDescription.from_info(info)
         assert description.code is not None
-        width, count = WIDTHS[info.dtype], description.count
+        width, count = ELEMENT_BYTES[info.dtype], description.num_elements
         size = index_bytes(info)
-        index = np.array(fetch(0, min(size, info.nbytes)))
+        index = np.array(read_bytes(0, min(size, info.nbytes)))
         if len(index) < size or codec.crc32(index) != description.crc32:
-            raise damaged(name, info, "its index")
-        entries = index.reshape(-1, INDEX)
-        sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK
-        sizes[-1:] -= (width - 1) * (BLOCK * blocks_of(count) - count)
+            raise damaged_tensor_error(name, info, "its index")
+        entries = index.reshape(-1, INDEX_ENTRY_BYTES)
+        sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK_ELEMENTS
+        sizes[-1:] -= (width - 1) * (BLOCK_ELEMENTS * num_blocks(count) - count)
         starts = size + np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        if -(-int(starts[-1]) // ALIGN) * ALIGN != info.nbytes:
-            raise damaged(name, info, "its size")
+        if -(-int(starts[-1]) // ALIGN_BYTES) * ALIGN_BYTES != info.nbytes:
+            raise damaged_tensor_error(name, info, "its size")
         return CodedTensor(name, info, description.code, width, count, index, starts, codec)
 
     @property
-    def blocks(self) -> int:
-        return len(self.starts) - 1
+    def num_blocks(self) -> int:
+        return len(self.block_starts) - 1
 
-    def span(self, first: int, last: int) -> tuple[int, int]:
+    def decoded_span(self, first: int, last: int) -> tuple[int, int]:
         """Return the range of decoded bytes that the blocks [first, last) hold."""
-        return first * BLOCK * self.width, min(last * BLOCK, self.count) * self.width
+        return first * BLOCK_ELEMENTS * self.element_bytes, min(
+            last * BLOCK_ELEMENTS, self.num_elements
+        ) * self.element_bytes
 
     def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
-        """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
+        """Decode the blocks [first, last) into `request`. Raises ModelFileError if a block is damaged.
 
         `coded`: their bytes in the file. `check`: verify the CRC-32 of the blocks.
         """
-        begin, end = self.span(first, last)
-        assert len(coded) == self.starts[last] - self.starts[first] and len(out) == end - begin
-        index = self.index[first * INDEX : last * INDEX]
-        bad = self.codec.decode(coded, index, self.width, self.code, out, check=check)
+        begin, end = self.decoded_span(first, last)
+        assert len(coded) == self.block_starts[last] - self.block_starts[first] and len(out) == end - begin
+        index = self.index[first * INDEX_ENTRY_BYTES : last * INDEX_ENTRY_BYTES]
+        bad = self.codec.decode(coded, index, self.element_bytes, self.code, out, check=check)
         if bad >= 0:
-            raise damaged(self.name, self.info, f"block {first + bad}")
+            raise damaged_tensor_error(self.name, self.info, f"block {first + bad}")
 
     def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
-        """Decode the whole tensor into `out` with the threads of `pool`."""
-        runs = [(first, min(first + RUN, self.blocks)) for first in range(0, self.blocks, RUN)]
+        """Decode the whole tensor into `request` with the threads of `pool`."""
+        runs = [
+            (first, min(first + BLOCKS_PER_TASK, self.num_blocks))
+            for first in range(0, self.num_blocks, BLOCKS_PER_TASK)
+        ]
 
         def decode_run(run: tuple[int, int]) -> None:
-            begin, end = self.span(*run)
-            self.decode(stored[self.starts[run[0]] : self.starts[run[1]]], *run, out[begin:end])
+            begin, end = self.decoded_span(*run)
+            self.decode(stored[self.block_starts[run[0]] : self.block_starts[run[1]]], *run, out[begin:end])
 
         for _ in pool.map(decode_run, runs):
             pass
 
-    def chunks(self, fetch: Fetch, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    def iter_chunks(self, read_bytes: ReadBytes, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
         """Yield all decoded bytes in order, with only a few runs of blocks in memory."""
 
         def decode_run(first: int) -> Bytes:
-            last = min(first + RUN, self.blocks)
-            begin, end = self.span(first, last)
+            last = min(first + BLOCKS_PER_TASK, self.num_blocks)
+            begin, end = self.decoded_span(first, last)
             out = np.empty(end - begin, np.uint8)
-            self.decode(fetch(int(self.starts[first]), int(self.starts[last])), first, last, out)
+            self.decode(read_bytes(int(self.block_starts[first]), int(self.block_starts[last])), first, last, out)
             return out
 
-        return in_order(pool, decode_run, range(0, self.blocks, RUN))
+        return map_in_order(pool, decode_run, range(0, self.num_blocks, BLOCKS_PER_TASK))
 
-    def read(self, fetch: Fetch, begin: int, end: int) -> Bytes:
+    def read(self, read_bytes: ReadBytes, begin: int, end: int) -> Bytes:
         """Return bytes [begin, end) of the decoded tensor."""
         if begin == end:
             return np.empty(0, np.uint8)
-        step = BLOCK * self.width
+        step = BLOCK_ELEMENTS * self.element_bytes
         first, last = begin // step, -(-end // step)
-        start, stop = self.span(first, last)
+        start, stop = self.decoded_span(first, last)
         out = np.empty(stop - start, np.uint8)
-        self.decode(fetch(int(self.starts[first]), int(self.starts[last])), first, last, out)
+        self.decode(read_bytes(int(self.block_starts[first]), int(self.block_starts[last])), first, last, out)
         return out[begin - start : end - start]
 
 
 def index_bytes(info: TensorInfo) -> int:
-    return INDEX * blocks_of(info.logical_bytes // WIDTHS[info.dtype])
+    return INDEX_ENTRY_BYTES * num_blocks(info.logical_bytes // ELEMENT_BYTES[info.dtype])
 
 
 def is_coded(info: TensorInfo) -> bool:
-    return info.packed is not None and info.packed.get("codec") != "raw"
+    return info.packing is not None and info.packing.get("codec") != "raw"
 
 
-def check_raw(name: str, info: TensorInfo, stored: Bytes, codec: Codec) -> None:
+def check_raw_crc(name: str, info: TensorInfo, stored: Bytes, codec: WeightCodec) -> None:
     """Raise ModelFileError if a tensor that a packed file stores raw does not match its CRC-32."""
-    if codec.crc32(stored) != Description.of(info).crc32:
-        raise damaged(name, info, "its bytes")
+    if codec.crc32(stored) != TensorDescription.from_info(info).crc32:
+        raise damaged_tensor_error(name, info, "its bytes")
 
 
-def damaged(name: str, info: TensorInfo, what: str) -> ModelFileError:
+def damaged_tensor_error(name: str, info: TensorInfo, what: str) -> ModelFileError:
     return ModelFileError(
         f"tensor {name!r} in {info.file} is damaged: {what}", hint="download the file again, or pack the model again"
     )

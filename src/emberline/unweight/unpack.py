@@ -9,44 +9,48 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from emberline.core.errors import ModelFileError
-from emberline.hub.tensorfile import Header, TensorInfo, stored_tensors
-from emberline.unweight.codec import Codec
-from emberline.unweight.description import Description
+from emberline.hub.tensorfile import SafetensorsHeader, TensorInfo, stored_tensors
+from emberline.unweight.codec import WeightCodec
+from emberline.unweight.description import TensorDescription
 from emberline.unweight.file import ModelFile
 from emberline.unweight.format import Bytes
-from emberline.unweight.pack import Advance
+from emberline.unweight.pack import ReportProgress
 
 
-def unpack_file(source: Path, target: Path, codec: Codec, pool: ThreadPoolExecutor, advance: Advance) -> None:
+def unpack_file(
+    source: Path, target: Path, codec: WeightCodec, pool: ThreadPoolExecutor, report_progress: ReportProgress
+) -> None:
     file = ModelFile(source, codec)
     text = file.header.metadata.get("source")
-    if not file.header.packed or not isinstance(text, str):
+    if not file.header.is_packed or not isinstance(text, str):
         raise ModelFileError(f"{source} is not packed")
     data_start = 8 + len(text.encode())
     size = data_start + sum(info.logical_bytes for info in file.tensors.values())
-    original = stored_tensors(source, Header.parse(text.encode(), source, size))
-    if {name: _kind(info) for name, info in original.items()} != {name: _kind(t) for name, t in file.tensors.items()}:
+    original = stored_tensors(source, SafetensorsHeader.parse(text.encode(), source, size))
+    if {name: _dtype_and_shape(info) for name, info in original.items()} != {
+        name: _dtype_and_shape(t) for name, t in file.tensors.items()
+    }:
         raise ModelFileError(f"{source} has other tensors than the original file's header", hint="pack the model again")
     with target.open("xb") as out:
         out.write((data_start - 8).to_bytes(8, "little") + text.encode())
         for name, info in original.items():
             out.seek(info.offset)
-            for chunk in checked_chunks(file, name, pool):
+            for chunk in iter_verified_chunks(file, name, pool):
                 out.write(chunk.data)
-                advance(len(chunk))
+                report_progress(len(chunk))
         out.flush()
         os.fsync(out.fileno())
 
 
-def checked_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+def iter_verified_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
     """Yield the tensor's bytes. Raises ModelFileError after the last if their SHA-256 does not match."""
     info, digest = file.tensors[name], hashlib.sha256()
-    for chunk in file.chunks(name, pool):
+    for chunk in file.iter_chunks(name, pool):
         digest.update(chunk.data)
         yield chunk
-    if info.packed is not None and digest.hexdigest() != Description.of(info).sha256:
+    if info.packing is not None and digest.hexdigest() != TensorDescription.from_info(info).sha256:
         raise ModelFileError(f"tensor {name!r} in {info.file} is damaged: its SHA-256 differs from the original's")
 
 
-def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     return info.dtype, info.shape

@@ -8,30 +8,30 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from emberline.api.parse import Wire
+from emberline.api.parse import WireStruct
 from emberline.api.transcript import Role, Transcript
 from emberline.core.errors import InvalidRequest
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-def signature(thinking: str) -> str:
+def sign_thinking(thinking: str) -> str:
     """Return the signature of a thinking block: a checksum that detects a changed block. It is not a secret."""
     return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
-class CacheControl(Wire):
+class CacheControl(WireStruct):
     type: Literal["ephemeral"]  # not a tag: msgspec would let a lone struct omit its tag
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(Wire, tag="text", tag_field="type"):
+class TextBlock(WireStruct, tag="text", tag_field="type"):
     text: str
     cache_control: CacheControl | None = None
     citations: list[dict[str, Any]] | None = None  # not passed to the model, which reads the text only
 
 
-class OnlyText(Wire):
+class PlainTextBlock(WireStruct):
     """A text block in a list that allows no other kind."""
 
     type: Literal["text"]
@@ -40,16 +40,16 @@ class OnlyText(Wire):
     citations: None = None
 
 
-class ThinkingBlock(Wire, tag="thinking", tag_field="type"):
+class ThinkingBlock(WireStruct, tag="thinking", tag_field="type"):
     thinking: str
     signature: str = ""
 
 
-class DirectCaller(Wire):
+class DirectCaller(WireStruct):
     type: Literal["direct"]
 
 
-class ToolUseBlock(Wire, tag="tool_use", tag_field="type"):
+class ToolUseBlock(WireStruct, tag="tool_use", tag_field="type"):
     id: str
     name: ToolName
     input: dict[str, Any]
@@ -58,66 +58,66 @@ class ToolUseBlock(Wire, tag="tool_use", tag_field="type"):
     toolset_name: None = None
 
 
-class ToolResultBlock(Wire, tag="tool_result", tag_field="type"):
+class ToolResultBlock(WireStruct, tag="tool_result", tag_field="type"):
     tool_use_id: str
-    content: str | list[OnlyText] | None = None
+    content: str | list[PlainTextBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
 
 
-class SystemMessage(Wire, tag="system", tag_field="role"):
-    speaker: ClassVar[Role] = "system"
-    content: str | list[OnlyText]
+class AnthropicSystemMessage(WireStruct, tag="system", tag_field="role"):
+    transcript_role: ClassVar[Role] = "system"
+    content: str | list[PlainTextBlock]
 
 
-class UserMessage(Wire, tag="user", tag_field="role"):
-    speaker: ClassVar[Role] = "user"
+class AnthropicUserMessage(WireStruct, tag="user", tag_field="role"):
+    transcript_role: ClassVar[Role] = "user"
     content: str | list[TextBlock | ToolResultBlock]
 
 
-class AssistantMessage(Wire, tag="assistant", tag_field="role"):
-    speaker: ClassVar[Role] = "assistant"
+class AnthropicAssistantMessage(WireStruct, tag="assistant", tag_field="role"):
+    transcript_role: ClassVar[Role] = "assistant"
     content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
 
 
-Block = TextBlock | OnlyText | ThinkingBlock | ToolUseBlock | ToolResultBlock
-Message = SystemMessage | UserMessage | AssistantMessage
+Block = TextBlock | PlainTextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Message = AnthropicSystemMessage | AnthropicUserMessage | AnthropicAssistantMessage
 
 
-def transcript(system: str | list[OnlyText] | None, messages: list[Message]) -> Transcript:
+def build_transcript(system: str | list[PlainTextBlock] | None, messages: list[Message]) -> Transcript:
     result = Transcript()
     for text in _texts(system):
-        result.say("system", text)
+        result.add_text("system", text)
     for i, message in enumerate(messages):
         content = message.content
         blocks: Sequence[Block] = [TextBlock(text=content)] if isinstance(content, str) else content
         for j, block in enumerate(blocks):
-            _add_block(result, message.speaker, block, f"messages[{i}].content[{j}]")
+            _add_block(result, message.transcript_role, block, f"messages[{i}].content[{j}]")
     return result
 
 
 def _add_block(result: Transcript, role: Role, block: Block, path: str) -> None:
     match block:
-        case TextBlock() | OnlyText():
-            result.say(role, block.text)
+        case TextBlock() | PlainTextBlock():
+            result.add_text(role, block.text)
         case ThinkingBlock():
-            if block.signature not in ("", signature(block.thinking)):
+            if block.signature not in ("", sign_thinking(block.thinking)):
                 raise InvalidRequest(
                     f"{path}.signature does not match the thinking text",
                     param=f"{path}.signature",
                     hint="return the block unchanged, or send an empty signature",
                 )
-            result.think(block.thinking)
+            result.add_reasoning(block.thinking)
         case ToolUseBlock():
-            result.call(block.id, block.name, block.input)
+            result.add_tool_call(block.id, block.name, block.input)
         case ToolResultBlock():
             # Templates have no field for a failed tool call, so the text says it.
             text = ("Error: " if block.is_error else "") + "\n".join(_texts(block.content))
-            result.answer(block.tool_use_id, text, param=f"{path}.tool_use_id")
+            result.add_tool_result(block.tool_use_id, text, param=f"{path}.tool_use_id")
 
 
-def _texts(content: str | list[OnlyText] | None) -> list[str]:
+def _texts(content: str | list[PlainTextBlock] | None) -> list[str]:
     if content is None:
         return []
     return [content] if isinstance(content, str) else [block.text for block in content]

@@ -14,17 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta
 
-from emberline.api.anthropic.content import CacheControl, Message, OnlyText, ToolName, transcript
-from emberline.api.call import Caller, ChatCall, Tool, ToolChoice
-from emberline.api.fields import Empty, Hint, Off, ignored_fields, only
-from emberline.api.openai.sampling import DEFAULTED, Name
-from emberline.api.parse import Wire, decode, encode_text
-from emberline.api.toolset import check_tools
-from emberline.api.wishes import Wish
+from emberline.api.anthropic.content import CacheControl, Message, PlainTextBlock, ToolName, build_transcript
+from emberline.api.call import ChatCall, CommonFields, Tool, ToolChoice
+from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only, find_ignored_fields
+from emberline.api.openai.sampling import CHECKPOINT_DEFAULTS, ModelName
+from emberline.api.parse import WireStruct, decode, encode_text
+from emberline.api.template_settings import TemplateSetting
+from emberline.api.tool_validation import check_tools
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar, SamplingParams
+from emberline.core.params import GrammarSpec, SamplingParams
 
-__all__ = ["Call", "CountTokensRequest", "MessagesRequest", "parse", "parse_count", "token_count"]
+__all__ = ["CountTokensRequest", "MessagesCall", "MessagesRequest", "parse", "parse_count_tokens", "render_token_count"]
 
 MAX_TOKENS = (1 << 31) - 1
 StopText = Annotated[str, Meta(max_length=1024)]  # an empty text has no effect
@@ -33,7 +33,7 @@ Effort = Annotated[str, Meta(max_length=32)]
 T = TypeVar("T")
 
 
-class ToolDefinition(Wire):
+class ToolDefinition(WireStruct):
     name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
@@ -42,70 +42,70 @@ class ToolDefinition(Wire):
     cache_control: CacheControl | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     eager_input_streaming: bool | None = None  # no effect: arguments are always streamed as they are generated
-    defer_loading: Off = None
-    input_examples: Empty = None
+    defer_loading: OnlyFalse = None
+    input_examples: OnlyEmpty = None
 
 
-class AutoChoice(Wire, tag="auto", tag_field="type"):
+class AutoChoice(WireStruct, tag="auto", tag_field="type"):
     disable_parallel_tool_use: bool = False
 
 
-class AnyChoice(Wire, tag="any", tag_field="type"):
+class AnyChoice(WireStruct, tag="any", tag_field="type"):
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(Wire, tag="tool", tag_field="type"):
+class NamedChoice(WireStruct, tag="tool", tag_field="type"):
     name: ToolName
     disable_parallel_tool_use: bool = False
 
 
-class NoChoice(Wire, tag="none", tag_field="type"):
+class NoneChoice(WireStruct, tag="none", tag_field="type"):
     disable_parallel_tool_use: ClassVar[bool] = False
 
 
-class ThinkingEnabled(Wire, tag="enabled", tag_field="type"):
+class ThinkingEnabled(WireStruct, tag="enabled", tag_field="type"):
     budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingAdaptive(Wire, tag="adaptive", tag_field="type"):
+class ThinkingAdaptive(WireStruct, tag="adaptive", tag_field="type"):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingDisabled(Wire, tag="disabled", tag_field="type"):
+class ThinkingDisabled(WireStruct, tag="disabled", tag_field="type"):
     pass
 
 
-class JsonFormat(Wire):
+class JsonFormat(WireStruct):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Wire):
+class OutputConfig(WireStruct):
     effort: Effort | None = None
     format: JsonFormat | None = None
 
 
-class Metadata(Wire):
+class Metadata(WireStruct):
     user_id: str | None = None
 
 
-class CountTokensRequest(Wire):
+class CountTokensRequest(WireStruct):
     """The fields that determine the prompt: the body of /v1/messages/count_tokens."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    model: Name | None = None  # required only if the server has several models
-    system: str | list[OnlyText] | None = None
+    model: ModelName | None = None  # required only if the server has several models
+    system: str | list[PlainTextBlock] | None = None
     tools: list[ToolDefinition] | None = None
-    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
+    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoneChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     output_format: JsonFormat | None = None  # the older name of output_config.format
-    speed: Hint = None
-    betas: Hint = None
-    context_management: Annotated[Any, only([], {}, {"edits": []})] = None
-    mcp_servers: Empty = None
+    speed: IgnoredField = None
+    betas: IgnoredField = None
+    context_management: Annotated[Any, accepts_only([], {}, {"edits": []})] = None
+    mcp_servers: OnlyEmpty = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -116,7 +116,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Hint = None  # the server has one tier
+    service_tier: IgnoredField = None  # the server has one tier
     cache_salt: str | None = None  # extension: requests with different salts never share cached blocks
     container: None = None
     diagnostics: None = None
@@ -124,11 +124,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(ChatCall):
-    show_thinking: bool = True
+class MessagesCall(ChatCall):
+    shows_thinking: bool = True
 
 
-def parse(body: bytes) -> Call:
+def parse(body: bytes) -> MessagesCall:
     request = _decode(body, MessagesRequest)
     if isinstance(request.thinking, ThinkingEnabled) and request.thinking.budget_tokens >= request.max_tokens:
         budget, limit = request.thinking.budget_tokens, request.max_tokens
@@ -140,18 +140,18 @@ def parse(body: bytes) -> Call:
     user = request.metadata.user_id if request.metadata else None
     return _build_call(
         request,
-        Caller(request.model or "", salt=request.cache_salt or "", user=user),
+        CommonFields(request.model or "", cache_salt=request.cache_salt or "", user=user),
         _params(request),
         bool(request.stream),
     )
 
 
-def parse_count(body: bytes) -> Call:
+def parse_count_tokens(body: bytes) -> MessagesCall:
     request = _decode(body, CountTokensRequest)
-    return _build_call(request, Caller(request.model or ""), SamplingParams(), stream=False)
+    return _build_call(request, CommonFields(request.model or ""), SamplingParams(), stream=False)
 
 
-def token_count(tokens: int) -> dict[str, Any]:
+def render_token_count(tokens: int) -> dict[str, Any]:
     return {"input_tokens": tokens}
 
 
@@ -164,29 +164,31 @@ def _decode(body: bytes, into: type[T]) -> T:
         raise
 
 
-def _build_call(request: CountTokensRequest, caller: Caller, params: SamplingParams, stream: bool) -> Call:
-    ignored = ignored_fields(request)
+def _build_call(
+    request: CountTokensRequest, caller: CommonFields, params: SamplingParams, stream: bool
+) -> MessagesCall:
+    ignored = find_ignored_fields(request)
     tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in request.tools or ()]
     choice = _tool_choice(request)
     check_tools(tools, choice)
-    messages = transcript(request.system, request.messages).messages(param="messages")
+    messages = build_transcript(request.system, request.messages).to_messages(param="messages")
     continues_last = messages[-1]["role"] == "assistant"
-    return Call(
-        caller=caller,
+    return MessagesCall(
+        common=caller,
         messages=messages,
         params=params,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         template_args=_template_args(request),
-        wishes=_template_settings(request),
+        template_settings=_template_settings(request),
         thinking_budget=request.thinking.budget_tokens if isinstance(request.thinking, ThinkingEnabled) else None,
-        continue_last=continues_last,
-        generation_prompt=not continues_last,
-        unset=frozenset(name for name in DEFAULTED if getattr(request, name, None) is None),
-        ignored=ignored,
+        continues_last_message=continues_last,
+        adds_generation_prompt=not continues_last,
+        unset_params=frozenset(name for name in CHECKPOINT_DEFAULTS if getattr(request, name, None) is None),
+        ignored_fields=ignored,
         stream=stream,
-        show_thinking=getattr(request.thinking, "display", None) != "omitted",
+        shows_thinking=getattr(request.thinking, "display", None) != "omitted",
     )
 
 
@@ -207,7 +209,7 @@ def _params(request: MessagesRequest) -> SamplingParams:
         top_p=request.top_p or 1.0,
         top_k=request.top_k or 0,
         stop=tuple(filter(None, request.stop_sequences or ())),
-        grammar=Grammar("json_schema", encode_text(output_format.schema)) if output_format else None,
+        grammar=GrammarSpec("json_schema", encode_text(output_format.schema)) if output_format else None,
     )
 
 
@@ -217,7 +219,7 @@ def _tool_choice(request: CountTokensRequest) -> ToolChoice:
             return ToolChoice("required")
         case NamedChoice(name=name):
             return ToolChoice("named", name)
-        case NoChoice():
+        case NoneChoice():
             return ToolChoice("none")
         case _:
             return ToolChoice("auto")
@@ -234,10 +236,14 @@ def _template_args(request: CountTokensRequest) -> dict[str, Any]:
     return arguments
 
 
-def _template_settings(request: CountTokensRequest) -> list[Wish]:
+def _template_settings(request: CountTokensRequest) -> list[TemplateSetting]:
     wishes = []
     if request.thinking is not None:
-        wishes.append(Wish("thinking", ("enable_thinking",), thinks=not isinstance(request.thinking, ThinkingDisabled)))
+        wishes.append(
+            TemplateSetting(
+                "thinking", ("enable_thinking",), enables_reasoning=not isinstance(request.thinking, ThinkingDisabled)
+            )
+        )
     if request.output_config and request.output_config.effort:
-        wishes.append(Wish("output_config.effort", ("reasoning_effort",)))
+        wishes.append(TemplateSetting("output_config.effort", ("reasoning_effort",)))
     return wishes

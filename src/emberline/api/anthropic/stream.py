@@ -11,20 +11,20 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.api import sse
-from emberline.api.anthropic.content import signature
-from emberline.api.anthropic.request import Call
+from emberline.api.anthropic.content import sign_thinking
+from emberline.api.anthropic.request import MessagesCall
 from emberline.api.deltas import (
     Delta,
     Finish,
-    Progress,
     PromptDelta,
     ReasoningDelta,
-    Started,
+    ReplyStart,
+    RunningUsage,
     TextDelta,
-    TokenIds,
+    TokenIdsDelta,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 from emberline.api.errors import anthropic_error
 
@@ -67,41 +67,41 @@ class _Block:
             case "text":
                 return self.start_json() | {"text": self.text}
             case "thinking":
-                return self.start_json() | {"thinking": self.text, "signature": signature(self.text)}
+                return self.start_json() | {"thinking": self.text, "signature": sign_thinking(self.text)}
             case "tool_use":
                 return self.start_json() | {"input": _tool_input(self.text)}
 
 
-class Renderer:
-    def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
+class MessagesReplyWriter:
+    def __init__(self, call: MessagesCall, id: str, created: int, fingerprint: str) -> None:
         """`created` and `fingerprint` are not used: all writers have the same parameters."""
         self._call = call
         self._id = id
-        self._started = Started(0)
+        self._started = ReplyStart(0)
         self._blocks: list[_Block] = []
         self._is_open = False  # whether the last block is open
         self._finish: Finish | None = None
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
 
-    def start(self) -> list[bytes]:
+    def write_start(self) -> list[bytes]:
         return []  # message_start holds the prompt's token count, so it is sent with ReplyStart
 
-    def push(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> list[bytes]:
         events = self._events(delta)
-        return [sse.event(event["type"], event) for event in events] if self._call.stream else []
+        return [sse.named_event(event["type"], event) for event in events] if self._call.stream else []
 
-    def end(self) -> list[bytes]:
-        return [sse.event("message_stop", {"type": "message_stop"})]
+    def write_end(self) -> list[bytes]:
+        return [sse.named_event("message_stop", {"type": "message_stop"})]
 
-    def fail(self, error: Exception) -> list[bytes]:
-        return [sse.event("error", anthropic_error(error).body)]
+    def write_error(self, error: Exception) -> list[bytes]:
+        return [sse.named_event("error", anthropic_error(error).body)]
 
     def body(self) -> dict[str, Any]:
         return self._message([block.final_json() for block in self._blocks])
 
     def _events(self, delta: Delta) -> list[dict[str, Any]]:
         match delta:
-            case Started():
+            case ReplyStart():
                 self._started = delta
                 return [{"type": "message_start", "message": self._message([])}]
             case TextDelta():
@@ -116,18 +116,18 @@ class Renderer:
             case Finish():
                 self._finish = delta
                 return self._close()
-            case Usage():
+            case TokenUsage():
                 self._usage = delta
                 stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
                 return [{"type": "message_delta", "delta": stop, "usage": self._usage_json()}]
-            case PromptDelta() | Progress() | TokenIds():
+            case PromptDelta() | RunningUsage() | TokenIdsDelta():
                 raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
     def _extend(self, kind: Literal["text", "thinking", "tool_use"], text: str) -> list[dict[str, Any]]:
         if not text:
             return []
         events = [] if self._is_open and self._blocks[-1].kind == kind else self._begin(_Block(kind))
-        if kind == "thinking" and not self._call.show_thinking:
+        if kind == "thinking" and not self._call.shows_thinking:
             return events
         block = self._blocks[-1]
         block.pieces.append(text)
@@ -147,7 +147,7 @@ class Renderer:
         stop = {"type": "content_block_stop", "index": len(self._blocks) - 1}
         if (block := self._blocks[-1]).kind != "thinking":
             return [stop]
-        return [self._delta({"type": "signature_delta", "signature": signature(block.text)}), stop]
+        return [self._delta({"type": "signature_delta", "signature": sign_thinking(block.text)}), stop]
 
     def _delta(self, piece: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": piece}
@@ -157,7 +157,7 @@ class Renderer:
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._call.caller.model,
+            "model": self._call.common.model,
             "content": content,
             "stop_reason": self._stop_reason(),
             "stop_sequence": self._stop_sequence(),
@@ -174,7 +174,7 @@ class Renderer:
 
     def _usage_json(self) -> dict[str, Any]:
         """Return the protocol's usage; its input_tokens do not include those read from the cache."""
-        usage = self._usage or Usage(self._started.prompt_tokens, 0, self._started.cached_tokens)
+        usage = self._usage or TokenUsage(self._started.prompt_tokens, 0, self._started.cached_tokens)
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,

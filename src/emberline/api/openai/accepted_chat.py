@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from emberline.api.fields import Empty, Hint, only
-from emberline.api.openai.accepted import On
+from emberline.api.fields import IgnoredField, OnlyEmpty, accepts_only
+from emberline.api.openai.accepted import OnlyTrue
 from emberline.api.openai.sampling import SamplingFields
 
 
 class ChatFields(SamplingFields, kw_only=True):
-    store: Hint = None  # no endpoint reads a stored chat
-    verbosity: Hint = None
-    prediction: Hint = None  # would only speed up the answer
-    modalities: Annotated[Any, only(["text"])] = None
-    best_of: Annotated[Any, only(1)] = None
-    documents: Empty = None
-    mm_processor_kwargs: Empty = None
-    media_io_kwargs: Empty = None
-    separate_reasoning: On = None
-    stream_reasoning: On = None
-    parse_tool_calls: On = None
-    reasoning_format: Annotated[Any, only("auto", "deepseek")] = None
+    store: IgnoredField = None  # no endpoint reads a stored chat
+    verbosity: IgnoredField = None
+    prediction: IgnoredField = None  # would only speed up the answer
+    modalities: Annotated[Any, accepts_only(["text"])] = None
+    best_of: Annotated[Any, accepts_only(1)] = None
+    documents: OnlyEmpty = None
+    mm_processor_kwargs: OnlyEmpty = None
+    media_io_kwargs: OnlyEmpty = None
+    separate_reasoning: OnlyTrue = None
+    stream_reasoning: OnlyTrue = None
+    parse_tool_calls: OnlyTrue = None
+    reasoning_format: Annotated[Any, accepts_only("auto", "deepseek")] = None

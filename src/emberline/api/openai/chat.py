@@ -12,16 +12,30 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from emberline.api.call import ChatCall
-from emberline.api.fields import ignored_fields
+from emberline.api.fields import find_ignored_fields
 from emberline.api.openai.accepted_chat import ChatFields
-from emberline.api.openai.messages import AssistantMessage, Message, explain_parts, for_template
-from emberline.api.openai.sampling import LogprobCount, RunningStreamOptions
-from emberline.api.openai.template import Thinking, continues_last, template_args, template_kwargs, wishes
-from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
+from emberline.api.openai.messages import AssistantMessage, Message, add_text_only_hint, messages_for_template
+from emberline.api.openai.sampling import LogprobCount, UsageStreamOptions
+from emberline.api.openai.template import (
+    ThinkingOption,
+    build_template_args,
+    continues_last_message,
+    list_template_settings,
+    merge_template_kwargs,
+)
+from emberline.api.openai.tools import (
+    FunctionChoice,
+    Functions,
+    ToolChoiceField,
+    Tools,
+    ToolSelection,
+    select_functions,
+    select_tools,
+)
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 
-__all__ = ["Call", "ChatRequest", "parse"]
+__all__ = ["ChatRequest", "OpenAIChatCall", "parse"]
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -29,19 +43,19 @@ Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Me
 
 class ChatRequest(ChatFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
-    stream_options: RunningStreamOptions | None = None
+    stream_options: UsageStreamOptions | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     tools: Tools | None = None
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     functions: Functions | None = None
     function_call: FunctionChoice | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     enable_thinking: bool | None = None  # a variable of the template
-    thinking: Thinking | None = None  # the form of DeepSeek and Z.ai for enable_thinking
+    thinking: ThinkingOption | None = None  # the form of DeepSeek and Z.ai for enable_thinking
     metadata: Metadata | None = None
     safety_identifier: str | None = None
     # vLLM's fields
@@ -58,70 +72,78 @@ class ChatRequest(ChatFields, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(ChatCall):
-    include_usage: bool = False
-    legacy_functions: bool = False
-    show_reasoning: bool = True
-    echo: str = ""  # text that the reply has before the generated text
+class OpenAIChatCall(ChatCall):
+    includes_usage: bool = False
+    uses_legacy_functions: bool = False
+    shows_reasoning: bool = True
+    echoed_text: str = ""  # text that the reply has before the generated text
     metadata: dict[str, str] = field(default_factory=dict)  # repeated in the reply
 
 
-def parse(body: bytes) -> Call:
+def parse(body: bytes) -> OpenAIChatCall:
     try:
         request = decode(body, ChatRequest)
     except InvalidRequest as error:
-        raise explain_parts(error) from None
-    ignored = ignored_fields(request) + (request.stream_options.ignored() if request.stream_options else [])
+        raise add_text_only_hint(error) from None
+    ignored = find_ignored_fields(request) + (
+        request.stream_options.find_ignored_fields() if request.stream_options else []
+    )
     tools, max_tokens = _tools(request), _max_tokens(request)
-    kwargs = template_kwargs(request.chat_template_kwargs, request.enable_thinking, request.thinking)
+    kwargs = merge_template_kwargs(request.chat_template_kwargs, request.enable_thinking, request.thinking)
     thinking_field = "enable_thinking" if request.enable_thinking is not None else "thinking"
     if request.prompt_logprobs is not None and request.stream:
         what = "prompt_logprobs is not supported for streams"
         raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
-    continue_last = continues_last(request.messages, request.continue_final_message, request.add_generation_prompt)
-    return Call(
-        caller=request.caller(user=request.safety_identifier),
-        messages=for_template(request.messages),
-        params=request.params(
+    continue_last = continues_last_message(
+        request.messages, request.continue_final_message, request.add_generation_prompt
+    )
+    return OpenAIChatCall(
+        common=request.common_fields(user=request.safety_identifier),
+        messages=messages_for_template(request.messages),
+        params=request.sampling_params(
             max_tokens=max_tokens, logprobs=_logprobs(request), prompt_logprobs=request.prompt_logprobs
         ),
         tools=tools.tools,
         tool_choice=tools.choice,
-        parallel_tool_calls=tools.parallel,
-        template_args=template_args(kwargs, request.reasoning_effort),
-        wishes=wishes(
-            kwargs, request.reasoning_effort, own=(kwargs.keys() - (request.chat_template_kwargs or {}), thinking_field)
+        parallel_tool_calls=tools.is_parallel,
+        template_args=build_template_args(kwargs, request.reasoning_effort),
+        template_settings=list_template_settings(
+            kwargs,
+            request.reasoning_effort,
+            renamed=(kwargs.keys() - (request.chat_template_kwargs or {}), thinking_field),
         ),
-        continue_last=continue_last,
-        generation_prompt=request.add_generation_prompt is not False and not continue_last,
+        continues_last_message=continue_last,
+        adds_generation_prompt=request.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(request.add_special_tokens),
         bad_words=request.bad_words or (),
-        truncate=request.truncate_prompt_tokens,
-        keep_first=request.truncation_side == "right",
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        keeps_first_tokens=request.truncation_side == "right",
         return_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        unset=request.unset(max_tokens),
-        ignored=ignored,
+        unset_params=request.unset_params(max_tokens),
+        ignored_fields=ignored,
         stream=bool(request.stream),
-        include_usage=request.include_usage(),
-        running_usage=request.stream_options is not None and request.stream_options.running(),
-        legacy_functions=tools.legacy,
-        show_reasoning=request.include_reasoning is not False,
-        echo=_echoed_text(request),
+        includes_usage=request.returns_usage(),
+        running_usage=request.stream_options is not None and request.stream_options.reports_running_usage(),
+        uses_legacy_functions=tools.is_legacy,
+        shows_reasoning=request.include_reasoning is not False,
+        echoed_text=_echoed_text(request),
         metadata=request.metadata or {},
     )
 
 
-def _tools(request: ChatRequest) -> Toolbox:
+def _tools(request: ChatRequest) -> ToolSelection:
     if request.functions is None and request.function_call is None:
-        return toolbox(request.tools, request.tool_choice, request.parallel_tool_calls)
+        return select_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     if request.tools is not None or request.tool_choice is not None or request.parallel_tool_calls:
         raise InvalidRequest("functions and tools are both set", param="functions", hint="send tools only")
-    return legacy_toolbox(request.functions, request.function_call)
+    return select_functions(request.functions, request.function_call)
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
-    limit = request.limit(("max_tokens", request.max_tokens), ("max_completion_tokens", request.max_completion_tokens))
+    limit = request.resolve_max_tokens(
+        ("max_tokens", request.max_tokens), ("max_completion_tokens", request.max_completion_tokens)
+    )
     if limit == 0:
         raise InvalidRequest("n_predict is 0; it must be 1 or more, or -1", param="n_predict", hint="send 1 or more")
     return limit
@@ -130,7 +152,7 @@ def _max_tokens(request: ChatRequest) -> int | None:
 def _echoed_text(request: ChatRequest) -> str:
     if not request.echo or not isinstance(request.messages[-1], AssistantMessage):
         return ""
-    return for_template(request.messages[-1:])[0].get("content") or ""
+    return messages_for_template(request.messages[-1:])[0].get("content") or ""
 
 
 def _logprobs(request: ChatRequest) -> int | None:

@@ -9,20 +9,20 @@ from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
-    Progress,
     PromptDelta,
     ReasoningDelta,
-    Started,
+    ReplyStart,
+    RunningUsage,
     TextDelta,
-    TokenIds,
+    TokenIdsDelta,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 from emberline.api.errors import openai_error
-from emberline.api.openai.chat import Call
+from emberline.api.openai.chat import OpenAIChatCall
 from emberline.api.openai.logprobs import chat_logprobs, prompt_logprobs
-from emberline.api.openai.usage import usage_of
+from emberline.api.openai.usage import render_usage
 from emberline.core.request import Priority
 
 
@@ -103,7 +103,7 @@ class _Choice:
     def _finish_fields(self) -> dict[str, Any]:
         assert self.finish is not None, "the choice has no Finish yet"
         reason = "function_call" if self.legacy and self.finish.reason == "tool_calls" else self.finish.reason
-        return {"finish_reason": reason, **self.finish.reasons()}
+        return {"finish_reason": reason, **self.finish.stop_details()}
 
     def message(self) -> dict[str, Any]:
         content = None if self.calls and not self.texts else "".join(self.texts)
@@ -126,21 +126,23 @@ class _Choice:
         return body if self.ids is None else {**body, "token_ids": self.ids}
 
 
-class Renderer:
+class ChatReplyWriter:
     """The first chunk of a choice has the role, the last its finish_reason; requested usage is a chunk of its own."""
 
-    def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
+    def __init__(self, call: OpenAIChatCall, id: str, created: int, fingerprint: str) -> None:
         self._call = call
         self._id = id
-        tier = "flex" if call.caller.priority is Priority.BATCH else "default"
+        tier = "flex" if call.common.priority is Priority.BATCH else "default"
         self._tail = {
             "created": created,
-            "model": call.caller.model,
+            "model": call.common.model,
             "system_fingerprint": fingerprint,
             "service_tier": tier,
         }
-        self._choices = [_Choice(index, call.legacy_functions, call.tokens_as_ids) for index in range(call.params.n)]
-        self._usage_so_far = Usage(0, 0)
+        self._choices = [
+            _Choice(index, call.uses_legacy_functions, call.tokens_as_ids) for index in range(call.params.n)
+        ]
+        self._usage_so_far = TokenUsage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
         self._prompt_ids: list[int] | None = None  # of a stream: only until a chunk has sent them
@@ -154,30 +156,34 @@ class Renderer:
         before, after = chunk.split(b'"content":""')
         return before + b'"content":', after
 
-    def start(self) -> list[bytes]:
+    def write_start(self) -> list[bytes]:
         return []
 
-    def push(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> list[bytes]:
         match delta:
-            case Started():
-                self._usage_so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
-                echoed = [TextDelta(choice.index, self._call.echo) for choice in self._choices if self._call.echo]
-                return [event for each in echoed for event in self.push(each)]
-            case Progress():
+            case ReplyStart():
+                self._usage_so_far = TokenUsage(delta.prompt_tokens, 0, delta.cached_tokens)
+                echoed = [
+                    TextDelta(choice.index, self._call.echoed_text)
+                    for choice in self._choices
+                    if self._call.echoed_text
+                ]
+                return [event for each in echoed for event in self.write(each)]
+            case RunningUsage():
                 self._usage_so_far = replace(self._usage_so_far, **asdict(delta))
                 return []
             case PromptDelta():
                 self._prompt = prompt_logprobs(delta.tokens)
                 return []
-            case TokenIds():
-                if delta.prompt:
-                    self._prompt_ids = list(delta.prompt)
+            case TokenIdsDelta():
+                if delta.prompt_ids:
+                    self._prompt_ids = list(delta.prompt_ids)
                 choice = self._choices[delta.index]
                 choice.ids = [*(choice.ids or ()), *delta.ids]
                 return []
-            case Usage():
-                self._usage = usage_of(delta)
-                return [self._chunk([], self._usage)] if self._call.include_usage else []
+            case TokenUsage():
+                self._usage = render_usage(delta)
+                return [self._chunk([], self._usage)] if self._call.includes_usage else []
             case TextDelta() if (
                 self._around and (choice := self._choices[delta.index]).has_opened and choice.ids is None
             ):
@@ -185,17 +191,17 @@ class Renderer:
                 choice.texts.append(delta.text)
                 before, after = self._around[delta.index]
                 return [b"%b%b%b" % (before, sse.dumps(delta.text), after)]
-            case ReasoningDelta() if not self._call.show_reasoning:
+            case ReasoningDelta() if not self._call.shows_reasoning:
                 return []
             case _:
                 chunks = [*self._opening_chunks(delta.index), self._choices[delta.index].add(delta)]
                 return [self._chunk([chunk]) for chunk in chunks] if self._call.stream else []
 
-    def end(self) -> list[bytes]:
-        return [sse.DONE]
+    def write_end(self) -> list[bytes]:
+        return [sse.DONE_EVENT]
 
-    def fail(self, error: Exception) -> list[bytes]:
-        return [sse.data(openai_error(error).body), sse.DONE]
+    def write_error(self, error: Exception) -> list[bytes]:
+        return [sse.data_event(openai_error(error).body), sse.DONE_EVENT]
 
     def body(self) -> dict[str, Any]:
         body = {"id": self._id, "object": "chat.completion", **self._tail}
@@ -220,6 +226,6 @@ class Renderer:
         chunk = {"id": self._id, "object": "chat.completion.chunk", **self._tail, "choices": choices}
         if self._prompt_ids is not None:
             chunk["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
-        if self._call.include_usage:
-            chunk["usage"] = usage_of(self._usage_so_far) if self._call.running_usage and usage is None else usage
-        return sse.data(chunk)
+        if self._call.includes_usage:
+            chunk["usage"] = render_usage(self._usage_so_far) if self._call.running_usage and usage is None else usage
+        return sse.data_event(chunk)

@@ -15,49 +15,51 @@ from typing import Annotated
 from msgspec import Meta
 
 from emberline.api.call import CompletionCall
-from emberline.api.fields import Empty, Hint, ignored_fields
-from emberline.api.openai.inputs import MAX_INPUTS, Inputs, each_input
-from emberline.api.openai.sampling import Count, LogprobCount, RunningStreamOptions, SamplingFields
+from emberline.api.fields import IgnoredField, OnlyEmpty, find_ignored_fields
+from emberline.api.openai.inputs import MAX_INPUTS_PER_REQUEST, Inputs, list_inputs
+from emberline.api.openai.sampling import Count, LogprobCount, SamplingFields, UsageStreamOptions
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS
 
-__all__ = ["Call", "CompletionRequest", "parse"]
+__all__ = ["CompletionRequest", "OpenAICompletionCall", "parse"]
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     prompt: Inputs
-    stream_options: RunningStreamOptions | None = None
+    stream_options: UsageStreamOptions | None = None
     max_tokens: Count | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None  # must equal n
-    suffix: Empty = None
-    store: Hint = None
-    metadata: Hint = None
+    suffix: OnlyEmpty = None
+    store: IgnoredField = None
+    metadata: IgnoredField = None
 
 
 @dataclass(frozen=True, slots=True)
-class Call(CompletionCall):
-    include_usage: bool = False
-    echo_only: bool = False
-    show_prompt_logprobs: bool = False
+class OpenAICompletionCall(CompletionCall):
+    includes_usage: bool = False
+    echoes_only: bool = False
+    shows_prompt_logprobs: bool = False
 
 
-def parse(body: bytes) -> Call:
+def parse(body: bytes) -> OpenAICompletionCall:
     request = decode(body, CompletionRequest)
-    ignored = ignored_fields(request) + (request.stream_options.ignored() if request.stream_options else [])
-    prompts = each_input(request.prompt, "prompt")
+    ignored = find_ignored_fields(request) + (
+        request.stream_options.find_ignored_fields() if request.stream_options else []
+    )
+    prompts = list_inputs(request.prompt, "prompt")
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
         what = f"best_of is {request.best_of} and n is {n}; they must be equal"
         raise InvalidRequest(what, param="best_of", hint="remove best_of")
-    if len(prompts) * n > MAX_INPUTS:
-        what = f"prompt has {len(prompts)} entries, with n={n} {len(prompts) * n} choices; the limit is {MAX_INPUTS}"
+    if len(prompts) * n > MAX_INPUTS_PER_REQUEST:
+        what = f"prompt has {len(prompts)} entries, with n={n} {len(prompts) * n} choices; the limit is {MAX_INPUTS_PER_REQUEST}"
         raise InvalidRequest(what, param="prompt", hint="split the request")
-    max_tokens = request.limit(("max_tokens", request.max_tokens))
+    max_tokens = request.resolve_max_tokens(("max_tokens", request.max_tokens))
     if max_tokens is None and request.n_predict is None:  # n_predict: -1 means no limit
         max_tokens = DEFAULT_MAX_TOKENS
     if max_tokens == 0 and not request.echo:
@@ -66,10 +68,10 @@ def parse(body: bytes) -> Call:
     if request.prompt_logprobs is not None and request.stream:
         what = "prompt_logprobs is not supported for streams"
         raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
-    return Call(
-        caller=request.caller(),
+    return OpenAICompletionCall(
+        common=request.common_fields(),
         prompts=prompts,
-        params=request.params(
+        params=request.sampling_params(
             max_tokens=1 if max_tokens == 0 else max_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=_prompt_logprobs(request),
@@ -77,17 +79,17 @@ def parse(body: bytes) -> Call:
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
         bad_words=request.bad_words or (),
-        truncate=request.truncate_prompt_tokens,
-        keep_first=request.truncation_side == "right",
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        keeps_first_tokens=request.truncation_side == "right",
         return_token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        unset=request.unset(max_tokens),
-        ignored=ignored,
+        unset_params=request.unset_params(max_tokens),
+        ignored_fields=ignored,
         stream=bool(request.stream),
-        include_usage=request.include_usage(),
-        running_usage=request.stream_options is not None and request.stream_options.running(),
-        echo_only=max_tokens == 0,
-        show_prompt_logprobs=request.prompt_logprobs is not None,
+        includes_usage=request.returns_usage(),
+        running_usage=request.stream_options is not None and request.stream_options.reports_running_usage(),
+        echoes_only=max_tokens == 0,
+        shows_prompt_logprobs=request.prompt_logprobs is not None,
     )
 
 

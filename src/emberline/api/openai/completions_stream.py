@@ -9,18 +9,18 @@ from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
-    Progress,
     PromptDelta,
     ReasoningDelta,
-    Started,
+    ReplyStart,
+    RunningUsage,
     TextDelta,
-    TokenIds,
-    Usage,
+    TokenIdsDelta,
+    TokenUsage,
 )
 from emberline.api.errors import openai_error
-from emberline.api.openai.completions import Call
+from emberline.api.openai.completions import OpenAICompletionCall
 from emberline.api.openai.logprobs import TextLogprobs, prompt_logprobs
-from emberline.api.openai.usage import usage_of
+from emberline.api.openai.usage import render_usage
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class _Choice:
 
     def finish_fields(self) -> dict[str, Any]:
         assert self.finish is not None, "the choice has no Finish yet"
-        return {"finish_reason": self.finish.reason, **self.finish.reasons()}
+        return {"finish_reason": self.finish.reason, **self.finish.stop_details()}
 
-    def add_ids(self, delta: TokenIds) -> None:
+    def add_ids(self, delta: TokenIdsDelta) -> None:
         self.ids = [*(self.ids or ()), *delta.ids]
-        if delta.prompt:
-            self.prompt_ids = list(delta.prompt)
+        if delta.prompt_ids:
+            self.prompt_ids = list(delta.prompt_ids)
 
     def new_ids(self) -> dict[str, Any]:
         """Return the chunk fields with the token ids that were not sent yet."""
@@ -53,16 +53,16 @@ class _Choice:
         return {**prompt, "token_ids": new}
 
 
-class Renderer:
-    def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
+class CompletionReplyWriter:
+    def __init__(self, call: OpenAICompletionCall, id: str, created: int, fingerprint: str) -> None:
         self._call = call
         self._head = {"id": id, "object": "text_completion", "created": created}
-        self._head |= {"model": call.caller.model, "system_fingerprint": fingerprint}
+        self._head |= {"model": call.common.model, "system_fingerprint": fingerprint}
         self._choices = [
             _Choice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
             for index in range(len(call.prompts) * call.params.n)
         ]
-        self._usage_so_far = Usage(0, 0)
+        self._usage_so_far = TokenUsage(0, 0)
         self._usage: dict[str, Any] | None = None
         # Most chunks differ only in their text, so the bytes around the text are encoded once.
         is_plain = call.stream and call.params.logprobs is None and not (call.running_usage or call.echo)
@@ -75,40 +75,40 @@ class Renderer:
         before, after = chunk.split(b'"text":""')
         return before + b'"text":', after
 
-    def start(self) -> list[bytes]:
+    def write_start(self) -> list[bytes]:
         return []
 
-    def push(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> list[bytes]:
         match delta:
             case PromptDelta():
                 self._choices[delta.index].prompt = prompt_logprobs(delta.tokens)
                 return self._add_text(delta) if self._call.echo else []
             case TextDelta() | ReasoningDelta():  # this protocol has no reasoning: all of it is text
-                return [] if self._call.echo_only else self._add_text(delta)
-            case TokenIds():
+                return [] if self._call.echoes_only else self._add_text(delta)
+            case TokenIdsDelta():
                 self._choices[delta.index].add_ids(delta)
                 return []
             case Finish():
                 return self._finish(delta)
-            case Usage():
-                counted = Usage(delta.prompt_tokens, 0, delta.cached_tokens) if self._call.echo_only else delta
-                self._usage = usage_of(counted)
-                return self._chunk([], self._usage) if self._call.include_usage else []
-            case Started():
-                self._usage_so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
+            case TokenUsage():
+                counted = TokenUsage(delta.prompt_tokens, 0, delta.cached_tokens) if self._call.echoes_only else delta
+                self._usage = render_usage(counted)
+                return self._chunk([], self._usage) if self._call.includes_usage else []
+            case ReplyStart():
+                self._usage_so_far = TokenUsage(delta.prompt_tokens, 0, delta.cached_tokens)
                 return []
-            case Progress():
+            case RunningUsage():
                 self._usage_so_far = (
-                    self._usage_so_far if self._call.echo_only else replace(self._usage_so_far, **asdict(delta))
+                    self._usage_so_far if self._call.echoes_only else replace(self._usage_so_far, **asdict(delta))
                 )
                 return []
         raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
-    def end(self) -> list[bytes]:
-        return [sse.DONE]
+    def write_end(self) -> list[bytes]:
+        return [sse.DONE_EVENT]
 
-    def fail(self, error: Exception) -> list[bytes]:
-        return [sse.data(openai_error(error).body), sse.DONE]
+    def write_error(self, error: Exception) -> list[bytes]:
+        return [sse.data_event(openai_error(error).body), sse.DONE_EVENT]
 
     def body(self) -> dict[str, Any]:
         return {**self._head, "choices": [self._body(choice) for choice in self._choices], "usage": self._usage}
@@ -132,14 +132,14 @@ class Renderer:
     def _finish(self, finish: Finish) -> list[bytes]:
         choice = self._choices[finish.index]
         # With max_tokens: 0 the engine's one token may be an end token, but the reply ends by its length.
-        choice.finish = Finish(finish.index, "length") if self._call.echo_only else finish
+        choice.finish = Finish(finish.index, "length") if self._call.echoes_only else finish
         entry = {"index": finish.index, "text": "", "logprobs": None, **choice.finish_fields()}
         return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
 
     def _body(self, choice: _Choice) -> dict[str, Any]:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
-        body["prompt_logprobs"] = choice.prompt if self._call.show_prompt_logprobs else None  # vLLM's clients read it
+        body["prompt_logprobs"] = choice.prompt if self._call.shows_prompt_logprobs else None  # vLLM's clients read it
         if choice.ids is not None:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
         return body
@@ -148,6 +148,6 @@ class Renderer:
         if not self._call.stream:
             return []
         chunk = {**self._head, "choices": choices}
-        if self._call.include_usage:
-            chunk["usage"] = usage_of(self._usage_so_far) if self._call.running_usage and usage is None else usage
-        return [sse.data(chunk)]
+        if self._call.includes_usage:
+            chunk["usage"] = render_usage(self._usage_so_far) if self._call.running_usage and usage is None else usage
+        return [sse.data_event(chunk)]

@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from emberline.api.call import Caller, EmbeddingCall
-from emberline.api.openai.inputs import Inputs, each_input
-from emberline.api.openai.sampling import Name
-from emberline.api.parse import Wire, decode
+from emberline.api.call import CommonFields, EmbeddingCall
+from emberline.api.openai.inputs import Inputs, list_inputs
+from emberline.api.openai.sampling import ModelName
+from emberline.api.parse import WireStruct, decode
 
 
-class EmbeddingRequest(Wire):
+class EmbeddingRequest(WireStruct):
     input: Inputs
-    model: Name | None = None  # None: the server's embedding model
+    model: ModelName | None = None  # None: the server's embedding model
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     user: str | None = None
@@ -31,8 +31,8 @@ class EmbeddingRequest(Wire):
 def parse(body: bytes) -> EmbeddingCall:
     request = decode(body, EmbeddingRequest)
     return EmbeddingCall(
-        caller=Caller(request.model or "", user=request.user),
-        inputs=each_input(request.input, "input"),
+        common=CommonFields(request.model or "", user=request.user),
+        inputs=list_inputs(request.input, "input"),
         dimensions=request.dimensions,
         encoding=request.encoding_format or "float",
     )

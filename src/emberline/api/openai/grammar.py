@@ -6,33 +6,33 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from emberline.api.fields import Empty, Off
+from emberline.api.fields import OnlyEmpty, OnlyFalse
 from emberline.api.openai.accepted import AcceptedFields
-from emberline.api.parse import Wire, decode_object, encode_text
+from emberline.api.parse import WireStruct, decode_object, encode_text
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 
 Schema = dict[str, Any] | str  # a JSON schema as an object or as text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=4096)]
 Pattern = Annotated[str, Meta(min_length=1)]
 
 
-class TextFormat(Wire, tag_field="type", tag="text"):
+class TextFormat(WireStruct, tag_field="type", tag="text"):
     """Output without a constraint."""
 
 
-class JsonObjectFormat(Wire, tag_field="type", tag="json_object"):
+class JsonObjectFormat(WireStruct, tag_field="type", tag="json_object"):
     schema: dict[str, Any] | None = None  # llama.cpp's field; None: any JSON object
 
 
-class NamedSchema(Wire):
+class NamedSchema(WireStruct):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     schema: dict[str, Any] | None = None  # None: any JSON object
     description: str | None = None
     strict: bool | None = None  # no effect: the output always matches the schema
 
 
-class JsonSchemaFormat(Wire, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(WireStruct, tag_field="type", tag="json_schema"):
     json_schema: NamedSchema | None = None
     schema: dict[str, Any] | None = None  # llama.cpp's field
 
@@ -40,7 +40,7 @@ class JsonSchemaFormat(Wire, tag_field="type", tag="json_schema"):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class StructuredOutputs(Wire):
+class StructuredOutputs(WireStruct):
     """vLLM's object for all kinds of constraints."""
 
     json: Schema | None = None
@@ -48,11 +48,11 @@ class StructuredOutputs(Wire):
     choice: Choices | None = None
     grammar: Pattern | None = None
     json_object: bool | None = None
-    disable_fallback: Off = None
-    disable_any_whitespace: Off = None
-    disable_additional_properties: Off = None
-    whitespace_pattern: Empty = None
-    structural_tag: Empty = None
+    disable_fallback: OnlyFalse = None
+    disable_any_whitespace: OnlyFalse = None
+    disable_additional_properties: OnlyFalse = None
+    whitespace_pattern: OnlyEmpty = None
+    structural_tag: OnlyEmpty = None
 
 
 class GrammarFields(AcceptedFields, kw_only=True):
@@ -70,7 +70,7 @@ class GrammarFields(AcceptedFields, kw_only=True):
     grammar_text: str | None = field(name="grammar", default=None)
     json_schema: Schema | None = None
 
-    def grammar(self) -> Grammar | None:
+    def grammar(self) -> GrammarSpec | None:
         """Return the requested grammar. Raises InvalidRequest if several fields set one."""
         found = {
             "response_format": _from_format(self.response_format),
@@ -89,7 +89,7 @@ class GrammarFields(AcceptedFields, kw_only=True):
                 "structured_outputs.regex": _from_text("regex", outputs.regex),
                 "structured_outputs.choice": _from_choices(outputs.choice),
                 "structured_outputs.grammar": _from_text("grammar", outputs.grammar),
-                "structured_outputs.json_object": Grammar("json_object") if outputs.json_object else None,
+                "structured_outputs.json_object": GrammarSpec("json_object") if outputs.json_object else None,
             }
         given = {param: grammar for param, grammar in found.items() if grammar is not None}
         if len(given) > 1:
@@ -99,7 +99,7 @@ class GrammarFields(AcceptedFields, kw_only=True):
         return next(iter(given.values()), None)
 
 
-def _from_format(response_format: ResponseFormat | None) -> Grammar | None:
+def _from_format(response_format: ResponseFormat | None) -> GrammarSpec | None:
     match response_format:
         case JsonSchemaFormat(json_schema=None, schema=None):
             param = "response_format.json_schema"
@@ -109,23 +109,23 @@ def _from_format(response_format: ResponseFormat | None) -> Grammar | None:
             | JsonSchemaFormat(schema=dict(schema))
             | JsonObjectFormat(schema=dict(schema))
         ):
-            return Grammar("json_schema", encode_text(schema))
+            return GrammarSpec("json_schema", encode_text(schema))
         case JsonSchemaFormat() | JsonObjectFormat():
-            return Grammar("json_object")
+            return GrammarSpec("json_object")
     return None
 
 
-def _from_schema(schema: Schema | None, param: str) -> Grammar | None:
+def _from_schema(schema: Schema | None, param: str) -> GrammarSpec | None:
     if schema is None:
         return None
     if isinstance(schema, str):
         schema = decode_object(schema, param)
-    return Grammar("json_schema", encode_text(schema))
+    return GrammarSpec("json_schema", encode_text(schema))
 
 
-def _from_text(kind: Literal["regex", "grammar"], text: str | None) -> Grammar | None:
-    return None if text is None else Grammar(kind, text)
+def _from_text(kind: Literal["regex", "grammar"], text: str | None) -> GrammarSpec | None:
+    return None if text is None else GrammarSpec(kind, text)
 
 
-def _from_choices(choices: list[str] | None) -> Grammar | None:
-    return None if choices is None else Grammar("choice", encode_text(choices))
+def _from_choices(choices: list[str] | None) -> GrammarSpec | None:
+    return None if choices is None else GrammarSpec("choice", encode_text(choices))

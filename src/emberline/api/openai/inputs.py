@@ -9,13 +9,13 @@ from msgspec import Meta
 from emberline.api.openai.sampling import TokenId
 from emberline.core.errors import InvalidRequest
 
-MAX_INPUTS = 2048
+MAX_INPUTS_PER_REQUEST = 2048
 
-TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
-Inputs = str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+TokenIdList = Annotated[list[TokenId], Meta(min_length=1)]
+Inputs = str | Annotated[list[str | TokenId | TokenIdList], Meta(min_length=1)]
 
 
-def each_input(inputs: Inputs, param: str) -> list[str | list[int]]:
+def list_inputs(inputs: Inputs, param: str) -> list[str | list[int]]:
     """Return the inputs as a list. Raises InvalidRequest for mixed kinds and for too many inputs."""
     if isinstance(inputs, str):
         return [inputs]
@@ -27,7 +27,7 @@ def each_input(inputs: Inputs, param: str) -> list[str | list[int]]:
         raise InvalidRequest(
             f"{param} mixes texts and token ids", param=param, hint="send a list of texts or one of ids"
         )
-    if len(items) > MAX_INPUTS:
-        what = f"{param} has {len(items)} entries; the limit is {MAX_INPUTS}"
+    if len(items) > MAX_INPUTS_PER_REQUEST:
+        what = f"{param} has {len(items)} entries; the limit is {MAX_INPUTS_PER_REQUEST}"
         raise InvalidRequest(what, param=param, hint="split the request")
     return items

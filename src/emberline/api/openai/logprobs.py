@@ -8,7 +8,7 @@ from typing import Any
 
 from emberline.api.deltas import TokenInfo
 
-IMPOSSIBLE = -9999.0  # OpenAI's value for minus infinity, which JSON cannot represent
+MIN_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot represent
 
 
 def chat_logprobs(tokens: Sequence[TokenInfo], *, as_ids: bool = False) -> list[dict[str, Any]]:
@@ -31,13 +31,13 @@ class TextLogprobs:
     text_offset: list[int] = field(default_factory=list)
     as_ids: bool = False
 
-    def add(self, tokens: Sequence[TokenInfo], top: int, before: int) -> TextLogprobs:
+    def add(self, tokens: Sequence[TokenInfo], num_top: int, prompt_chars: int) -> TextLogprobs:
         """Append these tokens; `prompt_chars`: the length of an echoed prompt, which is added to their offsets."""
         for token in tokens:
             self.tokens.append(_label(token, self.as_ids))
             self.token_logprobs.append(None if token.logprob is None else _finite(token.logprob))
-            self.top_logprobs.append(None if token.logprob is None else _by_text(token, top, self.as_ids))
-            self.text_offset.append(before + token.offset)
+            self.top_logprobs.append(None if token.logprob is None else _by_text(token, num_top, self.as_ids))
+            self.text_offset.append(prompt_chars + token.offset)
         return self
 
     def body(self) -> dict[str, Any]:
@@ -70,4 +70,4 @@ def _by_id(token: TokenInfo) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float:
-    return IMPOSSIBLE if logprob is None else max(logprob, IMPOSSIBLE)
+    return MIN_LOGPROB if logprob is None else max(logprob, MIN_LOGPROB)

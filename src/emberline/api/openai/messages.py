@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from emberline.api.parse import Wire, decode_object
+from emberline.api.parse import WireStruct, decode_object
 from emberline.core.errors import InvalidRequest
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -21,19 +21,19 @@ _PART_TYPE = re.compile(r"\.content\[\d+\]\.type$")
 Redundant = Any
 
 
-class TextPart(Wire):
+class TextPart(WireStruct):
     type: Literal["text"]  # not a tag: msgspec would let a lone struct omit its tag
     text: str
     cache_control: Redundant = None
 
 
-class AssistantTextPart(Wire, tag_field="type", tag="text"):
+class AssistantTextPart(WireStruct, tag_field="type", tag="text"):
     text: str
     cache_control: Redundant = None
     annotations: Redundant = None
 
 
-class RefusalPart(Wire, tag_field="type", tag="refusal"):
+class RefusalPart(WireStruct, tag_field="type", tag="refusal"):
     refusal: str
 
 
@@ -41,14 +41,14 @@ Content = str | Annotated[list[TextPart], Meta(min_length=1)]
 AssistantContent = str | list[AssistantTextPart | RefusalPart]
 
 
-class CalledFunction(Wire):
+class CalledFunction(WireStruct):
     name: FunctionName
     arguments: str | dict[str, Any] | None = None  # JSON text; some clients send an object
     parsed_arguments: Redundant = None  # added by the stream helper of the openai package
     provider_specific_fields: Redundant = None
 
 
-class MessageToolCall(Wire):
+class MessageToolCall(WireStruct):
     id: Annotated[str, Meta(min_length=1)]
     function: CalledFunction
     type: Literal["function"] = "function"
@@ -58,28 +58,28 @@ class MessageToolCall(Wire):
     extra_content: Redundant = None
 
 
-class SystemMessage(Wire, tag_field="role", tag="system"):
+class SystemMessage(WireStruct, tag_field="role", tag="system"):
     content: Content
     name: str | None = None
     cache_control: Redundant = None
     id: Redundant = None
 
 
-class DeveloperMessage(Wire, tag_field="role", tag="developer"):
+class DeveloperMessage(WireStruct, tag_field="role", tag="developer"):
     content: Content
     name: str | None = None
     cache_control: Redundant = None
     id: Redundant = None
 
 
-class UserMessage(Wire, tag_field="role", tag="user"):
+class UserMessage(WireStruct, tag_field="role", tag="user"):
     content: Content
     name: str | None = None
     cache_control: Redundant = None
     id: Redundant = None
 
 
-class AssistantMessage(Wire, tag_field="role", tag="assistant"):
+class AssistantMessage(WireStruct, tag_field="role", tag="assistant"):
     content: AssistantContent | None = None
     name: str | None = None
     refusal: str | None = None
@@ -97,7 +97,7 @@ class AssistantMessage(Wire, tag_field="role", tag="assistant"):
     provider_specific_fields: Redundant = None
 
 
-class ToolMessage(Wire, tag_field="role", tag="tool"):
+class ToolMessage(WireStruct, tag_field="role", tag="tool"):
     content: Content
     tool_call_id: Annotated[str, Meta(min_length=1)]
     name: str | None = None
@@ -105,7 +105,7 @@ class ToolMessage(Wire, tag_field="role", tag="tool"):
     id: Redundant = None
 
 
-class FunctionMessage(Wire, tag_field="role", tag="function"):
+class FunctionMessage(WireStruct, tag_field="role", tag="function"):
     content: str
     name: FunctionName
 
@@ -113,11 +113,11 @@ class FunctionMessage(Wire, tag_field="role", tag="function"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
-def for_template(messages: list[Message]) -> list[dict[str, Any]]:
+def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
     return [_convert_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def explain_parts(error: InvalidRequest) -> InvalidRequest:
+def add_text_only_hint(error: InvalidRequest) -> InvalidRequest:
     """Return the error with a hint if it is about a content part that is not text, the most common error."""
     if error.param and _PART_TYPE.search(error.param):
         return InvalidRequest(error.message, param=error.param, hint="the models of this server take text parts only")

@@ -17,7 +17,7 @@ class ServedModel:
     max_context: int
     owned_by: str = "emberline"
     kind: str = "chat"  # or "embedding"; the playground offers each kind its own page
-    sampling: Mapping[str, float] = field(default_factory=dict)  # values for requests that do not set them
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)  # values for requests that do not set them
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
@@ -47,4 +47,4 @@ def _entry(model: ServedModel) -> dict[str, Any]:
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
-    return {**entry, "default_sampling_params": dict(model.sampling)} if model.sampling else entry
+    return {**entry, "default_sampling_params": dict(model.sampling_defaults)} if model.sampling_defaults else entry

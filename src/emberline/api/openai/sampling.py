@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from emberline.api.call import Caller
-from emberline.api.fields import Hint
+from emberline.api.call import CommonFields
+from emberline.api.fields import IgnoredField
 from emberline.api.openai.grammar import GrammarFields
-from emberline.api.parse import Wire
+from emberline.api.parse import WireStruct
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from emberline.core.request import Priority
 
-Name = Annotated[str, Meta(max_length=512)]  # empty: the server's only model
+ModelName = Annotated[str, Meta(max_length=512)]  # empty: the server's only model
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
@@ -29,28 +29,32 @@ BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 
-class StreamOptions(Wire):
+class StreamOptions(WireStruct):
     include_usage: bool | None = None
-    include_obfuscation: Hint = None  # asks for padding that hides the length of events
+    include_obfuscation: IgnoredField = None  # asks for padding that hides the length of events
 
 
-class RunningStreamOptions(StreamOptions):
+class UsageStreamOptions(StreamOptions):
     continuous_usage_stats: bool | None = None  # vLLM's field: every chunk has the usage so far
 
-    def running(self) -> bool:
+    def reports_running_usage(self) -> bool:
         return bool(self.continuous_usage_stats and self.include_usage)
 
-    def ignored(self) -> list[str]:
+    def find_ignored_fields(self) -> list[str]:
         """Return the field without effect: as in vLLM, continuous_usage_stats needs include_usage."""
-        return ["stream_options.continuous_usage_stats"] if self.continuous_usage_stats and not self.running() else []
+        return (
+            ["stream_options.continuous_usage_stats"]
+            if self.continuous_usage_stats and not self.reports_running_usage()
+            else []
+        )
 
 
 # SamplingParams for which a checkpoint's generation_config.json gives the default.
-DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+CHECKPOINT_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class SamplingFields(GrammarFields, kw_only=True):
-    model: Name | None = None  # required only if the server has several models
+    model: ModelName | None = None  # required only if the server has several models
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: greedy
     n: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
@@ -87,28 +91,30 @@ class SamplingFields(GrammarFields, kw_only=True):
     priority: int | None = None  # above 0: batch priority
     cache_salt: str | None = None
 
-    def caller(self, *, user: str | None = None) -> Caller:
+    def common_fields(self, *, user: str | None = None) -> CommonFields:
         """Return the fields that every call has; `user`: a user id from a field of the endpoint's own."""
         users = dict.fromkeys(name for name in (user, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
-        return Caller(
+        return CommonFields(
             model=self.model or "",
             priority=Priority.BATCH if batch else Priority.INTERACTIVE,
-            salt=self.cache_salt or "",
+            cache_salt=self.cache_salt or "",
             user=" ".join(users) or None,
             request_id=self.request_id or self.rid,
         )
 
-    def unset(self, max_tokens: int | None) -> frozenset[str]:
+    def unset_params(self, max_tokens: int | None) -> frozenset[str]:
         """Return the names of the sampling parameters that take the checkpoint's defaults."""
-        names = {name for name in DEFAULTED if getattr(self, name) is None}
+        names = {name for name in CHECKPOINT_DEFAULTS if getattr(self, name) is None}
         if self.repeat_penalty is not None:
             names.discard("repetition_penalty")
         if self.top_p == 0:
             names.discard("temperature")
         return frozenset(names if max_tokens is not None else {*names, "max_tokens"})
 
-    def params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         skip_special = self.skip_special_tokens
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -137,7 +143,7 @@ class SamplingFields(GrammarFields, kw_only=True):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
 
-    def limit(self, *limits: tuple[str, int | None]) -> int | None:
+    def resolve_max_tokens(self, *limits: tuple[str, int | None]) -> int | None:
         """Return the value of the fields that limit the number of tokens. Raises InvalidRequest if they differ."""
         given = [(name, value) for name, value in limits if value is not None]
         if self.n_predict is not None and self.n_predict >= 0:
@@ -149,7 +155,7 @@ class SamplingFields(GrammarFields, kw_only=True):
                 raise InvalidRequest(what, param=first_name, hint="send one of them")
         return given[0][1] if given else None
 
-    def include_usage(self) -> bool:
+    def returns_usage(self) -> bool:
         if self.stream_options is None:
             return False
         if not self.stream:

@@ -7,32 +7,32 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from emberline.api.openai.messages import AssistantMessage, Message
-from emberline.api.parse import Wire
-from emberline.api.wishes import Wish, wishes_of_kwargs
+from emberline.api.parse import WireStruct
+from emberline.api.template_settings import TemplateSetting, settings_from_kwargs
 from emberline.core.errors import InvalidRequest
-from emberline.tokens.template import OWN_NAMES
+from emberline.tokens.template import RESERVED_NAMES
 
-RESERVED = OWN_NAMES | {"self"}
+RESERVED_VARIABLES = RESERVED_NAMES | {"self"}
 
 
-class Thinking(Wire):
+class ThinkingOption(WireStruct):
     type: Literal["enabled", "disabled", "auto"]
 
 
-def template_kwargs(
-    given: dict[str, Any] | None, enable_thinking: bool | None, thinking: Thinking | None
+def merge_template_kwargs(
+    kwargs: dict[str, Any] | None, enable_thinking: bool | None, thinking: ThinkingOption | None
 ) -> dict[str, Any]:
     """Add the request's fields about reasoning to chat_template_kwargs, which take precedence."""
     merged = {} if thinking is None or thinking.type == "auto" else {"enable_thinking": thinking.type == "enabled"}
     if enable_thinking is not None:
         merged["enable_thinking"] = enable_thinking
-    return {**merged, **(given or {})}
+    return {**merged, **(kwargs or {})}
 
 
-def template_args(given: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
+def build_template_args(kwargs: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
     """Return the template's variables. Raises InvalidRequest for a name that the server sets itself."""
-    args = given or {}
-    if reserved := sorted(RESERVED & args.keys()):
+    args = kwargs or {}
+    if reserved := sorted(RESERVED_VARIABLES & args.keys()):
         path = f"chat_template_kwargs.{reserved[0]}"
         what = f"{path} is reserved: the server sets this variable itself"
         raise InvalidRequest(what, param=path, hint="use the request field for it")
@@ -42,38 +42,41 @@ def template_args(given: dict[str, Any] | None, effort: str | None = None) -> di
     return {**_effort_variables(effort), **args}
 
 
-def wishes(
-    given: dict[str, Any] | None,
+def list_template_settings(
+    kwargs: dict[str, Any] | None,
     effort: str | None = None,
-    field: str = "reasoning_effort",
-    own: tuple[Collection[str], str] = ((), ""),
-) -> list[Wish]:
+    effort_field: str = "reasoning_effort",
+    renamed: tuple[Collection[str], str] = ((), ""),
+) -> list[TemplateSetting]:
     """Return the settings that `build_template_args` are made from.
 
     `effort_field`: the protocol's name of the effort field. `renamed`: variables in `kwargs` that come from another
     request field, and the name of that field. Raises InvalidRequest if the effort contradicts `kwargs`.
     """
-    args = given or {}
-    settings = [replace(wish, field=own[1]) if wish.names[0] in own[0] else wish for wish in wishes_of_kwargs(args)]
+    args = kwargs or {}
+    settings = [
+        replace(wish, field=renamed[1]) if wish.variables[0] in renamed[0] else wish
+        for wish in settings_from_kwargs(args)
+    ]
     if effort is None:
         return settings
     names = tuple(name for name, value in _effort_variables(effort).items() if args.get(name, value) == value)
     if not names:
-        what = f"{field} is {effort!r}, which contradicts chat_template_kwargs"
-        raise InvalidRequest(what, param=field, hint="send one of them")
-    return [Wish(field, names, thinks=False if effort == "none" else None), *settings]
+        what = f"{effort_field} is {effort!r}, which contradicts chat_template_kwargs"
+        raise InvalidRequest(what, param=effort_field, hint="send one of them")
+    return [TemplateSetting(effort_field, names, enables_reasoning=False if effort == "none" else None), *settings]
 
 
 def _effort_variables(effort: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def continues_last(messages: list[Message], asked: bool | None, generation_prompt: bool | None) -> bool:
+def continues_last_message(messages: list[Message], is_requested: bool | None, generation_prompt: bool | None) -> bool:
     """Return whether the output continues the last message.
 
     Raises InvalidRequest unless that message is the assistant's and add_generation_prompt is not set.
     """
-    if not asked:
+    if not is_requested:
         return False
     param = "continue_final_message"
     if generation_prompt:

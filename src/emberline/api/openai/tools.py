@@ -9,74 +9,76 @@ from msgspec import Meta
 
 from emberline.api.call import Tool, ToolChoice
 from emberline.api.openai.messages import FunctionName
-from emberline.api.parse import Wire
+from emberline.api.parse import WireStruct
 from emberline.core.errors import InvalidRequest
 
 MAX_TOOLS = 256
 
 
-class Function(Wire):
+class Function(WireStruct):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class FunctionTool(Wire):
+class FunctionTool(WireStruct):
     type: Literal["function"]
     function: Function
 
 
-class FunctionRef(Wire):
+class FunctionRef(WireStruct):
     name: FunctionName
 
 
-class ToolRef(Wire, tag_field="type", tag="function"):
+class ToolRef(WireStruct, tag_field="type", tag="function"):
     function: FunctionRef
 
 
-class AllowedTool(Wire):
+class AllowedTool(WireStruct):
     type: Literal["function"]
     function: FunctionRef
 
 
-class AllowedTools(Wire):
+class AllowedTools(WireStruct):
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedToolsChoice(Wire, tag_field="type", tag="allowed_tools"):
+class AllowedToolsChoice(WireStruct, tag_field="type", tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
-Choice = Literal["none", "auto", "required"] | ToolRef | AllowedToolsChoice
+ToolChoiceField = Literal["none", "auto", "required"] | ToolRef | AllowedToolsChoice
 Functions = Annotated[list[Function], Meta(max_length=MAX_TOOLS)]
 FunctionChoice = Literal["none", "auto"] | FunctionRef
 
 
 @dataclass(frozen=True, slots=True)
-class Toolbox:
+class ToolSelection:
     """The tools and the choice, from either set of fields."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
-    parallel: bool
-    legacy: bool  # the reply uses function_call in place of tool_calls
+    is_parallel: bool
+    is_legacy: bool  # the reply uses function_call in place of tool_calls
 
 
-def toolbox(tools: list[FunctionTool] | None, choice: Choice | None, parallel: bool | None) -> Toolbox:
+def select_tools(
+    tools: list[FunctionTool] | None, choice: ToolChoiceField | None, parallel: bool | None
+) -> ToolSelection:
     available = _convert_tools([tool.function for tool in tools or []], "tools")
     allowed, tool_choice = _choose(available, choice)
-    return Toolbox(allowed, tool_choice, parallel=parallel is not False, legacy=False)
+    return ToolSelection(allowed, tool_choice, is_parallel=parallel is not False, is_legacy=False)
 
 
-def legacy_toolbox(functions: list[Function] | None, choice: FunctionChoice | None) -> Toolbox:
+def select_functions(functions: list[Function] | None, choice: FunctionChoice | None) -> ToolSelection:
     available = _convert_tools(functions or [], "functions")
     if isinstance(choice, FunctionRef):
         chosen = _choose_by_name(choice.name, available, "function_call.name")
-        return Toolbox(available, chosen, parallel=False, legacy=True)
-    return Toolbox(available, ToolChoice(choice or "auto"), parallel=False, legacy=True)
+        return ToolSelection(available, chosen, is_parallel=False, is_legacy=True)
+    return ToolSelection(available, ToolChoice(choice or "auto"), is_parallel=False, is_legacy=True)
 
 
 def _convert_tools(functions: list[Function], param: str) -> tuple[Tool, ...]:
@@ -93,7 +95,7 @@ def _convert_tools(functions: list[Function], param: str) -> tuple[Tool, ...]:
     return tuple(by_name.values())
 
 
-def _choose(tools: tuple[Tool, ...], choice: Choice | None) -> tuple[tuple[Tool, ...], ToolChoice]:
+def _choose(tools: tuple[Tool, ...], choice: ToolChoiceField | None) -> tuple[tuple[Tool, ...], ToolChoice]:
     match choice:
         case ToolRef():
             return tools, _choose_by_name(choice.function.name, tools, "tool_choice.function.name")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.api.deltas import Usage
+from emberline.api.deltas import TokenUsage
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
+def render_usage(usage: TokenUsage) -> dict[str, Any]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

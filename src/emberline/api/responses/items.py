@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from emberline.api.openai.messages import FunctionName
-from emberline.api.parse import Wire, decode_object
+from emberline.api.parse import WireStruct, decode_object
 from emberline.api.transcript import Transcript
 from emberline.core.errors import InvalidRequest
 
@@ -20,38 +20,38 @@ Status = Literal["in_progress", "completed", "incomplete"]
 CallId = Annotated[str, Meta(min_length=1)]
 
 
-class InputText(Wire, tag_field="type", tag="input_text"):
+class InputText(WireStruct, tag_field="type", tag="input_text"):
     text: str
 
 
-class ResultText(Wire):
+class ToolOutputText(WireStruct):
     """An input text in a list of no other parts; not tagged, as msgspec would let a lone struct omit its tag."""
 
     type: Literal["input_text"]
     text: str
 
 
-class OutputText(Wire, tag_field="type", tag="output_text"):
+class OutputText(WireStruct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[dict[str, Any]] | None = None  # not passed to the model, which reads the text only
     logprobs: list[dict[str, Any]] | None = None
 
 
-class RefusalText(Wire, tag_field="type", tag="refusal"):
+class RefusalText(WireStruct, tag_field="type", tag="refusal"):
     refusal: str
 
 
-class SummaryText(Wire):
+class SummaryText(WireStruct):
     type: Literal["summary_text"]
     text: str
 
 
-class ReasoningText(Wire):
+class ReasoningText(WireStruct):
     type: Literal["reasoning_text"]
     text: str
 
 
-class MessageItem(Wire, tag_field="type", tag="message"):
+class MessageItem(WireStruct, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | RefusalText]
     id: str | None = None
@@ -59,7 +59,7 @@ class MessageItem(Wire, tag_field="type", tag="message"):
     phase: None = None
 
 
-class ReasoningItem(Wire, tag_field="type", tag="reasoning"):
+class ReasoningItem(WireStruct, tag_field="type", tag="reasoning"):
     id: str | None = None
     summary: list[SummaryText] | None = None
     content: list[ReasoningText] | None = None
@@ -67,7 +67,7 @@ class ReasoningItem(Wire, tag_field="type", tag="reasoning"):
     status: Status | None = None
 
 
-class FunctionCallItem(Wire, tag_field="type", tag="function_call"):
+class FunctionCallItem(WireStruct, tag_field="type", tag="function_call"):
     call_id: CallId
     name: FunctionName
     arguments: str  # JSON text
@@ -78,9 +78,9 @@ class FunctionCallItem(Wire, tag_field="type", tag="function_call"):
     asynchronous: None = field(name="async", default=None)
 
 
-class FunctionCallOutputItem(Wire, tag_field="type", tag="function_call_output"):
+class FunctionCallOutputItem(WireStruct, tag_field="type", tag="function_call_output"):
     call_id: CallId
-    output: str | list[ResultText]
+    output: str | list[ToolOutputText]
     id: str | None = None
     status: Status | None = None
     name: None = None
@@ -91,23 +91,23 @@ class FunctionCallOutputItem(Wire, tag_field="type", tag="function_call_output")
 Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
 
 
-def transcript(instructions: str | None, input: str | list[Item]) -> Transcript:
+def build_transcript(instructions: str | None, input: str | list[Item]) -> Transcript:
     result = Transcript()
     if instructions is not None:
-        result.say("system", instructions)
+        result.add_text("system", instructions)
     items: list[Item] = [MessageItem(role="user", content=input)] if isinstance(input, str) else input
     for i, item in enumerate(items):
         _add_item(result, item, f"input[{i}]")
     return result
 
 
-def unfinished(input: str | list[Item]) -> bool:
+def continues_last_message(input: str | list[Item]) -> bool:
     """Return whether the output continues the last item, an assistant message that is not completed."""
     last = input[-1] if input else None
     return isinstance(last, MessageItem) and last.role == "assistant" and last.status in ("in_progress", "incomplete")
 
 
-def seal(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """Encode reasoning as opaque text, for clients that return no content. It is not encrypted."""
     return base64.b64encode(reasoning.encode()).decode()
 
@@ -115,17 +115,17 @@ def seal(reasoning: str) -> str:
 def _add_item(result: Transcript, item: Item, path: str) -> None:
     match item:
         case MessageItem(role="developer"):  # templates use the older name
-            result.say("system", _text(item.content))
+            result.add_text("system", _text(item.content))
         case MessageItem(role="user" | "assistant" | "system" as role):
-            result.say(role, _text(item.content))
+            result.add_text(role, _text(item.content))
         case ReasoningItem():
             if text := _reasoning_text(item, path):
-                result.think(text)
+                result.add_reasoning(text)
         case FunctionCallItem():
             arguments = decode_object(item.arguments, f"{path}.arguments") if item.arguments.strip() else {}
-            result.call(item.call_id, item.name, arguments)
+            result.add_tool_call(item.call_id, item.name, arguments)
         case FunctionCallOutputItem():
-            result.answer(item.call_id, _text(item.output), param=f"{path}.call_id")
+            result.add_tool_result(item.call_id, _text(item.output), param=f"{path}.call_id")
 
 
 def _reasoning_text(item: ReasoningItem, path: str) -> str:
@@ -144,7 +144,7 @@ def _decode_reasoning(encoded: str, param: str) -> str:
         raise InvalidRequest(f"{param} was not created by this server", param=param, hint=hint) from None
 
 
-def _text(content: str | list[ResultText] | list[InputText | OutputText | RefusalText]) -> str:
+def _text(content: str | list[ToolOutputText] | list[InputText | OutputText | RefusalText]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalText) else part.text for part in content)

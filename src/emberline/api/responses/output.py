@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 
 from emberline.api.deltas import TokenInfo
 from emberline.api.openai.logprobs import chat_logprobs
-from emberline.api.responses.items import Status, seal
+from emberline.api.responses.items import Status, encode_reasoning
 
 Json = dict[str, Any]
 
 
 class OutputItem(ABC):
-    kind: ClassVar[str]  # name of the growing content in the types of its events
+    event_kind: ClassVar[str]  # name of the growing content in the types of its events
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
         self.status: Status = "in_progress"
-        self.place: Json = {"item_id": id, "output_index": index}  # fields that locate the item in each event
+        self.location: Json = {"item_id": id, "output_index": index}  # fields that locate the item in each event
         self._pieces: list[str] = []
 
     @property
@@ -27,14 +27,14 @@ class OutputItem(ABC):
         return "".join(self._pieces)
 
     @abstractmethod
-    def show(self) -> Json: ...
+    def to_json(self) -> Json: ...
 
     def begin(self) -> list[Json]:
         return [self._item_event("added")]
 
-    def grow(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+    def append(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
         self._pieces.append(text)
-        return {"type": f"response.{self.kind}.delta", **self.place, "delta": text}
+        return {"type": f"response.{self.event_kind}.delta", **self.location, "delta": text}
 
     def close(self, status: Status) -> list[Json]:
         self.status = status
@@ -43,25 +43,25 @@ class OutputItem(ABC):
     def _item_event(self, change: str) -> Json:
         return {
             "type": f"response.output_item.{change}",
-            "output_index": self.place["output_index"],
-            "item": self.show(),
+            "output_index": self.location["output_index"],
+            "item": self.to_json(),
         }
 
 
-class FunctionCall(OutputItem):
-    kind = "function_call_arguments"
+class OutputFunctionCall(OutputItem):
+    event_kind = "function_call_arguments"
 
     def __init__(self, id: str, index: int, call_id: str, name: str) -> None:
         super().__init__(id, index)
         self._call_id = call_id
         self._name = name
 
-    def show(self) -> Json:
+    def to_json(self) -> Json:
         call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
         return {"id": self.id, "type": "function_call", "status": self.status, **call}
 
     def close(self, status: Status) -> list[Json]:
-        done = {"type": f"response.{self.kind}.done", **self.place, "name": self._name, "arguments": self.text}
+        done = {"type": f"response.{self.event_kind}.done", **self.location, "name": self._name, "arguments": self.text}
         return [done, *super().close(status)]
 
 
@@ -76,7 +76,7 @@ class _TextItem(OutputItem):
         return [self.part()] if self._begun else []
 
     def part(self) -> Json:
-        return {"type": self.kind, "text": self.text, **self.extra_fields()}
+        return {"type": self.event_kind, "text": self.text, **self.extra_fields()}
 
     def extra_fields(self) -> Json:
         return {}
@@ -84,17 +84,22 @@ class _TextItem(OutputItem):
     def begin(self) -> list[Json]:
         events = super().begin()
         self._begun = True
-        self.place["content_index"] = 0
-        return [*events, {"type": "response.content_part.added", **self.place, "part": self.part()}]
+        self.location["content_index"] = 0
+        return [*events, {"type": "response.content_part.added", **self.location, "part": self.part()}]
 
     def close(self, status: Status) -> list[Json]:
-        text_done = {"type": f"response.{self.kind}.done", **self.place, "text": self.text, **self.extra_fields()}
-        part_done = {"type": "response.content_part.done", **self.place, "part": self.part()}
+        text_done = {
+            "type": f"response.{self.event_kind}.done",
+            **self.location,
+            "text": self.text,
+            **self.extra_fields(),
+        }
+        part_done = {"type": "response.content_part.done", **self.location, "part": self.part()}
         return [text_done, part_done, *super().close(status)]
 
 
-class Message(_TextItem):
-    kind = "output_text"
+class OutputMessage(_TextItem):
+    event_kind = "output_text"
 
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)
@@ -106,25 +111,27 @@ class Message(_TextItem):
     def part(self) -> Json:
         return {**super().part(), "annotations": []}
 
-    def show(self) -> Json:
+    def to_json(self) -> Json:
         head = {"id": self.id, "type": "message", "status": self.status}
         return {**head, "role": "assistant", "content": self.content()}
 
-    def grow(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+    def append(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
         logprobs = chat_logprobs(tokens)
         self._logprobs += logprobs
-        return {**super().grow(text), "logprobs": logprobs}
+        return {**super().append(text), "logprobs": logprobs}
 
 
-class Reasoning(_TextItem):
-    kind = "reasoning_text"
+class OutputReasoning(_TextItem):
+    event_kind = "reasoning_text"
 
-    def __init__(self, id: str, index: int, *, sealed: bool) -> None:
+    def __init__(self, id: str, index: int, *, includes_encrypted: bool) -> None:
         super().__init__(id, index)
-        self._includes_encrypted = sealed
+        self._includes_encrypted = includes_encrypted
 
-    def show(self) -> Json:
+    def to_json(self) -> Json:
         is_ended = self.status != "in_progress"
-        encrypted = {"encrypted_content": seal(self.text) if self._includes_encrypted and is_ended else None}
+        encrypted = {
+            "encrypted_content": encode_reasoning(self.text) if self._includes_encrypted and is_ended else None
+        }
         head = {"id": self.id, "type": "reasoning", "status": self.status, "summary": []}
         return {**head, "content": self.content(), **encrypted}

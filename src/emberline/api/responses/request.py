@@ -15,32 +15,32 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.call import ChatCall, Tool, ToolChoice
-from emberline.api.fields import Empty, Hint, Off, ignored_fields, only
-from emberline.api.openai.accepted import On
+from emberline.api.fields import IgnoredField, OnlyEmpty, OnlyFalse, accepts_only, find_ignored_fields
+from emberline.api.openai.accepted import OnlyTrue
 from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
-from emberline.api.openai.messages import FunctionName, explain_parts
+from emberline.api.openai.messages import FunctionName, add_text_only_hint
 from emberline.api.openai.sampling import LogprobCount, StreamOptions
-from emberline.api.openai.template import template_args, wishes
-from emberline.api.parse import Wire, decode, encode_text
-from emberline.api.responses.items import Item, transcript, unfinished
-from emberline.api.toolset import check_tools
+from emberline.api.openai.template import build_template_args, list_template_settings
+from emberline.api.parse import WireStruct, decode, encode_text
+from emberline.api.responses.items import Item, build_transcript, continues_last_message
+from emberline.api.tool_validation import check_tools
 from emberline.core.errors import InvalidRequest
-from emberline.core.params import Grammar
+from emberline.core.params import GrammarSpec
 from emberline.core.request import Priority
 
-__all__ = ["Call", "ResponsesRequest", "parse"]
+__all__ = ["ResponsesCall", "ResponsesRequest", "parse"]
 
-LOGPROBS = "message.output_text.logprobs"
-SEALED_REASONING = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
-Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+PositiveCount = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
 _STATE_HINT = "send the whole conversation as input, or continue a stored response with previous_response_id"
 
 # Data that a request may ask for beside the answer. All but the first two are about built-in tools: no reply has any.
-Included = Literal[
+IncludeName = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "message.input_image.image_url",
@@ -52,49 +52,49 @@ Included = Literal[
 ]
 
 
-class ResponseTool(Wire):
+class ResponseTool(WireStruct):
     type: Literal["function"]
     name: FunctionName
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Off = None
+    defer_loading: OnlyFalse = None
     output_schema: None = None
 
 
-class FunctionChoice(Wire, tag_field="type", tag="function"):
+class FunctionChoice(WireStruct, tag_field="type", tag="function"):
     name: FunctionName
 
 
-class AllowedTool(Wire):
+class AllowedFunction(WireStruct):
     type: Literal["function"]
     name: FunctionName
 
 
-class AllowedChoice(Wire, tag_field="type", tag="allowed_tools"):
+class AllowedChoice(WireStruct, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
 
 
-class SchemaFormat(Wire, tag_field="type", tag="json_schema"):
+class SchemaFormat(WireStruct, tag_field="type", tag="json_schema"):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None  # no effect: the output always matches the schema
 
 
-class TextConfig(Wire):
+class TextConfig(WireStruct):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Hint = None
+    verbosity: IgnoredField = None
 
 
-class ReasoningConfig(Wire):
+class ReasoningConfig(WireStruct):
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    summary: Annotated[Any, only("auto", "concise", "detailed")] = None  # the reply has the whole reasoning
-    context: Hint = None
-    mode: Hint = None
-    generate_summary: Hint = None  # older name of `summary`
+    summary: Annotated[Any, accepts_only("auto", "concise", "detailed")] = None  # the reply has the whole reasoning
+    context: IgnoredField = None
+    mode: IgnoredField = None
+    generate_summary: IgnoredField = None  # older name of `summary`
 
 
 class ResponseStreamOptions(StreamOptions):
@@ -104,14 +104,14 @@ class ResponseStreamOptions(StreamOptions):
 class ResponsesRequest(ChatFields, kw_only=True):
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Limit | None = None
-    max_tool_calls: Limit | None = None  # limits built-in tools, which the server does not have
+    max_output_tokens: PositiveCount | None = None
+    max_tool_calls: PositiveCount | None = None  # limits built-in tools, which the server does not have
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[Included] | None = None
+    include: list[IncludeName] | None = None
     top_logprobs: LogprobCount | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None
@@ -119,12 +119,12 @@ class ResponsesRequest(ChatFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's field
     store: bool | None = None
     previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # `input` already has its conversation
-    background: Off = None
-    include_reasoning: On = None
-    echo: Off = None
-    return_tokens_as_token_ids: Off = None
-    truncation: Annotated[Any, only("disabled")] = None
-    context_management: Empty = None
+    background: OnlyFalse = None
+    include_reasoning: OnlyTrue = None
+    echo: OnlyFalse = None
+    return_tokens_as_token_ids: OnlyFalse = None
+    truncation: Annotated[Any, accepts_only("disabled")] = None
+    context_management: OnlyEmpty = None
     # known and not supported
     n: None = None
     response_format: None = None
@@ -137,7 +137,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     image: None = None
     access_programs: None = None
 
-    def grammar(self) -> Grammar | None:
+    def grammar(self) -> GrammarSpec | None:
         shared, own = super().grammar(), _grammar_of_format(self.text)
         if shared and own:
             hint = "send text.format only"
@@ -146,45 +146,47 @@ class ResponsesRequest(ChatFields, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(ChatCall):
-    seal_reasoning: bool = False
+class ResponsesCall(ChatCall):
+    includes_encrypted_reasoning: bool = False
     store: bool | None = None  # whether to store the reply; None: if the server has a response store
-    kept: bool = False  # the server stores the reply
-    echo: dict[str, Any] = field(default_factory=dict)  # fields that the reply repeats
+    is_stored: bool = False  # the server stores the reply
+    echoed_fields: dict[str, Any] = field(default_factory=dict)  # fields that the reply repeats
 
 
-def parse(body: bytes) -> Call:
+def parse(body: bytes) -> ResponsesCall:
     try:
         request = decode(_add_item_types(body), ResponsesRequest)
     except InvalidRequest as error:
         raise _add_hint(error) from None
-    ignored = ignored_fields(request)
-    request.include_usage()
+    ignored = find_ignored_fields(request)
+    request.returns_usage()
     tools, choice = _tools(request)
-    caller = request.caller(user=request.safety_identifier)
+    caller = request.common_fields(user=request.safety_identifier)
     effort = request.reasoning.effort if request.reasoning else None
-    params = request.params(max_tokens=request.max_output_tokens, logprobs=_logprobs(request), prompt_logprobs=None)
-    return Call(
-        caller=caller,
-        messages=transcript(request.instructions, request.input).messages(param="input"),
+    params = request.sampling_params(
+        max_tokens=request.max_output_tokens, logprobs=_logprobs(request), prompt_logprobs=None
+    )
+    return ResponsesCall(
+        common=caller,
+        messages=build_transcript(request.instructions, request.input).to_messages(param="input"),
         params=params,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        template_args=template_args(request.chat_template_kwargs, effort),
-        wishes=wishes(request.chat_template_kwargs, effort, "reasoning.effort"),
-        continue_last=unfinished(request.input),
-        generation_prompt=not unfinished(request.input),
+        template_args=build_template_args(request.chat_template_kwargs, effort),
+        template_settings=list_template_settings(request.chat_template_kwargs, effort, "reasoning.effort"),
+        continues_last_message=continues_last_message(request.input),
+        adds_generation_prompt=not continues_last_message(request.input),
         add_special_tokens=bool(request.add_special_tokens),
         bad_words=request.bad_words or (),
-        truncate=request.truncate_prompt_tokens,
-        keep_first=request.truncation_side == "right",
-        unset=request.unset(request.max_output_tokens),
-        ignored=ignored,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        keeps_first_tokens=request.truncation_side == "right",
+        unset_params=request.unset_params(request.max_output_tokens),
+        ignored_fields=ignored,
         stream=bool(request.stream),
         store=request.store,
-        seal_reasoning=SEALED_REASONING in (request.include or ()),
-        echo={
+        includes_encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in (request.include or ()),
+        echoed_fields={
             **_echoed_fields(request),
             "service_tier": "flex" if caller.priority is Priority.BATCH else "default",
         },
@@ -206,20 +208,22 @@ def _add_item_types(body: bytes) -> bytes:
 
 def _add_hint(error: InvalidRequest) -> InvalidRequest:
     needs_state = error.param == "conversation" or "'item_reference'" in error.message
-    return InvalidRequest(error.message, param=error.param, hint=_STATE_HINT) if needs_state else explain_parts(error)
+    return (
+        InvalidRequest(error.message, param=error.param, hint=_STATE_HINT) if needs_state else add_text_only_hint(error)
+    )
 
 
-def _grammar_of_format(text: TextConfig | None) -> Grammar | None:
+def _grammar_of_format(text: TextConfig | None) -> GrammarSpec | None:
     match text and text.format:
         case JsonObjectFormat():
-            return Grammar("json_object")
+            return GrammarSpec("json_object")
         case SchemaFormat(schema=schema):
-            return Grammar("json_schema", encode_text(schema))
+            return GrammarSpec("json_schema", encode_text(schema))
     return None
 
 
 def _logprobs(request: ResponsesRequest) -> int | None:
-    is_requested = LOGPROBS in (request.include or ()) or request.top_logprobs
+    is_requested = INCLUDE_LOGPROBS in (request.include or ()) or request.top_logprobs
     return (request.top_logprobs or 0) if is_requested else None
 
 

@@ -11,25 +11,25 @@ from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
-    Progress,
     PromptDelta,
     ReasoningDelta,
-    Started,
+    ReplyStart,
+    RunningUsage,
     TextDelta,
-    TokenIds,
+    TokenIdsDelta,
+    TokenUsage,
     ToolCallArguments,
     ToolCallStart,
-    Usage,
 )
 from emberline.api.errors import openai_error
-from emberline.api.responses.output import FunctionCall, Json, Message, OutputItem, Reasoning
-from emberline.api.responses.request import Call
+from emberline.api.responses.output import Json, OutputFunctionCall, OutputItem, OutputMessage, OutputReasoning
+from emberline.api.responses.request import ResponsesCall
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the protocol's codes; any other: server_error
 
 
-class Renderer:
-    def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
+class ResponsesReplyWriter:
+    def __init__(self, call: ResponsesCall, id: str, created: int, fingerprint: str) -> None:
         """`fingerprint` is not used: all writers have the same parameters."""
         self._call = call
         self._id = id
@@ -38,22 +38,22 @@ class Renderer:
         self._is_open = False  # whether the last item is open
         self._slot = -1  # number of the tool call that is being written
         self._finish: Finish | None = None
-        self._usage: Usage | None = None
+        self._usage: TokenUsage | None = None
         self._error: Json | None = None
         self._num_sent = 0
 
-    def start(self) -> list[bytes]:
+    def write_start(self) -> list[bytes]:
         names = ("response.created", "response.in_progress")
         return self._send([{"type": name, "response": self.body()} for name in names])
 
-    def push(self, delta: Delta) -> list[bytes]:
+    def write(self, delta: Delta) -> list[bytes]:
         return self._send(self._events(delta))
 
-    def end(self) -> list[bytes]:
+    def write_end(self) -> list[bytes]:
         assert self._finish is not None, "end() requires a Finish"
         return self._send([{"type": f"response.{self._status()}", "response": self.body()}])
 
-    def fail(self, error: Exception) -> list[bytes]:
+    def write_error(self, error: Exception) -> list[bytes]:
         reply = openai_error(error)
         code = _ERROR_CODES.get(reply.status, "server_error")
         self._error = {"code": code, "message": reply.body["error"]["message"]}
@@ -64,53 +64,59 @@ class Renderer:
     def body(self) -> Json:
         return {
             **self._head,
-            **self._call.echo,
-            "model": self._call.caller.model,
-            "store": self._call.kept,
+            **self._call.echoed_fields,
+            "model": self._call.common.model,
+            "store": self._call.is_stored,
             "temperature": self._call.params.temperature,
             "top_p": self._call.params.top_p,
             "status": self._status(),
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._reason() == "length" else None,
-            "output": [item.show() for item in self._output],
+            "output": [item.to_json() for item in self._output],
             "usage": None if self._usage is None else _usage_json(self._usage),
         }
 
     def _events(self, delta: Delta) -> list[Json]:
         match delta:
             case TextDelta():
-                return self._append(Message, delta)
+                return self._append(OutputMessage, delta)
             case ReasoningDelta():
-                return self._append(Reasoning, delta)
+                return self._append(OutputReasoning, delta)
             case ToolCallStart():
                 self._slot = delta.slot
-                return self._begin_item(FunctionCall(self._item_id("fc"), len(self._output), delta.id, delta.name))
+                return self._begin_item(
+                    OutputFunctionCall(self._item_id("fc"), len(self._output), delta.id, delta.name)
+                )
             case ToolCallArguments():
                 assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
-                return [self._output[-1].grow(delta.text)] if delta.text else []
+                return [self._output[-1].append(delta.text)] if delta.text else []
             case Finish():
                 self._finish = delta
                 return self._close_item()
-            case Usage():
+            case TokenUsage():
                 self._usage = delta
                 return []
-            case Started():
+            case ReplyStart():
                 return []
-            case PromptDelta() | Progress() | TokenIds():
+            case PromptDelta() | RunningUsage() | TokenIdsDelta():
                 raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
-    def _append(self, kind: type[Message] | type[Reasoning], delta: TextDelta | ReasoningDelta) -> list[Json]:
+    def _append(
+        self, kind: type[OutputMessage] | type[OutputReasoning], delta: TextDelta | ReasoningDelta
+    ) -> list[Json]:
         if not delta.text and not delta.tokens:
             return []
         events = []
         if not (self._is_open and isinstance(self._output[-1], kind)):
             events = self._begin_item(self._make_item(kind))
-        return [*events, self._output[-1].grow(delta.text, delta.tokens)]
+        return [*events, self._output[-1].append(delta.text, delta.tokens)]
 
-    def _make_item(self, kind: type[Message] | type[Reasoning]) -> OutputItem:
-        if kind is Message:
-            return Message(self._item_id("msg"), len(self._output))
-        return Reasoning(self._item_id("rs"), len(self._output), sealed=self._call.seal_reasoning)
+    def _make_item(self, kind: type[OutputMessage] | type[OutputReasoning]) -> OutputItem:
+        if kind is OutputMessage:
+            return OutputMessage(self._item_id("msg"), len(self._output))
+        return OutputReasoning(
+            self._item_id("rs"), len(self._output), includes_encrypted=self._call.includes_encrypted_reasoning
+        )
 
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
@@ -142,10 +148,10 @@ class Renderer:
             return []
         numbered = [{**event, "sequence_number": self._num_sent + i} for i, event in enumerate(events)]
         self._num_sent += len(events)
-        return [sse.event(event["type"], event) for event in numbered]
+        return [sse.named_event(event["type"], event) for event in numbered]
 
 
-def _usage_json(usage: Usage) -> dict[str, Any]:
+def _usage_json(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

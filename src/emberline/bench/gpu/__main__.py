@@ -19,15 +19,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from emberline.bench import report as reports
-from emberline.bench.report import Report, Result
+from emberline.bench.report import BenchReport, BenchResult
 
-KERNELS = ("linear", "decode", "prefill", "elementwise", "sample")
-DEADLINE = 460.0
-WHATS = ("engine", "open", "cold", "handoff", "kernels", "all")
-PEERS_FIGURES = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
+KERNEL_BENCHES = ("linear", "decode", "prefill", "elementwise", "sample")
+DEADLINE_S = 460.0
+BENCHES = ("engine", "open", "cold", "handoff", "kernels", "all")
+PEER_FIGURES_NOTE = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
 
 
-class Live(Report):
+class LiveReport(BenchReport):
     """A report that also appends every figure to a file at once, so that a crash does not lose figures."""
 
     def __init__(self, bench: str, lines: Path) -> None:
@@ -49,46 +49,54 @@ class Live(Report):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BenchPart:
     """A part that runs in a child process, so that its memory, a crash or a hang does not affect the others."""
 
     name: str
-    limit: float  # seconds
-    measure: Callable[[Report], None]
+    timeout: float  # seconds
+    measure: Callable[[BenchReport], None]
 
 
-def parts(args: argparse.Namespace) -> list[Part]:
+def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     """Return the parts that the arguments select, the most important first."""
-    from emberline.bench.gpu import cold, engine, openloop, peers, sampled
+    from emberline.bench.gpu import cold, engine, openloop, peers, sampled_decode
 
     only, given = args.only, dict(args.set)
     rates, seconds, rounds = args.rates, args.seconds, args.rounds
-    found: list[Part] = []
-    if args.what in ("engine", "all") and any(engine.wanted(name, only) for name in (*engine.NAMES, *sampled.NAMES)):
+    found: list[BenchPart] = []
+    if args.what in ("engine", "all") and any(
+        engine.is_selected(name, only) for name in (*engine.NAMES, *sampled_decode.NAMES)
+    ):
         work = partial(engine.measure, only=only, settings=given, rounds=rounds)
-        found.append(Part("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
-    if args.what in ("open", "all") and any(engine.wanted(name, only) for name in openloop.names(rates)):
+        found.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
+    if args.what in ("open", "all") and any(
+        engine.is_selected(name, only) for name in openloop.measurement_names(rates)
+    ):
         flow = partial(openloop.measure, only=only, settings=given, rates=rates, seconds=seconds)
-        found.append(Part("open", 60.0 + len(rates) * (seconds + 2 * openloop.TAIL), flow))
-    if args.what in ("cold", "all") and engine.wanted("cold", only):
+        found.append(BenchPart("open", 60.0 + len(rates) * (seconds + 2 * openloop.DRAIN_TIMEOUT_S), flow))
+    if args.what in ("cold", "all") and engine.is_selected("cold", only):
         start = partial(cold.measure, directory=args.checkpoint, settings=given, rounds=rounds)
-        found.append(Part("cold", 90.0 + cold.WRITE_SECONDS + 60.0 * (rounds or cold.ROUNDS), start))
+        found.append(BenchPart("cold", 90.0 + cold.WRITE_TIMEOUT_S + 60.0 * (rounds or cold.ROUNDS), start))
     if args.what == "handoff":  # needs two processes on the GPU, so it is not part of "all"
         from emberline.bench.gpu import handoff
 
-        found.append(Part("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
+        found.append(BenchPart("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
     if args.what in ("kernels", "all"):
-        found += [Part(f"kernels.{name}", 100.0, _kernel_bench(name)) for name in KERNELS if not only or name in only]
+        found += [
+            BenchPart(f"kernels.{name}", 100.0, _kernel_bench(name))
+            for name in KERNEL_BENCHES
+            if not only or name in only
+        ]
     for name in args.peers:
         peer = partial(peers.measure, peer=name, only=only, rounds=rounds, rates=rates, seconds=seconds)
-        found.append(Part(f"peers.{name}", 400.0, peer))
+        found.append(BenchPart(f"peers.{name}", 400.0, peer))
     return found
 
 
-def _kernel_bench(name: str) -> Callable[[Report], None]:
+def _kernel_bench(name: str) -> Callable[[BenchReport], None]:
     module = f"emberline.bench.gpu.{name}"
 
-    def measure(report: Report) -> None:
+    def measure(report: BenchReport) -> None:
         if find_spec(module) is None:
             report.config["skipped"] = {name: "no such benchmark"}
             return
@@ -97,12 +105,12 @@ def _kernel_bench(name: str) -> Callable[[Report], None]:
     return measure
 
 
-def run_here(part: Part, lines: Path) -> None:
+def run_part(part: BenchPart, lines: Path) -> None:
     """Run a part in this child process and write its figures, and the reason of a failure, to `lines`."""
-    from emberline.bench.gpu.engine import attempt
+    from emberline.bench.gpu.engine import run_measurement
 
-    report = Live(part.name, lines)
-    attempt(report, part.name, partial(part.measure, report))
+    report = LiveReport(part.name, lines)
+    run_measurement(report, part.name, partial(part.measure, report))
     if "torch" in sys.modules:
         report.config["gpu"] = _gpu_facts()
     report.close()
@@ -127,13 +135,13 @@ def _gpu_facts() -> dict[str, Any]:
         return {"error": str(error)[:200]}
 
 
-def run_apart(part: Part, command: list[str], report: Report, seconds: float) -> None:
+def run_part_in_child(part: BenchPart, command: list[str], report: BenchReport, timeout: float) -> None:
     """Run a part in a child process with a timeout, and merge the figures it wrote, however it ended."""
-    print(f"part started: name={part.name} timeout_s={seconds:.0f}", file=sys.stderr, flush=True)
+    print(f"part started: name={part.name} timeout_s={timeout:.0f}", file=sys.stderr, flush=True)
     with TemporaryDirectory() as directory:
         lines = Path(directory) / "lines"
-        error = _run_command([*command, "--part", part.name, "--lines", str(lines)], seconds)
-        config = take(lines, report)
+        error = _run_command([*command, "--part", part.name, "--lines", str(lines)], timeout)
+        config = merge_child_lines(lines, report)
     failed: dict[str, str] = dict(config.get("failed", {}))
     if error:
         failed[part.name] = error
@@ -159,7 +167,7 @@ def _run_command(command: list[str], seconds: float) -> str:
     return f"exited with status {code}" if code else ""
 
 
-def take(lines: Path, report: Report) -> dict[str, Any]:
+def merge_child_lines(lines: Path, report: BenchReport) -> dict[str, Any]:
     """Add the figures that a child wrote to the report, and return its config if it got that far."""
     config: dict[str, Any] = {}
     for line in lines.read_text("utf-8").splitlines() if lines.exists() else ():
@@ -170,7 +178,7 @@ def take(lines: Path, report: Report) -> dict[str, Any]:
         if "config" in message:
             config = message["config"]
         else:
-            report.results[message["name"]] = Result(**message["result"])
+            report.results[message["name"]] = BenchResult(**message["result"])
     return config
 
 
@@ -192,7 +200,7 @@ def _argument_parser() -> argparse.ArgumentParser:
         return [float(rate) for rate in names(text)]
 
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu", description=__doc__)
-    parser.add_argument("what", nargs="?", choices=WHATS, default="all")
+    parser.add_argument("what", nargs="?", choices=BENCHES, default="all")
     reports.add_arguments(parser)
     parser.add_argument(
         "--only",
@@ -205,7 +213,7 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rates", type=rates, default=list(openloop.RATES), help="requests per second in the open loop"
     )
-    parser.add_argument("--seconds", type=float, default=openloop.SECONDS, help="seconds of arrivals at each rate")
+    parser.add_argument("--seconds", type=float, default=openloop.LOAD_SECONDS, help="seconds of arrivals at each rate")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="checkpoint of the cold start, written if absent"
     )
@@ -213,7 +221,7 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", type=_parse_setting, action="append", default=[], metavar="NAME=VALUE", help="GPUConfig field"
     )
-    parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds for all parts together")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -221,19 +229,19 @@ def _argument_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = _argument_parser().parse_args()
-    chosen = parts(args)
+    chosen = select_parts(args)
     if args.part:
-        run_here(next(part for part in chosen if part.name == args.part), args.lines)
+        run_part(next(part for part in chosen if part.name == args.part), args.lines)
         return
     until = time.monotonic() + args.deadline
-    report = Report(f"gpu-{args.what}", {"peers": PEERS_FIGURES, "failed": {}})
+    report = BenchReport(f"gpu-{args.what}", {"peers": PEER_FIGURES_NOTE, "failed": {}})
     command = [sys.executable, "-m", "emberline.bench.gpu", *sys.argv[1:]]
     for part in chosen:
         left = until - time.monotonic()
         if left < 5.0:
             report.config["failed"][part.name] = "skipped: the deadline was reached"
             continue
-        run_apart(part, command, report, min(part.limit, left))
+        run_part_in_child(part, command, report, min(part.timeout, left))
     report.emit(args.json, args.commit)
     for name, reason in report.config["failed"].items():
         print(f"measurement failed: name={name} reason={reason}", file=sys.stderr)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from emberline.bench.report import Report
+from emberline.bench.report import BenchReport
 from emberline.core.config import GPUConfig, cache_dir
 from emberline.core.errors import EmberlineError
 from emberline.core.params import SamplingParams
@@ -25,10 +25,10 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 
 ROUNDS = 1
-DISK = 4.1e9  # one stream of direct reads, measured
-VLLM_READY = 86.0  # vLLM 0.24.0 on the same machine, without reading any weights
-WRITE_SECONDS, START_SECONDS, IMPORT_SECONDS = 180.0, 60.0, 30.0  # the first: a checkpoint and its packed copy
-READ_SHARE = 0.9  # share of the checkpoint that must come from the disk for a start to count as cold
+DISK_BYTES_PER_SECOND = 4.1e9  # one stream of direct reads, measured
+VLLM_READY_S = 86.0  # vLLM 0.24.0 on the same machine, without reading any weights
+WRITE_TIMEOUT_S, START_TIMEOUT_S, IMPORT_TIMEOUT_S = 180.0, 60.0, 30.0  # the first: a checkpoint and its packed copy
+MIN_READ_SHARE = 0.9  # share of the checkpoint that must come from the disk for a start to count as cold
 PROMPT = list(range(1, 17))
 IMPORTS = {
     "torch": "torch",
@@ -37,7 +37,7 @@ IMPORTS = {
     "rest": "emberline.engine.gpu.boot",
 }
 SETTINGS: dict[str, Any] = {"max_running": 256, "max_batch_tokens": 8192, "max_context": 8192}
-RULES = (
+PROTOCOL = (
     "the first start is a rehearsal: it may compile kernels, and it records the files that a start needs; "
     "before cold_ready the page cache of all files is dropped if the system allows, "
     "before cold_ready_libraries_cached only that of the checkpoint; cold_import_alone is the import of torch alone "
@@ -50,28 +50,28 @@ def default_directory() -> Path:
     return cache_dir() / "bench" / "llama-8b"
 
 
-def packed_beside(directory: Path) -> Path:
+def packed_directory(directory: Path) -> Path:
     return directory.with_name(directory.name + "-packed")
 
 
 def measure(
-    report: Report, directory: Path | None = None, settings: dict[str, Any] | None = None, rounds: int = 0
+    report: BenchReport, directory: Path | None = None, settings: dict[str, Any] | None = None, rounds: int = 0
 ) -> None:
     chosen = SETTINGS | (settings or {})
     packed = chosen.get("weights") == "packed"  # then the checkpoint's files are packed too
-    directory = _written(report, directory or default_directory(), packed)
+    directory = _ensure_checkpoint(report, directory or default_directory(), packed)
     size = sum(file.stat().st_size for file in _shards(directory))
     starts = {"rehearsal": [_measure_start(directory, chosen, size)], "ready": [], "ready_libraries_cached": []}
     imports = {"alone": _measure_import(directory, noted=False), "noted": _measure_import(directory, noted=True)}
     for _ in range(rounds or ROUNDS):
         starts["ready"].append(_measure_start(directory, chosen, size))
         starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, everything=False))
-    report.config |= {"settings": chosen, "rules": RULES, "bytes": size, "starts": starts, "imports": imports}
+    report.config |= {"settings": chosen, "rules": PROTOCOL, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
     prefix = ("cached" if warm else "cold") + {"packed": "_packed", "both": "_both"}.get(chosen.get("weights", ""), "")
     for name, group in starts.items():
         seconds = [start["ready"] for start in group]
-        report.add(f"{prefix}_{name}_s", seconds, "s", peer=VLLM_READY, limit=size / DISK)
+        report.add(f"{prefix}_{name}_s", seconds, "s", peer=VLLM_READY_S, limit=size / DISK_BYTES_PER_SECOND)
     for phase in starts["ready"][0]["seconds"]:
         report.add(f"{prefix}_{phase}_s", [start["seconds"][phase] for start in starts["ready"]], "s")
     for name, result in imports.items():
@@ -82,10 +82,10 @@ def measure(
         raise EmberlineError(f"the start was not cold: only {read} of {size} bytes were read from the disk")
 
 
-def _written(report: Report, directory: Path, packed: bool) -> Path:
+def _ensure_checkpoint(report: BenchReport, directory: Path, packed: bool) -> Path:
     """Return the directory of the checkpoint, plain or packed, and write it if it is missing."""
-    deadline = time.monotonic() + WRITE_SECONDS
-    target = packed_beside(directory) if packed else directory
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
+    target = packed_directory(directory) if packed else directory
     for action, made in (("write", directory), ("pack", target)):
         if not any((whole / "model.safetensors.index.json").exists() for whole in (made, target)):
             began = time.monotonic()
@@ -95,26 +95,26 @@ def _written(report: Report, directory: Path, packed: bool) -> Path:
 
 
 def _measure_start(directory: Path, settings: dict[str, Any], size: int, everything: bool = True) -> dict[str, Any]:
-    dropped = drop(directory, everything)
+    dropped = drop_page_cache(directory, everything)
     before = time.monotonic()  # all processes share this clock
-    result = _child("start", directory, settings, START_SECONDS)
+    result = _child("start", directory, settings, START_TIMEOUT_S)
     result["ready"] -= before
     result["seconds"] = {"python": result.pop("entered") - before} | result["seconds"]
-    return result | {"cold": result["read_bytes"] >= READ_SHARE * size, "dropped_all_caches": dropped}
+    return result | {"cold": result["read_bytes"] >= MIN_READ_SHARE * size, "dropped_all_caches": dropped}
 
 
 def _measure_import(directory: Path, *, noted: bool) -> dict[str, Any]:
-    dropped = drop(directory, everything=True)
-    return _child("import", directory, {"noted": noted}, IMPORT_SECONDS) | {"dropped_all_caches": dropped}
+    dropped = drop_page_cache(directory, all_files=True)
+    return _child("import", directory, {"noted": noted}, IMPORT_TIMEOUT_S) | {"dropped_all_caches": dropped}
 
 
-def drop(directory: Path, everything: bool) -> bool:
+def drop_page_cache(directory: Path, all_files: bool) -> bool:
     """Drop the checkpoint from the page cache, or all files; return whether all files were dropped."""
     for file in _shards(directory):
         with file.open("rb") as f:
             os.fsync(f.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if not everything:
+    if not all_files:
         return False
     with contextlib.suppress(OSError):  # only root may do this
         os.sync()
@@ -142,68 +142,68 @@ def _child(action: str, directory: Path, settings: dict[str, Any], seconds: floa
     return result
 
 
-def write(directory: Path) -> dict[str, Any]:
+def write_plain(directory: Path) -> dict[str, Any]:
     from emberline.bench.gpu.model import write_checkpoint
 
     write_checkpoint(directory)
     return {}
 
 
-def pack(directory: Path) -> dict[str, Any]:
+def write_packed(directory: Path) -> dict[str, Any]:
     from emberline.bench.gpu.model import pack_checkpoint
 
-    return {"codec": pack_checkpoint(directory, packed_beside(directory))}
+    return {"codec": pack_checkpoint(directory, packed_directory(directory))}
 
 
-def import_torch(noted: bool) -> dict[str, Any]:
+def time_import(noted: bool) -> dict[str, Any]:
     """Import torch and return its times, without a checkpoint to read.
 
     The bytes read from disk during the import show which files the recorded list misses.
     """
-    from emberline.engine import early
-    from emberline.models.reader import Reader
+    from emberline.engine import preload
+    from emberline.models.reader import FileReader
 
     began = time.monotonic()
-    first = early.first() if noted else []
-    with Reader.start([], first=first) as reader:
-        reader.wait_first(early.WAIT)
-    before, entered = usage(), time.monotonic()
-    early.without_tracing()
+    first = preload.recorded_ranges() if noted else []
+    with FileReader.start([], prefetch=first) as reader:
+        reader.wait_for_prefetch(preload.MAX_PRELOAD_WAIT_S)
+    before, entered = io_usage(), time.monotonic()
+    preload.skip_unused_torch_imports()
     importlib.import_module("torch")
     ready = time.monotonic()
-    spent = {name: count - before[name] for name, count in usage().items()}
-    known = early.noted()
+    spent = {name: count - before[name] for name, count in io_usage().items()}
+    known = preload.read_record()
     return {
         "entered": entered,
         "ready": ready,
         "first_files": entered - began,
         "first_files_read_bytes": before["read_bytes"],
-        "not_noted": sorted(set(early.touched()) - set(known)),
+        "not_noted": sorted(set(preload.files_in_use()) - set(known)),
         **spent,
     }
 
 
-def start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Load the model and generate one token, in the same way as a server (engine/process.py); return the times."""
     marks = [("", time.monotonic())]
 
     def mark(phase: str) -> None:
         marks.append((phase, time.monotonic()))
 
-    from emberline.engine import early
+    from emberline.engine import preload
 
-    reader = early.begin(directory)
-    early.without_tracing()
+    reader = preload.start_preload(directory)
+    preload.skip_unused_torch_imports()
     mark("first_files")
-    before = usage()
+    before = io_usage()
     for phase, module in IMPORTS.items():
         importlib.import_module(module)
         mark(f"import_{phase}")
-    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.boot import boot_from_checkpoint
 
     read_by_then = reader.stats
-    imported = {f"import_{name}": count - before[name] for name, count in usage().items()}
-    booted = boot_from(directory, GPUConfig(**settings), reader=reader)
+    imported = {f"import_{name}": count - before[name] for name, count in io_usage().items()}
+    booted = boot_from_checkpoint(directory, GPUConfig(**settings), reader=reader)
     mark("boot")
     _generate(booted.engine, 1)
     mark("first_token")
@@ -211,25 +211,25 @@ def start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     mark("second_request")  # its second token comes from a captured step
     seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(marks)}
     seconds |= {f"boot_{name}": spent for name, spent in booted.seconds.items()}
-    early.remember()
+    preload.write_record()
     return {
         "entered": marks[0][1],
         "ready": dict(marks)["first_token"],
         "seconds": seconds,
         "reader": type(reader).__name__,
         **imported,
-        "read_bytes": usage()["read_bytes"],
+        "read_bytes": io_usage()["read_bytes"],
         "read_when_imported": read_by_then.bytes,
         "read_seconds": reader.stats.seconds,
-        "read_rate": reader.stats.rate,
-        "read_first": sum(end - begin for spans in early.noted().values() for begin, end in spans),
+        "read_rate": reader.stats.gigabytes_per_second,
+        "read_first": sum(end - begin for spans in preload.read_record().values() for begin, end in spans),
     }
 
 
 def _generate(engine: Engine, count: int) -> None:
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     engine.add(Submission(f"{count} tokens", PROMPT, params))
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         for output in engine.step():
             if output.error is not None:
@@ -237,10 +237,10 @@ def _generate(engine: Engine, count: int) -> None:
             count -= len(output.tokens)
             if count <= 0:
                 return
-    raise EmberlineError(f"no token within {START_SECONDS:.0f} s")
+    raise EmberlineError(f"no token within {START_TIMEOUT_S:.0f} s")
 
 
-def usage() -> dict[str, int]:
+def io_usage() -> dict[str, int]:
     """Return the bytes that this process read from storage, and its major page faults.
 
     Reads count whether direct or through the page cache. Child processes count once they have ended.
@@ -254,10 +254,10 @@ def usage() -> dict[str, int]:
 
 def main(action: str, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if action in ("write", "pack"):
-        return write(directory) if action == "write" else pack(directory)
+        return write_plain(directory) if action == "write" else write_packed(directory)
     if action == "import":
-        return import_torch(**settings)
-    return start(directory, settings)
+        return time_import(**settings)
+    return time_start(directory, settings)
 
 
 if __name__ == "__main__":

@@ -11,32 +11,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.bench.gpu.timing import copies_for, replay
-from emberline.bench.report import Report
+from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.report import BenchReport
 from emberline.kernels import worklist
-from emberline.kernels.cuda.decode import LayerCache, Scratch, Work, decode_attention, multiprocessors
+from emberline.kernels.cuda.decode import DecodeCache, DecodeScratch, DecodeWork, count_sms, decode_attention
 
 BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
-Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
-KEYS = 640
+Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64
+KEYS_PER_ROW = 640
 BATCHES = (1, 8, 32, 64, 128, 256)
-UNEVEN = [300] * 255 + [30_000]
-LEAST_LAYERS = 2
+UNEVEN_LENGTHS = [300] * 255 + [30_000]
+MIN_LAYERS = 2
 
 
-def measure(report: Report) -> None:
+def measure(report: BenchReport) -> None:
     for batch in BATCHES:
-        _measure_batch(report, f"decode b={batch}", [KEYS] * batch, torch.bfloat16)
-    _measure_batch(report, "decode uneven", UNEVEN, torch.bfloat16)
+        _measure_batch(report, f"decode b={batch}", [KEYS_PER_ROW] * batch, torch.bfloat16)
+    _measure_batch(report, "decode uneven", UNEVEN_LENGTHS, torch.bfloat16)
     _measure_batch(report, "decode 30000", [30_000], torch.bfloat16)
     for batch in (1, 64, 256):
-        _measure_batch(report, f"decode fp8 b={batch}", [KEYS] * batch, torch.float8_e4m3fn)
+        _measure_batch(report, f"decode fp8 b={batch}", [KEYS_PER_ROW] * batch, torch.float8_e4m3fn)
 
 
-def _measure_batch(report: Report, name: str, lengths: list[int], dtype: torch.dtype) -> None:
-    size = bytes_read(lengths, dtype)
-    layers = Layers(lengths, dtype, max(LEAST_LAYERS, copies_for(size)))
-    ours, alone = replay(layers.calls()), replay(layers.calls(pdl=False))
+def _measure_batch(report: BenchReport, name: str, lengths: list[int], dtype: torch.dtype) -> None:
+    size = count_bytes_read(lengths, dtype)
+    layers = DecodeLayers(lengths, dtype, max(MIN_LAYERS, count_copies(size)))
+    ours, alone = time_replay(layers.make_calls()), time_replay(layers.make_calls(pdl=False))
     limit = size / BYTES_PER_US
     report.add(name, ours, "us", limit=limit)
     report.add(f"{name} without pdl", alone, "us", limit=limit)
@@ -45,38 +45,38 @@ def _measure_batch(report: Report, name: str, lengths: list[int], dtype: torch.d
     torch.cuda.empty_cache()
 
 
-def bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
+def count_bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
     return 2 * sum(lengths) * KV_HEADS * HEAD_DIM * dtype.itemsize
 
 
-class Layers:
+class DecodeLayers:
     """Rows of given lengths in several layers, more than the L2 cache holds."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int) -> None:
         self.lengths, self._device, rows = np.array(lengths, np.int32), torch.device("cuda"), len(lengths)
-        counts = [-(-length // BLOCK) for length in lengths]
+        counts = [-(-length // BLOCK_SIZE) for length in lengths]
         tables = torch.zeros(rows, max(counts), dtype=torch.int32)
         for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts), strict=True):
             row[: len(blocks)] = blocks
-        shape = (layers, sum(counts), KV_HEADS, BLOCK, HEAD_DIM)
+        shape = (layers, sum(counts), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         keys, values = (_random(shape, dtype) for _ in range(2))
-        self._caches = [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
+        self._caches = [DecodeCache(k, v) for k, v in zip(keys, values, strict=True)]
         self._qkv = _random((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
         self._out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
         context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - 1
         self._tables_and_context = tables.to(self._device), context
 
-    def calls(self, *, pdl: bool = True, chunk: int | None = None) -> list[Callable[[], Tensor]]:
+    def make_calls(self, *, pdl: bool = True, part_tiles: int | None = None) -> list[Callable[[], Tensor]]:
         """Return a call for each layer's attention. `part_tiles`: tiles of a part; by default chosen as in a step."""
-        rows, sms = len(self.lengths), multiprocessors(self._device)
-        parts = 0 if chunk is None else int((-(-self.lengths // (worklist.TILE * chunk))).sum())
-        capacity = max(parts, worklist.capacity(rows, KV_HEADS, sms))
-        items = worklist.plan(self.lengths, KV_HEADS, sms, capacity, chunk=chunk)
-        work = Work(torch.from_numpy(items.data).to(self._device), rows, capacity)
-        scratch = Scratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
+        rows, sms = len(self.lengths), count_sms(self._device)
+        parts = 0 if part_tiles is None else int((-(-self.lengths // (worklist.TILE_KEYS * part_tiles))).sum())
+        capacity = max(parts, worklist.item_capacity(rows, KV_HEADS, sms))
+        items = worklist.plan_work(self.lengths, KV_HEADS, sms, capacity, part_tiles=part_tiles)
+        work = DecodeWork(torch.from_numpy(items.data).to(self._device), rows, capacity)
+        scratch = DecodeScratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
         heads, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._tables_and_context
 
-        def make_call(cached: LayerCache) -> Callable[[], Tensor]:
+        def make_call(cached: DecodeCache) -> Callable[[], Tensor]:
             return lambda: decode_attention(
                 self._qkv, cached, tables, context, work, HEAD_DIM**-0.5, *heads,
                 out=self._out, scratch=scratch, pdl=pdl,
@@ -94,7 +94,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def main() -> None:
-    report = Report("gpu_decode")
+    report = BenchReport("gpu_decode")
     measure(report)
     report.emit()
 

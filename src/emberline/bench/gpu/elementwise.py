@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import copies_for, replay
-from emberline.bench.report import Report
+from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.report import BenchReport
 from emberline.kernels.triton.activation import silu_mul
 from emberline.kernels.triton.norm import rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
@@ -20,23 +20,23 @@ from emberline.kernels.triton.rope import rope_and_cache
 ROWS = (1, 64, 256, 2048, 8192)
 HIDDEN, FFN, HEADS = 4096, 14336, (32, 8, 128)
 BYTES_PER_US = 4.39e6
-MOST_COPIES = 32
-BLOCK = 64
+MAX_COPIES = 32
+BLOCK_SIZE = 64
 
 Call = Callable[[], object]
 
 
-def measure(report: Report) -> None:
+def measure(report: BenchReport) -> None:
     for rows in ROWS:
         for name, make, size in (
             ("norm", _norm, 4 * HIDDEN),
             ("rope", _rope, 4 * (HEADS[0] + 2 * HEADS[1]) * HEADS[2]),
             ("silu_mul", _silu, 6 * FFN),
         ):
-            pairs = [make(rows) for _ in range(min(MOST_COPIES, copies_for(size * rows)))]
+            pairs = [make(rows) for _ in range(min(MAX_COPIES, count_copies(size * rows)))]
             peers = [peer for _, peer in pairs if peer is not None]
-            us = replay([ours for ours, _ in pairs])
-            peer = replay(peers) if peers else None
+            us = time_replay([ours for ours, _ in pairs])
+            peer = time_replay(peers) if peers else None
             report.add(f"{name}_{rows}", us, "us", limit=size * rows / BYTES_PER_US, peer=peer)
 
 
@@ -51,7 +51,7 @@ def _rope(rows: int) -> tuple[Call, None]:
     qkv = _random(rows, (q_heads + 2 * kv_heads) * dim)
     table = torch.rand(rows, dim, device="cuda")
     positions, slots = torch.arange(rows, device="cuda", dtype=torch.int32), torch.arange(rows, device="cuda")
-    keys, values = _random(2, -(-rows // BLOCK), kv_heads, BLOCK, dim)
+    keys, values = _random(2, -(-rows // BLOCK_SIZE), kv_heads, BLOCK_SIZE, dim)
     return lambda: rope_and_cache(qkv, positions, table, keys, values, slots, *HEADS, pdl=True), None
 
 

@@ -14,10 +14,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from emberline.bench import workload
-from emberline.bench.ceiling import Ceiling, Cost
-from emberline.bench.gpu.model import LLAMA_8B, RandomWeights
-from emberline.bench.job import Job, Timeline
-from emberline.bench.report import Report
+from emberline.bench.gpu.model import LLAMA_8B, GPURandomWeights
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.machine_limits import MachineLimits, TokenCost
+from emberline.bench.report import BenchReport
 from emberline.core.config import GPUConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output
@@ -26,23 +26,23 @@ from emberline.core.request import Submission
 from emberline.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from emberline.engine.gpu.boot import Booted
+    from emberline.engine.gpu.boot import BootedGPUEngine
 
 CONFIG = ModelConfig.from_hf(LLAMA_8B)
-H200 = Ceiling({"read": 4390.0, "matmul": 758e3})  # GB/s of a reduction, GFLOP/s of an 8192^3 bf16 product
-PACKED_WIDTH = 12.03 / 8  # bytes per packed weight, from unweight-size.json
+H200 = MachineLimits({"read": 4390.0, "matmul": 758e3})  # GB/s of a reduction, GFLOP/s of an 8192^3 bf16 product
+PACKED_WEIGHT_BYTES = 12.03 / 8  # bytes per packed weight, from unweight-size.json
 VOCAB = 128_000  # prompts contain only ids below it, so no special tokens
 
 BATCHES = (1, 8, 32, 64, 128, 256)
-CONTEXT, NEW = 512, 256  # of a decode measurement
-PROMPTS = (2048, 8192, 30_000)
-CHAT = 1000
-NAMES = (*(f"decode_b{b}" for b in BATCHES), *(f"prefill_{p}" for p in PROMPTS), f"chat{CHAT}")
-CPU_AT = (64, 256)  # batches whose host CPU time is reported; the first makes about 10,000 tok/s
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 256  # of a decode measurement
+PREFILL_TOKENS = (2048, 8192, 30_000)
+CHAT_REQUESTS = 1000
+NAMES = (*(f"decode_b{b}" for b in BATCHES), *(f"prefill_{p}" for p in PREFILL_TOKENS), f"chat{CHAT_REQUESTS}")
+CPU_BATCHES = (64, 256)  # batches whose host CPU time is reported; the first makes about 10,000 tok/s
 
 ROUNDS = 2  # of a decode measurement
-PREFILLS = 3
-LIMIT = 60.0
+PREFILL_ROUNDS = 3
+JOB_TIMEOUT_S = 60.0
 SETTINGS: dict[str, Any] = {
     "max_running": 1024,
     "max_batch_tokens": 32_768,  # a whole prompt is one step
@@ -52,7 +52,7 @@ SETTINGS: dict[str, Any] = {
 WARM_UP = "each batch size, each prompt length and, before the chat, every eighth batch size ran once untimed"
 
 # vLLM 0.24.0 on the same machine (FA3, torch.compile, CUDA graphs)
-VLLM = {
+VLLM_FIGURES = {
     "decode_b1_ms": 4.93,
     "decode_b8_ms": 5.13,
     "decode_b32_ms": 5.87,
@@ -65,13 +65,13 @@ VLLM = {
     "chat1000_out_tok_s": 11_120.0,
 }
 
-PLAIN = SamplingParams()
+GREEDY = SamplingParams()
 _runs = count()  # numbers the runs, so that request ids are unique
 
 Clock = Callable[[], float]
 
 
-class Served(Protocol):
+class BenchedEngine(Protocol):
     """An engine under test: ours, or a peer with the same interface."""
 
     @property
@@ -85,24 +85,24 @@ class Served(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class JobRun:
     """The result of a job: when its tokens were returned, and the CPU time of this process."""
 
-    timeline: Timeline
-    marks: list[tuple[float, float]]  # (seconds, CPU seconds) since submission, at the start and after each step
+    timeline: TokenTimeline
+    step_times: list[tuple[float, float]]  # (seconds, CPU seconds) since submission, at the start and after each step
 
     def cpu_percent(self, begin: float, end: float) -> float:
         """Return the CPU time as a percentage of one core, over the steps in [begin, end]."""
-        within = [mark for mark in self.marks if begin <= mark[0] <= end]
+        within = [mark for mark in self.step_times if begin <= mark[0] <= end]
         (t0, cpu0), (t1, cpu1) = within[0], within[-1]
         return 100.0 * (cpu1 - cpu0) / (t1 - t0)
 
 
-Run = Callable[[Job, float], Course]  # runs a job with a timeout in seconds
+RunJob = Callable[[BenchJob, float], JobRun]  # runs a job with a timeout in seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class SteadyPhase:
     """The part of a job in which every request decodes and none prefills."""
 
     begin: float
@@ -111,7 +111,7 @@ class Steady:
     context: float  # average number of keys per query
 
     @staticmethod
-    def of(job: Job, timeline: Timeline) -> Steady:
+    def from_timeline(job: BenchJob, timeline: TokenTimeline) -> SteadyPhase:
         begin, end = timeline.full
         # A peer returns the tokens of one step at slightly different times. The request that is first in each step has
         # all its tokens within the bounds.
@@ -124,26 +124,26 @@ class Steady:
             for i, t in enumerate(times)
             if begin < t <= end
         ]
-        return Steady(begin, end, steps, sum(keys) / len(keys))
+        return SteadyPhase(begin, end, steps, sum(keys) / len(keys))
 
     @property
-    def step(self) -> float:
+    def step_seconds(self) -> float:
         return (self.end - self.begin) / self.steps
 
 
-def submission(name: str, prompt: list[int], output: int, how: SamplingParams = PLAIN) -> Submission:
-    params = replace(how, max_tokens=output, temperature=0.0, ignore_eos=True)
+def make_submission(name: str, prompt: list[int], output: int, base_params: SamplingParams = GREEDY) -> Submission:
+    params = replace(base_params, max_tokens=output, temperature=0.0, ignore_eos=True)
     return Submission(name, prompt, params, timeout=math.inf)
 
 
-def drive(
-    served: Served,
-    job: Job,
-    limit: float = LIMIT,
+def run_job(
+    engine: BenchedEngine,
+    job: BenchJob,
+    timeout: float = JOB_TIMEOUT_S,
     clock: Clock = time.perf_counter,
     cpu: Clock = time.process_time,
-    how: SamplingParams = PLAIN,
-) -> Course:
+    params: SamplingParams = GREEDY,
+) -> JobRun:
     """Submit all requests at once and step the engine to the end. A token's time is when its step returned.
 
     Raises EmberlineError if a request fails or the job takes longer than `timeout` seconds.
@@ -154,9 +154,9 @@ def drive(
     began, cpu_began = clock(), cpu()
     marks = [(0.0, 0.0)]
     for name, i in index.items():
-        served.add(submission(name, job.prompts[i], job.outputs[i], how))
-    while not served.idle:
-        outputs = served.step()
+        engine.add(make_submission(name, job.prompts[i], job.outputs[i], params))
+    while not engine.idle:
+        outputs = engine.step()
         now = clock() - began
         marks.append((now, cpu() - cpu_began))
         for output in outputs:
@@ -165,16 +165,16 @@ def drive(
             if output.error is not None:
                 raise EmberlineError(output.error)
             times[at] += [now] * len(output.tokens)
-        if now > limit:
-            _abort_all(served, index)
+        if now > timeout:
+            _abort_all(engine, index)
             done = f"{sum(map(len, times))} of {sum(job.outputs)} tokens"
             raise EmberlineError(f"job timed out after {now:.0f} s with {done}")
-    timeline = Timeline(times)
+    timeline = TokenTimeline(times)
     timeline.check(job)
-    return Course(timeline, marks)
+    return JobRun(timeline, marks)
 
 
-def _abort_all(served: Served, names: dict[str, int], steps: int = 100) -> None:
+def _abort_all(served: BenchedEngine, names: dict[str, int], steps: int = 100) -> None:
     """Abort the requests and wait for their end, so that they do not affect the next measurement."""
     for name in names:
         served.abort(name)
@@ -182,26 +182,26 @@ def _abort_all(served: Served, names: dict[str, int], steps: int = 100) -> None:
         pass
 
 
-def cost(settings: dict[str, Any]) -> Cost:
-    total = Cost.of(CONFIG)
+def model_cost(settings: dict[str, Any]) -> TokenCost:
+    total = TokenCost.of(CONFIG)
     if settings.get("weights") in ("packed", "both"):
-        total = replace(total, width=PACKED_WIDTH)
+        total = replace(total, width=PACKED_WEIGHT_BYTES)
     if "8" in str(settings.get("kv_dtype", "")):
         total = replace(total, kv_bytes=total.kv_bytes // 2)
     return total
 
 
-def decode_limit_ms(batch: int, context: float, of: Cost) -> float:
+def decode_limit_ms(batch: int, context: float, of: TokenCost) -> float:
     """Return the least time of a step: reading all weights, keys and values once, or the arithmetic if longer."""
     return 1e3 * batch / of.decode_limit(H200, batch, round(context))
 
 
-def prefill_limit_ms(tokens: int, of: Cost) -> float:
+def prefill_limit_ms(tokens: int, of: TokenCost) -> float:
     """Return the least time of a prompt: the arithmetic of the linear layers and of causal attention."""
     return 1e3 * tokens / of.prefill_limit(H200, tokens)
 
 
-def staircase(requests: int) -> list[tuple[int, int]]:
+def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
     """Return request lengths that reach every eighth batch size, and all below 16, so that all are warmed up."""
     wide = max(0, requests - 16)
     steps = [(16, 2 + i // 8) for i in range(wide)]
@@ -209,14 +209,14 @@ def staircase(requests: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class EngineBench:
     """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
 
-    report: Report
-    run: Run
-    cost: Cost
+    report: BenchReport
+    run_job: RunJob
+    cost: TokenCost
     rounds: int = ROUNDS
-    who: str = ""
+    peer: str = ""
 
     def measure(self, name: str) -> None:
         kind, _, size = name.rpartition("_")
@@ -228,45 +228,49 @@ class Bench:
             self.chat(int(name.removeprefix("chat")))
 
     def decode(self, batch: int) -> None:
-        self.run(workload.job([(32, 4)] * batch, VOCAB), LIMIT)
-        job = workload.job([(CONTEXT, NEW)] * batch, VOCAB)
-        courses = [self.run(job, LIMIT) for _ in range(self.rounds)]
-        parts = [Steady.of(job, course.timeline) for course in courses]
+        self.run_job(workload.job([(32, 4)] * batch, VOCAB), JOB_TIMEOUT_S)
+        job = workload.job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, VOCAB)
+        courses = [self.run_job(job, JOB_TIMEOUT_S) for _ in range(self.rounds)]
+        parts = [SteadyPhase.from_timeline(job, course.timeline) for course in courses]
         limit = decode_limit_ms(batch, parts[0].context, self.cost)
-        self._add(f"decode_b{batch}_ms", [1e3 * part.step for part in parts], "ms", limit)
-        if batch in CPU_AT and not self.who:
-            self._add(f"decode_b{batch}_tok_s", [batch / part.step for part in parts], "tok/s", 1e3 * batch / limit)
+        self._add(f"decode_b{batch}_ms", [1e3 * part.step_seconds for part in parts], "ms", limit)
+        if batch in CPU_BATCHES and not self.peer:
+            self._add(
+                f"decode_b{batch}_tok_s", [batch / part.step_seconds for part in parts], "tok/s", 1e3 * batch / limit
+            )
             shares = [c.cpu_percent(p.begin, p.end) for c, p in zip(courses, parts, strict=True)]
             self._add(f"decode_b{batch}_cpu", shares, "% of a core")
 
     def prefill(self, tokens: int) -> None:
-        jobs = [workload.job([(tokens, 1)], VOCAB, seed) for seed in range(PREFILLS + 1)]
-        walls = [self.run(job, LIMIT).timeline.wall for job in jobs]
+        jobs = [workload.job([(tokens, 1)], VOCAB, seed) for seed in range(PREFILL_ROUNDS + 1)]
+        walls = [self.run_job(job, JOB_TIMEOUT_S).timeline.wall for job in jobs]
         self._add(f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", prefill_limit_ms(tokens, self.cost))
 
     def chat(self, requests: int) -> None:
-        self.run(workload.job(staircase(requests), VOCAB), LIMIT)
-        self.run(workload.job(workload.chat(min(128, requests), seed=1), VOCAB), LIMIT)
+        self.run_job(workload.job(warm_up_lengths(requests), VOCAB), JOB_TIMEOUT_S)
+        self.run_job(workload.job(workload.chat(min(128, requests), seed=1), VOCAB), JOB_TIMEOUT_S)
         job = workload.job(workload.chat(requests), VOCAB)
-        course = self.run(job, LIMIT)
+        course = self.run_job(job, JOB_TIMEOUT_S)
         rate = course.timeline.output_rate()
         self._add(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.output_limit(H200, job))
-        if not self.who:
+        if not self.peer:
             self._add(f"chat{requests}_cpu", course.cpu_percent(0.0, course.timeline.wall), "% of a core")
 
     def _add(self, name: str, values: float | list[float], unit: str, limit: float | None = None) -> None:
-        if self.who:
-            self.report.add(f"{name}/{self.who}", values, unit)
+        if self.peer:
+            self.report.add(f"{name}/{self.peer}", values, unit)
         else:
-            self.report.add(name, values, unit, peer=VLLM.get(name), limit=limit)
+            self.report.add(name, values, unit, peer=VLLM_FIGURES.get(name), limit=limit)
 
 
-def measure(report: Report, only: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0) -> None:
-    from emberline.bench.gpu import sampled
+def measure(
+    report: BenchReport, only: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0
+) -> None:
+    from emberline.bench.gpu import sampled_decode
 
     chosen = SETTINGS | (settings or {})
     began = time.perf_counter()
-    booted = boot(chosen)
+    booted = boot_engine(chosen)
     report.config |= {
         "settings": chosen,
         "warm_up": WARM_UP,
@@ -274,37 +278,39 @@ def measure(report: Report, only: Sequence[str] = (), settings: dict[str, Any] |
         "memory": asdict(booted.plan),
         "boot_s": {"all": time.perf_counter() - began, **booted.seconds},
     }
-    bench = Bench(report, partial(drive, booted.engine), cost(chosen), rounds or ROUNDS)
+    bench = EngineBench(report, partial(run_job, booted.engine), model_cost(chosen), rounds or ROUNDS)
     for name in NAMES:
-        if wanted(name, only):
-            attempt(report, name, partial(bench.measure, name))
-    for name in sampled.NAMES:
-        if wanted(name, only):
+        if is_selected(name, only):
+            run_measurement(report, name, partial(bench.measure, name))
+    for name in sampled_decode.NAMES:
+        if is_selected(name, only):
             run = partial(_drive_sampled, booted.engine)
-            attempt(report, name, partial(sampled.measure, report, run, name, rounds or ROUNDS))
+            run_measurement(report, name, partial(sampled_decode.measure, report, run, name, rounds or ROUNDS))
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
 
 
-def _drive_sampled(served: Served, job: Job, how: SamplingParams) -> Course:
-    return drive(served, job, how=how)
+def _drive_sampled(served: BenchedEngine, job: BenchJob, how: SamplingParams) -> JobRun:
+    return run_job(served, job, params=how)
 
 
-def boot(settings: dict[str, Any]) -> Booted:
+def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
     import torch
 
-    from emberline.bench.gpu.sampled import compiler
+    from emberline.bench.gpu.sampled_decode import grammar_compiler
     from emberline.engine.gpu.boot import boot_gpu
 
-    weights = RandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
-    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings), compiler=compiler)
+    weights = GPURandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
+    return boot_gpu(
+        CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings), compiler=grammar_compiler
+    )
 
 
-def wanted(name: str, only: Sequence[str]) -> bool:
+def is_selected(name: str, only: Sequence[str]) -> bool:
     """Return whether `only` selects a measurement: by name, by pattern or by one of its figures. Empty: all."""
     return not only or any(fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in only)
 
 
-def attempt(report: Report, name: str, work: Callable[[], None]) -> None:
+def run_measurement(report: BenchReport, name: str, work: Callable[[], None]) -> None:
     """Run a measurement and record a failure in the report, so that the others still run."""
     began = time.perf_counter()
     try:

@@ -17,26 +17,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import copies_for, replay
-from emberline.bench.report import Report
+from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.report import BenchReport
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import gemm
-from emberline.kernels.cuda.linear import Weight
-from emberline.kernels.tiles import GATED_ROWS
+from emberline.kernels.cuda.linear import BF16Weight
 from emberline.kernels.triton import activation
 
 FLOPS = 758e12  # FLOP per second of a dense bf16 product on an H200, measured
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}  # k, n
-ADDED, GATED = ("o", "down"), "gate_up"
+ADDING_LAYERS, GATED_LAYER = ("o", "down"), "gate_up"
 ROWS = (256, 512, 1024, 2048, 4096, 8192)
-COPIES = 4  # of each weight
-MANY, SECONDS, FEW_SECONDS = 2048, 0.8, 0.3  # from 2048 rows on, the sustained load lasts longer
-REST = 0.05  # idle time before a burst
+MIN_COPIES = 4  # of each weight
+MIN_LONG_LOAD_ROWS, LONG_LOAD_SECONDS, SHORT_LOAD_SECONDS = (
+    2048,
+    0.8,
+    0.3,
+)  # from 2048 rows on, the sustained load lasts longer
+REST_SECONDS = 0.05  # idle time before a burst
 VARIANTS_SECONDS = 28.0
 
 Call = Callable[[], object]
 
 
-def measure(report: Report) -> None:
+def measure(report: BenchReport) -> None:
     """Add the time of a burst in microseconds and the rate under sustained load in TFLOP/s to the report."""
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
@@ -44,7 +48,7 @@ def measure(report: Report) -> None:
             ours, theirs = [_gemm_calls(name, weights, m)], [_cublas_calls(name, weights, m)]
             flop = 2.0 * m * n * k
             bursts = [_time_burst(calls) for calls in ours + theirs]
-            seconds = SECONDS if m >= MANY else FEW_SECONDS
+            seconds = LONG_LOAD_SECONDS if m >= MIN_LONG_LOAD_ROWS else SHORT_LOAD_SECONDS
             rates = [flop / _time_sustained(calls, seconds) / 1e6 for calls in ours + theirs]
             report.add(f"{name} m={m}", bursts[0], "us", peer=bursts[1], limit=flop / FLOPS * 1e6)
             report.add(f"{name} m={m} sustained", rates[0], "TFLOP/s", peer=rates[1], limit=FLOPS / 1e12)
@@ -58,10 +62,17 @@ def measure(report: Report) -> None:
         torch.cuda.empty_cache()
 
 
-def variants() -> None:
+def measure_variants() -> None:
     """Print the TFLOP/s of plans similar to the chosen one, in a burst and sustained, until the time is up."""
     end = time.monotonic() + VARIANTS_SECONDS
-    for name, m in ((GATED, 8192), ("down", 8192), (GATED, 2048), ("qkv", 2048), ("o", 1024), (GATED, 512)):
+    for name, m in (
+        (GATED_LAYER, 8192),
+        ("down", 8192),
+        (GATED_LAYER, 2048),
+        ("qkv", 2048),
+        ("o", 1024),
+        (GATED_LAYER, 512),
+    ):
         k, n = SHAPES[name]
         weights, flop = _weights(n, k), 2.0 * m * n * k
         for plan in dict.fromkeys(_plans(m, n, k)):
@@ -74,39 +85,39 @@ def variants() -> None:
         torch.cuda.empty_cache()
 
 
-def _plans(m: int, n: int, k: int) -> Iterator[gemm.Plan]:
-    rule = gemm.choose(m, n, k)
+def _plans(m: int, n: int, k: int) -> Iterator[gemm.GemmPlan]:
+    rule = gemm.choose_plan(m, n, k)
     yield rule
     yield from (replace(rule, lag=lag) for lag in (0, 2))
     yield from (replace(rule, band=band) for band in (4, 16))
     yield from gemm.PLANS
 
 
-def _describe(plan: gemm.Plan) -> str:
-    return f"{plan.width}x{plan.ctas} band {plan.band} lag {plan.lag}"
+def _describe(plan: gemm.GemmPlan) -> str:
+    return f"{plan.width}x{plan.cluster} band {plan.band} lag {plan.lag}"
 
 
-def _gemm_calls(name: str, weights: list[Weight], m: int, plan: gemm.Plan | None = None) -> list[Call]:
+def _gemm_calls(name: str, weights: list[BF16Weight], m: int, plan: gemm.GemmPlan | None = None) -> list[Call]:
     """Return calls of our GEMM. Outputs that are added to grow with every call, but never by much."""
     x, n = _random(m, weights[0].k), weights[0].n
-    gated = name == GATED
+    gated = name == GATED_LAYER
     out = _random(m, n // 2 if gated else n)
-    residual = out if name in ADDED else None
+    residual = out if name in ADDING_LAYERS else None
 
-    def call(weight: Weight) -> Call:
+    def call(weight: BF16Weight) -> Call:
         return lambda: gemm.linear(x, weight, out=out, residual=residual, gated=gated, plan=plan)
 
     return [call(weight) for weight in weights]
 
 
-def _cublas_calls(name: str, weights: list[Weight], m: int) -> list[Call]:
+def _cublas_calls(name: str, weights: list[BF16Weight], m: int) -> list[Call]:
     x, n = _random(m, weights[0].k), weights[0].n
-    out = _random(m, n // 2 if name == GATED else n)
+    out = _random(m, n // 2 if name == GATED_LAYER else n)
 
     def call(w: Tensor) -> Call:
-        if name == GATED:
-            return lambda: activation.silu_mul(F.linear(x, w), out, GATED_ROWS, pdl=True)
-        return (lambda: out.addmm_(x, w.t())) if name in ADDED else (lambda: torch.mm(x, w.t(), out=out))
+        if name == GATED_LAYER:
+            return lambda: activation.silu_mul(F.linear(x, w), out, GATE_GROUP_ROWS, pdl=True)
+        return (lambda: out.addmm_(x, w.t())) if name in ADDING_LAYERS else (lambda: torch.mm(x, w.t(), out=out))
 
     return [call(weight.data) for weight in weights]
 
@@ -114,8 +125,8 @@ def _cublas_calls(name: str, weights: list[Weight], m: int) -> list[Call]:
 def _time_burst(calls: list[Call]) -> float:
     """Return the microseconds of a call after the GPU was idle."""
     torch.cuda.synchronize()
-    time.sleep(REST)
-    return replay(calls, replays=3)
+    time.sleep(REST_SECONDS)
+    return time_replay(calls, replays=3)
 
 
 def _time_sustained(calls: list[Call], seconds: float) -> float:
@@ -150,8 +161,8 @@ def _count_replays(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
     return max(1, round(seconds * 3e3 / float(begin.elapsed_time(end))))
 
 
-def _weights(n: int, k: int) -> list[Weight]:
-    return [Weight(_random(n, k)) for _ in range(max(COPIES, copies_for(2 * n * k)))]
+def _weights(n: int, k: int) -> list[BF16Weight]:
+    return [BF16Weight(_random(n, k)) for _ in range(max(MIN_COPIES, count_copies(2 * n * k)))]
 
 
 def _random(rows: int, columns: int) -> Tensor:
@@ -165,9 +176,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.variants:
-        variants()
+        measure_variants()
         return
-    report = Report("gpu-gemm")
+    report = BenchReport("gpu-gemm")
     measure(report)
     if args.json:
         print(json.dumps(report.as_dict()), flush=True)

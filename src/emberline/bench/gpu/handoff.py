@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from emberline.bench.gpu.engine import CONFIG, VOCAB
-from emberline.bench.gpu.model import RandomWeights
-from emberline.bench.report import Report
+from emberline.bench.gpu.model import GPURandomWeights
+from emberline.bench.report import BenchReport
 from emberline.bench.transfer import raw_sockets
 from emberline.core.config import GPUConfig, TransferConfig
 from emberline.core.errors import EmberlineError
@@ -31,29 +31,29 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import ipc
 from emberline.engine.gpu.boot import boot_gpu
-from emberline.engine.gpu.device import Cuda
+from emberline.engine.gpu.device import CudaDevice
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.checksum import crc_of
+from emberline.kv.checksum import select_crc
 from emberline.kv.transfer.base import Transport
-from emberline.kv.transfer.dock import Dock, Ways
-from emberline.kv.transfer.link import Habits
-from emberline.kv.transfer.piece import cut
-from emberline.kv.transfer.receiver import PIECE, Receiver
+from emberline.kv.transfer.endpoint import TransferEndpoint, TransferOptions
+from emberline.kv.transfer.link import LinkOptions
+from emberline.kv.transfer.piece import cut_pieces
+from emberline.kv.transfer.receiver import MAX_PIECE_BYTES, Receiver
 from emberline.kv.transfer.tcp import TcpTransport
 from emberline.kv.transfer.ticket import Ticket
 
-WAYS = ("tcp", "cuda")
-BLOCKS, STREWN = 64, 3  # blocks of a transfer, scattered over a cache of three times as many
-STREAMS = (2, 4, 8)
+TRANSPORTS = ("tcp", "cuda")
+MOVED_BLOCKS, CACHE_FACTOR = 64, 3  # blocks of a transfer, scattered over a cache of three times as many
+CONNECTIONS = (2, 4, 8)
 ROUNDS = 5
-PROMPT, CHUNK = 8192, 2048
-KV_MEMORY = 8 << 30
-PATIENCE = 60.0
+PROMPT_TOKENS, CHUNK_TOKENS = 8192, 2048
+KV_MEMORY_BYTES = 8 << 30
+TRANSFER_TIMEOUT_S = 60.0
 
 
-def measure(report: Report, rounds: int = 0) -> None:
+def measure(report: BenchReport, rounds: int = 0) -> None:
     _measure_blocks(report, rounds or ROUNDS)
     _measure_requests(report, rounds or ROUNDS)
 
@@ -61,41 +61,41 @@ def measure(report: Report, rounds: int = 0) -> None:
 # -- blocks alone ------------------------------------------------------------------------------------------------------
 
 
-def _measure_blocks(report: Report, rounds: int) -> None:
+def _measure_blocks(report: BenchReport, rounds: int) -> None:
     """Add the rates of block transfers. A name ends with the number of connections; four are the default."""
-    crc = crc_of(find_library())
+    crc = select_crc(find_library())
     with _other_process(_publish_blocks) as pipe:
         region = _region()
-        size = BLOCKS * region.layout.block_bytes
+        size = MOVED_BLOCKS * region.layout.block_bytes
         limits = _measure_copies(region, rounds)
         _measure_staging(report, region, limits["tcp"], rounds)
-        for streams in STREAMS:
+        for streams in CONNECTIONS:
             peer = raw_sockets(report, size, rounds, streams)
-            way = TcpTransport(region.layout, Habits(streams, crc=crc))
+            way = TcpTransport(region.layout, LinkOptions(streams, crc=crc))
             rates = _measure_transport(pipe, region, way, rounds)
             report.add(f"handoff_tcp_{streams}", rates, "GB/s", peer=peer, limit=limits["tcp"])
         rates = _measure_transport(pipe, region, ipc.IpcTransport(region), rounds)
         report.add("handoff_cuda", rates, "GB/s", limit=limits["cuda"])
-        report.config["moved"] = f"{BLOCKS} blocks of {region.layout.block_bytes} bytes, at random places"
+        report.config["moved"] = f"{MOVED_BLOCKS} blocks of {region.layout.block_bytes} bytes, at random places"
 
 
 def _measure_transport(pipe: Connection, region: DeviceRegion, way: Transport, rounds: int) -> list[float]:
     receiver, into, found = Receiver(region, [way]), _random_blocks(1), []
     for _ in range(rounds + 1):
         pipe.send("publish")
-        ticket = Ticket.parsed(_receive(pipe))
+        ticket = Ticket.parse(_receive(pipe))
         began = time.perf_counter()
-        progress = receiver.pull(ticket, into, time.monotonic() + PATIENCE)
-        found.append(progress.bytes / 1e9 / (time.perf_counter() - began))
-        receiver.acknowledge(ticket, time.monotonic() + PATIENCE)
+        progress = receiver.pull(ticket, into, time.monotonic() + TRANSFER_TIMEOUT_S)
+        found.append(progress.arrived_bytes / 1e9 / (time.perf_counter() - began))
+        receiver.acknowledge(ticket, time.monotonic() + TRANSFER_TIMEOUT_S)
     receiver.close()
     return found[1:]  # the first one connects
 
 
-def _measure_staging(report: Report, region: DeviceRegion, limit: float, rounds: int) -> None:
+def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, rounds: int) -> None:
     """Add the rates of copies between the cache and main memory with one thread, which every connection makes."""
     layout, blocks = region.layout, np.asarray(_random_blocks(1), np.int64)
-    pieces = list(cut(range(layout.layers), range(BLOCKS), layout, PIECE))
+    pieces = list(cut_pieces(range(layout.layers), range(MOVED_BLOCKS), layout, MAX_PIECE_BYTES))
     room = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
     for name, move in (("gather", region.gather), ("scatter", region.scatter)):
         found = []
@@ -103,17 +103,17 @@ def _measure_staging(report: Report, region: DeviceRegion, limit: float, rounds:
             began = time.perf_counter()
             for piece in pieces:
                 move(piece, blocks, layout, room[: piece.size(layout)])
-            found.append(BLOCKS * layout.block_bytes / 1e9 / (time.perf_counter() - began))
+            found.append(MOVED_BLOCKS * layout.block_bytes / 1e9 / (time.perf_counter() - began))
         report.add(f"handoff_{name}", found[1:], "GB/s", limit=limit)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _measure_requests(report: Report, rounds: int) -> None:
+def _measure_requests(report: BenchReport, rounds: int) -> None:
     with _other_process(_compute_prompts) as pipe:
         engine = _engine("here")
-        for way in WAYS:
+        for way in TRANSPORTS:
             moves = [_hand_off(engine, pipe, way, i) for i in range(rounds + 1)][1:]  # the first one connects
             alone = min(move.alone for move in moves)
             for name in ("ticket", "pulling", "computed", "landed", "first", "second"):
@@ -123,13 +123,13 @@ def _measure_requests(report: Report, rounds: int) -> None:
             report.add(f"handoff_{way}_overhead_ms", [move.first - move.computed for move in moves], "ms")
             report.add(f"handoff_{way}_moving_ms", [move.moving for move in moves], "ms")
             report.add(f"handoff_{way}_hidden", [move.hidden for move in moves], "%")
-            assert engine.dock is not None
-            engine.dock.receiver.close()
+            assert engine.transfer_endpoint is not None
+            engine.transfer_endpoint.receiver.close()
         engine.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class HandoffTimes:
     """Times of a prompt that the other process computes and this one continues, in ms since it was sent."""
 
     alone: float  # first token, if this process computes the prompt itself
@@ -143,14 +143,16 @@ class Move:
     second: float  # second token
 
 
-def _hand_off(engine: Engine, pipe: Connection, way: str, number: int) -> Move:
+def _hand_off(engine: Engine, pipe: Connection, way: str, number: int) -> HandoffTimes:
     rng = random.Random(f"{way} {number}")
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    one = Submission(f"{way}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT)], params, timeout=PATIENCE)
+    one = Submission(
+        f"{way}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], params, timeout=TRANSFER_TIMEOUT_S
+    )
     here = _run_request(engine, replace(one, id=f"{one.id}-alone", salt="alone"))
     before, sent = engine.stats().transfer, time.monotonic()
     pipe.send(one)
-    ticket = Ticket.parsed(_receive(pipe))
+    ticket = Ticket.parse(_receive(pipe))
     received = time.monotonic()
     by_transport = replace(ticket, peer=replace(ticket.peer, endpoints={way: ticket.peer.endpoints[way]}))
     timing, computed, after = (
@@ -163,7 +165,9 @@ def _hand_off(engine: Engine, pipe: Connection, way: str, number: int) -> Move:
     marks = received, timing.pulled.began, computed, timing.pulled.ended, timing.first_token, timing.finished
     moving = after.copy_seconds - before.copy_seconds
     hidden = 100.0 * (after.hidden_seconds - before.hidden_seconds) / moving
-    return Move(1e3 * (here.ttft or 0.0), 1e3 * moving, hidden, *(1e3 * ((mark or 0.0) - sent) for mark in marks))
+    return HandoffTimes(
+        1e3 * (here.ttft or 0.0), 1e3 * moving, hidden, *(1e3 * ((mark or 0.0) - sent) for mark in marks)
+    )
 
 
 def _run_request(engine: Engine, submission: Submission) -> Timing:
@@ -180,7 +184,7 @@ def _run_request(engine: Engine, submission: Submission) -> Timing:
 
 def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
     """Return the best GB/s of copying the same bytes to main memory and back, and within the device."""
-    size = BLOCKS * region.layout.block_bytes
+    size = MOVED_BLOCKS * region.layout.block_bytes
     device = torch.empty(size, dtype=torch.uint8, device=region.device)
     other, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
@@ -207,7 +211,7 @@ def _publish_blocks(pipe: Connection) -> None:
     pipe.send("ready")
     while pipe.recv() is not None:
         dock.sender.collect()
-        pipe.send(dock.sender.publish(_random_blocks(2), PATIENCE).as_dict())
+        pipe.send(dock.sender.publish(_random_blocks(2), TRANSFER_TIMEOUT_S).as_dict())
     dock.close()
 
 
@@ -216,7 +220,7 @@ def _compute_prompts(pipe: Connection) -> None:
     engine = _engine("there")
     pipe.send("ready")
     while True:
-        while engine.attentive and not pipe.poll(0.002):
+        while engine.needs_polling and not pipe.poll(0.002):
             engine.step()
         submission = pipe.recv()
         if submission is None:
@@ -245,36 +249,36 @@ def _other_process(work: Callable[[Connection], None]) -> Iterator[Connection]:
         _receive(ours)
         yield ours
         ours.send(None)
-        process.join(PATIENCE)
+        process.join(TRANSFER_TIMEOUT_S)
     finally:
         process.kill()
 
 
 def _receive(pipe: Connection) -> Any:
-    if not pipe.poll(2 * PATIENCE):
-        raise EmberlineError(f"the other process sent nothing for {2 * PATIENCE:.0f} s")
+    if not pipe.poll(2 * TRANSFER_TIMEOUT_S):
+        raise EmberlineError(f"the other process sent nothing for {2 * TRANSFER_TIMEOUT_S:.0f} s")
     return pipe.recv()
 
 
 def _region() -> DeviceRegion:
-    device, settings = Cuda(), GPUConfig()
+    device, settings = CudaDevice(), GPUConfig()
     shape = KVShape(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, settings.block_size, torch.bfloat16)
-    cache = KVCache(shape, STREWN * BLOCKS, str(device.torch))
+    cache = KVCache(shape, CACHE_FACTOR * MOVED_BLOCKS, str(device.torch_device))
     torch.cuda.synchronize()
-    return DeviceRegion(shape.layout("bench", turned=False), cache, device)
+    return DeviceRegion(shape.layout("bench", transposed_keys=False), cache, device)
 
 
 def _engine(name: str) -> Engine:
-    settings = GPUConfig(max_running=8, max_batch_tokens=CHUNK, kv_memory=KV_MEMORY, transfer=True)
-    weights = RandomWeights("cuda", torch.bfloat16)
-    context = PROMPT + 256
-    return boot_gpu(CONFIG, weights, context=context, settings=settings, dock=partial(_dock, name)).engine
+    settings = GPUConfig(max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=True)
+    weights = GPURandomWeights("cuda", torch.bfloat16)
+    context = PROMPT_TOKENS + 256
+    return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_dock, name)).engine
 
 
-def _dock(name: str, region: DeviceRegion) -> Dock:
-    ways = Ways(crc=crc_of(find_library()))
-    return Dock.opened(TransferConfig(name), region, ipc.near(region), ways)
+def _dock(name: str, region: DeviceRegion) -> TransferEndpoint:
+    ways = TransferOptions(crc=select_crc(find_library()))
+    return TransferEndpoint.open(TransferConfig(name), region, ipc.make_ipc_transport(region), ways)
 
 
 def _random_blocks(seed: int) -> list[int]:
-    return random.Random(seed).sample(range(STREWN * BLOCKS), BLOCKS)
+    return random.Random(seed).sample(range(CACHE_FACTOR * MOVED_BLOCKS), MOVED_BLOCKS)

@@ -22,16 +22,16 @@ from tempfile import TemporaryDirectory
 
 from emberline.bench import processes
 from emberline.bench import report as reports
-from emberline.bench.report import Report
-from emberline.bench.streams import ClientProcesses, Pass, percentile
+from emberline.bench.report import BenchReport
+from emberline.bench.streams import ClientProcesses, StreamPass, percentile
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
-BUSY_STREAMS = 256
+MAX_LOAD_STREAMS = 256
 MAX_TOKENS = 256
 ROUNDS = 3  # requests of each stream in a pass
 READY_TIMEOUT_S = 240.0
-NAME = "model"
+SERVED_NAME = "model"
 
 
 @contextmanager
@@ -72,50 +72,52 @@ def _lists_models(port: int) -> bool:
 
 
 def emberline_command(model: str, port: int) -> list[str]:
-    start = [sys.executable, "-m", "emberline.cli", "serve", model, "--served-name", NAME]
+    start = [sys.executable, "-m", "emberline.cli", "serve", model, "--served-name", SERVED_NAME]
     return [*start, "--port", str(port)]
 
 
 def vllm_command(model: str, port: int) -> list[str]:
     start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [*start, "--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
+    return [*start, "--served-model-name", SERVED_NAME, "--port", str(port), "--host", "127.0.0.1"]
 
 
-class Measurement:
+class ServerMeasurement:
     """Measures one server program and adds its figures to the report; `suffix` marks a peer's figures."""
 
-    def __init__(self, report: Report, clients: ClientProcesses, suffix: str = "") -> None:
+    def __init__(self, report: BenchReport, clients: ClientProcesses, suffix: str = "") -> None:
         self._report, self._clients, self._suffix = report, clients, suffix
-        self.ready: list[float] = []
+        self.ready_seconds: list[float] = []
 
     def add(self, name: str, value: float, unit: str) -> None:
         self._report.add(name + self._suffix, value, unit)
         print(f"  {name}{self._suffix} {value:,.4g} {unit}", file=sys.stderr, flush=True)
 
-    def fresh_starts(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
+    def measure_fresh_starts(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
         """Start a new server for each concurrency, so that each has a first pass after a start."""
         for streams in only:
             port = free_port()
             with running_server(make(port), port, logs / f"{streams}{self._suffix.replace('/', '-')}.log") as ready:
-                self.ready.append(ready)
+                self.ready_seconds.append(ready)
                 self.measure_at(port, streams)
 
-    def one_start(self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None) -> None:
+    def measure_one_start(
+        self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None
+    ) -> None:
         """Start one server for all concurrencies, since it takes long to start; only its first pass is cold."""
         port = free_port()
         log = logs / f"all{self._suffix.replace('/', '-')}.log"
         with running_server(make(port), port, log, packages) as ready:
-            self.ready.append(ready)
+            self.ready_seconds.append(ready)
             for streams in only:
                 self.measure_at(port, streams)
 
     def measure_at(self, port: int, streams: int) -> None:
-        if streams == BUSY_STREAMS:
-            self.busy(port)
+        if streams == MAX_LOAD_STREAMS:
+            self.measure_max_load(port)
         else:
-            self.cold_and_warm(port, streams)
+            self.measure_cold_and_warm(port, streams)
 
-    def cold_and_warm(self, port: int, streams: int) -> None:
+    def measure_cold_and_warm(self, port: int, streams: int) -> None:
         passes = [self._run_pass(port, streams, seed) for seed in range(3)]
         cold, warm = passes[0], passes[-1]
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
@@ -126,49 +128,49 @@ class Measurement:
         self.add(f"http_cold_tok_s_{streams}", cold.tokens_per_second, "tok/s")
         self.add(f"http_tok_s_{streams}", warm.tokens_per_second, "tok/s")
 
-    def busy(self, port: int) -> None:
-        pids = processes.family(pid) if (pid := processes.listener(port)) is not None else {}
-        first = self._run_pass(port, BUSY_STREAMS, 0)
-        self.add(f"http_cold_tok_s_{BUSY_STREAMS}", first.tokens_per_second, "tok/s")
+    def measure_max_load(self, port: int) -> None:
+        pids = processes.process_tree(pid) if (pid := processes.listener(port)) is not None else {}
+        first = self._run_pass(port, MAX_LOAD_STREAMS, 0)
+        self.add(f"http_cold_tok_s_{MAX_LOAD_STREAMS}", first.tokens_per_second, "tok/s")
         before = {name: processes.usage(pid) for name, pid in pids.items()}
-        warm = self._run_pass(port, BUSY_STREAMS, 1)
+        warm = self._run_pass(port, MAX_LOAD_STREAMS, 1)
         after = {name: processes.usage(pid) for name, pid in pids.items()}
         gaps, tokens = warm.gaps, sum(s.tokens for s in warm.streams)
-        self.add(f"http_tok_s_{BUSY_STREAMS}", warm.tokens_per_second, "tok/s")
-        self.add(f"http_ttft_p90_{BUSY_STREAMS}", percentile(warm.first, 0.9) * 1e3, "ms")
+        self.add(f"http_tok_s_{MAX_LOAD_STREAMS}", warm.tokens_per_second, "tok/s")
+        self.add(f"http_ttft_p90_{MAX_LOAD_STREAMS}", percentile(warm.first, 0.9) * 1e3, "ms")
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            self.add(f"http_itl_{name}_{BUSY_STREAMS}", percentile(gaps, share) * 1e3, "ms")
+            self.add(f"http_itl_{name}_{MAX_LOAD_STREAMS}", percentile(gaps, share) * 1e3, "ms")
         ratio = percentile(gaps, 0.9) / max(percentile(gaps, 0.5), 1e-6)
-        self.add(f"http_itl_p90_over_p50_{BUSY_STREAMS}", ratio, "x")
-        self.add(f"http_tokens_per_event_{BUSY_STREAMS}", tokens / (len(gaps) + len(warm.first)), "tokens")
+        self.add(f"http_itl_p90_over_p50_{MAX_LOAD_STREAMS}", ratio, "x")
+        self.add(f"http_tokens_per_event_{MAX_LOAD_STREAMS}", tokens / (len(gaps) + len(warm.first)), "tokens")
         for name, start in before.items():
             end = after[name]
             if start is not None and end is not None:
-                self.add(f"http_cpu_{name}_{BUSY_STREAMS}", (end.cpu - start.cpu) / tokens * 1e6, "us/token")
+                self.add(f"http_cpu_{name}_{MAX_LOAD_STREAMS}", (end.cpu - start.cpu) / tokens * 1e6, "us/token")
 
-    def _run_pass(self, port: int, streams: int, seed: int) -> Pass:
-        result = self._clients.run(f"http://127.0.0.1:{port}", NAME, streams, ROUNDS, MAX_TOKENS, seed)
+    def _run_pass(self, port: int, streams: int, seed: int) -> StreamPass:
+        result = self._clients.run(f"http://127.0.0.1:{port}", SERVED_NAME, streams, ROUNDS, MAX_TOKENS, seed)
         if result.errors:
             raise EmberlineError(f"{len(result.errors)} of {len(result.streams)} streams failed: {result.errors[0]}")
         return result
 
 
 def measure(
-    report: Report,
+    report: BenchReport,
     model: str,
     server: str,
     clients: ClientProcesses,
     logs: Path,
-    only: list[int],
+    streams: list[int],
     packages: Path | None = None,
 ) -> None:
-    measurement = Measurement(report, clients, "" if server == "emberline" else f"/{server}")
+    measurement = ServerMeasurement(report, clients, "" if server == "emberline" else f"/{server}")
     if server == "emberline":
-        measurement.fresh_starts(partial(emberline_command, model), logs, only)
+        measurement.measure_fresh_starts(partial(emberline_command, model), logs, streams)
     else:
-        measurement.one_start(partial(vllm_command, model), logs, only, packages)
-    measurement.add("http_ready_s", measurement.ready[-1], "s")
-    measurement.add("http_ready_first_start_s", measurement.ready[0], "s")
+        measurement.measure_one_start(partial(vllm_command, model), logs, streams, packages)
+    measurement.add("http_ready_s", measurement.ready_seconds[-1], "s")
+    measurement.add("http_ready_first_start_s", measurement.ready_seconds[0], "s")
 
 
 def main() -> None:
@@ -183,7 +185,9 @@ def main() -> None:
     args = parser.parse_args()
     only = [int(streams) for streams in args.streams.split(",")]
     settings = "default, also of the embedder: without a network its download fails and is part of http_ready_s"
-    report = Report("gpu-http", {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200, "settings": settings})
+    report = BenchReport(
+        "gpu-http", {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200, "settings": settings}
+    )
     clients = ClientProcesses()
     with TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)

@@ -17,12 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.bench.gpu.timing import copies_for, replay
-from emberline.bench.report import Report
+from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.report import BenchReport
 from emberline.kernels.cuda import nvrtc, wide
-from emberline.kernels.cuda.linear import FILE, SHARED_LIMIT, SMS, WARPS, Plan, Weight, choose, linear, planned
+from emberline.kernels.cuda.linear import (
+    FILE,
+    MAX_SHARED_BYTES,
+    NUM_SMS,
+    WARPS,
+    BF16Weight,
+    SkinnyPlan,
+    choose_plan,
+    linear,
+    make_plan,
+)
 from emberline.kernels.cuda.linear import supports as is_skinny
-from emberline.kernels.cuda.uw12 import Packed, pack, unpack
+from emberline.kernels.cuda.uw12 import UW12Weight, pack, unpack
 
 BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
 SHAPES = {  # k, n
@@ -33,14 +43,14 @@ SHAPES = {  # k, n
     "lm_head": (4096, 128256),
 }
 ROWS = (1, 8, 16, 32, 64, 128)
-DISTINCT, LAYERS = 8, 32  # the weights of eight layers are several times the size of any cache
+DISTINCT_LAYERS, LAYERS = 8, 32  # the weights of eight layers are several times the size of any cache
 SWEEP_SECONDS, WIDE_SECONDS, PACKED_SECONDS = 80.0, 40.0, 40.0
-HALF = SHARED_LIMIT // 2  # leaves room for the next kernel's CTA on the same SM
+HALF_SHARED_BYTES = MAX_SHARED_BYTES // 2  # leaves room for the next kernel's CTA on the same SM
 
-Source = Weight | Packed
+AnyWeight = BF16Weight | UW12Weight
 
 
-def measure(report: Report) -> None:
+def measure(report: BenchReport) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
         made = _packed_copies(weights)
@@ -52,7 +62,7 @@ def measure(report: Report) -> None:
     _measure_chain(report)
 
 
-def sweep(seconds: float = SWEEP_SECONDS) -> None:
+def sweep_plans(seconds: float = SWEEP_SECONDS) -> None:
     """Print the fastest plans of each shape and the chosen plan, until the time is up."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
@@ -60,7 +70,7 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
         for m in ROWS:
             if not is_skinny(m, n, k) or time.monotonic() > end:
                 continue
-            rule = choose(m, n, k)
+            rule = choose_plan(m, n, k)
             plans = dict.fromkeys(_plans(m, n, k))
             tried = {plan: _time_own(weights, m, plan=plan, replays=3) for plan in plans}
             best = sorted(tried, key=lambda plan: tried[plan])
@@ -84,10 +94,10 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
         made = _packed_copies(_weights(n, k))
         torch.cuda.empty_cache()
         for m in (m for m in ROWS if is_skinny(m, n, k)):
-            rule = choose(m, n, k, stride=made[0].stride)
+            rule = choose_plan(m, n, k, header_stride=made[0].header_stride)
             plans = dict.fromkeys([rule, *_packed_plans(rule, n, k)])
             _compile({plan.variant("STORE") for plan in plans})
-            tried: dict[Plan, float] = {}
+            tried: dict[SkinnyPlan, float] = {}
             for plan in plans:
                 if time.monotonic() < end or plan == rule:
                     tried[plan] = _time_own(made, m, plan=plan, replays=3)
@@ -99,19 +109,21 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
 
-def _packed_plans(rule: Plan, n: int, k: int) -> Iterator[Plan]:
-    for (ctas, shared), blocks in product(((SMS, SHARED_LIMIT), (SMS, HALF), (2 * SMS, HALF)), (2, 3, 4, 1)):
-        deep = planned(n, k, blocks, rule.tiles, ctas=ctas, shared=shared, stride=rule.stride)
+def _packed_plans(rule: SkinnyPlan, n: int, k: int) -> Iterator[SkinnyPlan]:
+    for (ctas, shared), blocks in product(
+        ((NUM_SMS, MAX_SHARED_BYTES), (NUM_SMS, HALF_SHARED_BYTES), (2 * NUM_SMS, HALF_SHARED_BYTES)), (2, 3, 4, 1)
+    ):
+        deep = make_plan(n, k, blocks, rule.tiles, ctas=ctas, shared_bytes=shared, header_stride=rule.header_stride)
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)
         similar = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
-        yield from (plan for plan in similar if plan.stages > 1 and plan.shared <= shared)
+        yield from (plan for plan in similar if plan.stages > 1 and plan.shared_bytes <= shared)
 
 
 def _compile(variants: set[str]) -> None:
     """Compile the variants in parallel, before they are needed."""
     with ThreadPoolExecutor(len(variants)) as pool:
-        list(pool.map(lambda variant: nvrtc.compiled(FILE, [variant]), variants))
+        list(pool.map(lambda variant: nvrtc.compile_cached(FILE, [variant]), variants))
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
@@ -122,8 +134,8 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
         for m in ROWS:
             if not wide.supports(m, n, k):
                 continue
-            rule = wide.choose(64 if m <= 64 else 128, n, k)
-            tried: dict[wide.Plan, float] = {}
+            rule = wide.choose_plan(64 if m <= 64 else 128, n, k)
+            tried: dict[wide.WidePlan, float] = {}
             for plan in dict.fromkeys([rule, *_wide_plans(rule, n, k)]):
                 if time.monotonic() < end:
                     tried[plan] = _time_own(weights, m, wide_plan=plan, replays=3)
@@ -137,27 +149,29 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
 
-def _wide_plans(rule: wide.Plan, n: int, k: int) -> Iterator[wide.Plan]:
+def _wide_plans(rule: wide.WidePlan, n: int, k: int) -> Iterator[wide.WidePlan]:
     """Yield plans to measure, the best estimates first, since the time may not suffice for all."""
-    tiles = product(wide.GROUPS, wide.CLUSTERS)
-    deep = [wide.planned(rule.columns, n, k, wide.Row(groups, split)) for groups, split in tiles]
-    deep = sorted((p for p in deep if p.grid <= SMS), key=lambda plan: wide.estimate(plan, n, k))[:9]
+    tiles = product(wide.GROUPS, wide.MAX_CLUSTERS)
+    deep = [wide.make_plan(rule.columns, n, k, wide.TileConfig(groups, split)) for groups, split in tiles]
+    deep = sorted((p for p in deep if p.grid <= NUM_SMS), key=lambda plan: wide.estimate_us(plan, n, k))[:9]
     yield from deep
     for plan in deep[:5]:
-        half = (SHARED_LIMIT // 2 - 1024) // (plan.slot + 16)  # leaves room for the next kernel's CTA on the SM
+        half = (MAX_SHARED_BYTES // 2 - 1024) // (
+            plan.slot_bytes + 16
+        )  # leaves room for the next kernel's CTA on the SM
         yield from (replace(plan, stages=stages) for stages in (plan.stages - 1, half) if 1 < stages < plan.stages)
         if plan.split == 1:
-            yield wide.planned(rule.columns, n, k, wide.Row(plan.groups), ctas=112)
+            yield wide.make_plan(rule.columns, n, k, wide.TileConfig(plan.groups), ctas=112)
 
 
-def _describe_wide(plan: wide.Plan) -> str:
+def _describe_wide(plan: wide.WidePlan) -> str:
     return f"G{plan.groups} K{plan.split} S{plan.stages} C{plan.grid}"
 
 
-def _measure_shape(report: Report, name: str, weights: list[Weight], made: list[Packed], m: int) -> None:
+def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], made: list[UW12Weight], m: int) -> None:
     n, k = weights[0].n, weights[0].k
     x = _random(m, k)
-    cublas = replay([_bind(F.linear, x, weight.data) for weight in weights])
+    cublas = time_replay([_bind(F.linear, x, weight.data) for weight in weights])
     ours, alone = _time_own(weights, m), _time_own(weights, m, pdl=False)
     report.add(name, ours, "us", peer=cublas, limit=_limit_us(m, n, k))
     report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit_us(m, n, k))
@@ -169,11 +183,11 @@ def _measure_shape(report: Report, name: str, weights: list[Weight], made: list[
     print(f"{name} packed: {ours:.2f} us, without pdl {alone:.2f}, limit {limit:.2f}", flush=True)
 
 
-def _measure_packing(report: Report, name: str, weight: Weight, made: Packed) -> None:
+def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, made: UW12Weight) -> None:
     """Measure how fast a weight is packed (once at load time) and unpacked (before a large batch)."""
     out = torch.empty_like(weight.data)
     limit = (made.nbytes + weight.data.nbytes) / BYTES_PER_US
-    unpacking = replay([lambda: unpack(made, out)])
+    unpacking = time_replay([lambda: unpack(made, out)])
     assert torch.equal(out.view(torch.int16), weight.data.view(torch.int16))
     begin = time.perf_counter()
     pack(weight.data)
@@ -186,83 +200,85 @@ def _measure_packing(report: Report, name: str, weight: Weight, made: Packed) ->
 
 
 def _time_own(
-    weights: Sequence[Source],
+    weights: Sequence[AnyWeight],
     m: int,
     *,
-    plan: Plan | None = None,
-    wide_plan: wide.Plan | None = None,
+    plan: SkinnyPlan | None = None,
+    wide_plan: wide.WidePlan | None = None,
     pdl: bool = True,
     replays: int = 11,
 ) -> float:
     x, out = _random(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
 
-    def call(weight: Source) -> Callable[[], Tensor]:
+    def call(weight: AnyWeight) -> Callable[[], Tensor]:
         if plan:
             return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
         if wide_plan:
             return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
         return lambda: _product(weight, m)(x, weight, out=out, pdl=pdl)
 
-    return replay([call(weight) for weight in weights], replays=replays)
+    return time_replay([call(weight) for weight in weights], replays=replays)
 
 
-def _product(weight: Source, m: int) -> Callable[..., Tensor]:
+def _product(weight: AnyWeight, m: int) -> Callable[..., Tensor]:
     """Return the product that a model would use."""
-    return wide.linear if wide.supports(m, weight.n, weight.k, packed=isinstance(weight, Packed)) else linear
+    return wide.linear if wide.supports(m, weight.n, weight.k, packed=isinstance(weight, UW12Weight)) else linear
 
 
-def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
+def _plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
     """Yield the chosen plan and similar ones: tile, warps, one or two CTAs per SM, sets of partial sums, stages."""
-    rule = choose(m, n, k)
+    rule = choose_plan(m, n, k)
     yield rule
     for blocks, warps, both in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
-        ctas, shared = (2 * SMS, SHARED_LIMIT // 2) if both else (SMS, SHARED_LIMIT)
-        deep = planned(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared=shared)
+        ctas, shared = (2 * NUM_SMS, MAX_SHARED_BYTES // 2) if both else (NUM_SMS, MAX_SHARED_BYTES)
+        deep = make_plan(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared_bytes=shared)
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)
         similar = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
-        yield from (plan for plan in similar if plan.stages > 1 and plan.shared <= shared)
+        yield from (plan for plan in similar if plan.stages > 1 and plan.shared_bytes <= shared)
 
 
-def _describe(plan: Plan) -> str:
+def _describe(plan: SkinnyPlan) -> str:
     return f"R{plan.blocks} W{plan.warps} S{plan.stages} B{plan.buffers} G{plan.grid}"
 
 
-def _measure_chain(report: Report) -> None:
+def _measure_chain(report: BenchReport) -> None:
     """Measure all linear layers of one step in one CUDA graph, without the other kernels of a model."""
     torch.manual_seed(0)
     names = ("qkv", "o", "gate_up", "down")
-    layers = [[Weight(_weight(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT)]
-    head = Weight(_weight(128256, 4096))
+    layers = [[BF16Weight(_weight(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT_LAYERS)]
+    head = BF16Weight(_weight(128256, 4096))
     packed_layers, packed_head = [[_pack(w) for w in layer] for layer in layers], _pack(head)
     sizes = [
-        (sum(one.nbytes for layer in every for one in layer) * LAYERS // DISTINCT + last.nbytes) / BYTES_PER_US / 1e3
+        (sum(one.nbytes for layer in every for one in layer) * LAYERS // DISTINCT_LAYERS + last.nbytes)
+        / BYTES_PER_US
+        / 1e3
         for every, last in (([[w.data for w in layer] for layer in layers], head.data), (packed_layers, packed_head))
     ]
     for m in ROWS:
-        cublas = replay([_cublas_chain(layers, head, m)]) / 1e3
+        cublas = time_replay([_cublas_chain(layers, head, m)]) / 1e3
         print(f"chain m={m}: cublas {cublas:.3f} ms", flush=True)
         for label, pdl in (("", True), (" without pdl", False)):
-            ours = replay([_our_chain(layers, head, m, pdl=pdl)]) / 1e3
+            ours = time_replay([_our_chain(layers, head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=sizes[0])
             print(f"chain m={m}{label}: {ours:.3f} ms", flush=True)
-            ours = replay([_our_chain(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
+            ours = time_replay([_our_chain(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m} packed{label}", ours, "ms", peer=cublas, limit=sizes[1])
             print(f"chain m={m} packed{label}: {ours:.3f} ms, limit {sizes[1]:.3f}", flush=True)
 
 
-def _our_chain(layers: Sequence[Sequence[Source]], head: Source, m: int, *, pdl: bool) -> Callable[[], None]:
+def _our_chain(layers: Sequence[Sequence[AnyWeight]], head: AnyWeight, m: int, *, pdl: bool) -> Callable[[], None]:
     """Return a call of all layers with a model's epilogues. Inputs stay the same, so that no value grows."""
     x, inner, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
     logits = torch.empty(m, head.n, device="cuda")
 
-    def product(x: Tensor, weight: Source, out: Tensor, **options: object) -> None:
+    def product(x: Tensor, weight: AnyWeight, out: Tensor, **options: object) -> None:
         _product(weight, m)(x, weight, out=out, pdl=pdl, **options)
 
     def run() -> None:
         for layer in range(LAYERS):
-            qkv, o, gate_up, down = layers[layer % DISTINCT]
+            qkv, o, gate_up, down = layers[layer % DISTINCT_LAYERS]
             product(x, qkv, qkv_out)
             product(x, o, hidden, residual=residual)
             product(x, gate_up, active, gated=True)
@@ -272,29 +288,29 @@ def _our_chain(layers: Sequence[Sequence[Source]], head: Source, m: int, *, pdl:
     return run
 
 
-def _cublas_chain(layers: list[list[Weight]], head: Weight, m: int) -> Callable[[], None]:
+def _cublas_chain(layers: list[list[BF16Weight]], head: BF16Weight, m: int) -> Callable[[], None]:
     inputs = {k: _random(m, k) for k in (4096, 14336)}
 
     def run() -> None:
         for layer in range(LAYERS):
-            for weight in layers[layer % DISTINCT]:
+            for weight in layers[layer % DISTINCT_LAYERS]:
                 F.linear(inputs[weight.k], weight.data)
         F.linear(inputs[4096], head.data)
 
     return run
 
 
-def _weights(n: int, k: int) -> list[Weight]:
-    return [Weight(_weight(n, k)) for _ in range(copies_for(2 * n * k))]
+def _weights(n: int, k: int) -> list[BF16Weight]:
+    return [BF16Weight(_weight(n, k)) for _ in range(count_copies(2 * n * k))]
 
 
-def _packed_copies(weights: Sequence[Weight]) -> list[Packed]:
+def _packed_copies(weights: Sequence[BF16Weight]) -> list[UW12Weight]:
     """Return as many packed copies of the first weight, since a plan is made for headers of one size."""
     made = _pack(weights[0])
     return [replace(made, planes=made.planes.clone(), headers=made.headers.clone()) for _ in weights]
 
 
-def _pack(weight: Weight) -> Packed:
+def _pack(weight: BF16Weight) -> UW12Weight:
     made = pack(weight.data)
     assert made is not None, "these weights are all worth packing"
     return made
@@ -319,7 +335,7 @@ def _bind(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], T
     return lambda: function(*arguments)
 
 
-def _limit_us(m: int, n: int, k: int, made: Packed | None = None) -> float:
+def _limit_us(m: int, n: int, k: int, made: UW12Weight | None = None) -> float:
     return ((2 * n * k if made is None else made.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
 
 
@@ -333,12 +349,12 @@ def main() -> None:
         "--sweep-packed", action="store_true", help="search for fast plans for packed weights and up to 32 rows"
     )
     args = parser.parse_args()
-    sweeps = [(args.sweep, sweep), (args.sweep_wide, sweep_wide), (args.sweep_packed, sweep_packed)]
+    sweeps = [(args.sweep, sweep_plans), (args.sweep_wide, sweep_wide), (args.sweep_packed, sweep_packed)]
     if chosen := [function for is_selected, function in sweeps if is_selected]:
         for function in chosen:
             function()
         return
-    report = Report("gpu-linear")
+    report = BenchReport("gpu-linear")
     measure(report)
     report.emit()
 

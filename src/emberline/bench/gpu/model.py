@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from emberline.core.config import core_count
-from emberline.hub.checkpoint import INDEX
+from emberline.hub.checkpoint import INDEX_FILE
 from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops
 from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 from emberline.unweight.pack import pack_file
 
 LLAMA_8B: dict[str, Any] = {
@@ -51,21 +51,21 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": [128001, 128008, 128009],
     "torch_dtype": "bfloat16",
 }
-SCALE = 0.02  # standard deviation of every matrix
+WEIGHT_STD = 0.02  # standard deviation of every matrix
 SHARDS = 4
-PIECE = 64 << 20  # copied through pinned memory at a time
+PIECE_BYTES = 64 << 20  # copied through pinned memory at a time
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-class RandomWeights(Weights):
+class GPURandomWeights(Weights):
     """Random weights in place of a checkpoint's: every tensor exists and is drawn on its device."""
 
     def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
         self.device = torch.device(device)
         self.packed = packed
         self.dtype = dtype
-        self.taken_bytes = 0
+        self.loaded_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
 
     def has(self, name: str) -> bool:
@@ -76,7 +76,7 @@ class RandomWeights(Weights):
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         drawn = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        return self._count_bytes(drawn.normal_(0.0, SCALE, generator=self._generator))
+        return self._count_bytes(drawn.normal_(0.0, WEIGHT_STD, generator=self._generator))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """Return one random matrix: the order of its rows does not matter."""
@@ -85,19 +85,19 @@ class RandomWeights(Weights):
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
         if not self.packed:
             return super().linear(parts, columns, gated=gated)
-        drawn, taken = self.stack(parts, columns, gated=gated), self.taken_bytes
+        drawn, taken = self.stack(parts, columns, gated=gated), self.loaded_bytes
         rows = sum(count for _, count in parts)
         weight = ops.empty_weight(rows, columns, drawn.dtype, drawn.device, gated=gated)
-        self.taken_bytes = taken - drawn.nbytes + ops.settle(weight, drawn)
+        self.loaded_bytes = taken - drawn.nbytes + ops.fill_weight(weight, drawn)
         return weight
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return self.vector(parts[0][0], sum(size for _, size in parts))
 
-    def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+    def embedding_table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
         return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
 
-    def drop_copy(self, name: str, original: str, rows: int, columns: int) -> bool:
+    def drop_duplicate(self, name: str, original: str, rows: int, columns: int) -> bool:
         return True
 
     def finish(self, ignorable: str = "") -> None:
@@ -105,7 +105,7 @@ class RandomWeights(Weights):
             torch.cuda.synchronize(self.device)
 
     def _count_bytes(self, tensor: Tensor) -> Tensor:
-        self.taken_bytes += tensor.nbytes
+        self.loaded_bytes += tensor.nbytes
         return tensor
 
 
@@ -129,7 +129,7 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab, hidden)}
 
 
-def split(shapes: Shapes, shards: int) -> list[Shapes]:
+def split_shapes(shapes: Shapes, shards: int) -> list[Shapes]:
     """Split the shapes in order into parts of about the same size."""
     total, before = sum(map(prod, shapes.values())), 0
     parts: list[Shapes] = [{} for _ in range(shards)]
@@ -148,8 +148,8 @@ def write_checkpoint(
     the disk busy.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / INDEX).unlink(missing_ok=True)
-    parts = split(tensor_shapes(ModelConfig.from_hf(hf)), shards)
+    (directory / INDEX_FILE).unlink(missing_ok=True)
+    parts = split_shapes(tensor_shapes(ModelConfig.from_hf(hf)), shards)
     files = [directory / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     with ThreadPoolExecutor(len(parts)) as pool:
         seeds = range(len(parts))
@@ -158,7 +158,7 @@ def write_checkpoint(
     weight_map = {name: file.name for file, part in zip(files, parts, strict=True) for name in part}
     total = 2 * sum(prod(shape) for part in parts for shape in part.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=1), "utf-8")
 
 
 def pack_checkpoint(source: Path, target: Path) -> str:
@@ -166,9 +166,9 @@ def pack_checkpoint(source: Path, target: Path) -> str:
 
     Files are packed in parallel: each is hashed and written by a single thread, however many threads encode.
     """
-    codec, index = codec_of(find_library()), json.loads((source / INDEX).read_text("utf-8"))
+    codec, index = select_weight_codec(find_library()), json.loads((source / INDEX_FILE).read_text("utf-8"))
     target.mkdir(parents=True, exist_ok=True)
-    (target / INDEX).unlink(missing_ok=True)
+    (target / INDEX_FILE).unlink(missing_ok=True)
     files = sorted(set(index["weight_map"].values()))
     with ThreadPoolExecutor(core_count()) as coders, ThreadPoolExecutor(len(files)) as pool:
 
@@ -177,7 +177,7 @@ def pack_checkpoint(source: Path, target: Path) -> str:
             pack_file(source / name, target / name, codec, coders, lambda _: None)
 
         list(pool.map(pack_one, files))
-    for name in ("config.json", INDEX):
+    for name in ("config.json", INDEX_FILE):
         shutil.copyfile(source / name, target / name)
     return codec.name
 
@@ -193,14 +193,14 @@ def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
 
 def _pieces(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
     """Yield the bytes of all tensors in pieces. They share a buffer: write each piece before taking the next."""
-    source = RandomWeights(device, torch.bfloat16, seed)
-    buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
+    source = GPURandomWeights(device, torch.bfloat16, seed)
+    buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
     view = memoryview(buffer.numpy().data)
     for name, shape in shapes.items():
         matrix = len(shape) == 2
         drawn = source.matrix(name, *shape) if matrix else source.vector(name, *shape).to(torch.bfloat16)
         raw = drawn.view(torch.uint8).flatten()
-        for at in range(0, len(raw), PIECE):
-            piece = raw[at : at + PIECE]
+        for at in range(0, len(raw), PIECE_BYTES):
+            piece = raw[at : at + PIECE_BYTES]
             buffer[: len(piece)].copy_(piece)
             yield view[: len(piece)]

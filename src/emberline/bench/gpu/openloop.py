@@ -13,15 +13,25 @@ from typing import Any
 import numpy as np
 
 from emberline.bench import workload
-from emberline.bench.gpu.engine import VOCAB, Clock, Served, attempt, boot, drive, staircase, submission, wanted
-from emberline.bench.job import Job
-from emberline.bench.report import Report
+from emberline.bench.gpu.engine import (
+    VOCAB,
+    BenchedEngine,
+    Clock,
+    boot_engine,
+    is_selected,
+    make_submission,
+    run_job,
+    run_measurement,
+    warm_up_lengths,
+)
+from emberline.bench.job import BenchJob
+from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError
 
-PROMPT, OUTPUT = 4096, 256
+PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
 RATES = (8.0,)  # requests per second
-SECONDS = 60.0  # during which requests arrive
-TAIL = 40.0  # for the last requests to end
+LOAD_SECONDS = 60.0  # during which requests arrive
+DRAIN_TIMEOUT_S = 40.0  # for the last requests to end
 PERCENTILES = (50, 90, 99)
 SETTINGS: dict[str, Any] = {
     "max_running": 256,
@@ -31,17 +41,17 @@ SETTINGS: dict[str, Any] = {
 }
 WARM_UP = "every eighth batch size, eight prompts at once and five seconds of the same load ran untimed"
 
-Figures = tuple[float | None, ...]
+Percentiles = tuple[float | None, ...]
 
 # vLLM 0.24.0 on the same machine: inter-token latency and time to first token, p50 / p90 / p99 in ms
-VLLM: dict[float, tuple[Figures, Figures]] = {
+VLLM_FIGURES: dict[float, tuple[Percentiles, Percentiles]] = {
     2: ((5.8, 6.2, 77.7), (103, 176, 217)),
     4: ((6.8, 8.4, 84.7), (107, 195, 288)),
     6: ((8.9, 18.4, 110.6), (149, 359, 616)),
     8: ((13.8, 108.8, 216.5), (247, 485, None)),
 }
 # The same with max_num_batched_tokens=2048.
-VLLM_2048: dict[float, tuple[Figures, Figures]] = {
+VLLM_2048_FIGURES: dict[float, tuple[Percentiles, Percentiles]] = {
     4: ((6.7, 8.6, 54.7), (123, 210, 282)),
     6: ((8.9, 51.7, 59.6), (192, 385, 615)),
     8: ((14.5, 62.1, 69.6), (336, 712, 917)),
@@ -51,7 +61,7 @@ _runs = count()
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class OpenLoopRun:
     """Seconds since the start: when each request was due, when it was submitted, and when its tokens came."""
 
     due: list[float]
@@ -60,17 +70,17 @@ class Flow:
     unfinished: int
 
     @property
-    def first(self) -> list[float]:
+    def first_token_seconds(self) -> list[float]:
         """Seconds from when each request was due to its first token, so that a busy engine gets no discount."""
         return [times[0] - due for due, times in zip(self.due, self.times, strict=True) if times]
 
     @property
-    def gaps(self) -> list[float]:
+    def token_gaps(self) -> list[float]:
         """Seconds between consecutive tokens, of all requests."""
         return [b - a for times in self.times for a, b in pairwise(times)]
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+def draw_arrivals(rate: float, seconds: float, seed: int) -> list[float]:
     """Return the times of a Poisson process, whose gaps are independent and exponential."""
     rng = np.random.default_rng(seed)
     due: list[float] = []
@@ -85,31 +95,31 @@ def percentiles(values: Sequence[float]) -> list[float]:
     return [float(p) for p in np.percentile(values, PERCENTILES)]
 
 
-def flow(
-    served: Served,
-    job: Job,
+def run_open_loop(
+    engine: BenchedEngine,
+    job: BenchJob,
     due: list[float],
-    limit: float,
+    timeout: float,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> Flow:
+) -> OpenLoopRun:
     """Add requests between steps as soon as they are due. At the timeout, return without aborting any request."""
     run = next(_runs)
     index = {f"flow{run}-{i}": i for i in range(len(due))}
     pending, times, added = deque(index.items()), [list[float]() for _ in due], list[float]()
     began = clock()
-    while pending or not served.idle:
+    while pending or not engine.idle:
         now = clock() - began
-        if now > limit:
+        if now > timeout:
             break
         while pending and due[pending[0][1]] <= now:
             name, i = pending.popleft()
-            served.add(submission(name, job.prompts[i], job.outputs[i]))
+            engine.add(make_submission(name, job.prompts[i], job.outputs[i]))
             added.append(now)
-        if served.idle:
+        if engine.idle:
             sleep(max(0.0, due[pending[0][1]] - now))
             continue
-        outputs = served.step()
+        outputs = engine.step()
         now = clock() - began
         for output in outputs:
             if (at := index.get(output.id)) is None:
@@ -118,76 +128,78 @@ def flow(
                 raise EmberlineError(output.error)
             times[at] += [now] * len(output.tokens)
     unfinished = sum(len(t) < length for t, length in zip(times, job.outputs, strict=True))
-    return Flow(due, added, times, unfinished)
+    return OpenLoopRun(due, added, times, unfinished)
 
 
-def load(
-    rate: float, seconds: float, seed: int, *, prompt: int = PROMPT, output: int = OUTPUT
-) -> tuple[Job, list[float]]:
-    due = arrivals(rate, seconds, seed)
+def make_load(
+    rate: float, seconds: float, seed: int, *, prompt: int = PROMPT_TOKENS, output: int = OUTPUT_TOKENS
+) -> tuple[BenchJob, list[float]]:
+    due = draw_arrivals(rate, seconds, seed)
     return workload.job([(prompt, output)] * len(due), VOCAB, seed), due
 
 
 @dataclass(frozen=True, slots=True)
-class OpenLoop:
+class OpenLoopBench:
     """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
 
-    report: Report
-    served: Served
-    seconds: float = SECONDS
-    who: str = ""
+    report: BenchReport
+    engine: BenchedEngine
+    seconds: float = LOAD_SECONDS
+    peer: str = ""
 
     def __call__(self, rate: float) -> None:
         self.warm_up(rate)
         self.measure(rate)
 
     def warm_up(self, rate: float) -> None:
-        drive(self.served, workload.job(staircase(128), VOCAB))
-        drive(self.served, workload.job([(PROMPT, 16)] * 8, VOCAB))
-        self._check_finished(flow(self.served, *load(rate, 5.0, seed=1), limit=5.0 + TAIL))
+        run_job(self.engine, workload.job(warm_up_lengths(128), VOCAB))
+        run_job(self.engine, workload.job([(PROMPT_TOKENS, 16)] * 8, VOCAB))
+        self._check_finished(run_open_loop(self.engine, *make_load(rate, 5.0, seed=1), timeout=5.0 + DRAIN_TIMEOUT_S))
 
     def measure(self, rate: float) -> None:
-        run = flow(self.served, *load(rate, self.seconds, seed=0), limit=self.seconds + TAIL)
+        run = run_open_loop(self.engine, *make_load(rate, self.seconds, seed=0), timeout=self.seconds + DRAIN_TIMEOUT_S)
         late = max((a - d for a, d in zip(run.added, run.due, strict=False)), default=0.0)
         facts = {"requests": len(run.due), "unfinished": run.unfinished, "waited_for_a_step_at_most_ms": 1e3 * late}
         self.report.config[f"open{rate:g}"] = facts
-        self._add(rate, "itl", run.gaps, 0)
-        self._add(rate, "ttft", run.first, 1)
+        self._add(rate, "itl", run.token_gaps, 0)
+        self._add(rate, "ttft", run.first_token_seconds, 1)
         self._check_finished(run)
 
     def _add(self, rate: float, kind: str, seconds: list[float], which: int) -> None:
-        no_figures: Figures = (None,) * len(PERCENTILES)
-        usual, small = (table[rate][which] if rate in table else no_figures for table in (VLLM, VLLM_2048))
+        no_figures: Percentiles = (None,) * len(PERCENTILES)
+        usual, small = (
+            table[rate][which] if rate in table else no_figures for table in (VLLM_FIGURES, VLLM_2048_FIGURES)
+        )
         for p, value, peer, other in zip(PERCENTILES, percentiles(seconds), usual, small, strict=True):
             name = f"open{rate:g}_{kind}_p{p}_ms"
-            if self.who:
-                self.report.add(f"{name}/{self.who}", 1e3 * value, "ms")
+            if self.peer:
+                self.report.add(f"{name}/{self.peer}", 1e3 * value, "ms")
                 continue
             self.report.add(name, 1e3 * value, "ms", peer=peer)
             if other is not None:
                 self.report.add(f"{name}/vllm-2048", other, "ms")
 
     @staticmethod
-    def _check_finished(run: Flow) -> None:
+    def _check_finished(run: OpenLoopRun) -> None:
         if run.unfinished:
             raise EmberlineError(f"{run.unfinished} of {len(run.due)} requests had not ended at the deadline")
 
 
-def names(rates: Sequence[float]) -> list[str]:
+def measurement_names(rates: Sequence[float]) -> list[str]:
     return [f"open{rate:g}" for rate in rates]
 
 
 def measure(
-    report: Report,
+    report: BenchReport,
     only: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
     rates: Sequence[float] = RATES,
-    seconds: float = SECONDS,
+    seconds: float = LOAD_SECONDS,
 ) -> None:
     chosen = SETTINGS | (settings or {})
     report.config |= {"settings": chosen, "warm_up": WARM_UP, "seconds": seconds}
-    bench = OpenLoop(report, boot(chosen).engine, seconds)
+    bench = OpenLoopBench(report, boot_engine(chosen).engine, seconds)
     failures: dict[str, str] = report.config.setdefault("failed", {})
-    for rate, name in zip(rates, names(rates), strict=True):
-        if wanted(name, only) and not failures:  # requests left over by a failed one would affect the next
-            attempt(report, name, partial(bench, rate))
+    for rate, name in zip(rates, measurement_names(rates), strict=True):
+        if is_selected(name, only) and not failures:  # requests left over by a failed one would affect the next
+            run_measurement(report, name, partial(bench, rate))

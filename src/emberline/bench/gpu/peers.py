@@ -13,20 +13,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from emberline.bench.gpu import engine, openloop
-from emberline.bench.gpu.engine import Bench, Course, attempt, cost, drive, wanted
+from emberline.bench.gpu.engine import EngineBench, JobRun, is_selected, model_cost, run_job, run_measurement
 from emberline.bench.gpu.model import LLAMA_8B, write_config
-from emberline.bench.job import Job
+from emberline.bench.job import BenchJob
 from emberline.bench.peers.transformers import Transformers
-from emberline.bench.report import Report
+from emberline.bench.report import BenchReport
 from emberline.core.events import Output
 from emberline.core.request import Submission
 
 PEERS = ("vllm", "transformers")
 # Measurements with equal lengths that take a tolerable time.
-TRANSFORMERS_CAN = ("decode_b1", "decode_b32", "prefill_2048", "prefill_8192")
+TRANSFORMERS_NAMES = ("decode_b1", "decode_b32", "prefill_2048", "prefill_8192")
 
 
-class VLLM:
+class OfflineVLLM:
     """vLLM's offline engine with our engine's interface and random weights."""
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +72,7 @@ class VLLM:
         return Output(result.request_id, tokens=new)
 
 
-class HuggingFace(Transformers):
+class GPUTransformers(Transformers):
     """`generate` of transformers on the GPU. It waits for every token, so the times are correct."""
 
     def __init__(self) -> None:
@@ -84,14 +84,14 @@ class HuggingFace(Transformers):
         self._model = self._library.AutoModelForCausalLM.from_config(config, dtype=self._torch.bfloat16).eval()
         self.facts = {"transformers": self._library.__version__}
 
-    def course(self, job: Job, limit: float) -> Course:
+    def run_job(self, job: BenchJob, limit: float) -> JobRun:
         timeline = self.run(job)
         timeline.check(job)
-        return Course(timeline, [])
+        return JobRun(timeline, [])
 
 
 def measure(
-    report: Report,
+    report: BenchReport,
     peer: str,
     only: Sequence[str] = (),
     rounds: int = 0,
@@ -107,24 +107,24 @@ def measure(
         return
     began = time.perf_counter()
     if peer == "transformers":
-        library = HuggingFace()
+        library = GPUTransformers()
         report.config |= {"version": library.facts["transformers"], "boot_s": time.perf_counter() - began}
-        bench = Bench(report, library.course, cost({}), rounds or engine.ROUNDS, peer)
-        _measure_all(bench, TRANSFORMERS_CAN, only)
+        bench = EngineBench(report, library.run_job, model_cost({}), rounds or engine.ROUNDS, peer)
+        _measure_all(bench, TRANSFORMERS_NAMES, only)
         return
     with TemporaryDirectory() as directory:
         write_config(Path(directory))
-        vllm = VLLM(Path(directory))
+        vllm = OfflineVLLM(Path(directory))
         report.config |= {"version": vllm.version, "boot_s": time.perf_counter() - began}
-        bench = Bench(report, partial(drive, vllm), cost({}), rounds or engine.ROUNDS, peer)
+        bench = EngineBench(report, partial(run_job, vllm), model_cost({}), rounds or engine.ROUNDS, peer)
         _measure_all(bench, engine.NAMES, only)
-        loop = openloop.OpenLoop(report, vllm, seconds or openloop.SECONDS, peer)
-        for rate, name in zip(rates, openloop.names(rates), strict=True):
-            if wanted(name, only):
-                attempt(report, name, partial(loop, rate))
+        loop = openloop.OpenLoopBench(report, vllm, seconds or openloop.LOAD_SECONDS, peer)
+        for rate, name in zip(rates, openloop.measurement_names(rates), strict=True):
+            if is_selected(name, only):
+                run_measurement(report, name, partial(loop, rate))
 
 
-def _measure_all(bench: Bench, names: Sequence[str], only: Sequence[str]) -> None:
+def _measure_all(bench: EngineBench, names: Sequence[str], only: Sequence[str]) -> None:
     for name in names:
-        if wanted(name, only):
-            attempt(bench.report, f"{name}/{bench.who}", partial(bench.measure, name))
+        if is_selected(name, only):
+            run_measurement(bench.report, f"{name}/{bench.peer}", partial(bench.measure, name))

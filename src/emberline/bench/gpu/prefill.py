@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from emberline.bench.gpu.timing import replay
-from emberline.bench.report import Report
+from emberline.bench.gpu.timing import time_replay
+from emberline.bench.report import BenchReport
 from emberline.kernels.cuda import prefill
 
-Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
+Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64
 FLOPS = 758e12  # FLOP per second of a dense bf16 product on an H200, measured
 SHAPES = {  # requests, new tokens of each, tokens before them
     "2048": (1, 2048, 0),
@@ -27,14 +27,14 @@ SHAPES = {  # requests, new tokens of each, tokens before them
 }
 
 
-def measure(report: Report) -> None:
-    most = max(batch * -(-(new + before) // BLOCK) for batch, new, before in SHAPES.values())
-    cache = torch.randn(2, most, KV_HEADS, BLOCK, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    cached = prefill.PagedCache(cache[0], cache[1])
+def measure(report: BenchReport) -> None:
+    most = max(batch * -(-(new + before) // BLOCK_SIZE) for batch, new, before in SHAPES.values())
+    cache = torch.randn(2, most, KV_HEADS, BLOCK_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    cached = prefill.PrefillCache(cache[0], cache[1])
     rates = report.config.setdefault("prefill_tflops", {})
     for name, (batch, new, before) in SHAPES.items():
         flop = causal_flop(batch, new, before)
-        ms = replay([_attention_call(cached, most, batch, new, before)]) / 1e3
+        ms = time_replay([_attention_call(cached, most, batch, new, before)]) / 1e3
         theirs = None if before else _cudnn_ms(batch, new)
         rates[name] = round(flop / ms / 1e9)
         report.add(f"prefill_{name}", ms, "ms", limit=flop / FLOPS * 1e3, peer=theirs)
@@ -47,13 +47,15 @@ def causal_flop(batch: int, new: int, before: int) -> float:
     return 4.0 * HEAD_DIM * Q_HEADS * batch * (new * before + new * (new + 1) / 2)
 
 
-def _attention_call(cached: prefill.PagedCache, blocks: int, batch: int, new: int, before: int) -> Callable[[], Tensor]:
-    row_blocks = -(-(new + before) // BLOCK)
+def _attention_call(
+    cached: prefill.PrefillCache, blocks: int, batch: int, new: int, before: int
+) -> Callable[[], Tensor]:
+    row_blocks = -(-(new + before) // BLOCK_SIZE)
     device = torch.device("cuda")
     tables = torch.randperm(blocks, device=device, dtype=torch.int32)[: batch * row_blocks].view(batch, row_blocks)
     bounds = torch.arange(0, batch * new + 1, new, device=device, dtype=torch.int32)
     context = torch.full((batch,), before, device=device, dtype=torch.int32)
-    work = torch.from_numpy(prefill.tiles(np.full(batch, new), np.full(batch, before))).to(device)
+    work = torch.from_numpy(prefill.make_tiles(np.full(batch, new), np.full(batch, before))).to(device)
     columns = (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
     qkv = torch.randn(batch * new, columns, device=device, dtype=torch.bfloat16)
     out = torch.empty(batch * new, Q_HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
@@ -74,7 +76,7 @@ def _cudnn_ms(batch: int, new: int) -> float | None:
                 return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         try:
-            return replay([attend]) / 1e3
+            return time_replay([attend]) / 1e3
         except RuntimeError as error:
             print(f"cuDNN attention failed: kv_heads={kv_heads} error={error}", file=sys.stderr, flush=True)
     return None

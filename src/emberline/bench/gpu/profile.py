@@ -10,28 +10,30 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from emberline.bench import workload
-from emberline.bench.gpu.engine import CONTEXT, SETTINGS, VOCAB, boot, submission
+from emberline.bench.gpu.engine import PROMPT_TOKENS, SETTINGS, VOCAB, boot_engine, make_submission
 from emberline.engine.engine import Engine
 
-STEPS = 20
+PROFILED_STEPS = 20
 
 
-def decode(engine: Engine, batch: int) -> None:
+def profile_decode(engine: Engine, batch: int) -> None:
     """Profile decode steps of so many requests, after a warm-up."""
-    job = workload.job([(CONTEXT, 4 * STEPS)] * batch, VOCAB)
+    job = workload.job([(PROMPT_TOKENS, 4 * PROFILED_STEPS)] * batch, VOCAB)
     for i, prompt in enumerate(job.prompts):
-        engine.add(submission(f"decode-{batch}-{i}", prompt, 4 * STEPS))
-    for _ in range(2 * STEPS):  # prefill, and the capture of CUDA graphs
+        engine.add(make_submission(f"decode-{batch}-{i}", prompt, 4 * PROFILED_STEPS))
+    for _ in range(2 * PROFILED_STEPS):  # prefill, and the capture of CUDA graphs
         engine.step()
-    _print_profile(f"decode b={batch}, per step", lambda: [engine.step() for _ in range(STEPS)], STEPS)
+    _print_profile(
+        f"decode b={batch}, per step", lambda: [engine.step() for _ in range(PROFILED_STEPS)], PROFILED_STEPS
+    )
     while not engine.idle:
         engine.step()
 
 
-def prefill(engine: Engine, tokens: int) -> None:
+def profile_prefill(engine: Engine, tokens: int) -> None:
     def run_once(name: str) -> None:
         prompt = workload.job([(tokens, 1)], VOCAB).prompts[0]
-        engine.add(submission(name, prompt, 1))
+        engine.add(make_submission(name, prompt, 1))
         while not engine.idle:
             engine.step()
 
@@ -62,11 +64,11 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32,64,256", help="decode batch sizes, separated by commas")
     parser.add_argument("--prompts", default="2048,8192", help="prompt lengths in tokens, separated by commas")
     args = parser.parse_args()
-    engine = boot(SETTINGS).engine
+    engine = boot_engine(SETTINGS).engine
     for batch in (int(b) for b in args.batches.split(",") if b):
-        decode(engine, batch)
+        profile_decode(engine, batch)
     for tokens in (int(t) for t in args.prompts.split(",") if t):
-        prefill(engine, tokens)
+        profile_prefill(engine, tokens)
 
 
 if __name__ == "__main__":

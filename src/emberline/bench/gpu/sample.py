@@ -10,23 +10,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from emberline.bench.gpu.timing import copies_for, replay
-from emberline.bench.report import Report
-from emberline.kernels.cuda.sample import count_tokens, log_probs, penalise, sample
+from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.bench.report import BenchReport
+from emberline.kernels.cuda.sample import apply_penalties, count_tokens, log_probs, sample
 
 BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
 VOCAB = 128256
 ROWS = (1, 64, 256)
-MOST_COPIES = 128  # even of one row, more than any cache holds
+MAX_COPIES = 128  # even of one row, more than any cache holds
 TOP_K, TOP_P = 50, 0.9
-HEADED, HEAD = 400, 12.0  # 400 tokens get up to 12.0 added to their logit, similar to a model's output
+LIKELY_TOKENS, LIKELY_LOGIT_RANGE = (
+    400,
+    12.0,
+)  # 400 tokens get up to 12.0 added to their logit, similar to a model's output
 
 Calls = list[Callable[[], object]]
 
 
-def measure(report: Report) -> None:
+def measure(report: BenchReport) -> None:
     for rows in ROWS:
-        copies = min(MOST_COPIES, copies_for(4 * rows * VOCAB))
+        copies = min(MAX_COPIES, count_copies(4 * rows * VOCAB))
         inputs = [_random_logits(rows) for _ in range(copies)]
         limit = 4 * rows * VOCAB / BYTES_PER_US
         greedy = _sample_calls(inputs, 0.0), [_bind(torch.argmax, x, -1) for x in inputs]
@@ -34,16 +37,16 @@ def measure(report: Report) -> None:
         _compare(report, f"sample_greedy_{rows}", *greedy, limit)
         _compare(report, f"sample_top_{rows}", *top, limit)
         for name, settings in {"top_p": (1.0, 0, TOP_P), "plain": (1.0, 0, 1.0), "hot": (20.0, 0, 1.0)}.items():
-            report.add(f"sample_{name}_{rows}", replay(_sample_calls(inputs, *settings)), "us", limit=limit)
-        report.add(f"penalties_{rows}", replay(_penalty_calls(inputs)), "us")
-        report.add(f"log_probs_{rows}", replay(_log_prob_calls(inputs)), "us", limit=limit)
+            report.add(f"sample_{name}_{rows}", time_replay(_sample_calls(inputs, *settings)), "us", limit=limit)
+        report.add(f"penalties_{rows}", time_replay(_penalty_calls(inputs)), "us")
+        report.add(f"log_probs_{rows}", time_replay(_log_prob_calls(inputs)), "us", limit=limit)
         print(f"sample {rows}: done", flush=True)
         del inputs, greedy, top
         torch.cuda.empty_cache()
 
 
-def _compare(report: Report, name: str, ours: Calls, torch_calls: Calls, limit: float) -> None:
-    report.add(name, replay(ours), "us", peer=replay(torch_calls, replays=5), limit=limit)
+def _compare(report: BenchReport, name: str, ours: Calls, torch_calls: Calls, limit: float) -> None:
+    report.add(name, time_replay(ours), "us", peer=time_replay(torch_calls, replays=5), limit=limit)
 
 
 def _sample_calls(inputs: list[Tensor], temperature: float, top_k: int = 0, top_p: float = 1.0) -> Calls:
@@ -73,7 +76,7 @@ def _penalty_calls(inputs: list[Tensor]) -> Calls:
     tokens = torch.arange(len(rows), device="cuda")
 
     def call(logits: Tensor) -> None:
-        penalise(logits, rows, rows, settings, counts)
+        apply_penalties(logits, rows, rows, settings, counts)
         count_tokens(counts, rows, rows, tokens)
 
     return [_bind(call, x) for x in inputs]
@@ -95,5 +98,5 @@ def _bind(function: Callable[..., object], *arguments: object) -> Callable[[], o
 
 def _random_logits(rows: int) -> Tensor:
     logits = torch.randn(rows, VOCAB, device="cuda") * 2
-    places = torch.randint(VOCAB, (rows, HEADED), device="cuda")
-    return logits.scatter_add_(1, places, torch.rand(rows, HEADED, device="cuda") * HEAD)
+    places = torch.randint(VOCAB, (rows, LIKELY_TOKENS), device="cuda")
+    return logits.scatter_add_(1, places, torch.rand(rows, LIKELY_TOKENS, device="cuda") * LIKELY_LOGIT_RANGE)

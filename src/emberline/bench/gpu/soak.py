@@ -9,21 +9,21 @@ from collections import Counter
 from typing import Any
 
 from emberline.bench import report as reports
-from emberline.bench.gpu.engine import SETTINGS, VOCAB, boot
-from emberline.bench.report import Report
+from emberline.bench.gpu.engine import SETTINGS, VOCAB, boot_engine
+from emberline.bench.report import BenchReport
 from emberline.core.errors import EmberlineError, Overloaded
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
 from emberline.engine.engine import Engine
 
-RATE = 20.0  # on average
-ABORTED = 0.2  # share of requests that are aborted
-CHECK = 50  # steps between two checks of the block counts
+REQUESTS_PER_SECOND = 20.0  # on average
+ABORTED_SHARE = 0.2  # share of requests that are aborted
+CHECK_INTERVAL_STEPS = 50  # steps between two checks of the block counts
 # So small that requests wait.
-TIGHT = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}
+TIGHT_SETTINGS = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}
 
 
-def soak(engine: Engine, seconds: float, rate: float = RATE) -> dict[str, int]:
+def run_soak(engine: Engine, seconds: float, rate: float = REQUESTS_PER_SECOND) -> dict[str, int]:
     """Send random requests to the engine and return counts of what happened.
 
     Raises EmberlineError if a request fails, does not end, or ends twice.
@@ -44,7 +44,7 @@ def soak(engine: Engine, seconds: float, rate: float = RATE) -> dict[str, int]:
                 refused += 1
                 continue
             opened[submission.id] = submission.params.n
-            if rng.random() < ABORTED:
+            if rng.random() < ABORTED_SHARE:
                 engine.abort(rng.choice(list(opened)[-50:]))
         for output in engine.step():
             if output.error is not None:
@@ -52,14 +52,14 @@ def soak(engine: Engine, seconds: float, rate: float = RATE) -> dict[str, int]:
             if output.finish is not None:
                 ended[output.id] += 1
         steps += 1
-        if steps % CHECK == 0:
-            engine.kv.check()
-    engine.kv.check()
+        if steps % CHECK_INTERVAL_STEPS == 0:
+            engine.kv.check_invariants()
+    engine.kv.check_invariants()
     if ended != opened:
         raise EmberlineError(
             f"requests and their completions do not match: {len(opened)} requests opened, {len(ended)} ended"
         )
-    leaked = engine.kv.total - engine.kv.num_free - engine.kv.num_cached
+    leaked = engine.kv.num_blocks - engine.kv.num_free - engine.kv.num_cached
     completions = sum(ended.values())
     return {"requests": len(opened), "refused": refused, "completions": completions, "steps": steps, "leaked": leaked}
 
@@ -87,10 +87,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="seconds during which requests arrive")
     reports.add_arguments(parser)
     args = parser.parse_args()
-    settings: dict[str, Any] = SETTINGS | TIGHT
-    engine = boot(settings).engine
-    report = Report("gpu-soak", {"settings": settings, "seconds": args.seconds, "rate": RATE, "aborted": ABORTED})
-    for name, count in soak(engine, args.seconds).items():
+    settings: dict[str, Any] = SETTINGS | TIGHT_SETTINGS
+    engine = boot_engine(settings).engine
+    report = BenchReport(
+        "gpu-soak",
+        {"settings": settings, "seconds": args.seconds, "rate": REQUESTS_PER_SECOND, "aborted": ABORTED_SHARE},
+    )
+    for name, count in run_soak(engine, args.seconds).items():
         report.add(name, count, "")
     report.add("preemptions", engine.scheduler.preemptions, "times")
     report.emit(args.json, args.commit)

@@ -7,12 +7,12 @@ from statistics import median
 
 import torch
 
-L2_BYTES = 400 << 20  # other inputs between two uses of one: several times the size of any L2
+ROTATED_INPUT_BYTES = 400 << 20  # other inputs between two uses of one: several times the size of any L2
 REPLAYS = 11
-LEAST_US = 1000.0
+MIN_REPLAY_US = 1000.0
 
 
-def replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
+def time_replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
     """Return the median microseconds of one call.
 
     `calls` do the same on different inputs. They are captured one after the other, repeatedly until a replay takes
@@ -24,7 +24,7 @@ def replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> 
         for call in calls:  # compiles kernels and creates handles
             call()
         once = _time(lambda: [call() for call in calls])
-        rounds = max(1, round(LEAST_US / once))
+        rounds = max(1, round(MIN_REPLAY_US / once))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(rounds):
@@ -36,9 +36,9 @@ def replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> 
     return median(times) / (rounds * len(calls))
 
 
-def copies_for(bytes_each: int) -> int:
+def count_copies(bytes_each: int) -> int:
     """Return how many sets of inputs are needed so that the L2 cache never holds the next one."""
-    return max(1, -(-L2_BYTES // bytes_each))
+    return max(1, -(-ROTATED_INPUT_BYTES // bytes_each))
 
 
 def _time(work: Callable[[], object]) -> float:

@@ -19,37 +19,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.bench.gpu.linear import SHAPES
-from emberline.bench.gpu.timing import copies_for, replay
+from emberline.bench.gpu.timing import count_copies, time_replay
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS
 from emberline.kernels.cuda import nvrtc, wide
-from emberline.kernels.cuda.driver import DriverError
-from emberline.kernels.cuda.linear import SMS, Weight
-from emberline.kernels.cuda.uw12 import Packed, pack
-from emberline.kernels.tiles import GATED_ROWS
+from emberline.kernels.cuda.driver import CudaDriverError
+from emberline.kernels.cuda.linear import NUM_SMS, BF16Weight
+from emberline.kernels.cuda.uw12 import UW12Weight, pack
 from emberline.kernels.triton import activation
 
-JOBS = ((64, True), (128, True), (256, True), (256, False))  # rows of x, and whether weights are packed
+SWEEP_CASES = ((64, True), (128, True), (256, True), (256, False))  # rows of x, and whether weights are packed
 SPLITS = range(1, 9)
-MOST_CTAS = 8
-SECONDS = 70.0
-MOST_PLANS = 50  # plans measured for one case, in the order of their estimates
-GENERATED = 8192  # rows of random weights drawn at once
-FREEDOM = 5  # of Student's t distribution, whose tails give as many escapes as trained weights
+MAX_CLUSTER_CTAS = 8
+SWEEP_SECONDS = 70.0
+MAX_PLANS = 50  # plans measured for one case, in the order of their estimates
+ROWS_PER_DRAW = 8192  # rows of random weights drawn at once
+DEGREES_OF_FREEDOM = 5  # of Student's t distribution, whose tails give as many escapes as trained weights
 
 
-Source = Weight | Packed
+Source = BF16Weight | UW12Weight
 
 
-def sweep(seconds: float = SECONDS) -> None:
+def sweep(seconds: float = SWEEP_SECONDS) -> None:
     """Measure each shape for an equal share of the remaining time, compared with cuBLAS and plain weights."""
     end = time.monotonic() + seconds
-    compile_all()
-    best: dict[bool, dict[tuple[int, int, int], wide.Row | None]] = {True: {}, False: {}}
+    compile_all_variants()
+    best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}
     shapes = list(SHAPES.items())
     for i, (name, (k, n)) in enumerate(shapes):
         until = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
-        plain, made = weights(n, k)
-        for j, (m, packed) in enumerate(JOBS):
-            share = (until - time.monotonic()) / (len(JOBS) - j)
+        plain, made = make_weights(n, k)
+        for j, (m, packed) in enumerate(SWEEP_CASES):
+            share = (until - time.monotonic()) / (len(SWEEP_CASES) - j)
             found = sweep_shape(name, plain, made if packed else plain, m, time.monotonic() + share)
             best[packed][m, n, k] = found
         del plain, made
@@ -59,99 +59,105 @@ def sweep(seconds: float = SECONDS) -> None:
     print("MEASURED =", best[False], flush=True)
 
 
-def sweep_shape(name: str, plain: list[Weight], swept: Sequence[Source], m: int, until: float) -> wide.Row | None:
-    n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], Packed)
+def sweep_shape(
+    name: str, plain: list[BF16Weight], swept: Sequence[Source], m: int, deadline: float
+) -> wide.TileConfig | None:
+    n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], UW12Weight)
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     labels = {"shape": name, "m": m, "packed": packed}
-    cublas = replay([_bind(F.linear, x, weight.data) for weight in plain])
-    ours = replay([_bind(wide.linear, x, weight, out=out) for weight in plain])
-    read = swept[0].nbytes if isinstance(swept[0], Packed) else swept[0].data.nbytes
-    _print_line(labels, cublas=cublas, plain=ours, limit=read / wide.MEMORY_RATE)
-    rule, known = wide.choose(m, n, k, packed=packed), plans(m, n, k, packed=packed)
-    tried: dict[wide.Plan, float] = {}
+    cublas = time_replay([_bind(F.linear, x, weight.data) for weight in plain])
+    ours = time_replay([_bind(wide.linear, x, weight, out=out) for weight in plain])
+    read = swept[0].nbytes if isinstance(swept[0], UW12Weight) else swept[0].data.nbytes
+    _print_line(labels, cublas=cublas, plain=ours, limit=read / wide.MEMORY_BYTES_PER_US)
+    rule, known = wide.choose_plan(m, n, k, packed=packed), candidate_plans(m, n, k, packed=packed)
+    tried: dict[wide.WidePlan, float] = {}
     for plan in dict.fromkeys([rule, *known]):
-        if time.monotonic() > until and tried:
+        if time.monotonic() > deadline and tried:
             break
         try:
-            tried[plan] = replay([_bind(wide.linear, x, weight, out=out, plan=plan) for weight in swept], replays=5)
+            tried[plan] = time_replay(
+                [_bind(wide.linear, x, weight, out=out, plan=plan) for weight in swept], replays=5
+            )
             _print_line(labels, plan=asdict(plan), us=tried[plan])
-        except DriverError as error:  # clusters of this size may not fit
+        except CudaDriverError as error:  # clusters of this size may not fit
             _print_line(labels, plan=asdict(plan), refused=str(error))
     best = min((plan for plan in tried if plan in known), key=lambda plan: tried[plan])
-    fastest_us = replay([_bind(wide.linear, x, weight, out=out, plan=best) for weight in swept])
-    alone = replay([_bind(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
+    fastest_us = time_replay([_bind(wide.linear, x, weight, out=out, plan=best) for weight in swept])
+    alone = time_replay([_bind(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
     speedup = cublas / fastest_us
     _print_line(labels, best=asdict(best), us=fastest_us, without_pdl=alone, rule=tried.get(rule), over_cublas=speedup)
-    beats_cublas = m < wide.LARGE or with_ends(labels, plain, swept, x, best) > 1
+    beats_cublas = m < wide.LARGE_COLUMNS or compare_with_epilogue(labels, plain, swept, x, best) > 1
     return known[best] if packed or beats_cublas else None
 
 
-def with_ends(
-    told: dict[str, object], plain: list[Weight], swept: Sequence[Source], x: Tensor, plan: wide.Plan
+def compare_with_epilogue(
+    labels: dict[str, object], plain: list[BF16Weight], swept: Sequence[Source], x: Tensor, plan: wide.WidePlan
 ) -> float:
     """Return how much faster the product with its fused epilogue is than cuBLAS with separate kernels."""
-    m, n, name = len(x), plain[0].n, told["shape"]
+    m, n, name = len(x), plain[0].n, labels["shape"]
     kind = torch.float32 if name == "lm_head" else torch.bfloat16
     out = torch.zeros(m, n // 2 if name == "gate_up" else n, device="cuda", dtype=kind)
     options: dict[str, object] = {"gated": name == "gate_up", "residual": out if name in ("o", "down") else None}
 
     def by_cublas(weight: Tensor) -> Tensor:
         if name == "gate_up":
-            return activation.silu_mul(F.linear(x, weight), out, GATED_ROWS, pdl=True)
+            return activation.silu_mul(F.linear(x, weight), out, GATE_GROUP_ROWS, pdl=True)
         if name == "lm_head":
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return F.linear(x, weight) if name == "qkv" else out.addmm_(x, weight.t())
 
-    ours = replay([_bind(wide.linear, x, weight, out=out, plan=plan, **options) for weight in swept])
-    cublas = replay([_bind(by_cublas, weight.data) for weight in plain])
-    _print_line(told, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
+    ours = time_replay([_bind(wide.linear, x, weight, out=out, plan=plan, **options) for weight in swept])
+    cublas = time_replay([_bind(by_cublas, weight.data) for weight in plain])
+    _print_line(labels, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
     return cublas / ours
 
 
-def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, wide.Row]:
+def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.WidePlan, wide.TileConfig]:
     """Return the plans to measure with the configuration of each, the best estimates first."""
     made = {}
     for row in _configs(columns, packed):
-        if row.split > k // 64 or (row.split * row.share > MOST_CTAS and not row.apart):
+        if row.split > k // 64 or (row.split * row.share > MAX_CLUSTER_CTAS and not row.unclustered):
             continue
-        plan = wide.planned(columns, n, k, row, packed=packed)
-        fits = plan.grid <= row.beside * SMS and plan.shared <= wide.SHARED_LIMITS[row.beside]
-        if fits and plan.stages > 1 and (plan.fits_the_table or not row.apart):
+        plan = wide.make_plan(columns, n, k, row, packed=packed)
+        fits = (
+            plan.grid <= row.ctas_per_sm * NUM_SMS and plan.shared_bytes <= wide.SHARED_BYTES_BY_CTAS[row.ctas_per_sm]
+        )
+        if fits and plan.stages > 1 and (plan.fits_exchange or not row.unclustered):
             made[plan] = row
-    return dict(sorted(made.items(), key=lambda item: wide.estimate(item[0], n, k))[:MOST_PLANS])
+    return dict(sorted(made.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
 
 
-def _configs(columns: int, packed: bool) -> Iterator[wide.Row]:
-    shares = wide.SHARES if columns == wide.LARGE else (1,)
-    for groups in (groups for groups, wide_ in (wide.PACKED if packed else wide.PLAIN) if wide_ == columns):
-        two = packed and groups <= 2 and groups * columns <= wide.MOST_OF_TWO
+def _configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
+    shares = wide.SHARES if columns == wide.LARGE_COLUMNS else (1,)
+    for groups in (groups for groups, wide_ in (wide.PACKED_TILES if packed else wide.PLAIN_TILES) if wide_ == columns):
+        two = packed and groups <= 2 and groups * columns <= wide.MAX_SIZE_OF_TWO_CTAS
         for beside, split, share in product((1, 2) if two else (1,), SPLITS, shares):
-            yield wide.Row(groups, split, beside, share)
+            yield wide.TileConfig(groups, split, beside, share)
             if packed and split > 1 and share == 1:
-                yield wide.Row(groups, split, beside, apart=True)
+                yield wide.TileConfig(groups, split, beside, unclustered=True)
 
 
-def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:
+def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:
     """Return plain and packed copies of a random weight, more than the L2 cache holds."""
     data = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
-    for rows in data.split(GENERATED):
+    for rows in data.split(ROWS_PER_DRAW):
         spread = torch.zeros(rows.shape, device="cuda")
-        for _ in range(FREEDOM):
-            spread += torch.randn_like(spread).square_() / FREEDOM
+        for _ in range(DEGREES_OF_FREEDOM):
+            spread += torch.randn_like(spread).square_() / DEGREES_OF_FREEDOM
         rows.copy_(0.02 * torch.randn_like(spread) / spread.sqrt_())
     packed = pack(data)
     assert packed is not None
-    plain = [Weight(data)] + [Weight(data.clone()) for _ in range(1, copies_for(data.nbytes))]
-    count = copies_for(packed.nbytes)
-    copies = [Packed(packed.planes.clone(), packed.headers.clone(), n, k) for _ in range(1, count)]
+    plain = [BF16Weight(data)] + [BF16Weight(data.clone()) for _ in range(1, count_copies(data.nbytes))]
+    count = count_copies(packed.nbytes)
+    copies = [UW12Weight(packed.planes.clone(), packed.headers.clone(), n, k) for _ in range(1, count)]
     return plain, [packed, *copies]
 
 
-def compile_all() -> None:
+def compile_all_variants() -> None:
     """Compile all variants in parallel; the compiler releases the GIL."""
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda variant: nvrtc.compiled(wide.FILE, [variant]), wide.VARIANTS))
+        list(pool.map(lambda variant: nvrtc.compile_cached(wide.FILE, [variant]), wide.VARIANTS))
 
 
 def _bind(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
@@ -165,7 +171,7 @@ def _print_line(labels: dict[str, object], **more: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds after which the sweep stops")
+    parser.add_argument("--seconds", type=float, default=SWEEP_SECONDS, help="seconds after which the sweep stops")
     sweep(parser.parse_args().seconds)
 
 

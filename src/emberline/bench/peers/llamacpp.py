@@ -7,11 +7,11 @@ from importlib import import_module
 from threading import Thread
 from typing import Any
 
-from emberline.bench.job import Job, Timeline
-from emberline.bench.peers.wire import Ticks, serve
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.peers.child_protocol import TokenTicks, serve
 
-SPARE = 16  # tokens of context beyond what a job needs
-LEAST_CONTEXT = 512
+SPARE_TOKENS = 16  # tokens of context beyond what a job needs
+MIN_CONTEXT_TOKENS = 512
 
 
 class LlamaCpp:
@@ -19,16 +19,16 @@ class LlamaCpp:
         self._settings = settings
         self._library: Any = import_module("xllamacpp")
         # A start, like the others'. With a job: a server that is dropped before its loop runs waits for it for ever.
-        self.run(Job([[1]], [1]))
+        self.run(BenchJob([[1]], [1]))
         self.facts: dict[str, Any] = {
             "xllamacpp": self._library.__version__,
             "built_for": self._library.get_system_info().strip(" |\n"),
         }
 
-    def run(self, job: Job) -> Timeline:
+    def run(self, job: BenchJob) -> TokenTimeline:
         # A server made for the job: no slot too many to look after, no cache to search that earlier jobs have filled.
-        server = self._server(len(job.prompts), max(job.longest + SPARE, LEAST_CONTEXT))
-        ticks = Ticks(job)
+        server = self._server(len(job.prompts), max(job.longest + SPARE_TOKENS, MIN_CONTEXT_TOKENS))
+        ticks = TokenTicks(job)
         threads = [Thread(target=self._complete, args=(server, job, i, ticks)) for i in range(len(job.prompts))]
         for thread in threads:
             thread.start()
@@ -50,7 +50,7 @@ class LlamaCpp:
         params.verbosity = 1
         return self._library.Server(params)
 
-    def _complete(self, server: Any, job: Job, i: int, ticks: Ticks) -> None:
+    def _complete(self, server: Any, job: BenchJob, i: int, ticks: TokenTicks) -> None:
         def tick(chunk: dict[str, Any]) -> None:
             # Text may wait for the rest of a character: the count of tokens is the truth.
             count = chunk.get("timings", {}).get("predicted_n", 0)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from emberline.bench.job import Job, Timeline
-from emberline.bench.peers.wire import Ticks, serve
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.peers.child_protocol import TokenTicks, serve
 
 BATCH = 2048  # llama.cpp's default for a call; it cuts it into its own pieces of 512
 STEP = 256  # contexts come in multiples of this
@@ -30,12 +30,12 @@ class LlamaCppNative:
             "built_for": self._library.llama_print_system_info().decode().strip(" |\n"),
         }
 
-    def run(self, job: Job) -> Timeline:
+    def run(self, job: BenchJob) -> TokenTimeline:
         context = self._context(len(job.prompts), job.longest)
         batch = self._library.llama_batch_init(BATCH, 0, 1)
         known = [list(prompt) for prompt in job.prompts]
         fed = [0] * len(known)
-        ticks = Ticks(job)
+        ticks = TokenTicks(job)
         while todo := [i for i, output in enumerate(job.outputs) if len(ticks.times[i]) < output]:
             todo.sort(key=lambda i: len(known[i]) - fed[i])  # those that wait for one token first
             sampled = self._fill(batch, todo, known, fed)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from emberline.bench.job import Job, Timeline
-from emberline.bench.peers.wire import Ticks, serve
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.peers.child_protocol import TokenTicks, serve
 
 
 class Transformers:
@@ -23,11 +23,11 @@ class Transformers:
             "dtype": settings["dtype"],
         }
 
-    def run(self, job: Job) -> Timeline:
+    def run(self, job: BenchJob) -> TokenTimeline:
         if len({len(prompt) for prompt in job.prompts}) > 1 or len(set(job.outputs)) > 1:
             raise NotImplementedError("requests of different lengths would be padded")
         ids = self._torch.tensor(job.prompts)
-        ticks = Ticks(job)
+        ticks = TokenTicks(job)
 
         def tick(*_: Any) -> Any:
             for i in range(len(job.prompts)):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from emberline.bench.job import Job, Timeline
-from emberline.bench.peers.wire import Ticks, serve
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.peers.child_protocol import TokenTicks, serve
 
 
 class VLLM:
@@ -18,10 +18,10 @@ class VLLM:
         self._jobs = 0
         self.facts: dict[str, Any] = {"vllm": self._vllm.__version__}
 
-    def run(self, job: Job) -> Timeline:
+    def run(self, job: BenchJob) -> TokenTimeline:
         self._jobs += 1
         index: dict[str, int] = {}
-        ticks = Ticks(job)
+        ticks = TokenTicks(job)
         for i, (prompt, output) in enumerate(zip(job.prompts, job.outputs, strict=True)):
             params = self._vllm.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
             name = f"{self._jobs}-{i}"

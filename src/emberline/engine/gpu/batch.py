@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from emberline.core.plan import PENDING, Work
-from emberline.engine.gpu.rows import Rows
-from emberline.engine.gpu.shape import Shape
+from emberline.core.plan import PENDING_TOKEN, WorkItem
+from emberline.engine.gpu.rows import DeviceRows
+from emberline.engine.gpu.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class DeviceBatch:
     singles: int
     rows: np.ndarray  # [B] int64: row of each request in DeviceRows
     starts: np.ndarray  # [B] int32: tokens in the cache before this step
@@ -31,7 +31,7 @@ class Batch:
     wanted: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
 
     @staticmethod
-    def split(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+    def split(work: Sequence[WorkItem]) -> tuple[list[WorkItem], list[WorkItem]]:
         """Return the work items with one token that sample, and all others: the chunks."""
         chunks = [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
         if not chunks:
@@ -39,21 +39,21 @@ class Batch:
         return [w for w in work if len(w.tokens) == 1 and w.samples and not w.prompt_logprobs], chunks
 
     @staticmethod
-    def of(singles: Sequence[Work], chunks: Sequence[Work], rows: Rows, block_size: int) -> Batch:
+    def of(singles: Sequence[WorkItem], chunks: Sequence[WorkItem], rows: DeviceRows, block_size: int) -> DeviceBatch:
         work = [*singles, *chunks]
         # From lists, which takes half as long as from generators.
-        index = np.array([row.index for row in rows.places(work)], np.int64)
+        index = np.array([row.index for row in rows.rows_of(work)], np.int64)
         starts = np.array([w.start for w in work], np.int32)
         counts = np.ones(len(work), np.int32)
         counts[len(singles) :] = [len(w.tokens) for w in chunks]
         total = int(counts.sum())
         ones = np.array([w.tokens[0] for w in singles], np.int64)
-        tokens = np.concatenate([ones, *(_ids(w.tokens) for w in chunks)])
+        tokens = np.concatenate([ones, *(_token_array(w.tokens) for w in chunks)])
         ends = np.cumsum(counts)
         positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - starts, counts).astype(np.int32)
         token_rows = np.repeat(index, counts)
-        at = token_rows * rows.mirror.shape[1] + positions // block_size
-        slots = rows.mirror.take(at).astype(np.int64) * block_size + positions % block_size
+        at = token_rows * rows.host_tables.shape[1] + positions // block_size
+        slots = rows.host_tables.take(at).astype(np.int64) * block_size + positions % block_size
         scored = [
             np.arange(end - len(w.tokens) if w.prompt_logprobs else end - 1, end)
             for w, end in zip(chunks, ends[len(singles) :].tolist(), strict=True)
@@ -61,9 +61,11 @@ class Batch:
         ]
         logit_rows = np.concatenate([np.arange(len(singles)), *scored]).astype(np.int64)
         wanted = np.arange(len(logit_rows))
-        return Batch(len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted)
+        return DeviceBatch(
+            len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted
+        )
 
-    def shaped(self, shape: Shape, row: int) -> Batch:
+    def pad_to(self, shape: StepShape, padding_row: int) -> DeviceBatch:
         """Return the batch padded to the shape of a captured step.
 
         Padding rows follow the singles and the chunks, padding tokens follow all others. They belong to
@@ -90,15 +92,15 @@ class Batch:
         logit_rows[shape.singles : shape.singles + len(scored)] = scored
         wanted = np.arange(s + len(scored))
         wanted[s:] += shape.singles - s
-        return Batch(
+        return DeviceBatch(
             shape.singles,
-            pad_rows(self.rows, row, row),
+            pad_rows(self.rows, padding_row, padding_row),
             pad_rows(self.starts, 0, 0),
             pad_rows(self.counts, int(has_no_chunks), 0),
             pad_tokens(self.tokens, 0),
             pad_tokens(self.positions, 0),
             pad_tokens(self.slots, -1),
-            pad_tokens(self.token_rows, row),
+            pad_tokens(self.token_rows, padding_row),
             logit_rows,
             wanted,
         )
@@ -110,8 +112,8 @@ class Batch:
         return ends
 
 
-def _ids(tokens: Sequence[int]) -> np.ndarray:
+def _token_array(tokens: Sequence[int]) -> np.ndarray:
     """Return the tokens as int64.
 
     An array of C's unsigned numbers takes half the time, but excludes PENDING_TOKEN."""
-    return np.array(tokens, np.int64) if tokens[-1] == PENDING else np.frombuffer(array("Q", tokens), np.int64)
+    return np.array(tokens, np.int64) if tokens[-1] == PENDING_TOKEN else np.frombuffer(array("Q", tokens), np.int64)

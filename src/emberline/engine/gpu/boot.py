@@ -21,45 +21,45 @@ import torch
 from emberline.core.config import GPUConfig, SchedulerConfig, kernel_dir
 from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
-from emberline.core.plan import PENDING, Admission, StepPlan, StepResult, Work
+from emberline.core.plan import PENDING_TOKEN, Admission, StepPlan, StepResult, WorkItem
 from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.device import Cuda, Device
+from emberline.engine.gpu.device import CudaDevice, Device
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
-from emberline.engine.gpu.shape import sizes
+from emberline.engine.gpu.shape import captured_token_counts
 from emberline.engine.memory import MemoryPlan
-from emberline.engine.sampler import RowMaker
+from emberline.engine.sampler import SamplingStateFactory
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.transfer.dock import Dock
+from emberline.kv.transfer.endpoint import TransferEndpoint
 from emberline.models.config import ModelConfig
-from emberline.models.decoder import Decoder
+from emberline.models.decoder import DecoderModel
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.loader import IGNORABLE, fingerprint
-from emberline.models.reader import Reader
-from emberline.models.sleep import every
+from emberline.models.loader import IGNORABLE_TENSORS, fingerprint
+from emberline.models.reader import FileReader
+from emberline.models.sleep import iter_instances
 from emberline.models.weights import Weights
 
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
 
-__all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
+__all__ = ["BootedGPUEngine", "GPUConfig", "SyncRunner", "boot_from_checkpoint", "boot_gpu"]
 
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
-WARM_TOKENS = 16
-CAPTURE_SECONDS = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
+WARM_UP_TOKENS = 16
+CAPTURE_BUDGET_S = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
 MakeTiers = Callable[[str, KVShape], TierStack]  # called with the layout and shape of the cache
-MakeDock = Callable[[DeviceRegion], Dock | None]
-TURNS = 5e-4  # Python's thread switch interval while several threads load the weights
+MakeTransferEndpoint = Callable[[DeviceRegion], TransferEndpoint | None]
+SWITCH_INTERVAL_S = 5e-4  # Python's thread switch interval while several threads load the weights
 
 
 @dataclass(frozen=True, slots=True)
-class Booted:
+class BootedGPUEngine:
     engine: Engine
     runner: GPURunner
     plan: MemoryPlan
@@ -67,7 +67,7 @@ class Booted:
     weights: str = "plain"  # format in GPU memory: plain, packed or both
 
 
-class Plainly:
+class SyncRunner:
     """Runs a GPURunner one plan at a time, without pipelining, for comparison."""
 
     def __init__(self, runner: GPURunner) -> None:
@@ -89,40 +89,40 @@ def boot_gpu(
     compiler: Callable[[], GrammarCompiler] | None = None,
     device: Device | None = None,
     tiers: MakeTiers | None = None,
-    dock: MakeDock | None = None,
-) -> Booted:
+    endpoint: MakeTransferEndpoint | None = None,
+) -> BootedGPUEngine:
     """Build the engine while the weights are being loaded.
 
     `weights`: the source of the tensors; this function finishes it. `identity`: returns the checkpoint's fingerprint,
     and is called after the weights are loaded. `tiers`, `endpoint`: make what the settings of the same name require."""
-    assert (tiers is not None) == settings.tiers and (dock is not None) == settings.transfer
+    assert (tiers is not None) == settings.tiers and (endpoint is not None) == settings.transfer
     began = time.perf_counter()
-    device = device or Cuda()
-    model = Decoder.load(config, weights, context, "")
+    device = device or CudaDevice()
+    model = DecoderModel.load(config, weights, context, "")
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
     served = replace(settings, max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
     tuned = (
-        _tune(model, settings) if device.torch.type == "cuda" and settings.graphs else 0.0
+        _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.graphs else 0.0
     )  # before the cache fills the memory
-    cache = KVCache(shape, plan.kv_blocks, str(device.torch))
+    cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     made = time.perf_counter()
     eos = frozenset(config.eos)
-    runner = GPURunner(model, cache, eos, RowMaker(eos, compiler), settings, device, context)
+    runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), settings, device, context)
     ready = time.perf_counter()
-    seconds = {"plan": made - began - tuned, "tune": tuned, "runner": ready - made, **_fill(weights, runner)}
+    seconds = {"plan": made - began - tuned, "tune": tuned, "runner": ready - made, **_load_weights(weights, runner)}
     if settings.weights == "both":
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
-    if (weights.packed or settings.weights == "both") and weights.taken_bytes > plan.weights + plan.spare // 2:
-        message = f"packed weights take {weights.taken_bytes} bytes, and {plan.weights} bytes were planned for them"
+    if (weights.packed or settings.weights == "both") and weights.loaded_bytes > plan.weights + plan.spare_bytes // 2:
+        message = f"packed weights take {weights.loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
         raise ModelError(message, hint="use --weights plain")
     # Computing the identity reads a little of every tensor: not while the disk is busy.
     kept = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
     named = identity() if kept == "plain" else f"{identity()}-{kept}"  # other kernels compute other keys and values
-    runner.model = replace(model, fingerprint=named, weight_bytes=weights.taken_bytes)
+    runner.model = replace(model, fingerprint=named, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
@@ -135,44 +135,46 @@ def boot_gpu(
         itl_tail=settings.itl_tail,
     )
     begun = time.perf_counter()
-    below = tiers_of(runner, tiers) if tiers is not None else None
+    below = make_tiers(runner, tiers) if tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
-    shared = dock(region_of(runner, device)) if dock is not None else None
-    engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
+    shared = endpoint(make_region(runner, device)) if endpoint is not None else None
+    engine = Engine(
+        scheduler, runner if settings.overlap else SyncRunner(runner), tiers=below, transfer_endpoint=shared
+    )
     seconds["capture"] = _capture_first(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
-    return Booted(engine, runner, plan, seconds, kept)
+    return BootedGPUEngine(engine, runner, plan, seconds, kept)
 
 
-def boot_from(
+def boot_from_checkpoint(
     directory: Path,
     settings: GPUConfig,
     *,
     dtype: torch.dtype | None = None,
-    reader: Reader | None = None,
+    reader: FileReader | None = None,
     compiler: Callable[[Path, ModelConfig], GrammarCompiler] | None = None,
     tiers: MakeTiers | None = None,
-    dock: MakeDock | None = None,
-) -> Booted:
+    endpoint: MakeTransferEndpoint | None = None,
+) -> BootedGPUEngine:
     """Build the engine of a checkpoint.
 
     `reader`: a reader of its files, started before torch was imported."""
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
-    config = ModelConfig.of(checkpoint)
-    memory.refuse_experts(config)
-    context = memory.context(config, settings)
+    config = ModelConfig.from_checkpoint(checkpoint)
+    memory.reject_experts(config)
+    context = memory.served_context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     used = memory.weight_dtype(checkpoint, name)
-    packed = memory.packs(checkpoint, settings, used)
+    packed = memory.uses_packed_weights(checkpoint, settings, used)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_start_codec, checkpoint)
-        device = Cuda()
-        torch.cuda.synchronize(device.torch)
+        device = CudaDevice()
+        torch.cuda.synchronize(device.torch_device)
     codec.result()
     initialized = time.perf_counter()
-    weights = DeviceWeights(checkpoint, dtype, device.torch, reader, packed=packed)
+    weights = DeviceWeights(checkpoint, dtype, device.torch_device, reader, packed=packed)
     identity = partial(fingerprint, checkpoint, config, used, context)
     grammars = None if compiler is None else partial(compiler, directory, config)
     booted = boot_gpu(
@@ -184,42 +186,44 @@ def boot_from(
         compiler=grammars,
         device=device,
         tiers=tiers,
-        dock=dock,
+        endpoint=endpoint,
     )
     return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
 
 
-def tiers_of(runner: GPURunner, make: MakeTiers) -> TierStack:
+def make_tiers(runner: GPURunner, make: MakeTiers) -> TierStack:
     """Make the tiers below the runner's cache; the first one's memory is pinned until it closes."""
     assert runner.copier is not None
     tiers = make(runner.layout, runner.cache.shape)
-    runner.copier.reach(tiers.host.area)
-    tiers.host.on_close = runner.copier.let_go
+    runner.copier.attach_area(tiers.host.memory)
+    tiers.host.on_close = runner.copier.detach_area
     return tiers
 
 
-def region_of(runner: GPURunner, device: Device) -> DeviceRegion:
+def make_region(runner: GPURunner, device: Device) -> DeviceRegion:
     """Return the runner's cache as a region for KV transfers."""
-    layout = runner.cache.shape.layout(runner.model.fingerprint, turned=False)
+    layout = runner.cache.shape.layout(runner.model.fingerprint, transposed_keys=False)
     return DeviceRegion(layout, runner.cache, device)
 
 
-def _tune(model: Decoder, settings: GPUConfig) -> float:
+def _tune_products(model: DecoderModel, settings: GPUConfig) -> float:
     """Find the fastest matrix product kernels for all sizes of steps; return the seconds.
 
     The measurements of an earlier start are reused."""
     from emberline.kernels import tuning
 
-    weights = set(every(ops.PackedWeight, model.layers))
-    return tuning.tune(weights, model.config.hidden, sizes(settings.max_running, settings.max_batch_tokens))
+    weights = set(iter_instances(ops.PackedWeight, model.layers))
+    return tuning.tune_products(
+        weights, model.config.hidden, captured_token_counts(settings.max_running, settings.max_batch_tokens)
+    )
 
 
 def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
     """Capture the steps that requests need first, and rehearse one; return the seconds."""
     began = time.perf_counter()
     if runner.graphs and runner.cache.keys.is_cuda:
-        runner.set_up()
-        until = time.perf_counter() + CAPTURE_SECONDS
+        runner.run_uncaptured_once()
+        until = time.perf_counter() + CAPTURE_BUDGET_S
         while time.perf_counter() < until and runner.prepare_next():
             pass
     if runner.cache.keys.is_cuda:
@@ -232,7 +236,7 @@ def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
 
     The first run of each part takes up to 2 ms more, which would delay the first request. The cache must be empty."""
     engine = Engine(config, runner)
-    length = min(WARM_TOKENS, engine.max_context - 2)
+    length = min(WARM_UP_TOKENS, engine.max_context - 2)
     if length > 0:
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         engine.add(Submission("rehearsal", [0] * length, params))
@@ -241,31 +245,33 @@ def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
         engine.step()  # its plan makes the runner drop the request
 
 
-def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
+def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
     """Wait for the weights, and meanwhile load what a first request needs; return seconds by part."""
     model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
 
     def warm() -> float:
         try:
-            runner.model = _stand_in(model) if late else model  # packed weights are allocated only when they are loaded
+            runner.model = (
+                _zero_weight_model(model) if late else model
+            )  # packed weights are allocated only when they are loaded
             return compile_kernels(runner) + warm_up(runner)
         finally:
             runner.model = model
 
     began = time.perf_counter()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(TURNS)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with ThreadPoolExecutor(1, "warm-up") as other:
             warmed = other.submit(warm)
-            weights.finish(IGNORABLE)
+            weights.finish(IGNORABLE_TENSORS)
             loaded = time.perf_counter()
             warm_seconds = warmed.result()
             if late:
                 torch.cuda.empty_cache()  # the zero weights were as large as a layer and the output head
     finally:
         sys.setswitchinterval(interval)
-    times = weights.times if isinstance(weights, DeviceWeights) else None
+    times = weights.load_times if isinstance(weights, DeviceWeights) else None
     if times is None:
         return {"weights": loaded - began, "warm_up": warm_seconds}
     parts = {"disk_wait": times.wait_seconds, "copy": times.copy_seconds, "pin": times.pin_seconds}
@@ -276,42 +282,44 @@ def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
 def _keep_packed(weights: Weights, runner: GPURunner) -> float:
     """Add a packed copy of all plain weights and load its kernels; return the seconds."""
     began = time.perf_counter()
-    weights.taken_bytes += sum(ops.keep_packed(weight) for weight in every(ops.PackedWeight, runner.model))
+    weights.loaded_bytes += sum(
+        ops.add_packed_copy(weight) for weight in iter_instances(ops.PackedWeight, runner.model)
+    )
     warm_up(runner)
     return time.perf_counter() - began
 
 
-def _stand_in(model: Decoder) -> Decoder:
+def _zero_weight_model(model: DecoderModel) -> DecoderModel:
     """Return a model with zero weights that runs the same kernels; weights of equal shape share memory."""
     device = model.layers[0].attention.cos_sin.device
 
     @cache
     def zeros(n: int, k: int, gated: bool) -> ops.PackedWeight:
         weight = ops.empty_weight(n, k, torch.bfloat16, device, gated=gated)
-        ops.settle(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
+        ops.fill_weight(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
         return weight
 
-    parts = {name: _like(getattr(model, name), zeros) for name in ("embedding", "layers", "head")}
+    parts = {name: _with_zero_weights(getattr(model, name), zeros) for name in ("embedding", "layers", "head")}
     return replace(model, **parts)
 
 
-def _like(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
+def _with_zero_weights(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
     """Return a part of a model with its weights replaced by zeros.
 
     Not a closure: a recursive one would keep the zeros alive until garbage collection, which does not run here."""
     if isinstance(part, ops.PackedWeight):
         return zeros(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
     if isinstance(part, tuple):
-        return tuple(_like(one, zeros) for one in part)
+        return tuple(_with_zero_weights(one, zeros) for one in part)
     if not is_dataclass(part) or isinstance(part, type):
         return part
-    return replace(part, **{field.name: _like(getattr(part, field.name), zeros) for field in fields(part)})
+    return replace(part, **{field.name: _with_zero_weights(getattr(part, field.name), zeros) for field in fields(part)})
 
 
 def _start_codec(checkpoint: Checkpoint) -> None:
     """Load the codec that packed files need; it may have to be compiled."""
-    if any(tensor.packed is not None for tensor in checkpoint.tensors.values()):
-        backend = ops.start(threads=1)
+    if any(tensor.packing is not None for tensor in checkpoint.tensors.values()):
+        backend = ops.start_backend(threads=1)
         if backend.library is None:
             log.warning(
                 "the codec is not available, decoding packed weights slowly with numpy: reason=%s", backend.reason
@@ -327,11 +335,11 @@ def compile_kernels(runner: GPURunner) -> float:
         return 0.0
     from emberline.kernels.cuda import driver, nvrtc, sample
 
-    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.sources_digest(), str(runner.shapes)]
+    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.digest_sources(), str(runner.shapes)]
     done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
     if not done.exists():
-        with driver.compiling_together(sample.module()):
-            runner.meet_kernels()
+        with driver.compile_in_parallel(sample.kernel_module()):
+            runner.launch_all_kernels()
             torch.cuda.synchronize()
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()
@@ -349,14 +357,14 @@ def warm_up(runner: GPURunner) -> float:
         torch.cuda.default_stream(
             keys.device
         ).synchronize()  # it initializes the cache and the inputs' memory with zeros
-    tokens = [0] * min(WARM_TOKENS, size * runner.num_blocks, runner.model.context)
+    tokens = [0] * min(WARM_UP_TOKENS, size * runner.num_blocks, runner.model.context)
     if len(tokens) > 1:
         blocks = range(-(-len(tokens) // size))
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admission = Admission("warm-up", tokens, len(tokens), params, 0)
-        runner.run(StepPlan(0, [admission], [Work("warm-up", 0, tokens, blocks, samples=True)], []))
+        runner.run(StepPlan(0, [admission], [WorkItem("warm-up", 0, tokens, blocks, samples=True)], []))
         if blocks[-1] * size + size > len(tokens):  # the last block has a free slot
-            work = Work("warm-up", len(tokens), [PENDING], blocks, samples=True)
+            work = WorkItem("warm-up", len(tokens), [PENDING_TOKEN], blocks, samples=True)
             runner.run(StepPlan(0, [], [work], []))
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
@@ -368,10 +376,10 @@ def warm_up(runner: GPURunner) -> float:
 
 
 def _device_memory(device: Device) -> int:
-    return device_memory(device.torch) if device.torch.type == "cuda" else 1 << 30
+    return device_memory(device.torch_device) if device.torch_device.type == "cuda" else 1 << 30
 
 
 def device_memory(device: torch.device) -> int:
     """Return the bytes of a GPU that a plan may use."""
     free, total = torch.cuda.mem_get_info(device)
-    return memory.usable(total, free, torch.cuda.memory_reserved(device))
+    return memory.usable_bytes(total, free, torch.cuda.memory_reserved(device))

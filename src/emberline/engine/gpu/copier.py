@@ -21,107 +21,111 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.core.plan import Copy
+from emberline.core.plan import BlockCopy
 from emberline.engine import memory
-from emberline.engine.gpu.device import Device, Lane, Mark
-from emberline.engine.gpu.staging import ALIGN, Staging
+from emberline.engine.gpu.device import Device, DeviceEvent, DeviceStream
+from emberline.engine.gpu.staging import ALIGN_BYTES, InputStaging
 from emberline.kv.cache import KVCache
 
-WORD = torch.int64  # unit in which kernels copy, independent of the cache's dtype
+WORD_DTYPE = torch.int64  # unit in which kernels copy, independent of the cache's dtype
 
 
 @dataclass(slots=True)
-class Trip:
+class PendingCopy:
     """A launched copy of a few blocks."""
 
-    over: Mark  # passed when the device is done
-    due: list[tuple[Tensor, Tensor]]  # copies for the host after that: target, source
+    event: DeviceEvent  # passed when the device is done
+    host_copies: list[tuple[Tensor, Tensor]]  # copies for the host after that: target, source
 
-    def end(self) -> None:
-        self.over.wait()
+    def finish(self) -> None:
+        self.event.wait()
         with torch.inference_mode():
-            for to, source in self.due:
+            for to, source in self.host_copies:
                 to.copy_(source)
-        self.due.clear()
+        self.host_copies.clear()
 
 
-class Piece:
+class ScratchPiece:
     """Scratch memory for a few blocks, in the format of the buffers: keys of all layers, then values."""
 
     def __init__(self, blocks: int, layers: int, words: int, device: torch.device) -> None:
-        self.memory = torch.zeros(blocks, 2, layers, words, dtype=WORD, device=device)
+        self.memory = torch.zeros(blocks, 2, layers, words, dtype=WORD_DTYPE, device=device)
         self.rows = self.memory.flatten(1).view(torch.uint8)
         self.pinned: Tensor | None = None  # the same in pinned main memory, if the buffers cannot be pinned
-        self.trip: Trip | None = None
+        self.last_copy: PendingCopy | None = None
 
 
 class DeviceCopier:
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._device = device
         self._size = cache.shape.block_bytes
-        self._at_once = at_once = memory.copied_at_once(self._size)
-        halves = (half.flatten(2).view(WORD) for half in (cache.keys, cache.values))
+        self._blocks_per_piece = at_once = memory.blocks_per_piece(self._size)
+        halves = (half.flatten(2).view(WORD_DTYPE) for half in (cache.keys, cache.values))
         self._halves = [half.transpose(0, 1) for half in halves]  # keys, values: [block, layer, word]
         _, layers, words = self._halves[0].shape
-        self._pieces = [Piece(at_once, layers, words, device.torch) for _ in range(memory.PIECES)]
+        self._pieces = [ScratchPiece(at_once, layers, words, device.torch_device) for _ in range(memory.COPY_PIECES)]
         self._next_out, self._next_in = cycle(self._pieces[::2]), cycle(self._pieces[1::2])
-        self._steps, self._out, self._in = device.lane, device.beside(), device.beside()
-        self._numbers = Staging(2 * (8 * cache.num_blocks + ALIGN), device)
+        self._step_stream, self._out_stream, self._in_stream = (
+            device.step_stream,
+            device.new_stream(),
+            device.new_stream(),
+        )
+        self._block_ids = InputStaging(2 * (8 * cache.num_blocks + ALIGN_BYTES), device)
         self._area: Tensor | None = None
 
-    def reach(self, area: memoryview) -> None:
+    def attach_area(self, area: memoryview) -> None:
         """Set the memory area of all buffers, and pin it until `detach_area` if the driver can."""
         assert self._area is None
         self._area = torch.frombuffer(area, dtype=torch.uint8)
         if not self._device.pin(self._area):
             for piece in self._pieces:
-                piece.pinned = self._device.pinned(piece.rows.numel()).view_as(piece.rows)
+                piece.pinned = self._device.allocate_pinned(piece.rows.numel()).view_as(piece.rows)
 
-    def let_go(self) -> None:
+    def detach_area(self) -> None:
         """Wait for all copies and unpin the area, so that it can be freed."""
         assert self._area is not None
         for piece in self._pieces:
-            if piece.trip is not None:
-                piece.trip.over.wait()
+            if piece.last_copy is not None:
+                piece.last_copy.event.wait()
         if self._pieces[0].pinned is None:
             self._device.unpin(self._area)
         self._area = None
 
-    def launch(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> Callable[[], None]:
+    def launch(self, saves: Sequence[BlockCopy], loads: Sequence[BlockCopy]) -> Callable[[], None]:
         """Launch the saves, then the loads, at this point of the step stream.
 
         Return a function that waits until all buffers are free."""
         assert self._area is not None
         # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
-        staged = self._numbers.sheet()
+        staged = self._block_ids.new_inputs()
         saved, loaded = (staged.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
         staged.send()
-        pending = [self._save(*part) for part in self._parts(saves, saved)]
-        pending += [self._load(*part) for part in self._parts(loads, loaded)]
+        pending = [self._save(*part) for part in self._split(saves, saved)]
+        pending += [self._load(*part) for part in self._split(loads, loaded)]
 
         def finish() -> None:
             for copy in pending:
-                copy.end()
+                copy.finish()
 
         return finish
 
-    def forget(self) -> None:
-        self._numbers.forget()
+    def forget_addresses(self) -> None:
+        self._block_ids.forget_views()
 
-    def buffers(self) -> list[Tensor]:
-        return [self._numbers.device, *(piece.memory for piece in self._pieces)]
+    def device_buffers(self) -> list[Tensor]:
+        return [self._block_ids.device, *(piece.memory for piece in self._pieces)]
 
-    def _parts(self, copies: Sequence[Copy], places: Tensor) -> Iterator[tuple[Sequence[Copy], Tensor]]:
-        for i in range(0, len(copies), self._at_once):
-            yield copies[i : i + self._at_once], places[i : i + self._at_once]
+    def _split(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> Iterator[tuple[Sequence[BlockCopy], Tensor]]:
+        for i in range(0, len(copies), self._blocks_per_piece):
+            yield copies[i : i + self._blocks_per_piece], block_ids[i : i + self._blocks_per_piece]
 
-    def _save(self, copies: Sequence[Copy], places: Tensor) -> Trip:
-        piece = self._vacated(next(self._next_out), self._steps)
+    def _save(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+        piece = self._wait_until_free(next(self._next_out), self._step_stream)
         for at, half in enumerate(self._halves):
-            torch.index_select(half, 0, places, out=piece.memory[: len(copies), at])
-        self._out.after(self._steps.mark())
-        with self._out.working():
+            torch.index_select(half, 0, block_ids, out=piece.memory[: len(copies), at])
+        self._out_stream.wait_event(self._step_stream.record_event())
+        with self._out_stream.activate():
             buffers, host_copies = [self._buffer(copy) for copy in copies], []
             if piece.pinned is not None:
                 piece.pinned[: len(copies)].copy_(piece.rows[: len(copies)], non_blocking=True)
@@ -129,33 +133,33 @@ class DeviceCopier:
             else:
                 for buffer, row in zip(buffers, piece.rows, strict=False):
                     buffer.copy_(row, non_blocking=True)
-            piece.trip = Trip(self._out.mark(), host_copies)
-        return piece.trip
+            piece.last_copy = PendingCopy(self._out_stream.record_event(), host_copies)
+        return piece.last_copy
 
-    def _load(self, copies: Sequence[Copy], places: Tensor) -> Trip:
-        piece = self._vacated(next(self._next_in), self._in)
+    def _load(self, copies: Sequence[BlockCopy], block_ids: Tensor) -> PendingCopy:
+        piece = self._wait_until_free(next(self._next_in), self._in_stream)
         buffers = [self._buffer(copy) for copy in copies]
         if piece.pinned is not None:
             for row, buffer in zip(piece.pinned, buffers, strict=False):
                 row.copy_(buffer)
             buffers = list(piece.pinned[: len(copies)])
-        with self._in.working():
+        with self._in_stream.activate():
             for row, buffer in zip(piece.rows, buffers, strict=False):
                 row.copy_(buffer, non_blocking=True)
-            self._steps.after(self._in.mark())
+            self._step_stream.wait_event(self._in_stream.record_event())
         for at, half in enumerate(self._halves):
-            half.index_copy_(0, places, piece.memory[: len(copies), at])
-        piece.trip = Trip(self._steps.mark(), [])
-        return piece.trip
+            half.index_copy_(0, block_ids, piece.memory[: len(copies), at])
+        piece.last_copy = PendingCopy(self._step_stream.record_event(), [])
+        return piece.last_copy
 
     @staticmethod
-    def _vacated(piece: Piece, lane: Lane) -> Piece:
+    def _wait_until_free(piece: ScratchPiece, stream: DeviceStream) -> ScratchPiece:
         """Make the stream wait for the piece's last copy, so that its next operation may overwrite the piece."""
-        if piece.trip is not None:
+        if piece.last_copy is not None:
             if piece.pinned is not None:
-                piece.trip.end()
-            lane.after(piece.trip.over)
+                piece.last_copy.finish()
+            stream.wait_event(piece.last_copy.event)
         return piece
 
-    def _buffer(self, copy: Copy) -> Tensor:
+    def _buffer(self, copy: BlockCopy) -> Tensor:
         return torch.frombuffer(copy.buffer, dtype=torch.uint8, count=self._size)

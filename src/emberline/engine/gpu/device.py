@@ -20,27 +20,27 @@ from emberline.models.pinned import pin, unpin
 log = logging.getLogger("emberline.engine")
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None: ...
-    def since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         """Return the seconds between two events that have both passed."""
         ...
 
 
-class Lane(Protocol):
+class DeviceStream(Protocol):
     """A queue of work that the device executes in order. Streams run in parallel."""
 
-    def working(self) -> AbstractContextManager[object]:
+    def activate(self) -> AbstractContextManager[object]:
         """Return a context in which work is queued on this stream."""
         ...
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Return an event after all work that was queued so far."""
         ...
 
-    def after(self, mark: Mark) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         """Make later work of this stream wait for an event of another stream."""
         ...
 
@@ -52,27 +52,27 @@ class Lane(Protocol):
         The work must have been executed once before, so that nothing is compiled during the capture."""
         ...
 
-    def forget(self) -> None:
+    def release_captures(self) -> None:
         """Release the memory of captured graphs; they must not be used again."""
         ...
 
 
 class Device(Protocol):
-    torch: torch.device
-    lane: Lane  # the stream of the steps, with high priority
+    torch_device: torch.device
+    step_stream: DeviceStream  # the stream of the steps, with high priority
 
-    def pinned(self, size: int) -> Tensor: ...
+    def allocate_pinned(self, size: int) -> Tensor: ...
     def pin(self, memory: Tensor) -> bool:
         """Pin main memory until `unpin`, so that the device can copy it; return False if that fails."""
         ...
 
     def unpin(self, memory: Tensor) -> None: ...
-    def beside(self) -> Lane:
+    def new_stream(self) -> DeviceStream:
         """Return another stream."""
         ...
 
 
-class _CudaMark:
+class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
@@ -80,25 +80,25 @@ class _CudaMark:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _CudaMark)
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, _CudaEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class CudaLane:
+class CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool: Any = None  # torch has no public type for it
 
-    def working(self) -> AbstractContextManager[object]:
+    def activate(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Mark:
-        return _CudaMark(self._stream)
+    def record_event(self) -> DeviceEvent:
+        return _CudaEvent(self._stream)
 
-    def after(self, mark: Mark) -> None:
-        assert isinstance(mark, _CudaMark)
-        self._stream.wait_event(mark.event)
+    def wait_event(self, event: DeviceEvent) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -114,7 +114,7 @@ class CudaLane:
                 graph.capture_end()
         return graph.replay
 
-    def forget(self) -> None:
+    def release_captures(self) -> None:
         self._pool = None
 
 
@@ -123,16 +123,16 @@ def has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-class Cuda:
+class CudaDevice:
     def __init__(self) -> None:
         if not has_hopper():
             hint = "use --device auto; emberline doctor shows the hardware"
             raise InvalidRequest("device is cuda, but there is no GPU with compute capability 9.0", hint=hint)
-        self.torch = torch.device("cuda", 0)
+        self.torch_device = torch.device("cuda", 0)
         # High priority: other streams get only the multiprocessors that a step leaves free.
-        self.lane: Lane = CudaLane(torch.cuda.Stream(self.torch, priority=-1))
+        self.step_stream: DeviceStream = CudaStream(torch.cuda.Stream(self.torch_device, priority=-1))
 
-    def pinned(self, size: int) -> Tensor:
+    def allocate_pinned(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def pin(self, memory: Tensor) -> bool:
@@ -141,52 +141,52 @@ class Cuda:
         except ModelError as error:
             log.warning("pinning main memory failed, copying KV blocks through a buffer: reason=%s", error.message)
             with contextlib.suppress(RuntimeError):  # the next CUDA call reports the same error once more
-                torch.zeros(1, device=self.torch)
+                torch.zeros(1, device=self.torch_device)
             return False
         return True
 
     def unpin(self, memory: Tensor) -> None:
         unpin(memory)
 
-    def beside(self) -> Lane:
-        return CudaLane(torch.cuda.Stream(self.torch))
+    def new_stream(self) -> DeviceStream:
+        return CudaStream(torch.cuda.Stream(self.torch_device))
 
 
-class _HostMark:
+class _HostEvent:
     def __init__(self) -> None:
         self.at = time.perf_counter()
 
     def wait(self) -> None:
         return
 
-    def since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, _HostMark)
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, _HostEvent)
         return self.at - earlier.at
 
 
-class HostLane:
-    def working(self) -> AbstractContextManager[object]:
+class HostStream:
+    def activate(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def mark(self) -> Mark:
-        return _HostMark()
+    def record_event(self) -> DeviceEvent:
+        return _HostEvent()
 
-    def after(self, mark: Mark) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         return
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         return lambda: (work(), None)[1]
 
-    def forget(self) -> None:
+    def release_captures(self) -> None:
         return
 
 
-class Host:
+class HostDevice:
     def __init__(self) -> None:
-        self.torch = torch.device("cpu")
-        self.lane: Lane = HostLane()
+        self.torch_device = torch.device("cpu")
+        self.step_stream: DeviceStream = HostStream()
 
-    def pinned(self, size: int) -> Tensor:
+    def allocate_pinned(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
 
     def pin(self, memory: Tensor) -> bool:
@@ -195,5 +195,5 @@ class Host:
     def unpin(self, memory: Tensor) -> None:
         return
 
-    def beside(self) -> Lane:
-        return HostLane()
+    def new_stream(self) -> DeviceStream:
+        return HostStream()

@@ -23,79 +23,79 @@ import torch
 
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.kernels.cuda import ipc
-from emberline.kernels.cuda.driver import DriverError
-from emberline.kernels.cuda.ipc import Exported, Opened
+from emberline.kernels.cuda.driver import CudaDriverError
+from emberline.kernels.cuda.ipc import ExportedMemory, OpenedMemory
 from emberline.kv.transfer import unix
-from emberline.kv.transfer.base import Fetch
-from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
-from emberline.kv.transfer.dock import Near
+from emberline.kv.transfer.base import PieceFetch
+from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
+from emberline.kv.transfer.endpoint import SameHostAccess
 from emberline.kv.transfer.errors import (
     BadTransfer,
-    Corrupted,
     PeerLost,
     PeerUnreachable,
+    TransferCorrupted,
     TransferError,
     TransferTimeout,
 )
-from emberline.kv.transfer.link import Dial, Habits, StreamLink
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Ids
+from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import BlockIds
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import IDLE, Server, generation_mark
+from emberline.kv.transfer.server import IDLE_TIMEOUT_S, TransferServer, generations_crc
 from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
 
 
-def near(region: DeviceRegion) -> Near | None:
+def make_ipc_transport(region: DeviceRegion) -> SameHostAccess | None:
     """Return the IPC transport of a region; None if its memory cannot be shared."""
     if region.device.type != "cuda":
         return None
     try:
-        exported = [ipc.export(part) for part in region.parts]
-    except DriverError as error:
+        exported = [ipc.export_memory(part) for part in region.parts]
+    except CudaDriverError as error:
         log.warning("sharing GPU memory failed, KV transfers use main memory: reason=%s", error)
         return None
 
-    def serve(sender: Sender) -> Server:
-        listener, sender.endpoints[IpcTransport.kind] = unix.listening()
+    def serve(sender: Sender) -> TransferServer:
+        listener, sender.endpoints[IpcTransport.kind] = unix.create_unix_listener()
         return IpcServer(sender, exported, listener)
 
-    return Near(IpcTransport(region), serve)
+    return SameHostAccess(IpcTransport(region), serve)
 
 
-class IpcServer(Server):
-    def __init__(self, sender: Sender, parts: Sequence[Exported], listener: socket.socket) -> None:
+class IpcServer(TransferServer):
+    def __init__(self, sender: Sender, parts: Sequence[ExportedMemory], listener: socket.socket) -> None:
         self._parts = parts
         super().__init__(sender, listener)
 
-    def _attach(self, channel: Channel, transfer: int) -> None:
-        unix.check_user(channel)
+    def _attach(self, channel: MessageChannel, transfer: int) -> None:
+        unix.check_same_user(channel)
         parts = [(part.handle.hex(), part.offset) for part in self._parts]
         reply = {"parts": parts, "blocks": self._sender.region.blocks}
-        channel.tell(Kind.OKAY, transfer, reply, time.monotonic() + PATIENCE)
+        channel.send_json(MessageKind.OKAY, transfer, reply, time.monotonic() + IO_TIMEOUT_S)
 
 
-class Memory:
+class PeerMemory:
     """A sender's cache, mapped until its last user has called `release`; the creator is the first user.
 
     Users are counted instead of relying on garbage collection, since exceptions keep references to local variables."""
 
-    def __init__(self, blocks: int, parts: Sequence[Exported], device: torch.device) -> None:
+    def __init__(self, blocks: int, parts: Sequence[ExportedMemory], device: torch.device) -> None:
         self.blocks = blocks
         self._users, self._lock = 1, threading.Lock()
-        self._opened: dict[bytes, Opened] = {}
+        self._opened: dict[bytes, OpenedMemory] = {}
         try:
             for handle, _ in parts:
                 if handle not in self._opened:  # two parts may be in one allocation
-                    self._opened[handle] = Opened(handle, device)
-        except DriverError:
-            self.leave()
+                    self._opened[handle] = OpenedMemory(handle, device)
+        except CudaDriverError:
+            self.release()
             raise
         self.bases = [self._opened[handle].address + offset for handle, offset in parts]
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         with self._lock:
             if not self._users:
                 raise PeerUnreachable("the sender has disconnected, and its GPU memory was unmapped")
@@ -103,88 +103,90 @@ class Memory:
         try:
             yield
         finally:
-            self.leave()
+            self.release()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         with self._lock:
             self._users -= 1
             opened = [] if self._users else list(self._opened.values())
         for one in opened:
-            with suppress(DriverError):  # the device was lost
+            with suppress(CudaDriverError):  # the device was lost
                 one.close()
 
 
 class IpcLink(StreamLink):
-    def __init__(self, peer: Peer, region: DeviceRegion, dial: Dial, deadline: float) -> None:
+    def __init__(self, peer: Peer, region: DeviceRegion, dial: Connector, deadline: float) -> None:
         self._region = region
-        super().__init__(peer, region.layout, dial, Habits(streams=1), deadline)
+        super().__init__(peer, region.layout, dial, LinkOptions(connections=1), deadline)
 
     def _prepare(self, deadline: float) -> None:
         with self._channel(deadline) as channel:
-            reply = self._told(channel, Kind.ATTACH, {}, deadline)
+            reply = self._exchange(channel, MessageKind.ATTACH, {}, deadline)
         try:
             self._memory = self._open(reply)
-        except DriverError as error:
+        except CudaDriverError as error:
             raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be mapped: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
             raise BadTransfer(f"the sender's description of its GPU memory is invalid: {error!r}") from error
         threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
 
-    def _open(self, reply: dict[str, Any]) -> Memory:
-        parts = [Exported(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
-        if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE for handle, _ in parts):
+    def _open(self, reply: dict[str, Any]) -> PeerMemory:
+        parts = [ExportedMemory(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
+        if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE_BYTES for handle, _ in parts):
             raise ValueError(f"expected {len(self._region.parts)} valid handles, got {len(parts)} parts")
-        return Memory(int(reply["blocks"]), parts, self._region.device)
+        return PeerMemory(int(reply["blocks"]), parts, self._region.device)
 
     def _watch(self) -> None:
         """Wait until the sender disconnects or this link is closed; then release its memory."""
         while not self._closed:
             try:
-                channel = self._opened(time.monotonic() + PATIENCE)
+                channel = self._open_channel(time.monotonic() + IO_TIMEOUT_S)
             except TransferError:
                 break
             if not self._closed:
                 with suppress(PeerLost):  # the sender also disconnects idle connections
-                    channel.rest(IDLE)
-            self._give(channel)
-        self._memory.leave()
+                    channel.wait_for_message(IDLE_TIMEOUT_S)
+            self._return_channel(channel)
+        self._memory.release()
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: PieceFetch) -> None:
         """Copy all blocks at once. That takes so little time that it need not be cancelled in between."""
-        fetch.progress.check()
+        fetch.progress.raise_if_cancelled()
         if time.monotonic() >= fetch.deadline:
             raise TransferTimeout("the deadline passed before the copy was started")
         if not fetch.pieces:
             return
         try:
-            with self._memory.used(), self._region.arriving():
-                for piece in stacked(fetch.pieces):
-                    part = slice(piece.first, piece.last)
-                    self._copy(piece, fetch.blocks[part], fetch.into[part])
-        except DriverError as error:
+            with self._memory.hold(), self._region.receiving():
+                for piece in merge_layers(fetch.pieces):
+                    part = slice(piece.first_block, piece.end_block)
+                    self._copy(piece, fetch.blocks[part], fetch.target_blocks[part])
+        except CudaDriverError as error:
             raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be copied: {error}") from error
-        self._vouched(fetch)
+        self._verify_unchanged(fetch)
         for piece in fetch.pieces:
-            fetch.landed(piece)
+            fetch.mark_arrived(piece)
 
-    def _copy(self, piece: Piece, blocks: Ids, into: Ids) -> None:
+    def _copy(self, piece: TransferPiece, blocks: BlockIds, into: BlockIds) -> None:
         memory = self._memory
         if blocks.min() < 0 or blocks.max() >= memory.blocks:
             raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the sender's cache")
-        size, height = self._layout.plane_bytes, piece.bottom - piece.top
+        size, height = self._layout.plane_bytes, piece.end_layer - piece.first_layer
         theirs, ours = memory.blocks * size, self._region.blocks * size  # bytes of a layer
         for base, part in zip(memory.bases, self._region.parts, strict=True):
-            source, target = base + piece.top * theirs, part.data_ptr() + piece.top * ours
-            for a, b, count in _runs(blocks, into):
+            source, target = base + piece.first_layer * theirs, part.data_ptr() + piece.first_layer * ours
+            for a, b, count in _contiguous_runs(blocks, into):
                 ipc.copy_rows(source + a * size, theirs, target + b * size, ours, count * size, height)
 
-    def _vouched(self, fetch: Fetch) -> None:
+    def _verify_unchanged(self, fetch: PieceFetch) -> None:
         """Let the sender confirm that no block was reused before the copy ended. Raises Corrupted otherwise."""
-        first, last = min(piece.first for piece in fetch.pieces), max(piece.last for piece in fetch.pieces)
-        whole = Piece(0, self._layout.layers, first, last)
+        first, last = min(piece.first_block for piece in fetch.pieces), max(piece.end_block for piece in fetch.pieces)
+        whole = TransferPiece(0, self._layout.layers, first, last)
         query = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}
-        if self._ask(Kind.VOUCH, query, fetch.deadline).get("mark") != generation_mark(fetch.generations[first:last]):
-            raise Corrupted("the sender reused blocks while they were copied")
+        if self._call(MessageKind.CONFIRM_READ, query, fetch.deadline).get("mark") != generations_crc(
+            fetch.generations[first:last]
+        ):
+            raise TransferCorrupted("the sender reused blocks while they were copied")
 
 
 class IpcTransport:
@@ -199,22 +201,26 @@ class IpcTransport:
                 f"{peer.name} has blocks of {peer.layout.tokens} tokens instead of {self._region.layout.tokens}, which "
                 "CUDA IPC cannot convert"
             )
-        return IpcLink(peer, self._region, unix.dialling(peer.endpoints[self.kind]), deadline)
+        return IpcLink(peer, self._region, unix.unix_connector(peer.endpoints[self.kind]), deadline)
 
 
-def stacked(pieces: Iterable[Piece]) -> list[Piece]:
+def merge_layers(pieces: Iterable[TransferPiece]) -> list[TransferPiece]:
     """Merge pieces of the same blocks in adjacent layers."""
-    merged: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: (piece.first, piece.last, piece.top)):
+    merged: list[TransferPiece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.first_block, piece.end_block, piece.first_layer)):
         last = merged[-1] if merged else None
-        if last and replace(last, top=piece.top, bottom=piece.bottom) == piece and last.bottom == piece.top:
-            merged[-1] = replace(last, bottom=piece.bottom)
+        if (
+            last
+            and replace(last, first_layer=piece.first_layer, end_layer=piece.end_layer) == piece
+            and last.end_layer == piece.first_layer
+        ):
+            merged[-1] = replace(last, end_layer=piece.end_layer)
         else:
             merged.append(piece)
     return merged
 
 
-def _runs(blocks: Ids, into: Ids) -> list[tuple[int, int, int]]:
+def _contiguous_runs(blocks: BlockIds, into: BlockIds) -> list[tuple[int, int, int]]:
     """Return runs of blocks that are adjacent in both lists: (source, target, count)."""
     steps = (np.diff(blocks) != 1) | (np.diff(into) != 1)
     starts = [0, *(np.flatnonzero(steps) + 1).tolist()]

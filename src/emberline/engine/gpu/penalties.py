@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from emberline.core.params import SamplingParams
-from emberline.engine.gpu.rows import Place
-from emberline.engine.gpu.staging import Sheet
+from emberline.engine.gpu.rows import RequestRow
+from emberline.engine.gpu.staging import StagedInputs
 from emberline.kernels import ops
-from emberline.kernels.ref import IN_PROMPT, MAX_COUNT
+from emberline.kernels.ref import IN_PROMPT_BIT, MAX_TOKEN_COUNT
 
-LOAD = 8  # the table's width is a multiple of this, since a kernel reads 8 counts at once
+COUNTS_PER_LOAD = 8  # the table's width is a multiple of this, since a kernel reads 8 counts at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PenalisedRows:
 
     rows: Tensor  # [P] int32: rows of the logits
     slots: Tensor  # [P] int32: rows of the counts
-    settings: Tensor  # [P, 3] float32: repetition, frequency, presence
+    get_settings: Tensor  # [P, 3] float32: repetition, frequency, presence
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,53 +46,57 @@ class CountReset:
 
 class DevicePenalties:
     def __init__(self, capacity: int, vocab: int, device: torch.device) -> None:
-        self.counts = torch.zeros(capacity, -(-vocab // LOAD) * LOAD, dtype=torch.int16, device=device)
+        self.counts = torch.zeros(
+            capacity, -(-vocab // COUNTS_PER_LOAD) * COUNTS_PER_LOAD, dtype=torch.int16, device=device
+        )
 
-    def prepare_reset(self, places: Sequence[Place], sheet: Sheet) -> CountReset | None:
+    def prepare_reset(self, rows: Sequence[RequestRow], inputs: StagedInputs) -> CountReset | None:
         """Stage the new counts of requests that have got a row; None if there are none with penalties."""
-        new = [p for p in places if not p.plain and not p.counted and p.row.params.penalised]
+        new = [p for p in rows if not p.is_plain and not p.has_counts and p.sampling.params.has_penalties]
         if not new:
             return None
         prompt, output, occurrences = [], [], []
         for request_row in new:
-            request_row.counted = True
-            state, base = request_row.row, request_row.index * self.counts.shape[1]
+            request_row.has_counts = True
+            state, base = request_row.sampling, request_row.index * self.counts.shape[1]
             tokens = np.array(state.tokens, np.int64)
             ids, counts = np.unique(tokens[state.prompt_len :], return_counts=True)
             prompt.append(base + np.flatnonzero(np.bincount(tokens[: state.prompt_len])))
             output.append(base + ids)
-            occurrences.append(np.minimum(counts, MAX_COUNT).astype(np.int16))
+            occurrences.append(np.minimum(counts, MAX_TOKEN_COUNT).astype(np.int16))
         return CountReset(
-            sheet.put(np.array([p.index for p in new], np.int64)),
-            *(sheet.put(np.concatenate(parts)) for parts in (prompt, output, occurrences)),
+            inputs.put(np.array([p.index for p in new], np.int64)),
+            *(inputs.put(np.concatenate(parts)) for parts in (prompt, output, occurrences)),
         )
 
-    def reset(self, news: CountReset) -> None:
-        self.counts.index_fill_(0, news.slots, 0)
+    def reset(self, reset: CountReset) -> None:
+        self.counts.index_fill_(0, reset.slots, 0)
         flat = self.counts.view(-1)
-        flat.index_fill_(0, news.prompt, IN_PROMPT)
-        if len(news.output):
-            flat.index_add_(0, news.output, news.occurrences)
+        flat.index_fill_(0, reset.prompt, IN_PROMPT_BIT)
+        if len(reset.output):
+            flat.index_add_(0, reset.output, reset.occurrences)
 
     def apply(self, logits: Tensor, penalised: PenalisedRows) -> None:
-        ops.penalise(logits, penalised.rows, penalised.slots, penalised.settings, self.counts)
+        ops.apply_penalties(logits, penalised.rows, penalised.slots, penalised.get_settings, self.counts)
 
     def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
         """Count the sampled tokens; `tokens` has one for each row of the step's logits."""
         ops.count_tokens(self.counts, penalised.slots, penalised.rows, tokens)
 
 
-def prepare_rows(places: Sequence[Place], special: Sequence[int], sheet: Sheet) -> PenalisedRows | None:
+def prepare_penalised_rows(
+    rows: Sequence[RequestRow], special: Sequence[int], inputs: StagedInputs
+) -> PenalisedRows | None:
     """Stage the penalties of one step; None if there are none.
 
     `special`: indexes of rows that may have penalties."""
-    indexes = [i for i in special if places[i].row.params.penalised]
+    indexes = [i for i in special if rows[i].sampling.params.has_penalties]
     if not indexes:
         return None
-    settings = np.array([_settings(places[i].row.params) for i in indexes], np.float32)
-    slots = np.array([places[i].index for i in indexes], np.int32)
-    return PenalisedRows(sheet.put(np.array(indexes, np.int32)), sheet.put(slots), sheet.put(settings))
+    settings = np.array([_penalty_settings(rows[i].sampling.params) for i in indexes], np.float32)
+    slots = np.array([rows[i].index for i in indexes], np.int32)
+    return PenalisedRows(inputs.put(np.array(indexes, np.int32)), inputs.put(slots), inputs.put(settings))
 
 
-def _settings(p: SamplingParams) -> tuple[float, float, float]:
+def _penalty_settings(p: SamplingParams) -> tuple[float, float, float]:
     return p.repetition_penalty, p.frequency_penalty, p.presence_penalty

@@ -22,26 +22,26 @@ import torch
 from torch import Tensor
 
 from emberline.engine import memory
-from emberline.engine.gpu.copier import WORD
+from emberline.engine.gpu.copier import WORD_DTYPE
 from emberline.engine.gpu.device import Device
 from emberline.kv.cache import KVCache
 from emberline.kv.transfer.errors import BadTransfer, TransferTimeout
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Ids, Region
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import BlockIds, Region
 
-PATIENCE = 5.0  # a slot is used for milliseconds, unless the device hangs
+SLOT_TIMEOUT_S = 5.0  # a slot is used for milliseconds, unless the device hangs
 
 
-class Slot:
+class StagingSlot:
     def __init__(self, size: int, device: Device) -> None:
-        self.scratch = torch.zeros(size // WORD.itemsize, dtype=WORD, device=device.torch)
-        self.pinned = device.pinned(size).view(WORD)
-        self.lane = device.beside()
+        self.scratch = torch.zeros(size // WORD_DTYPE.itemsize, dtype=WORD_DTYPE, device=device.torch_device)
+        self.pinned = device.allocate_pinned(size).view(WORD_DTYPE)
+        self.stream = device.new_stream()
         self._bytes = self.pinned.view(torch.uint8).numpy()
 
     def read(self, out: memoryview) -> None:
-        """Copy to `out` with numpy: torch would start more threads for each of ours."""
+        """Copy to `request` with numpy: torch would start more threads for each of ours."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[: len(out)])
 
     def write(self, data: memoryview) -> None:
@@ -49,67 +49,72 @@ class Slot:
 
 
 class DeviceRegion(Region):
-    def __init__(self, layout: Layout, cache: KVCache, device: Device) -> None:
+    def __init__(self, layout: KVLayout, cache: KVCache, device: Device) -> None:
         super().__init__(layout, cache.num_blocks)
-        assert not layout.turned and layout.plane_bytes % WORD.itemsize == 0
-        self.size = memory.moved_at_once(layout.layer_bytes // layout.tokens)
-        self.device = device.torch
-        self.parts = [part.flatten(1).view(WORD) for part in (cache.keys, cache.values)]  # [layer, word]
-        self._out, self._in = SimpleQueue[Slot](), SimpleQueue[Slot]()
-        for slots in (self._out, self._in):  # separate, because receivers wait for steps and senders need not
-            for _ in range(memory.SLOTS):
-                slots.put(Slot(self.size, device))
-        self._steps = device.lane
-        self._fence = self._steps.mark()
+        assert not layout.turned and layout.plane_bytes % WORD_DTYPE.itemsize == 0
+        self.slot_bytes = memory.transfer_slot_bytes(layout.layer_bytes // layout.tokens)
+        self.device = device.torch_device
+        self.parts = [part.flatten(1).view(WORD_DTYPE) for part in (cache.keys, cache.values)]  # [layer, word]
+        self._out_slots, self._in_slots = SimpleQueue[StagingSlot](), SimpleQueue[StagingSlot]()
+        for slots in (
+            self._out_slots,
+            self._in_slots,
+        ):  # separate, because receivers wait for steps and senders need not
+            for _ in range(memory.TRANSFER_SLOTS):
+                slots.put(StagingSlot(self.slot_bytes, device))
+        self._step_stream = device.step_stream
+        self._fence_event = self._step_stream.record_event()
 
     def fence(self) -> None:
         """Let later writes wait for all steps launched so far. Waiting for more than needed does no harm."""
-        self._fence = self._steps.mark()
+        self._fence_event = self._step_stream.record_event()
 
     @torch.inference_mode()
-    def gather(self, piece: Piece, blocks: Ids, wire: Layout, out: memoryview) -> None:
-        for layers, width, index, part in self._cuts(piece, blocks, wire, out):
-            with self._slot(self._out) as slot:
-                with self._at_work(slot):
-                    indexes, scratch, pinned = self._shaped(slot, layers, width, index)
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
+        for layers, width, index, part in self._split_by_slot(piece, blocks, wire, out):
+            with self._take_slot(self._out_slots) as slot:
+                with self._on_stream(slot):
+                    indexes, scratch, pinned = self._slot_views(slot, layers, width, index)
                     for i, words in enumerate(self.parts):
-                        torch.index_select(_rows(words, layers, width), 1, indexes, out=scratch[:, i])
+                        torch.index_select(_layer_rows(words, layers, width), 1, indexes, out=scratch[:, i])
                     pinned.copy_(scratch, non_blocking=True)
                 slot.read(part)
 
     @torch.inference_mode()
-    def scatter(self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview) -> None:
-        for layers, width, index, part in self._cuts(piece, blocks, wire, data):
-            with self._slot(self._in) as slot:
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
+        for layers, width, index, part in self._split_by_slot(piece, blocks, wire, data):
+            with self._take_slot(self._in_slots) as slot:
                 slot.write(part)
-                with self._at_work(slot):
-                    indexes, scratch, pinned = self._shaped(slot, layers, width, index)
+                with self._on_stream(slot):
+                    indexes, scratch, pinned = self._slot_views(slot, layers, width, index)
                     scratch.copy_(pinned, non_blocking=True)
-                    slot.lane.after(self._fence)
+                    slot.stream.wait_event(self._fence_event)
                     for i, words in enumerate(self.parts):
-                        _rows(words, layers, width).index_copy_(1, indexes, scratch[:, i])
+                        _layer_rows(words, layers, width).index_copy_(1, indexes, scratch[:, i])
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
+    def receiving(self) -> Iterator[None]:
         """Return a context in which work writes to blocks directly, after the steps that used them before."""
-        with self._slot(self._in) as slot, self._at_work(slot):
-            slot.lane.after(self._fence)
+        with self._take_slot(self._in_slots) as slot, self._on_stream(slot):
+            slot.stream.wait_event(self._fence_event)
             yield
 
-    def _cuts(
-        self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview
-    ) -> Iterator[tuple[range, int, Ids, memoryview]]:
+    def _split_by_slot(
+        self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
+    ) -> Iterator[tuple[range, int, BlockIds, memoryview]]:
         """Yield parts of a piece that fit into a slot: layers, words per element, element indexes, data."""
-        size, index = self.places(piece, blocks, wire, 0)  # the same for values, since keys are not turned
+        size, index = self.element_indices(piece, blocks, wire, 0)  # the same for values, since keys are not turned
         each = len(self.parts) * size * len(index)
-        if each > self.size:
-            raise BadTransfer(f"one layer of {piece} has {each} bytes; the limit is {self.size}")
-        for top in range(piece.top, piece.bottom, self.size // each):
-            bottom = min(top + self.size // each, piece.bottom)
-            part = data[(top - piece.top) * each : (bottom - piece.top) * each]
-            yield range(top, bottom), size // WORD.itemsize, index, part
+        if each > self.slot_bytes:
+            raise BadTransfer(f"one layer of {piece} has {each} bytes; the limit is {self.slot_bytes}")
+        for top in range(piece.first_layer, piece.end_layer, self.slot_bytes // each):
+            bottom = min(top + self.slot_bytes // each, piece.end_layer)
+            part = data[(top - piece.first_layer) * each : (bottom - piece.first_layer) * each]
+            yield range(top, bottom), size // WORD_DTYPE.itemsize, index, part
 
-    def _shaped(self, slot: Slot, layers: range, width: int, index: Ids) -> tuple[Tensor, Tensor, Tensor]:
+    def _slot_views(
+        self, slot: StagingSlot, layers: range, width: int, index: BlockIds
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the index on the device, and scratch and pinned memory as [layer, part, element, word]."""
         shape = len(layers), len(self.parts), len(index), width
         count = len(layers) * len(self.parts) * len(index) * width
@@ -117,11 +122,11 @@ class DeviceRegion(Region):
         return indexes, slot.scratch[:count].view(shape), slot.pinned[:count].view(shape)
 
     @contextmanager
-    def _slot(self, slots: SimpleQueue[Slot]) -> Iterator[Slot]:
+    def _take_slot(self, slots: SimpleQueue[StagingSlot]) -> Iterator[StagingSlot]:
         try:
-            slot = slots.get(timeout=PATIENCE)
+            slot = slots.get(timeout=SLOT_TIMEOUT_S)
         except Empty:
-            raise TransferTimeout(f"no transfer buffer of the GPU was free within {PATIENCE:g} s") from None
+            raise TransferTimeout(f"no transfer buffer of the GPU was free within {SLOT_TIMEOUT_S:g} s") from None
         try:
             yield slot
         finally:
@@ -129,17 +134,17 @@ class DeviceRegion(Region):
 
     @staticmethod
     @contextmanager
-    def _at_work(slot: Slot) -> Iterator[None]:
+    def _on_stream(slot: StagingSlot) -> Iterator[None]:
         """Return a context that queues work on the slot's stream and waits for it at the end.
 
         It also waits after an error, since the memory is reused then."""
         try:
-            with slot.lane.working():
+            with slot.stream.activate():
                 yield
         finally:
-            slot.lane.mark().wait()
+            slot.stream.record_event().wait()
 
 
-def _rows(words: Tensor, layers: range, width: int) -> Tensor:
+def _layer_rows(words: Tensor, layers: range, width: int) -> Tensor:
     """Return some layers of a part as elements of `width` words."""
     return words[layers.start : layers.stop].view(len(layers), -1, width)

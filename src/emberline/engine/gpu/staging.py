@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.engine.gpu.device import Device, Mark
+from emberline.engine.gpu.device import Device, DeviceEvent
 
-ALIGN = 128
-RING = 3
-MOST_VIEWS = 4096
+ALIGN_BYTES = 128
+RING_BUFFERS = 3
+MAX_CACHED_VIEWS = 4096
 DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -25,13 +25,13 @@ DTYPES = {
 }
 
 
-class Sheet:
+class StagedInputs:
     """One step's inputs. Arrays of equal shapes, put in the same order, get the same device addresses."""
 
-    def __init__(self, staging: Staging, turn: int) -> None:
-        self._staging, self._turn = staging, turn
-        self._host = staging.ring[turn]
-        self._bytes = staging.bytes[turn]
+    def __init__(self, staging: InputStaging, index: int) -> None:
+        self._staging, self._index = staging, index
+        self._host = staging.host_buffers[index]
+        self._bytes = staging.host_arrays[index]
         self._end = 0
 
     def put(self, values: np.ndarray) -> Tensor:
@@ -40,33 +40,33 @@ class Sheet:
         if end > len(self._bytes):  # only with penalties over very long texts, so an extra copy is acceptable
             return torch.from_numpy(values).to(self._staging.device.device)
         self._bytes[begin:end] = values.reshape(-1).view(np.uint8)
-        self._end = -(-end // ALIGN) * ALIGN
+        self._end = -(-end // ALIGN_BYTES) * ALIGN_BYTES
         return self._staging.view(begin, end, values.dtype, values.shape)
 
     def send(self) -> None:
         self._staging.device[: self._end].copy_(self._host[: self._end], non_blocking=True)
-        self._staging.sent(self._turn)
+        self._staging.mark_sent(self._index)
 
 
-class Staging:
+class InputStaging:
     def __init__(self, size: int, device: Device) -> None:
-        self._lane = device.lane
-        self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
-        self.ring = [device.pinned(size) for _ in range(RING)]
-        self.bytes = [host.numpy() for host in self.ring]
-        self._sent: list[Mark | None] = [None] * RING
-        self._next = 0
+        self._stream = device.step_stream
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
+        self.host_buffers = [device.allocate_pinned(size) for _ in range(RING_BUFFERS)]
+        self.host_arrays = [host.numpy() for host in self.host_buffers]
+        self._sent_events: list[DeviceEvent | None] = [None] * RING_BUFFERS
+        self._next_index = 0
         self._views: dict[tuple[object, ...], Tensor] = {}
 
-    def sheet(self) -> Sheet:
-        index = self._next
-        self._next = (index + 1) % RING
-        if (sent := self._sent[index]) is not None:
+    def new_inputs(self) -> StagedInputs:
+        index = self._next_index
+        self._next_index = (index + 1) % RING_BUFFERS
+        if (sent := self._sent_events[index]) is not None:
             sent.wait()  # has usually passed, unless the host is a whole ring ahead
-        return Sheet(self, index)
+        return StagedInputs(self, index)
 
-    def sent(self, turn: int) -> None:
-        self._sent[turn] = self._lane.mark()
+    def mark_sent(self, index: int) -> None:
+        self._sent_events[index] = self._stream.record_event()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
         """Return a part of the device's buffer.
@@ -75,11 +75,11 @@ class Staging:
         key = begin, dtype, shape
         found = self._views.get(key)
         if found is None:
-            if len(self._views) >= MOST_VIEWS:
+            if len(self._views) >= MAX_CACHED_VIEWS:
                 self._views.clear()
             found = self._views[key] = self.device[begin:end].view(DTYPES[dtype]).view(shape)
         return found
 
-    def forget(self) -> None:
+    def forget_views(self) -> None:
         """Drop the cached views, before the device's buffer moves."""
         self._views.clear()

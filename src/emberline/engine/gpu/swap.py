@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
-from emberline.core.events import Turns
+from emberline.core.events import SleepStats
 from emberline.engine.engine import Engine
-from emberline.engine.memory import FRACTION, RESERVE, MemoryPlan, gib
+from emberline.engine.memory import RESERVE_BYTES, USABLE_FRACTION, MemoryPlan, format_gib
 from emberline.kv.manager import KVManager
 
 if TYPE_CHECKING:
-    from emberline.engine.gpu.boot import Booted
+    from emberline.engine.gpu.boot import BootedGPUEngine
     from emberline.engine.gpu.runner import GPURunner
-    from emberline.models.sleep import Sleep
+    from emberline.models.sleep import SleepingMemory
 
 
-class Resident(Protocol):
+class SwappableModel(Protocol):
     """A model that can free its device memory. Before it is first woken it counts as asleep."""
 
     nbytes: int  # device memory while it is awake; 0 while it sleeps
@@ -48,55 +48,55 @@ class Resident(Protocol):
         ...
 
 
-class Sleeper:
+class SleepManager:
     def __init__(self, memory: int, clock: Clock | None = None) -> None:
         """`memory`: bytes for all models that are awake at the same time; see `model_memory`."""
         self.memory = memory
-        self.turns: dict[str, Turns] = {}
-        self.changed: set[str] = set()  # models that fell asleep or woke; the reader clears it
+        self.stats: dict[str, SleepStats] = {}
+        self.sleep_changes: set[str] = set()  # models that fell asleep or woke; the reader clears it
         self._clock = clock or SystemClock()
-        self._models: dict[str, Resident] = {}
-        self._awake: OrderedDict[str, float] = OrderedDict()  # time of waking; least recently used model first
+        self._models: dict[str, SwappableModel] = {}
+        self._awake_since: OrderedDict[str, float] = OrderedDict()  # time of waking; least recently used model first
 
     @property
-    def awake(self) -> tuple[str, ...]:
-        return tuple(self._awake)
+    def awake_models(self) -> tuple[str, ...]:
+        return tuple(self._awake_since)
 
-    def since(self, name: str) -> float | None:
+    def awake_since(self, name: str) -> float | None:
         """Return the time when a model woke; None if it sleeps."""
-        return self._awake.get(name)
+        return self._awake_since.get(name)
 
     @property
-    def used(self) -> int:
-        return sum(self._models[name].nbytes for name in self._awake)
+    def used_bytes(self) -> int:
+        return sum(self._models[name].nbytes for name in self._awake_since)
 
-    def add(self, name: str, resident: Resident) -> None:
+    def add(self, name: str, resident: SwappableModel) -> None:
         """Add a model, which sleeps at first. Raises ModelError if it needs more than all of the memory."""
         assert name not in self._models
         if resident.nbytes > self.memory:
             raise ModelError(
-                f"the model {name!r} needs {gib(resident.nbytes)} GiB; the GPU has {gib(self.memory)} GiB for models",
+                f"the model {name!r} needs {format_gib(resident.nbytes)} GiB; the GPU has {format_gib(self.memory)} GiB for models",
                 hint="lower --kv-memory or use a smaller model",
             )
         self._models[name] = resident
-        self.turns[name] = Turns()
+        self.stats[name] = SleepStats()
 
-    def use(self, name: str) -> None:
+    def ensure_awake(self, name: str) -> None:
         """Wake a model if it sleeps, putting idle ones to sleep, and make it the most recently used one.
 
         Raises Overloaded, before anything is changed, if models with open requests would have to sleep."""
         if name not in self._models:
             raise ModelNotFound(f"there is no model {name!r}", hint=f"available models: {' '.join(self._models)}")
-        if name not in self._awake:
-            for other in self._leaving(name):
+        if name not in self._awake_since:
+            for other in self._idle_models_to_sleep(name):
                 self._sleep(other)
             self._wake(name)
-        self._awake.move_to_end(name)
+        self._awake_since.move_to_end(name)
 
-    def in_the_way(self, name: str) -> list[str]:
+    def busy_models_to_sleep(self, name: str) -> list[str]:
         """Return the busy models that must sleep before this one can wake, least recently used first."""
-        missing, busy = self._missing(name), []
-        for other in sorted(self._awake, key=lambda other: not self._models[other].idle):
+        missing, busy = self._missing_bytes(name), []
+        for other in sorted(self._awake_since, key=lambda other: not self._models[other].idle):
             if missing <= 0:
                 break
             missing -= self._models[other].nbytes
@@ -104,158 +104,158 @@ class Sleeper:
                 busy.append(other)
         return busy
 
-    def _missing(self, name: str) -> int:
-        return 0 if name in self._awake else self.used + self._models[name].nbytes - self.memory
+    def _missing_bytes(self, name: str) -> int:
+        return 0 if name in self._awake_since else self.used_bytes + self._models[name].nbytes - self.memory
 
-    def _leaving(self, name: str) -> list[str]:
-        missing = self._missing(name)
+    def _idle_models_to_sleep(self, name: str) -> list[str]:
+        missing = self._missing_bytes(name)
         to_sleep = []
-        for other in self._awake:
+        for other in self._awake_since:
             if missing <= 0:
                 break
             if self._models[other].idle:
                 to_sleep.append(other)
                 missing -= self._models[other].nbytes
         if missing > 0:
-            busy = " ".join(other for other in self._awake if other not in to_sleep)
+            busy = " ".join(other for other in self._awake_since if other not in to_sleep)
             raise Overloaded(
-                f"the model {name!r} needs {gib(missing)} GiB more GPU memory; busy models use it: {busy}",
+                f"the model {name!r} needs {format_gib(missing)} GiB more GPU memory; busy models use it: {busy}",
                 hint="retry when their requests have ended",
             )
         return to_sleep
 
     def _sleep(self, name: str) -> None:
-        began, stats = self._clock.now(), self.turns[name]
+        began, stats = self._clock.now(), self.stats[name]
         stats.sleep_bytes += self._models[name].sleep()
-        del self._awake[name]
-        self.changed.add(name)
+        del self._awake_since[name]
+        self.sleep_changes.add(name)
         stats.sleeps += 1
         stats.sleep_seconds += self._clock.now() - began
 
     def _wake(self, name: str) -> None:
-        began, stats = self._clock.now(), self.turns[name]
+        began, stats = self._clock.now(), self.stats[name]
         stats.wake_bytes += self._models[name].wake()
-        self._awake[name] = self._clock.now()
-        self.changed.add(name)
+        self._awake_since[name] = self._clock.now()
+        self.sleep_changes.add(name)
         stats.wakes += 1
-        stats.wake_seconds += self._awake[name] - began
+        stats.wake_seconds += self._awake_since[name] - began
 
 
-class Swapped:
+class SwappedEngine:
     """A model whose engine is loaded when it first wakes, and has no device memory while it sleeps."""
 
-    def __init__(self, plan: MemoryPlan, boot: Callable[[], Booted]) -> None:
+    def __init__(self, plan: MemoryPlan, boot: Callable[[], BootedGPUEngine]) -> None:
         """`plan`: the memory plan that `boot` will use."""
-        self.nbytes = plan.fixed - plan.reserve + plan.kv_bytes
+        self.nbytes = plan.fixed_bytes - plan.reserve + plan.kv_bytes
         self._boot = boot
-        self._booted: Booted | None = None
-        self._slept: Sleep | None = None  # keeps the weights on the host while the model is awake too
-        self._awake = False
+        self._gpu_engine: BootedGPUEngine | None = None
+        self._sleep: SleepingMemory | None = None  # keeps the weights on the host while the model is awake too
+        self._is_awake = False
 
     @property
-    def booted(self) -> Booted:
-        assert self._booted is not None and self._awake, "the model sleeps"
-        return self._booted
+    def gpu_engine(self) -> BootedGPUEngine:
+        assert self._gpu_engine is not None and self._is_awake, "the model sleeps"
+        return self._gpu_engine
 
     @property
     def engine(self) -> Engine:
-        return self.booted.engine
+        return self.gpu_engine.engine
 
     @property
     def idle(self) -> bool:
-        return self._booted is None or self._booted.engine.idle
+        return self._gpu_engine is None or self._gpu_engine.engine.idle
 
     def wake(self) -> int:
-        assert not self._awake
+        assert not self._is_awake
         _empty_cache()  # memory that other models freed can then be allocated in any size
-        if self._booted is None:
-            self._booted = _booted(self._boot)
-            plan = self._booted.plan
-            assert plan.fixed - plan.reserve + plan.kv_bytes <= self.nbytes, "the engine has another memory plan"
-            copied = self._booted.runner.model.weight_bytes
+        if self._gpu_engine is None:
+            self._gpu_engine = _boot_or_clean_up(self._boot)
+            plan = self._gpu_engine.plan
+            assert plan.fixed_bytes - plan.reserve + plan.kv_bytes <= self.nbytes, "the engine has another memory plan"
+            copied = self._gpu_engine.runner.model.weight_bytes
         else:
-            assert self._slept is not None
-            wake_runner(self._slept)
-            copied = self._slept.copied_bytes
-        self._awake = True
+            assert self._sleep is not None
+            wake_runner(self._sleep)
+            copied = self._sleep.copied_bytes
+        self._is_awake = True
         return copied
 
     def sleep(self) -> int:
-        assert self._booted is not None and self._awake and self.idle
-        first = self._slept is None
-        self._slept = sleep_runner(self._booted.runner, self._slept)
-        forget_prefixes(self._booted.engine)
-        self._awake = False
-        return self._slept.copied_bytes if first else 0
+        assert self._gpu_engine is not None and self._is_awake and self.idle
+        first = self._sleep is None
+        self._sleep = sleep_runner(self._gpu_engine.runner, self._sleep)
+        reset_prefix_cache(self._gpu_engine.engine)
+        self._is_awake = False
+        return self._sleep.copied_bytes if first else 0
 
     def close(self) -> None:
         """Free its weights on the host. It cannot be used again."""
-        if self._slept is not None:
-            self._slept.close()
-        self._booted, self._slept, self._awake = None, None, False
+        if self._sleep is not None:
+            self._sleep.close()
+        self._gpu_engine, self._sleep, self._is_awake = None, None, False
 
 
-def room(total: int) -> int:
+def model_memory(total: int) -> int:
     """Return the bytes of a device for models.
 
     All models share one reserve, also for what remains of sleeping ones (compiled kernels, workspaces of libraries)."""
-    return int(total * FRACTION) - RESERVE
+    return int(total * USABLE_FRACTION) - RESERVE_BYTES
 
 
-def shared_kv(plans: Collection[MemoryPlan], memory: int) -> int | None:
+def equal_kv_share(plans: Collection[MemoryPlan], memory: int) -> int | None:
     """Return the KV cache bytes of each model if all are awake together: equal shares of the free memory.
 
     Return None if a share could not hold a full context of some model: then it is better that some models sleep."""
-    part = (memory - sum(plan.fixed - plan.reserve for plan in plans)) // len(plans)
+    part = (memory - sum(plan.fixed_bytes - plan.reserve for plan in plans)) // len(plans)
     fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
     return part if fits else None
 
 
-def sleep_runner(runner: GPURunner, slept: Sleep | None = None) -> Sleep:
+def sleep_runner(runner: GPURunner, previous: SleepingMemory | None = None) -> SleepingMemory:
     """Free the device memory of a runner whose results were all read.
 
     `previous`: what its last sleep returned."""
     from torch import Tensor
 
-    from emberline.models.sleep import every, sleep
+    from emberline.models.sleep import iter_instances, sleep
 
     _forget_addresses(runner)
-    if slept is None:
-        return sleep(every(Tensor, runner.model), zeroed=runner.buffers())
-    slept.again()
-    return slept
+    if previous is None:
+        return sleep(iter_instances(Tensor, runner.model), zeroed=runner.device_buffers())
+    previous.sleep_again()
+    return previous
 
 
-def wake_runner(slept: Sleep) -> None:
+def wake_runner(slept: SleepingMemory) -> None:
     """Restore a runner's device memory, without captured steps and cached blocks.
 
     Frees all if memory runs out."""
     try:
         slept.wake(keep=True)
     except BaseException:
-        slept.again()
+        slept.sleep_again()
         raise
 
 
-def forget_prefixes(engine: Engine) -> None:
+def reset_prefix_cache(engine: Engine) -> None:
     assert engine.idle
     old = engine.kv
     kv = KVManager(
-        old.total,
+        old.num_blocks,
         old.block_size,
         engine.runner.layout,
         prefix_cache=old.prefix_cache,
         clock=engine.clock,
-        load_timeout=engine.config.load_timeout,
+        load_timeout_s=engine.config.load_timeout,
         tiers=old.tiers,
     )
-    kv.queries, kv.hits = old.queries, old.hits  # counters must not decrease
-    if old.watched:
-        kv.watch()
+    kv.queried_tokens, kv.hit_tokens = old.queried_tokens, old.hit_tokens  # counters must not decrease
+    if old.is_tracking_prefixes:
+        kv.track_prefix_changes()
     engine.kv = engine.scheduler.kv = kv
 
 
-def _booted(boot: Callable[[], Booted]) -> Booted:
+def _boot_or_clean_up(boot: Callable[[], BootedGPUEngine]) -> BootedGPUEngine:
     try:
         return boot()
     except BaseException as error:
@@ -281,9 +281,9 @@ def _empty_cache() -> None:
 
 
 def _forget_addresses(runner: GPURunner) -> None:
-    from emberline.kernels.cuda.linear import Weight
-    from emberline.models.sleep import every
+    from emberline.kernels.cuda.linear import BF16Weight
+    from emberline.models.sleep import iter_instances
 
-    runner.forget()
-    for weight in every(Weight, runner.model):
-        weight.forget()
+    runner.forget_addresses()
+    for weight in iter_instances(BF16Weight, runner.model):
+        weight.forget_tensor_maps()

@@ -19,56 +19,56 @@ import msgspec
 from emberline.api.errors import openai_error
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
 from emberline.gateway.admin import gateways
-from emberline.gateway.admin.ask import Ask, named
-from emberline.gateway.admin.audit import AuditDesk
-from emberline.gateway.admin.catalogue import CatalogueDesk
-from emberline.gateway.admin.cloudflare import CloudflareDesk, envelope, error_envelope
-from emberline.gateway.admin.cloudflare_datasets import Datasets
-from emberline.gateway.admin.cloudflare_providers import CloudflareProviders
-from emberline.gateway.admin.cloudflare_routes import CloudflareRoutes
-from emberline.gateway.admin.desk import Desk
-from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.keys import KeyDesk, ProviderKeyDesk
-from emberline.gateway.admin.logquery import gathered, unknown
-from emberline.gateway.admin.logs import LogDesk
-from emberline.gateway.admin.openapi import document
-from emberline.gateway.admin.routes import RouteDesk
-from emberline.gateway.admin.spent import SpentDesk
+from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.admin.admin_request import AdminRequest, check_name
+from emberline.gateway.admin.audit import AuditEndpoints
+from emberline.gateway.admin.budget_usage import BudgetUsageEndpoints
+from emberline.gateway.admin.catalogue import CatalogueEndpoints
+from emberline.gateway.admin.cloudflare import CloudflareEndpoints, error_envelope, success_envelope
+from emberline.gateway.admin.cloudflare_datasets import DatasetEndpoints
+from emberline.gateway.admin.cloudflare_providers import CloudflareProviderEndpoints
+from emberline.gateway.admin.cloudflare_routes import CloudflareRouteEndpoints
+from emberline.gateway.admin.endpoint import AdminEndpoint
+from emberline.gateway.admin.keys import KeyEndpoints, ProviderKeyEndpoints
+from emberline.gateway.admin.log_query import join_filter_parameters, unknown_parameter
+from emberline.gateway.admin.logs import LogEndpoints
+from emberline.gateway.admin.openapi import openapi_document
+from emberline.gateway.admin.routes import RouteEndpoints
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.keys.identity import Identity
 
 log = logging.getLogger("emberline.gateway.admin")
 
-CLIENT = "/client/v4"  # optional prefix of the paths that Cloudflare's clients use
-MOST_PARAMETERS = 64
+CLOUDFLARE_PREFIX = "/client/v4"  # optional prefix of the paths that Cloudflare's clients use
+MAX_QUERY_PARAMETERS = 64
 _ADMIN_PATH = re.compile(r"/admin/|/accounts/[^/]+/ai-gateway(/|$)")  # other paths of an account are inference
 
 
-class Admin:
-    def __init__(self, context: Desk, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
-        self._logs = LogDesk(context)
+class AdminAPI:
+    def __init__(self, context: AdminContext, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
+        self._logs = LogEndpoints(context)
         self._endpoints = [
-            Endpoint("GET", "/admin/openapi.json", "This document", self._document),
+            AdminEndpoint("GET", "/admin/openapi.json", "This document", self._document),
             *gateways.endpoints(context),
-            *SpentDesk(context).endpoints(),
-            *KeyDesk(context).endpoints(),
-            *ProviderKeyDesk(context).endpoints(),
-            *CatalogueDesk(context, catalogue or CatalogueFiles()).endpoints(),
-            *RouteDesk(context).endpoints(),
+            *BudgetUsageEndpoints(context).endpoints(),
+            *KeyEndpoints(context).endpoints(),
+            *ProviderKeyEndpoints(context).endpoints(),
+            *CatalogueEndpoints(context, catalogue or CatalogueFiles()).endpoints(),
+            *RouteEndpoints(context).endpoints(),
             *self._logs.endpoints(),
-            *AuditDesk(context).endpoints(),
-            *CloudflareDesk(context).endpoints(),
-            *CloudflareRoutes(context).endpoints(),
-            *CloudflareProviders(context).endpoints(),
-            *Datasets(context).endpoints(),
+            *AuditEndpoints(context).endpoints(),
+            *CloudflareEndpoints(context).endpoints(),
+            *CloudflareRouteEndpoints(context).endpoints(),
+            *CloudflareProviderEndpoints(context).endpoints(),
+            *DatasetEndpoints(context).endpoints(),
         ]
-        self._openapi = document(self._endpoints, version)
+        self._openapi = openapi_document(self._endpoints, version)
 
     @staticmethod
-    def owns(path: str) -> bool:
+    def handles_path(path: str) -> bool:
         """Return whether a path, still percent-encoded, belongs to this API."""
-        return _ADMIN_PATH.match(path.removeprefix(CLIENT)) is not None
+        return _ADMIN_PATH.match(path.removeprefix(CLOUDFLARE_PREFIX)) is not None
 
     async def handle(
         self, method: str, path: str, query: str, body: bytes, identity: Identity, origin: str = ""
@@ -77,14 +77,14 @@ class Admin:
 
         `origin`: scheme and host by which the caller reached the gateway.
         """
-        path = path.removeprefix(CLIENT)
+        path = path.removeprefix(CLOUDFLARE_PREFIX)
         is_cloudflare = path.startswith("/accounts/")
         try:
             endpoint, request = self._read_request(method, path, query, body, identity)
-            if endpoint.lines:
+            if endpoint.is_export:
                 raise InvalidRequest(f"{path[:200]} is an export and answers with JSON lines, not with JSON")
             result = await endpoint.handle(replace(request, origin=origin))
-            return endpoint.status, msgspec.to_builtins(envelope(result) if is_cloudflare else result)
+            return endpoint.status, msgspec.to_builtins(success_envelope(result) if is_cloudflare else result)
         except Exception as e:
             if not isinstance(e, EmberlineError):
                 log.exception("Management request failed with an internal error: method=%s path=%s", method, path)
@@ -94,23 +94,23 @@ class Admin:
                 )
             return e.status, error_envelope(e) if is_cloudflare else openai_error(e).body
 
-    def exports(self, method: str, path: str) -> bool:
+    def is_export(self, method: str, path: str) -> bool:
         """Return whether the endpoint answers with JSON lines, so that `export` must be called."""
-        return any(e.lines and e.method == method and e.match(path) is not None for e in self._endpoints)
+        return any(e.is_export and e.method == method and e.match(path) is not None for e in self._endpoints)
 
     def export(self, method: str, path: str, query: str, identity: Identity) -> AsyncIterator[bytes]:
         """Return the lines of an export. Raise EmberlineError at once if the request is invalid or forbidden."""
         _, request = self._read_request(method, path, query, b"", identity)
-        return self._logs.lines(request)
+        return self._logs.export_lines(request)
 
     def _read_request(
         self, method: str, path: str, query: str, body: bytes, identity: Identity
-    ) -> tuple[Endpoint, Ask]:
+    ) -> tuple[AdminEndpoint, AdminRequest]:
         endpoint, path_parameters = self._find_endpoint(method, path)
         if "account" in path_parameters:
-            _check_access(identity, named(path_parameters["account"], "account"))
-        request = Ask(identity, path_parameters, _read_query(query), body)
-        if name := unknown(request.query, endpoint.query):
+            _check_access(identity, check_name(path_parameters["account"], "account"))
+        request = AdminRequest(identity, path_parameters, _read_query(query), body)
+        if name := unknown_parameter(request.query, endpoint.query):
             known = ", ".join(endpoint.query)
             raise InvalidRequest(
                 f"unknown query parameter {name[:80]!r} of {method} {path[:200]}",
@@ -121,7 +121,7 @@ class Admin:
             raise InvalidRequest(f"{method} {path[:200]} takes no body", hint="send the request without a body")
         return endpoint, request
 
-    def _find_endpoint(self, method: str, path: str) -> tuple[Endpoint, dict[str, str]]:
+    def _find_endpoint(self, method: str, path: str) -> tuple[AdminEndpoint, dict[str, str]]:
         methods = []
         for endpoint in self._endpoints:
             if (path_parameters := endpoint.match(path)) is not None:
@@ -133,7 +133,7 @@ class Admin:
             raise MethodNotAllowed(f"{path[:200]} takes {allowed}, not {method[:20]}", allowed=allowed)
         raise NotFound(f"the management API has no path {path[:200]!r}", hint="GET /admin/openapi.json lists all paths")
 
-    async def _document(self, request: Ask) -> dict[str, Any]:
+    async def _document(self, request: AdminRequest) -> dict[str, Any]:
         return self._openapi
 
 
@@ -143,7 +143,7 @@ def _check_access(identity: Identity, account: str) -> None:
         raise Unauthorized(
             "the management API requires an admin key and the request has none", hint="send Authorization: Bearer KEY"
         )
-    if not identity.admin:
+    if not identity.is_admin:
         raise Forbidden(
             f"key {identity.name!r} may not use the management API: it does not have the scope admin",
             hint="use an admin key, or add the scope admin to this one",
@@ -157,11 +157,11 @@ def _check_access(identity: Identity, account: str) -> None:
 
 def _read_query(query: str) -> dict[str, str]:
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_PARAMETERS, errors="strict")
+        pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MAX_QUERY_PARAMETERS, errors="strict")
     except ValueError as e:
         raise InvalidRequest(f"the URL's query is invalid: {e}") from e
     parameters: dict[str, str] = {}
-    for name, value in gathered(pairs):
+    for name, value in join_filter_parameters(pairs):
         if name in parameters:
             raise InvalidRequest(
                 f"query parameter {name[:80]!r} is given twice",

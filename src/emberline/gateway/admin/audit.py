@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
-from emberline.gateway.admin.ask import Ask
-from emberline.gateway.admin.desk import MOST, PAGE, Desk
-from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.shapes import AuditView
-from emberline.gateway.admin.shelf import Listing
+from emberline.gateway.admin.admin_context import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, AdminContext
+from emberline.gateway.admin.admin_request import AdminRequest
+from emberline.gateway.admin.document_endpoints import Listing
+from emberline.gateway.admin.endpoint import AdminEndpoint
+from emberline.gateway.admin.schemas import AuditView
 
 
-class AuditDesk:
-    def __init__(self, context: Desk) -> None:
+class AuditEndpoints:
+    def __init__(self, context: AdminContext) -> None:
         self._context = context
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[AdminEndpoint]:
         path, query = "/admin/accounts/{account}/audit", ("before", "limit")
         summary = "Audit log: changes and the keys that made them, newest first"
-        return [Endpoint("GET", path, summary, self.list, reply=Listing, query=query)]
+        return [AdminEndpoint("GET", path, summary, self.list, reply=Listing, query=query)]
 
-    async def list(self, request: Ask) -> Listing:
-        limit = request.number("limit", PAGE, 1, MOST)
-        before = request.number("before", 0, 0, 2**53)
+    async def list(self, request: AdminRequest) -> Listing:
+        limit = request.int_parameter("limit", DEFAULT_PAGE_SIZE, 1, MAX_PAGE_SIZE)
+        before = request.int_parameter("before", 0, 0, 2**53)
         found = await self._context.store.audits(request.account, before=before, limit=limit + 1)
         views = [
             AuditView(

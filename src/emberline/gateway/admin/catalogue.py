@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.admin.ask import Ask
-from emberline.gateway.admin.desk import MOST, PAGE, Desk
-from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.shelf import Listing
-from emberline.gateway.costs.catalogue import CatalogueFiles, Model
-from emberline.gateway.keys.vault import Place
-from emberline.gateway.providers.registry import KNOWN
+from emberline.gateway.admin.admin_context import DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE, AdminContext
+from emberline.gateway.admin.admin_request import AdminRequest
+from emberline.gateway.admin.document_endpoints import Listing
+from emberline.gateway.admin.endpoint import AdminEndpoint
+from emberline.gateway.costs.catalogue import CatalogueFiles, CatalogueModel
+from emberline.gateway.keys.provider_key_vault import ProviderKeyID
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 
 
 class KnownProvider(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class KnownProvider(msgspec.Struct, frozen=True, kw_only=True):
     speaks: list[str]  # dialects
 
 
-class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogueModelView(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # provider/model
     kind: str  # chat, embedding
     price: Any  # in micro-dollars per million tokens; null: unknown
@@ -33,22 +33,32 @@ class CatalogueModel(msgspec.Struct, frozen=True, kw_only=True):
     as_of: str
 
 
-class CatalogueDesk:
-    def __init__(self, context: Desk, catalogue: CatalogueFiles) -> None:
+class CatalogueEndpoints:
+    def __init__(self, context: AdminContext, catalogue: CatalogueFiles) -> None:
         self._context = context
         self._catalogue = catalogue
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[AdminEndpoint]:
         base, page = "/admin/accounts/{account}", ("after", "limit")
         return [
-            Endpoint("GET", f"{base}/providers", "List known providers", self.providers, reply=Listing, query=page),
-            Endpoint(
-                "GET", f"{base}/catalogue", "List the price catalogue's models", self.models, reply=Listing, query=page
+            AdminEndpoint(
+                "GET", f"{base}/providers", "List known providers", self.list_providers, reply=Listing, query=page
+            ),
+            AdminEndpoint(
+                "GET",
+                f"{base}/catalogue",
+                "List the price catalogue's models",
+                self.list_models,
+                reply=Listing,
+                query=page,
             ),
         ]
 
-    async def providers(self, request: Ask) -> Listing:
-        keys = {Place.of(document).provider for document in await self._context.all("provider_key", request.account)}
+    async def list_providers(self, request: AdminRequest) -> Listing:
+        keys = {
+            ProviderKeyID.of_document(document).provider
+            for document in await self._context.list_all("provider_key", request.account)
+        }
         return _page(
             request,
             {
@@ -59,24 +69,24 @@ class CatalogueDesk:
                     has_key=slug in keys,
                     speaks=sorted(known.paths),
                 )
-                for slug, known in KNOWN.items()
+                for slug, known in PROVIDERS_BY_SLUG.items()
             },
         )
 
-    async def models(self, request: Ask) -> Listing:
+    async def list_models(self, request: AdminRequest) -> Listing:
         return _page(
             request, {f"{model.provider}/{model.name}": _row(model) for model in self._catalogue.current.models()}
         )
 
 
-def _page(request: Ask, rows: dict[str, Any]) -> Listing:
-    limit, after = request.number("limit", PAGE, 1, MOST), request.query.get("after", "")
+def _page(request: AdminRequest, rows: dict[str, Any]) -> Listing:
+    limit, after = request.int_parameter("limit", DEFAULT_PAGE_SIZE, 1, MAX_PAGE_SIZE), request.query.get("after", "")
     left = sorted(id for id in rows if id > after)
     return Listing([rows[id] for id in left[:limit]], left[limit - 1] if len(left) > limit else "")
 
 
-def _row(model: Model) -> CatalogueModel:
-    return CatalogueModel(
+def _row(model: CatalogueModel) -> CatalogueModelView:
+    return CatalogueModelView(
         id=f"{model.provider}/{model.name}",
         kind=model.kind,
         price=model.price,

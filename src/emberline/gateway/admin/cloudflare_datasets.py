@@ -11,95 +11,95 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.admin import logquery
-from emberline.gateway.admin.ask import Ask, decoded
-from emberline.gateway.admin.cloudflare import PAGES, ROOT, Paged, iso, numbered
-from emberline.gateway.admin.desk import Desk, changed
-from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.gateways import Gateways
-from emberline.gateway.admin.shapes import Label, Strict
+from emberline.gateway.admin import log_query
+from emberline.gateway.admin.admin_context import AdminContext, with_body
+from emberline.gateway.admin.admin_request import AdminRequest, decode_json
+from emberline.gateway.admin.cloudflare import PAGE_PARAMETERS, ROOT, PagedResult, paged_result, to_iso_time
+from emberline.gateway.admin.endpoint import AdminEndpoint
+from emberline.gateway.admin.gateways import GatewayEndpoints
+from emberline.gateway.admin.schemas import Label, StrictStruct
 from emberline.gateway.store.base import Document
 
 Json = dict[str, Any]
 
 
-class DatasetWish(Strict, frozen=True, kw_only=True):
+class DatasetSpec(StrictStruct, frozen=True, kw_only=True):
     name: Label
     enable: bool
-    filters: list[logquery.Asked]
+    filters: list[log_query.CloudflareFilter]
 
 
-class Dataset(DatasetWish, frozen=True, kw_only=True):
+class Dataset(DatasetSpec, frozen=True, kw_only=True):
     created: int  # ms since 1970
 
 
-class Datasets:
-    def __init__(self, context: Desk) -> None:
+class DatasetEndpoints:
+    def __init__(self, context: AdminContext) -> None:
         self._context = context
-        self._gateways = Gateways(context)
+        self._gateways = GatewayEndpoints(context)
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[AdminEndpoint]:
         many = f"{ROOT}/gateways/{{gateway}}/datasets"
         one = many + "/{dataset}"
-        list_query = (*PAGES, "enable", "name", "search")
+        list_query = (*PAGE_PARAMETERS, "enable", "name", "search")
         endpoints = [
-            Endpoint("GET", many, "List a gateway's datasets", self.list, query=list_query),
-            Endpoint("POST", many, "Create a dataset", self.create, DatasetWish),
-            Endpoint("GET", one, "Get a dataset", self.get),
-            Endpoint("PUT", one, "Replace a dataset", self.put, DatasetWish),
-            Endpoint("DELETE", one, "Delete a dataset; the log records stay", self.delete),
+            AdminEndpoint("GET", many, "List a gateway's datasets", self.list, query=list_query),
+            AdminEndpoint("POST", many, "Create a dataset", self.create, DatasetSpec),
+            AdminEndpoint("GET", one, "Get a dataset", self.get),
+            AdminEndpoint("PUT", one, "Replace a dataset", self.put, DatasetSpec),
+            AdminEndpoint("DELETE", one, "Delete a dataset; the log records stay", self.delete),
         ]
-        return [replace(each, cloudflare=True) for each in endpoints]
+        return [replace(each, uses_cloudflare_envelope=True) for each in endpoints]
 
-    async def list(self, request: Ask) -> Paged:
+    async def list(self, request: AdminRequest) -> PagedResult:
         gateway = (await self._gateways.get(request)).id
-        documents = await self._context.all("dataset", request.account)
+        documents = await self._context.list_all("dataset", request.account)
         views = [_view(each) for each in documents if each.id.startswith(f"{gateway}/")]
-        if (enable := request.flag("enable")) is not None:
+        if (enable := request.bool_parameter("enable")) is not None:
             views = [each for each in views if each["enable"] == enable]
         if name := request.query.get("name"):
             views = [each for each in views if each["name"] == name]
         search = request.query.get("search", "").lower()
-        return numbered(request, [each for each in views if search in _searchable_text(each)])
+        return paged_result(request, [each for each in views if search in _searchable_text(each)])
 
-    async def get(self, request: Ask) -> Json:
-        return _view(await self.document(request, request.parts["dataset"]))
+    async def get(self, request: AdminRequest) -> Json:
+        return _view(await self.get_document(request, request.path_parameters["dataset"]))
 
-    async def create(self, request: Ask) -> Json:
+    async def create(self, request: AdminRequest) -> Json:
         gateway, spec = (await self._gateways.get(request)).id, _read_spec(request)
         document = Document("dataset", request.account, f"{gateway}/{uuid.uuid4().hex}", b"")
-        return await self._save(request, document, spec, self._context.now())
+        return await self._save(request, document, spec, self._context.now_ms())
 
-    async def put(self, request: Ask) -> Json:
-        old, spec = await self.document(request, request.parts["dataset"]), _read_spec(request)
-        return await self._save(request, old, spec, decoded(old.body, Dataset).created)
+    async def put(self, request: AdminRequest) -> Json:
+        old, spec = await self.get_document(request, request.path_parameters["dataset"]), _read_spec(request)
+        return await self._save(request, old, spec, decode_json(old.body, Dataset).created)
 
-    async def delete(self, request: Ask) -> Json:
-        old = await self.document(request, request.parts["dataset"])
-        await self._context.change(request, "dataset.delete", old.id, delete=[old], before=_view(old))
+    async def delete(self, request: AdminRequest) -> Json:
+        old = await self.get_document(request, request.path_parameters["dataset"])
+        await self._context.commit(request, "dataset.delete", old.id, delete=[old], before=_view(old))
         return _view(old)
 
-    async def document(self, request: Ask, id: str) -> Document:
+    async def get_document(self, request: AdminRequest, id: str) -> Document:
         gateway = (await self._gateways.get(request)).id
-        return await self._context.found("dataset", request.account, f"{gateway}/{id}")
+        return await self._context.get_document("dataset", request.account, f"{gateway}/{id}")
 
-    async def _save(self, request: Ask, old: Document, spec: DatasetWish, created: int) -> Json:
-        new = changed(old, Dataset(**msgspec.structs.asdict(spec), created=created))
-        view = _view(replace(new, updated=self._context.now()))
+    async def _save(self, request: AdminRequest, old: Document, spec: DatasetSpec, created: int) -> Json:
+        new = with_body(old, Dataset(**msgspec.structs.asdict(spec), created=created))
+        view = _view(replace(new, updated=self._context.now_ms()))
         before = _view(old) if old.version else None
         action = f"dataset.{'update' if old.version else 'create'}"
-        await self._context.change(request, action, old.id, put=[new], before=before, after=view)
+        await self._context.commit(request, action, old.id, put=[new], before=before, after=view)
         return view
 
 
-def _read_spec(request: Ask) -> DatasetWish:
-    spec = request.read(DatasetWish)
-    logquery.check(spec.filters)
+def _read_spec(request: AdminRequest) -> DatasetSpec:
+    spec = request.decode_body(DatasetSpec)
+    log_query.check_filters(spec.filters)
     return spec
 
 
 def _view(document: Document) -> Json:
-    found = decoded(document.body, Dataset)
+    found = decode_json(document.body, Dataset)
     gateway, _, id = document.id.partition("/")
     return {
         "id": id,
@@ -107,8 +107,8 @@ def _view(document: Document) -> Json:
         "name": found.name,
         "enable": found.enable,
         "filters": msgspec.to_builtins(found.filters),
-        "created_at": iso(found.created),
-        "modified_at": iso(document.updated),
+        "created_at": to_iso_time(found.created),
+        "modified_at": to_iso_time(document.updated),
     }
 
 

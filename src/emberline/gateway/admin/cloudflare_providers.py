@@ -11,25 +11,32 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.admin.ask import Ask, named
-from emberline.gateway.admin.cloudflare import PAGES, ROOT, Paged, iso, numbered, with_parts
-from emberline.gateway.admin.desk import Desk
-from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.gateways import Gateways
-from emberline.gateway.admin.keys import ProviderKeyDesk, provider_key_view
-from emberline.gateway.admin.shapes import ProviderKeyView, ProviderKeyWish, Strict
-from emberline.gateway.checked import CUSTOM
+from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.admin.admin_request import AdminRequest, check_name
+from emberline.gateway.admin.cloudflare import (
+    PAGE_PARAMETERS,
+    ROOT,
+    PagedResult,
+    paged_result,
+    to_iso_time,
+    with_path_parameters,
+)
+from emberline.gateway.admin.endpoint import AdminEndpoint
+from emberline.gateway.admin.gateways import GatewayEndpoints
+from emberline.gateway.admin.keys import ProviderKeyEndpoints, provider_key_view
+from emberline.gateway.admin.schemas import ProviderKeySpec, ProviderKeyView, StrictStruct
 from emberline.gateway.errors import ProviderNotFound
-from emberline.gateway.keys.secrets import DEFAULT_ALIAS
-from emberline.gateway.providers.registry import KNOWN
+from emberline.gateway.keys.provider_keys import DEFAULT_ALIAS
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 from emberline.gateway.routes.universal import COMPAT
-from emberline.gateway.settings import Settings
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.settings_checks import CUSTOM_PREFIX
 
 Json = dict[str, Any]
-HIDDEN = "****"  # preview of a key, which is stored encrypted
+MASKED_SECRET = "****"  # preview of a key, which is stored encrypted
 
 
-class ProviderConfigWish(Strict, frozen=True, kw_only=True):
+class ProviderConfigSpec(StrictStruct, frozen=True, kw_only=True):
     alias: str
     default_config: bool
     provider_slug: str
@@ -39,34 +46,36 @@ class ProviderConfigWish(Strict, frozen=True, kw_only=True):
     rate_limit_period: Literal[0] | None = None
 
 
-class CloudflareProviders:
-    def __init__(self, context: Desk) -> None:
+class CloudflareProviderEndpoints:
+    def __init__(self, context: AdminContext) -> None:
         self._context = context
-        self._gateways = Gateways(context)
-        self._keys = ProviderKeyDesk(context)
+        self._gateways = GatewayEndpoints(context)
+        self._keys = ProviderKeyEndpoints(context)
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[AdminEndpoint]:
         gateway = f"{ROOT}/gateways/{{gateway}}"
         configs = f"{gateway}/provider_configs"
         endpoints = [
-            Endpoint("GET", configs, "List stored provider keys, without secrets", self.configs, query=PAGES),
-            Endpoint("POST", configs, "Store a provider key, encrypted", self.create_config, ProviderConfigWish),
-            Endpoint("GET", f"{gateway}/url/{{provider}}", "Get the base URL of a provider's paths", self.url),
+            AdminEndpoint(
+                "GET", configs, "List stored provider keys, without secrets", self.list_configs, query=PAGE_PARAMETERS
+            ),
+            AdminEndpoint("POST", configs, "Store a provider key, encrypted", self.create_config, ProviderConfigSpec),
+            AdminEndpoint("GET", f"{gateway}/url/{{provider}}", "Get the base URL of a provider's paths", self.get_url),
         ]
-        return [replace(each, cloudflare=True) for each in endpoints]
+        return [replace(each, uses_cloudflare_envelope=True) for each in endpoints]
 
-    async def configs(self, request: Ask) -> Paged:
+    async def list_configs(self, request: AdminRequest) -> PagedResult:
         await self._gateways.get(request)
-        found = [provider_key_view(each) for each in await self._context.all("provider_key", request.account)]
-        return numbered(request, [_config_view(request, each) for each in found])
+        found = [provider_key_view(each) for each in await self._context.list_all("provider_key", request.account)]
+        return paged_result(request, [_config_view(request, each) for each in found])
 
-    async def create_config(self, request: Ask) -> Json:
+    async def create_config(self, request: AdminRequest) -> Json:
         """Store a provider key. With default_config it is also stored under the alias `default`.
 
         Requests that name no alias use the alias `default`.
         """
-        settings: Settings = (await self._gateways.get(request)).value
-        spec = request.read(ProviderConfigWish)
+        settings: GatewaySettings = (await self._gateways.get(request)).value
+        spec = request.decode_body(ProviderConfigSpec)
         await self._check_provider(request, spec.provider_slug, settings)
         if spec.alias == DEFAULT_ALIAS and not spec.default_config:
             hint = "use another alias, or set default_config to true"
@@ -76,37 +85,41 @@ class CloudflareProviders:
                 param="default_config",
                 hint=hint,
             )
-        key = ProviderKeyWish(secret=spec.secret)
-        aliases = [named(spec.alias, "alias"), *([DEFAULT_ALIAS] if spec.default_config else [])]
+        key = ProviderKeySpec(secret=spec.secret)
+        aliases = [check_name(spec.alias, "alias"), *([DEFAULT_ALIAS] if spec.default_config else [])]
         for alias in dict.fromkeys(aliases):
-            stored = await self._keys.put(with_parts(request, {"provider": spec.provider_slug, "alias": alias}, key))
+            stored = await self._keys.put(
+                with_path_parameters(request, {"provider": spec.provider_slug, "alias": alias}, key)
+            )
         return {**_config_view(request, stored), "alias": spec.alias, "default_config": spec.default_config}
 
-    async def url(self, request: Ask) -> str:
-        settings: Settings = (await self._gateways.get(request)).value
-        provider = request.parts["provider"]
+    async def get_url(self, request: AdminRequest) -> str:
+        settings: GatewaySettings = (await self._gateways.get(request)).value
+        provider = request.path_parameters["provider"]
         if provider != COMPAT:
             await self._check_provider(request, provider, settings)
-        return f"{request.origin}/v1/{request.account}/{request.parts['gateway']}/{provider}"
+        return f"{request.origin}/v1/{request.account}/{request.path_parameters['gateway']}/{provider}"
 
-    async def _check_provider(self, request: Ask, slug: str, settings: Settings) -> None:
-        custom = {f"{CUSTOM}{each.id}" for each in await self._context.all("custom_provider", request.account)}
-        known = {*KNOWN, *settings.providers, *custom}
+    async def _check_provider(self, request: AdminRequest, slug: str, settings: GatewaySettings) -> None:
+        custom = {
+            f"{CUSTOM_PREFIX}{each.id}" for each in await self._context.list_all("custom_provider", request.account)
+        }
+        known = {*PROVIDERS_BY_SLUG, *settings.providers, *custom}
         if slug not in known:
             raise ProviderNotFound(
                 f"unknown provider {slug[:80]!r}", hint=f"known providers: {', '.join(sorted(known))}"
             )
 
 
-def _config_view(request: Ask, key: ProviderKeyView) -> Json:
+def _config_view(request: AdminRequest, key: ProviderKeyView) -> Json:
     id = f"{key.provider}/{key.alias}"
     return {
         "id": id,
         "alias": key.alias,
         "default_config": key.alias == DEFAULT_ALIAS,
-        "gateway_id": request.parts["gateway"],
-        "modified_at": iso(key.created),
+        "gateway_id": request.path_parameters["gateway"],
+        "modified_at": to_iso_time(key.created),
         "provider_slug": key.provider,
         "secret_id": id,
-        "secret_preview": HIDDEN,
+        "secret_preview": MASKED_SECRET,
     }

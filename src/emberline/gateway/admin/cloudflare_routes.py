@@ -14,144 +14,169 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import NotFound
-from emberline.gateway.admin.ask import Ask, converted, decoded, named
-from emberline.gateway.admin.cloudflare import PAGES, ROOT, Beside, iso, page_of, with_parts
-from emberline.gateway.admin.desk import Desk
-from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.routes import RouteDesk, route_of, version_id
-from emberline.gateway.admin.shapes import Deploy, Deployment, Route, RouteVersion, RouteWish, Strict
+from emberline.gateway.admin.admin_context import AdminContext
+from emberline.gateway.admin.admin_request import AdminRequest, check_name, convert_value, decode_json
+from emberline.gateway.admin.cloudflare import (
+    PAGE_PARAMETERS,
+    ROOT,
+    NamedResult,
+    page_parameters,
+    to_iso_time,
+    with_path_parameters,
+)
+from emberline.gateway.admin.endpoint import AdminEndpoint
+from emberline.gateway.admin.routes import RouteEndpoints, decode_route, version_document_id
+from emberline.gateway.admin.schemas import (
+    Deployment,
+    DeployRequest,
+    RouteSpec,
+    RouteVersion,
+    StoredRoute,
+    StrictStruct,
+)
 from emberline.gateway.errors import Conflict
 from emberline.gateway.routes.graph import Element
 from emberline.gateway.store.base import Document
 
 Json = dict[str, Any]
-ORDER = {"order_by": "created_at", "order_by_direction": "desc"}
+SORT_ORDER = {"order_by": "created_at", "order_by_direction": "desc"}
 # Names of types and properties in Cloudflare's SDK -> names in Cloudflare's documentation, which are used here.
 _TYPES = {"rate": "rate_limit"}
 _PROPERTIES = {"conditional": {"conditions": "condition"}, "rate_limit": {"window": "interval"}}
 
 
-class VersionWish(Strict, frozen=True, kw_only=True):
+class CloudflareVersionSpec(StrictStruct, frozen=True, kw_only=True):
     elements: list[Json]
 
 
-class NewRoute(VersionWish, frozen=True, kw_only=True):
+class CloudflareRouteSpec(CloudflareVersionSpec, frozen=True, kw_only=True):
     name: str
 
 
-class Rename(Strict, frozen=True, kw_only=True):
+class RouteRename(StrictStruct, frozen=True, kw_only=True):
     name: str
 
 
-class DeploymentWish(Strict, frozen=True, kw_only=True):
+class DeploymentSpec(StrictStruct, frozen=True, kw_only=True):
     version_id: str
 
 
-class CloudflareRoutes:
-    def __init__(self, context: Desk) -> None:
+class CloudflareRouteEndpoints:
+    def __init__(self, context: AdminContext) -> None:
         self._context = context
-        self._routes = RouteDesk(context)
+        self._routes = RouteEndpoints(context)
 
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[AdminEndpoint]:
         many = f"{ROOT}/gateways/{{gateway}}/routes"
         one = many + "/{route}"
         versions, deployments = one + "/versions", one + "/deployments"
         endpoints = [
-            Endpoint("GET", many, "List a gateway's routes", self.list, query=PAGES),
-            Endpoint("POST", many, "Create and deploy a route", self.create, NewRoute),
-            Endpoint("GET", one, "Get a route", self.get),
-            Endpoint("PATCH", one, "Rename a route", self.rename, Rename),
-            Endpoint("DELETE", one, "Delete a route", self.delete),
-            Endpoint("GET", versions, "List a route's versions, newest first", self.versions, query=PAGES),
-            Endpoint("POST", versions, "Add a version to a route", self.add_version, VersionWish),
-            Endpoint("GET", versions + "/{number}", "Get a version of a route", self.version),
-            Endpoint("GET", deployments, "List a route's deployments, newest first", self.deployments, query=PAGES),
-            Endpoint("POST", deployments, "Deploy a version of a route", self.deploy, DeploymentWish),
+            AdminEndpoint("GET", many, "List a gateway's routes", self.list, query=PAGE_PARAMETERS),
+            AdminEndpoint("POST", many, "Create and deploy a route", self.create, CloudflareRouteSpec),
+            AdminEndpoint("GET", one, "Get a route", self.get),
+            AdminEndpoint("PATCH", one, "Rename a route", self.rename, RouteRename),
+            AdminEndpoint("DELETE", one, "Delete a route", self.delete),
+            AdminEndpoint(
+                "GET", versions, "List a route's versions, newest first", self.list_versions, query=PAGE_PARAMETERS
+            ),
+            AdminEndpoint("POST", versions, "Add a version to a route", self.add_version, CloudflareVersionSpec),
+            AdminEndpoint("GET", versions + "/{number}", "Get a version of a route", self.get_version),
+            AdminEndpoint(
+                "GET",
+                deployments,
+                "List a route's deployments, newest first",
+                self.list_deployments,
+                query=PAGE_PARAMETERS,
+            ),
+            AdminEndpoint("POST", deployments, "Deploy a version of a route", self.deploy, DeploymentSpec),
         ]
-        return [replace(each, cloudflare=True) for each in endpoints]
+        return [replace(each, uses_cloudflare_envelope=True) for each in endpoints]
 
-    async def list(self, request: Ask) -> Beside:
+    async def list(self, request: AdminRequest) -> NamedResult:
         await self._check_gateway(request)
         views = []
-        for document in await self._context.all("route", request.account):
-            newest = await self._version(request, document, route_of(document).latest)
-            if _applies_to(newest, request.parts["gateway"]):
+        for document in await self._context.list_all("route", request.account):
+            newest = await self._version(request, document, decode_route(document).latest)
+            if _applies_to(newest, request.path_parameters["gateway"]):
                 views.append(await self._view(request, document))
         return _page_result(request, "routes", views)
 
-    async def get(self, request: Ask) -> Json:
+    async def get(self, request: AdminRequest) -> Json:
         return await self._view(request, await self._document(request))
 
-    async def create(self, request: Ask) -> Json:
+    async def create(self, request: AdminRequest) -> Json:
         await self._check_gateway(request)
-        spec = request.read(NewRoute)
-        name = named(spec.name, "name")
+        spec = request.decode_body(CloudflareRouteSpec)
+        name = check_name(spec.name, "name")
         if await self._context.store.get("route", request.account, name) is not None:
             raise Conflict(
                 f"account {request.account!r} has a route {name!r} already",
                 hint="choose another name: all gateways of an account share the names of routes",
             )
-        route = RouteWish(elements=_read_elements(spec.elements), gateways=(_gateway(request),))
-        create = with_parts(request, {"route": name}, route)
-        await self._routes.add(create)
-        await self._routes.deploy(with_parts(create, {}, Deploy(version=1)))
+        route = RouteSpec(elements=_read_elements(spec.elements), gateways=(_gateway(request),))
+        create = with_path_parameters(request, {"route": name}, route)
+        await self._routes.add_version(create)
+        await self._routes.deploy(with_path_parameters(create, {}, DeployRequest(version=1)))
         return await self.get(create)
 
-    async def rename(self, request: Ask) -> Beside:
-        document, name = await self._document(request), named(request.read(Rename).name, "name")
+    async def rename(self, request: AdminRequest) -> NamedResult:
+        document, name = await self._document(request), check_name(request.decode_body(RouteRename).name, "name")
         if name != document.id:
             if await self._context.store.get("route", request.account, name) is not None:
                 raise Conflict(f"account {request.account!r} has a route {name!r} already", hint="choose another name")
             await self._move(request, document, name)
-        return Beside("route", await self.get(with_parts(request, {"route": name})))
+        return NamedResult("route", await self.get(with_path_parameters(request, {"route": name})))
 
-    async def _move(self, request: Ask, document: Document, name: str) -> None:
-        numbers = range(1, route_of(document).latest + 1)
+    async def _move(self, request: AdminRequest, document: Document, name: str) -> None:
+        numbers = range(1, decode_route(document).latest + 1)
         found = [
-            await self._context.store.get("route_version", request.account, version_id(document.id, n)) for n in numbers
+            await self._context.store.get("route_version", request.account, version_document_id(document.id, n))
+            for n in numbers
         ]
         old = [document, *(each for each in found if each is not None)]
         new = [replace(each, id=name + each.id.removeprefix(document.id), version=0) for each in old]
-        await self._context.change(request, "route.rename", name, put=new, delete=old, before=document.id, after=name)
+        await self._context.commit(request, "route.rename", name, put=new, delete=old, before=document.id, after=name)
 
-    async def delete(self, request: Ask) -> Json:
+    async def delete(self, request: AdminRequest) -> Json:
         view = await self.get(request)
         await self._routes.delete(request)
         return view
 
-    async def versions(self, request: Ask) -> Beside:
+    async def list_versions(self, request: AdminRequest) -> NamedResult:
         document = await self._document(request)
-        route = route_of(document)
+        route = decode_route(document)
         numbers = range(route.latest, 0, -1)
         views = [_version_view(await self._version(request, document, n), route) for n in numbers]
         return _page_result(request, "versions", views)
 
-    async def version(self, request: Ask) -> Json:
+    async def get_version(self, request: AdminRequest) -> Json:
         document = await self._document(request)
-        found = await self._version(request, document, _read_version_id(request.parts["number"]))
-        return {**await self._view(request, document, found), **_version_view(found, route_of(document))}
+        found = await self._version(request, document, _read_version_id(request.path_parameters["number"]))
+        return {**await self._view(request, document, found), **_version_view(found, decode_route(document))}
 
-    async def add_version(self, request: Ask) -> Json:
+    async def add_version(self, request: AdminRequest) -> Json:
         document = await self._document(request)
-        before = await self._version(request, document, route_of(document).latest)
-        spec = RouteWish(elements=_read_elements(request.read(VersionWish).elements), gateways=before.gateways)
-        added = await self._routes.add(with_parts(request, {}, spec))
+        before = await self._version(request, document, decode_route(document).latest)
+        spec = RouteSpec(
+            elements=_read_elements(request.decode_body(CloudflareVersionSpec).elements), gateways=before.gateways
+        )
+        added = await self._routes.add_version(with_path_parameters(request, {}, spec))
         return await self._view(request, await self._document(request), added)
 
-    async def deployments(self, request: Ask) -> Beside:
+    async def list_deployments(self, request: AdminRequest) -> NamedResult:
         document = await self._document(request)
         views = [_deployment_view(each) for each in reversed(_deployments(document))]
         return _page_result(request, "deployments", views)
 
-    async def deploy(self, request: Ask) -> Json:
+    async def deploy(self, request: AdminRequest) -> Json:
         await self._document(request)
-        number = _read_version_id(request.read(DeploymentWish).version_id)
-        await self._routes.deploy(with_parts(request, {}, Deploy(version=number)))
+        number = _read_version_id(request.decode_body(DeploymentSpec).version_id)
+        await self._routes.deploy(with_path_parameters(request, {}, DeployRequest(version=number)))
         return await self.get(request)
 
-    async def _view(self, request: Ask, document: Document, version: RouteVersion | None = None) -> Json:
+    async def _view(self, request: AdminRequest, document: Document, version: RouteVersion | None = None) -> Json:
         """Return the route with this version; by default with the deployed or else the newest one."""
-        route = route_of(document)
+        route = decode_route(document)
         first = await self._version(request, document, 1)
         version = version or await self._version(request, document, route.deployed or route.latest)
         deployments = _deployments(document)
@@ -160,49 +185,51 @@ class CloudflareRoutes:
             "account_tag": request.account,
             "gateway_id": _gateway(request),
             "name": document.id,
-            "created_at": iso(first.created),
-            "modified_at": iso(document.updated),
+            "created_at": to_iso_time(first.created),
+            "modified_at": to_iso_time(document.updated),
             "elements": [_to_sdk_element(each) for each in version.elements],
             "version": _version_view(version, route),
             "deployment": _deployment_view(deployments[-1]) if deployments else None,
         }
 
-    async def _document(self, request: Ask) -> Document:
+    async def _document(self, request: AdminRequest) -> Document:
         """Return the route. Raise NotFound if it does not apply to the gateway of the path."""
-        document = await self._routes.document(request)
-        if not _applies_to(await self._version(request, document, route_of(document).latest), _gateway(request)):
+        document = await self._routes.get_document(request)
+        if not _applies_to(await self._version(request, document, decode_route(document).latest), _gateway(request)):
             raise NotFound(
                 f"gateway {_gateway(request)!r} has no route {document.id[:80]!r}",
                 hint="the account's route of this name applies to other gateways only",
             )
         return document
 
-    async def _version(self, request: Ask, document: Document, number: int) -> RouteVersion:
-        found = await self._context.found("route_version", request.account, version_id(document.id, number))
-        return decoded(found.body, RouteVersion)
+    async def _version(self, request: AdminRequest, document: Document, number: int) -> RouteVersion:
+        found = await self._context.get_document(
+            "route_version", request.account, version_document_id(document.id, number)
+        )
+        return decode_json(found.body, RouteVersion)
 
-    async def _check_gateway(self, request: Ask) -> None:
-        if (request.account, _gateway(request)) not in self._context.fixed:
-            await self._context.found("gateway", request.account, _gateway(request))
+    async def _check_gateway(self, request: AdminRequest) -> None:
+        if (request.account, _gateway(request)) not in self._context.configured:
+            await self._context.get_document("gateway", request.account, _gateway(request))
 
 
-def _gateway(request: Ask) -> str:
-    return named(request.parts["gateway"], "gateway")
+def _gateway(request: AdminRequest) -> str:
+    return check_name(request.path_parameters["gateway"], "gateway")
 
 
 def _applies_to(version: RouteVersion, gateway: str) -> bool:
     return any(fnmatchcase(gateway, pattern) for pattern in version.gateways)
 
 
-def _page_result(request: Ask, name: str, found: list[Json]) -> Beside:
-    page, per_page = page_of(request, 20)
+def _page_result(request: AdminRequest, name: str, found: list[Json]) -> NamedResult:
+    page, per_page = page_parameters(request, 20)
     items = found[(page - 1) * per_page : page * per_page]
-    return Beside("data", {**ORDER, "page": page, "per_page": per_page, name: items})
+    return NamedResult("data", {**SORT_ORDER, "page": page, "per_page": per_page, name: items})
 
 
 def _deployments(document: Document) -> tuple[Deployment, ...]:
     """Return the deployments, oldest first. Documents of earlier releases have only the last one."""
-    route = route_of(document)
+    route = decode_route(document)
     if route.deployed is None or route.deployments:
         return route.deployments
     return (Deployment(number=len(route.history) + 1, version=route.deployed, at=document.updated),)
@@ -212,15 +239,15 @@ def _deployment_view(deployment: Deployment) -> Json:
     return {
         "deployment_id": str(deployment.number),
         "version_id": str(deployment.version),
-        "created_at": iso(deployment.at),
+        "created_at": to_iso_time(deployment.at),
     }
 
 
-def _version_view(version: RouteVersion, route: Route) -> Json:
+def _version_view(version: RouteVersion, route: StoredRoute) -> Json:
     return {
         "version_id": str(version.number),
         "active": "true" if version.number == route.deployed else "false",
-        "created_at": iso(version.created),
+        "created_at": to_iso_time(version.created),
         "data": msgspec.json.encode([_to_sdk_element(each) for each in version.elements]).decode(),
         "is_valid": True,  # invalid versions are never stored
     }
@@ -239,7 +266,7 @@ def _read_elements(elements: list[Json]) -> tuple[Element, ...]:
         kind = element.get("type")
         kind = _TYPES.get(kind, kind) if isinstance(kind, str) else kind
         renamed.append(_rename_properties({**element, "type": kind}, lambda names: names))
-    return converted({"elements": renamed}, RouteWish).elements
+    return convert_value({"elements": renamed}, RouteSpec).elements
 
 
 def _to_sdk_element(element: Element) -> Json:

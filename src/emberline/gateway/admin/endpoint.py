@@ -10,23 +10,23 @@ from typing import Any
 from urllib.parse import unquote
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.admin.ask import Ask
+from emberline.gateway.admin.admin_request import AdminRequest
 
-Handle = Callable[[Ask], Awaitable[Any]]
+EndpointHandler = Callable[[AdminRequest], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class AdminEndpoint:
     method: str
     path: str  # {name}: one segment; {name*}: all remaining segments
     summary: str
-    handle: Handle
+    handle: EndpointHandler
     request: Any = None  # type of the body; None: no body, except for PATCH
     reply: Any = None  # type of the reply; None: any JSON
     query: tuple[str, ...] = ()  # allowed query parameters; NAME*: all with this prefix
     status: int = 200
-    cloudflare: bool = False
-    lines: bool = False  # the reply is JSON lines: see AdminAPI.export
+    uses_cloudflare_envelope: bool = False
+    is_export: bool = False  # the reply is JSON lines: see AdminAPI.export
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -48,5 +48,5 @@ class Endpoint:
             raise InvalidRequest(f"the path {path[:200]!r} is not valid UTF-8 after percent-decoding") from e
 
     @property
-    def parameters(self) -> list[str]:
+    def path_parameters(self) -> list[str]:
         return re.findall(r"\{(\w+)\*?\}", self.path)

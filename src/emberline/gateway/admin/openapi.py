@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.admin.endpoint import Endpoint
+from emberline.gateway.admin.endpoint import AdminEndpoint
 
 Json = dict[str, Any]
 
@@ -49,7 +49,7 @@ _ENVELOPE: Json = {
 }
 
 
-def document(endpoints: Sequence[Endpoint], version: str) -> Json:
+def openapi_document(endpoints: Sequence[AdminEndpoint], version: str) -> Json:
     types = list(dict.fromkeys(t for e in endpoints for t in (e.request, e.reply) if t is not None))
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(types, refs, strict=True))
@@ -73,8 +73,10 @@ def document(endpoints: Sequence[Endpoint], version: str) -> Json:
     }
 
 
-def _operation(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
-    in_path = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.parameters]
+def _operation(endpoint: AdminEndpoint, ref_of: dict[Any, Any]) -> Json:
+    in_path = [
+        {"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.path_parameters
+    ]
     in_query = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in endpoint.query if not n.endswith("*")]
     operation: Json = {
         "operationId": endpoint.method.lower() + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
@@ -82,7 +84,7 @@ def _operation(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
         "parameters": [*in_path, *in_query],
         "responses": _responses(endpoint, ref_of),
     }
-    if not endpoint.parameters:
+    if not endpoint.path_parameters:
         operation["security"] = []
     if endpoint.request is not None or endpoint.method == "PATCH":
         schema = ref_of[endpoint.request] if endpoint.request is not None else {"type": "object"}
@@ -90,13 +92,13 @@ def _operation(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
     return operation
 
 
-def _responses(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
-    error = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.cloudflare else 'Error'}"}
-    if endpoint.cloudflare:
+def _responses(endpoint: AdminEndpoint, ref_of: dict[Any, Any]) -> Json:
+    error = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.uses_cloudflare_envelope else 'Error'}"}
+    if endpoint.uses_cloudflare_envelope:
         schema: Json = error
     else:
         schema = ref_of[endpoint.reply] if endpoint.reply is not None else {}
-    media_type = "application/x-ndjson" if endpoint.lines else "application/json"
+    media_type = "application/x-ndjson" if endpoint.is_export else "application/json"
     responses: Json = {
         str(endpoint.status): {"description": endpoint.summary, "content": {media_type: {"schema": schema}}}
     }

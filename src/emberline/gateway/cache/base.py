@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-LARGEST = 25 << 20
+MAX_ENTRY_BYTES = 25 << 20
 
 
 class CacheStore(Protocol):
@@ -12,7 +12,7 @@ class CacheStore(Protocol):
 
     async def get(self, key: str) -> bytes | None: ...
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store an entry for so many seconds. An entry that is too large is not stored."""
         ...
 

@@ -9,32 +9,32 @@ from typing import Protocol
 import msgspec
 
 from emberline.gateway.errors import UpstreamFailed
-from emberline.gateway.upstream.outgoing import Outgoing
-from emberline.gateway.upstream.upstream import Upstream
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-LARGEST = 4 << 20
+MAX_REPLY_BYTES = 4 << 20
 
 
-class Embedder(Protocol):
+class TextEmbedder(Protocol):
     async def embed(self, texts: list[str]) -> list[list[float]] | None:
         """Return a vector for each text, or None on an error or timeout."""
         ...
 
 
-class _Row(msgspec.Struct):
+class _EmbeddingRow(msgspec.Struct):
     index: int
     embedding: list[float]
 
 
-class _Answer(msgspec.Struct):
-    data: list[_Row]
+class _EmbeddingReply(msgspec.Struct):
+    data: list[_EmbeddingRow]
 
 
 class HttpEmbedder:
-    def __init__(self, upstream: Upstream, url: str, model: str, *, patience: float = 0.5) -> None:
+    def __init__(self, upstream: UpstreamClient, url: str, model: str, *, timeout_s: float = 0.5) -> None:
         """`url` is the server's address without a path; `timeout_s` applies to each request."""
-        self._upstream, self._url, self._model, self._patience = upstream, url.rstrip("/"), model, patience
+        self._upstream, self._url, self._model, self._timeout_s = upstream, url.rstrip("/"), model, timeout_s
         self.failures = 0
 
     async def embed(self, texts: list[str]) -> list[list[float]] | None:
@@ -42,14 +42,14 @@ class HttpEmbedder:
         headers = {"content-type": "application/json"}
         try:
             incoming = await self._upstream.send(
-                Outgoing("POST", f"{self._url}/v1/embeddings", headers, body), self._patience
+                ProviderRequest("POST", f"{self._url}/v1/embeddings", headers, body), self._timeout_s
             )
             try:
-                data = await incoming.whole(self._patience, LARGEST)
+                data = await incoming.read_all(self._timeout_s, MAX_REPLY_BYTES)
             finally:
                 incoming.close()
-            rows = msgspec.json.decode(data, type=_Answer).data if incoming.status == 200 else []
-        except (UpstreamFailed, *NOT_JSON):
+            rows = msgspec.json.decode(data, type=_EmbeddingReply).data if incoming.status == 200 else []
+        except (UpstreamFailed, *JSON_DECODE_ERRORS):
             rows = []
         if len(rows) != len(texts):
             self.failures += 1

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import msgspec
 
-from emberline.gateway.call import Reply, Stream
 from emberline.gateway.costs.usage import Usage
+from emberline.gateway.request import GatewayReply, ReplyStream
 
-KEPT = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # other headers belong to one reply only
+KEPT_HEADERS = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # other headers belong to one reply only
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
     status: int
     headers: dict[str, str]
     model: str
@@ -22,25 +22,25 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[bytes]
 
     @staticmethod
-    def of(reply: Reply, chunks: list[bytes], stream: bool) -> Entry:
-        headers = {name: reply.headers[name] for name in KEPT if name in reply.headers}
+    def from_reply(reply: GatewayReply, chunks: list[bytes], stream: bool) -> CacheEntry:
+        headers = {name: reply.headers[name] for name in KEPT_HEADERS if name in reply.headers}
         usage = msgspec.structs.astuple(reply.usage) if reply.usage is not None else None
-        return Entry(reply.status, headers, reply.model, reply.provider, usage, stream, chunks)
+        return CacheEntry(reply.status, headers, reply.model, reply.provider, usage, stream, chunks)
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @staticmethod
-    def decoded(data: bytes) -> Entry | None:
+    def decode(data: bytes) -> CacheEntry | None:
         """Return the entry, or None if another version wrote it in a different format."""
         try:
-            return msgspec.msgpack.decode(data, type=Entry)
+            return msgspec.msgpack.decode(data, type=CacheEntry)
         except msgspec.MsgspecError:
             return None
 
-    def reply(self) -> Reply:
+    def to_reply(self) -> GatewayReply:
         """Return the entry as a reply, with its original usage and no cost."""
-        reply = Reply(
+        reply = GatewayReply(
             self.status,
             dict(self.headers),
             b"" if self.stream else b"".join(self.chunks),
@@ -51,18 +51,18 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
             cached=True,
         )
         if self.stream:
-            reply.body = Replay(self.chunks, reply)
+            reply.body = ReplayedStream(self.chunks, reply)
         return reply
 
 
-class Replay:
+class ReplayedStream:
     """A cached stream that is served again."""
 
-    def __init__(self, chunks: list[bytes], reply: Reply) -> None:
+    def __init__(self, chunks: list[bytes], reply: GatewayReply) -> None:
         self._chunks = iter(chunks)
         self._reply = reply
 
-    def __aiter__(self) -> Replay:
+    def __aiter__(self) -> ReplayedStream:
         return self
 
     async def __anext__(self) -> bytes:
@@ -76,27 +76,27 @@ class Replay:
         self._reply.ended = self._reply.ended or "left"
 
 
-class Recording:
+class RecordedStream:
     """A stream whose chunks are recorded as they pass, unless they exceed the size limit."""
 
-    def __init__(self, stream: Stream, limit: int) -> None:
+    def __init__(self, stream: ReplyStream, max_bytes: int) -> None:
         self._stream = stream
-        self._left = limit
+        self._bytes_left = max_bytes
         self.chunks: list[bytes] = []
 
     @property
-    def whole(self) -> bool:
-        return self._left >= 0
+    def is_complete(self) -> bool:
+        return self._bytes_left >= 0
 
-    def __aiter__(self) -> Recording:
+    def __aiter__(self) -> RecordedStream:
         return self
 
     async def __anext__(self) -> bytes:
         chunk = await self._stream.__anext__()
-        if self._left >= 0:
-            self._left -= len(chunk)
+        if self._bytes_left >= 0:
+            self._bytes_left -= len(chunk)
             self.chunks.append(chunk)
-            if self._left < 0:
+            if self._bytes_left < 0:
                 self.chunks.clear()
         return chunk
 

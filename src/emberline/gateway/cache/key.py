@@ -13,31 +13,33 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.body import canonical
-from emberline.gateway.call import Call
-from emberline.gateway.providers.base import CREDENTIALS
+from emberline.gateway.providers.base import CREDENTIAL_HEADERS
+from emberline.gateway.request import GatewayRequest
+from emberline.gateway.request_body import canonical_body
 
-VERSION = 4  # changes with the contents of the key
-SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # request headers that change the reply
-SECRET = ("key", "api_key")  # credentials, of Gemini and others
+KEY_VERSION = 4  # changes with the contents of the key
+VARY_HEADERS = ("anthropic-version", "anthropic-beta", "openai-beta")  # request headers that change the reply
+SECRET_QUERY_PARAMETERS = ("key", "api_key")  # credentials, of Gemini and others
 
 
-def cache_key(call: Call) -> str:
+def cache_key(call: GatewayRequest) -> str:
     settings = call.settings
-    tenant = [VERSION, call.account, call.gateway, *scope(call)]
+    tenant = [KEY_VERSION, call.account, call.gateway, *sharing_scope(call)]
     if settings.cache_invalidate_on_update:
         tenant.append(f"version {settings.version}")
     if call.options.cache_key is not None:
         return _digest([*tenant, "custom", call.dialect, call.stream, call.options.cache_key], b"")
-    headers = [call.headers.get(name, "") for name in SPEAKING]
+    headers = [call.headers.get(name, "") for name in VARY_HEADERS]
     configured = call.settings.providers.get(call.provider)  # another base URL is another provider
-    target = [call.provider, configured and configured.base_url, call.endpoint, _public(call.query)]
+    target = [call.provider, configured and configured.base_url, call.endpoint, _public_query(call.query)]
     parts = [*tenant, "exact", call.method, *target, call.dialect, call.model]
-    surveyed = call.surveyed
-    return _digest([*parts, call.stream, *headers], canonical(call.body) if surveyed is None else surveyed.canonical)
+    surveyed = call.body_summary
+    return _digest(
+        [*parts, call.stream, *headers], canonical_body(call.body) if surveyed is None else surveyed.canonical_digest
+    )
 
 
-def scope(call: Call) -> list[str]:
+def sharing_scope(call: GatewayRequest) -> list[str]:
     """Return the parts of the key that limit sharing within the gateway."""
     identity = call.identity
     match call.settings.cache_scope:
@@ -48,7 +50,7 @@ def scope(call: Call) -> list[str]:
     return ["gateway", *_credentials(call)]
 
 
-def _credentials(call: Call) -> list[str]:
+def _credentials(call: GatewayRequest) -> list[str]:
     """Return the provider credentials that the call itself brings or names."""
     found = [f"alias {call.options.byok_alias}"] if call.options.byok_alias is not None else []
     found += _secrets(call.headers, call.query)
@@ -60,15 +62,15 @@ def _credentials(call: Call) -> list[str]:
 
 
 def _secrets(headers: dict[str, str], query: str) -> list[str]:
-    parameters = [part for part in query.split("&") if part.partition("=")[0] in SECRET]
-    return [*(f"{name} {value}" for name in CREDENTIALS if (value := headers.get(name))), *parameters]
+    parameters = [part for part in query.split("&") if part.partition("=")[0] in SECRET_QUERY_PARAMETERS]
+    return [*(f"{name} {value}" for name in CREDENTIAL_HEADERS if (value := headers.get(name))), *parameters]
 
 
-def _public(query: str) -> list[str]:
+def _public_query(query: str) -> list[str]:
     if not query:
         return []
-    return sorted(part for part in query.split("&") if part and part.partition("=")[0] not in SECRET)
+    return sorted(part for part in query.split("&") if part and part.partition("=")[0] not in SECRET_QUERY_PARAMETERS)
 
 
-def _digest(about: list[Any], body: bytes) -> str:
-    return hashlib.sha256(msgspec.json.encode(about) + b"\n" + body).hexdigest()
+def _digest(parts: list[Any], body: bytes) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts) + b"\n" + body).hexdigest()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from emberline.core.clock import Clock
-from emberline.gateway.cache.base import LARGEST
+from emberline.gateway.cache.base import MAX_ENTRY_BYTES
 
-OVERHEAD = 200  # approximate
+ENTRY_OVERHEAD_BYTES = 200  # approximate
 
 
 class MemoryCache:
-    def __init__(self, clock: Clock, most: int = 64 << 20, largest: int = LARGEST) -> None:
+    def __init__(self, clock: Clock, max_bytes: int = 64 << 20, max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
         """`max_bytes` limits all entries together, `max_entry_bytes` each one."""
-        self._clock, self._most, self._largest = clock, most, min(most, largest)
+        self._clock, self._max_bytes, self._max_entry_bytes = clock, max_bytes, min(max_bytes, max_entry_bytes)
         self._entries: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # key -> expiry, entry
         self.size = self.failures = 0
 
@@ -27,14 +27,14 @@ class MemoryCache:
         self._entries.move_to_end(key)
         return found[1]
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         if key in self._entries:
             self._drop(key)
-        if len(value) + OVERHEAD > self._largest:
+        if len(value) + ENTRY_OVERHEAD_BYTES > self._max_entry_bytes:
             return
-        self._entries[key] = (self._clock.now() + seconds, value)
-        self.size += len(value) + OVERHEAD
-        while self.size > self._most:
+        self._entries[key] = (self._clock.now() + ttl_s, value)
+        self.size += len(value) + ENTRY_OVERHEAD_BYTES
+        while self.size > self._max_bytes:
             self._drop(next(iter(self._entries)))
 
     async def close(self) -> None:
@@ -42,4 +42,4 @@ class MemoryCache:
         self.size = 0
 
     def _drop(self, key: str) -> None:
-        self.size -= len(self._entries.pop(key)[1]) + OVERHEAD
+        self.size -= len(self._entries.pop(key)[1]) + ENTRY_OVERHEAD_BYTES

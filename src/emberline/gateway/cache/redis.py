@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid
+from emberline.gateway.redis_client import RedisClient, RedisErrorReply, RedisUnavailable
 
-LARGEST = 1 << 20  # a larger entry would delay the commands after it
+MAX_ENTRY_BYTES = 1 << 20  # a larger entry would delay the commands after it
 
 
 class RedisCache:
-    def __init__(self, link: RedisLink, prefix: str = "emberline", largest: int = LARGEST) -> None:
+    def __init__(self, link: RedisClient, prefix: str = "emberline", max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
         """`link` must not be shared with limits, which would wait behind large entries."""
-        self._link, self._prefix, self._largest = link, prefix, largest
+        self._link, self._prefix, self._max_entry_bytes = link, prefix, max_entry_bytes
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
         try:
             value: bytes | None = await self._link.call("GET", f"{self._prefix}:cache:{key}")
-        except (LinkDown, RedisSaid):
+        except (RedisUnavailable, RedisErrorReply):
             self.failures += 1
             return None
         return value
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
-        if len(value) > self._largest:
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        if len(value) > self._max_entry_bytes:
             return
         try:
-            await self._link.call("SET", f"{self._prefix}:cache:{key}", value, "PX", max(1, round(seconds * 1000)))
-        except (LinkDown, RedisSaid):
+            await self._link.call("SET", f"{self._prefix}:cache:{key}", value, "PX", max(1, round(ttl_s * 1000)))
+        except (RedisUnavailable, RedisErrorReply):
             self.failures += 1
 
     async def close(self) -> None:

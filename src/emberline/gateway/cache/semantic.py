@@ -13,94 +13,98 @@ from typing import Any
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.core.offload import LARGE, offload
-from emberline.gateway.cache.embedder import Embedder
-from emberline.gateway.cache.entry import Entry
-from emberline.gateway.cache.nearest import Near, Nearest, Vector, cosine, unit
-from emberline.gateway.cache.question import Question
-from emberline.gateway.call import Call
-from emberline.net.notjson import NOT_JSON
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.cache.embedder import TextEmbedder
+from emberline.gateway.cache.entry import CacheEntry
+from emberline.gateway.cache.question import UserQuestion
+from emberline.gateway.cache.question_index import QuestionIndex, SimilarQuestion, Vector, cosine_similarity, normalize
+from emberline.gateway.request import GatewayRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-SAME = 0.85  # cosine from which two replies count as equal
-READ = 2000  # of each reply
+AGREEMENT_SIMILARITY = 0.85  # cosine from which two replies count as equal
+MAX_COMPARED_CHARS = 2000  # of each reply
 
 
 @dataclass(slots=True)
 class SemanticStats:
-    asked: int = 0
-    near: int = 0  # lookups that found a similar question
+    lookups: int = 0
+    similar: int = 0  # lookups that found a similar question
     served: int = 0
     compared: int = 0  # replies compared in shadow mode
     disagreed: int = 0  # compared replies that differed in meaning
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class SemanticLookup:
     """The question of a call, its vector, and the similar question that was found."""
 
-    question: Question
+    question: UserQuestion
     vector: Vector
-    near: Near | None
+    similar: SimilarQuestion | None
 
 
-class Semantic:
-    def __init__(self, embedder: Embedder, clock: Clock, nearest: Nearest | None = None) -> None:
+class SemanticCache:
+    def __init__(self, embedder: TextEmbedder, clock: Clock, index: QuestionIndex | None = None) -> None:
         self._embedder, self._clock = embedder, clock
-        self._nearest = nearest or Nearest()
+        self._index = index or QuestionIndex()
         self.stats = SemanticStats()
 
-    async def look(self, call: Call) -> Look | None:
+    async def look_up(self, call: GatewayRequest) -> SemanticLookup | None:
         """Search for a similar question; returns None if the call has no question or embedding failed."""
         size = len(call.body)
-        question = Question.of(call) if size < LARGE else await offload.run(size, Question.of, call)
+        question = (
+            UserQuestion.from_call(call)
+            if size < LARGE_INPUT_BYTES
+            else await offload.run(size, UserQuestion.from_call, call)
+        )
         if question is None:
             return None
-        self.stats.asked += 1
+        self.stats.lookups += 1
         vectors = await self._embedder.embed([question.text])
-        vector = unit(vectors[0]) if vectors else None
+        vector = normalize(vectors[0]) if vectors else None
         if vector is None:
             return None
-        near = self._nearest.find(question, vector, call.settings.semantic.threshold, self._clock.now())
-        self.stats.near += near is not None
-        return Look(question, vector, near)
+        near = self._index.find(question, vector, call.settings.semantic.threshold, self._clock.now())
+        self.stats.similar += near is not None
+        return SemanticLookup(question, vector, near)
 
-    def learn(self, look: Look, key: str, seconds: float) -> None:
+    def add(self, lookup: SemanticLookup, key: str, ttl_s: float) -> None:
         """Index the question, whose reply is now in the cache for so many seconds."""
-        self._nearest.add(look.question, look.vector, key, self._clock.now() + seconds)
+        self._index.add(lookup.question, lookup.vector, key, self._clock.now() + ttl_s)
 
-    async def compare(self, would: Entry, came: Entry) -> None:
+    async def compare_replies(self, similar: CacheEntry, actual: CacheEntry) -> None:
         """Count whether the reply that would have been served agrees with the actual one (shadow mode)."""
-        texts = [said(would)[:READ], said(came)[:READ]]
+        texts = [reply_text(similar)[:MAX_COMPARED_CHARS], reply_text(actual)[:MAX_COMPARED_CHARS]]
         if texts[0] != texts[1]:
             vectors = await self._embedder.embed([text or " " for text in texts])
             if vectors is None:
                 return
-            self.stats.disagreed += cosine(vectors[0], vectors[1]) < SAME
+            self.stats.disagreed += cosine_similarity(vectors[0], vectors[1]) < AGREEMENT_SIMILARITY
         self.stats.compared += 1
 
 
-def said(entry: Entry) -> str:
+def reply_text(entry: CacheEntry) -> str:
     """Return the text of a reply in any dialect, whole or streamed."""
     data = b"".join(entry.chunks)
     if not entry.stream:
-        return "".join(_words(_json(data)))
+        return "".join(_text_fragments(_decode_json(data)))
     lines = [line[5:] for line in data.splitlines() if line.startswith(b"data:")]
-    return "".join("".join(_words(_json(line))) for line in lines)
+    return "".join("".join(_text_fragments(_decode_json(line))) for line in lines)
 
 
-def _json(data: bytes) -> Any:
+def _decode_json(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except NOT_JSON:
+    except JSON_DECODE_ERRORS:
         return None
 
 
-def _words(found: Any, name: str = "") -> list[str]:
+def _text_fragments(found: Any, name: str = "") -> list[str]:
     match found:
         case str():
             return [found] if name in ("text", "content", "delta", "arguments", "partial_json") else []
         case list():
-            return [word for item in found for word in _words(item, name)]
+            return [word for item in found for word in _text_fragments(item, name)]
         case dict():
-            return [word for inner, item in found.items() for word in _words(item, inner)]
+            return [word for inner, item in found.items() for word in _text_fragments(item, inner)]
     return []

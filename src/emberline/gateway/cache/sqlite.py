@@ -11,13 +11,13 @@ from typing import TypeVar
 
 from emberline.core.clock import Clock
 from emberline.core.privatefile import make_private
-from emberline.gateway.cache.base import LARGEST
+from emberline.gateway.cache.base import MAX_ENTRY_BYTES
 
 T = TypeVar("T")
-WAIT = 2.0  # after it the call continues without the cache
-REMEMBERED = 60.0  # a use is recorded only if the last one is older, to save writes
-ROOM = 0.9  # fraction of the maximum size that an eviction leaves
-COUNTED = 256  # the size is measured again, because other processes may write too
+DISK_TIMEOUT_S = 2.0  # after it the call continues without the cache
+USE_UPDATE_INTERVAL_S = 60.0  # a use is recorded only if the last one is older, to save writes
+EVICTION_TARGET = 0.9  # fraction of the maximum size that an eviction leaves
+RECOUNT_AFTER_PUTS = 256  # the size is measured again, because other processes may write too
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -34,79 +34,88 @@ class SqliteCache:
     `synchronous = OFF`: a crash of the machine may lose cache entries.
     """
 
-    def __init__(self, path: Path, wall: Clock, most: int = 1 << 30, largest: int = LARGEST) -> None:
-        self._path, self._wall, self._most, self._largest = path, wall, most, min(most, largest)
+    def __init__(
+        self, path: Path, wall: Clock, max_bytes: int = 1 << 30, max_entry_bytes: int = MAX_ENTRY_BYTES
+    ) -> None:
+        self._path, self._wall, self._max_bytes, self._max_entry_bytes = (
+            path,
+            wall,
+            max_bytes,
+            min(max_bytes, max_entry_bytes),
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
-        self._base: sqlite3.Connection | None = None
-        self._bytes = 0  # as last measured, plus what this process added
-        self._put_since = COUNTED
+        self._database: sqlite3.Connection | None = None
+        self._size_bytes = 0  # as last measured, plus what this process added
+        self._puts_since_count = RECOUNT_AFTER_PUTS
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
-        return await self._do(lambda base: self._get(base, key))
+        return await self._run(lambda base: self._get(base, key))
 
-    async def put(self, key: str, value: bytes, seconds: float) -> None:
-        if len(value) <= self._largest:
-            await self._do(lambda base: self._put(base, key, value, seconds))
+    async def put(self, key: str, value: bytes, ttl_s: float) -> None:
+        if len(value) <= self._max_entry_bytes:
+            await self._run(lambda base: self._put(base, key, value, ttl_s))
 
     async def close(self) -> None:
-        await self._do(lambda base: base.close())
+        await self._run(lambda base: base.close())
         self._thread.shutdown(wait=False)
 
-    async def _do(self, what: Callable[[sqlite3.Connection], T]) -> T | None:
+    async def _run(self, operation: Callable[[sqlite3.Connection], T]) -> T | None:
         try:
-            async with asyncio.timeout(WAIT):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: what(self._opened()))
+            async with asyncio.timeout(DISK_TIMEOUT_S):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._thread, lambda: operation(self._open_database())
+                )
         except (sqlite3.Error, OSError, TimeoutError):
             self.failures += 1
             return None
 
-    def _opened(self) -> sqlite3.Connection:
-        if self._base is None:
+    def _open_database(self) -> sqlite3.Connection:
+        if self._database is None:
             make_private(self._path)
-            base = sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)
+            base = sqlite3.connect(self._path, timeout=DISK_TIMEOUT_S, isolation_level=None)
             base.executescript(SCHEMA)
-            self._base = base
-        return self._base
+            self._database = base
+        return self._database
 
-    def _get(self, base: sqlite3.Connection, key: str) -> bytes | None:
+    def _get(self, database: sqlite3.Connection, key: str) -> bytes | None:
         now = self._wall.now()
-        row = base.execute("SELECT expires, used, value FROM entries WHERE key = ?", (key,)).fetchone()
+        row = database.execute("SELECT expires, used, value FROM entries WHERE key = ?", (key,)).fetchone()
         if row is None or row[0] <= now:
             return None
-        if now - row[1] > REMEMBERED:
-            base.execute("UPDATE entries SET used = ? WHERE key = ?", (now, key))
+        if now - row[1] > USE_UPDATE_INTERVAL_S:
+            database.execute("UPDATE entries SET used = ? WHERE key = ?", (now, key))
         return bytes(row[2])
 
-    def _put(self, base: sqlite3.Connection, key: str, value: bytes, seconds: float) -> None:
+    def _put(self, database: sqlite3.Connection, key: str, value: bytes, ttl_s: float) -> None:
         now = self._wall.now()
-        row = (key, now + seconds, now, len(value), value)
-        with base:
-            base.execute("BEGIN IMMEDIATE")
-            base.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)", row)
-            self._bytes += len(value)
-            self._put_since += 1
-            if self._put_since > COUNTED or self._bytes > self._most:
-                self._count(base)
-            if self._bytes > self._most:
-                base.execute("DELETE FROM entries WHERE expires <= ?", (now,))
-                self._make_room(base)
-                self._count(base)
+        row = (key, now + ttl_s, now, len(value), value)
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)", row)
+            self._size_bytes += len(value)
+            self._puts_since_count += 1
+            if self._puts_since_count > RECOUNT_AFTER_PUTS or self._size_bytes > self._max_bytes:
+                self._measure_size(database)
+            if self._size_bytes > self._max_bytes:
+                database.execute("DELETE FROM entries WHERE expires <= ?", (now,))
+                self._evict(database)
+                self._measure_size(database)
 
-    def _make_room(self, base: sqlite3.Connection) -> None:
-        self._count(base)
-        over = self._bytes - int(self._most * ROOM)
-        if over <= int(self._most * (1 - ROOM)):
+    def _evict(self, database: sqlite3.Connection) -> None:
+        self._measure_size(database)
+        over = self._size_bytes - int(self._max_bytes * EVICTION_TARGET)
+        if over <= int(self._max_bytes * (1 - EVICTION_TARGET)):
             return
         evicted = []
-        for key, size in base.execute("SELECT key, size FROM entries ORDER BY used"):
+        for key, size in database.execute("SELECT key, size FROM entries ORDER BY used"):
             evicted.append((key,))
             over -= size
             if over <= 0:
                 break
-        base.executemany("DELETE FROM entries WHERE key = ?", evicted)
+        database.executemany("DELETE FROM entries WHERE key = ?", evicted)
 
-    def _count(self, base: sqlite3.Connection) -> None:
+    def _measure_size(self, database: sqlite3.Connection) -> None:
         """Measure the size of all entries, which reads the whole table."""
-        self._bytes = int(base.execute("SELECT coalesce(sum(size), 0) FROM entries").fetchone()[0])
-        self._put_since = 0
+        self._size_bytes = int(database.execute("SELECT coalesce(sum(size), 0) FROM entries").fetchone()[0])
+        self._puts_since_count = 0

@@ -27,16 +27,16 @@ from typing import Any
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.cost import LongPrice, Price
 
-OURS = Path(__file__).with_name("catalogue.toml")
-PRICES = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
-COUNTS = ("context", "max_output")
-OTHERS = ("aliases", "source", "as_of", "long")
-MAX_FOUND = 4096
-DATED = re.compile(r"[-@](\d{4}-\d{2}-\d{2}|\d{8})$")
+BUILTIN_FILE = Path(__file__).with_name("catalogue.toml")
+PRICE_FIELDS = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
+SIZE_FIELDS = ("context", "max_output")
+OTHER_FIELDS = ("aliases", "source", "as_of", "long")
+MAX_CACHED_LOOKUPS = 4096
+DATE_SUFFIX = re.compile(r"[-@](\d{4}-\d{2}-\d{2}|\d{8})$")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class CatalogueModel:
     provider: str
     name: str
     kind: str
@@ -49,18 +49,18 @@ class Model:
 
 
 class Catalogue:
-    def __init__(self, models: Iterable[Model], like: Mapping[str, str] | None = None) -> None:
+    def __init__(self, models: Iterable[CatalogueModel], like: Mapping[str, str] | None = None) -> None:
         """`models`: later ones override earlier ones. `like`: provider -> provider that has missing models."""
         self._like = dict(like or {})
-        self._models: dict[tuple[str, str], Model] = {}
-        self._names: dict[tuple[str, str], Model] = {}
+        self._models: dict[tuple[str, str], CatalogueModel] = {}
+        self._names: dict[tuple[str, str], CatalogueModel] = {}
         for model in models:
             self._models[model.provider, model.name] = model
         for model in self._models.values():
             for name in model.aliases:
                 self._names[model.provider, name] = model
         self._names.update(self._models)
-        self._lookups: dict[tuple[str, str], Model | None] = {}  # cache of `model`
+        self._lookups: dict[tuple[str, str], CatalogueModel | None] = {}  # cache of `model`
 
     @staticmethod
     def load(*files: Path) -> Catalogue:
@@ -68,9 +68,9 @@ class Catalogue:
 
         Raise InvalidRequest if a file cannot be read or a row is invalid.
         """
-        models: list[Model] = []
+        models: list[CatalogueModel] = []
         like: dict[str, str] = {}
-        for file in (OURS, *files):
+        for file in (BUILTIN_FILE, *files):
             try:
                 with file.open("rb") as opened:
                     found = tomllib.load(opened, parse_float=Decimal)
@@ -84,19 +84,19 @@ class Catalogue:
                 models += _read_provider(provider, rows)
         return Catalogue(models, like)
 
-    def model(self, provider: str, name: str) -> Model | None:
+    def model(self, provider: str, name: str) -> CatalogueModel | None:
         """Return the model that a client names, or None if the catalogue does not have it."""
         key = (provider, name)
         if key not in self._lookups:
-            if len(self._lookups) >= MAX_FOUND:  # clients choose names, so the cache must be bounded
+            if len(self._lookups) >= MAX_CACHED_LOOKUPS:  # clients choose names, so the cache must be bounded
                 self._lookups.clear()
             self._lookups[key] = self._find(provider, name)
         return self._lookups[key]
 
-    def _find(self, provider: str, name: str) -> Model | None:
+    def _find(self, provider: str, name: str) -> CatalogueModel | None:
         return (
             self._names.get((provider, name))
-            or self._names.get((provider, DATED.sub("", name)))
+            or self._names.get((provider, DATE_SUFFIX.sub("", name)))
             or (self.model(self._like[provider], name) if provider in self._like else None)
             or self._names.get((provider, "*"))
         )
@@ -105,7 +105,7 @@ class Catalogue:
         model = self.model(provider, name)
         return model.price if model else None
 
-    def models(self, provider: str | None = None) -> list[Model]:
+    def models(self, provider: str | None = None) -> list[CatalogueModel]:
         return [model for model in self._models.values() if provider in (None, model.provider)]
 
 
@@ -117,7 +117,7 @@ class CatalogueFiles:
         self._stamps = self._stamp()
         self.current = Catalogue.load(*files)
 
-    def model(self, provider: str, name: str) -> Model | None:
+    def model(self, provider: str, name: str) -> CatalogueModel | None:
         return self.current.model(provider, name)
 
     def refresh(self) -> bool:
@@ -132,7 +132,7 @@ class CatalogueFiles:
         return True
 
     def _stamp(self) -> list[tuple[int, int]]:
-        return [_stamp(file) for file in (OURS, *self._files)]
+        return [_stamp(file) for file in (BUILTIN_FILE, *self._files)]
 
 
 def _stamp(file: Path) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def _stamp(file: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _read_provider(provider: str, rows: object) -> Iterable[Model]:
+def _read_provider(provider: str, rows: object) -> Iterable[CatalogueModel]:
     if not isinstance(rows, Mapping):
         raise InvalidRequest(f"catalogue entry {provider} must be a table", param=provider)
     for kind, models in rows.items():
@@ -155,9 +155,9 @@ def _read_provider(provider: str, rows: object) -> Iterable[Model]:
             raise InvalidRequest(f"catalogue entry {provider}.{kind} must be a table of models", param=provider)
 
 
-def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapping[str, Any]) -> Model:
+def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapping[str, Any]) -> CatalogueModel:
     id = f"{provider}/{name}"
-    fields = (*PRICES, *COUNTS, *OTHERS)
+    fields = (*PRICE_FIELDS, *SIZE_FIELDS, *OTHER_FIELDS)
     if not isinstance(row, Mapping) or not set(row) <= {*fields}:
         raise InvalidRequest(
             f"catalogue entry {id} must be a table of known fields, not {row!r:.80}",
@@ -170,12 +170,12 @@ def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapp
     aliases = row.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise InvalidRequest(f"catalogue entry {id}: aliases must be a list of names, not {aliases!r:.80}", param=id)
-    for size in COUNTS:
+    for size in SIZE_FIELDS:
         if size in row and (not isinstance(row[size], int) or row[size] < 1):
             raise InvalidRequest(
                 f"catalogue entry {id}: {size} is {row[size]!r:.80}; it must be an integer above 0", param=id
             )
-    return Model(
+    return CatalogueModel(
         provider=provider,
         name=name,
         kind=kind,
@@ -190,10 +190,10 @@ def _read_model(provider: str, kind: str, name: str, row: object, defaults: Mapp
 
 def _read_price(id: str, row: Mapping[str, Any]) -> Price | None:
     if "input" not in row:
-        if fields := [name for name in (*PRICES, "long") if name in row]:
+        if fields := [name for name in (*PRICE_FIELDS, "long") if name in row]:
             raise InvalidRequest(f"catalogue entry {id} has the price {fields[0]} but no price input", param=id)
         return None
-    prices: dict[str, Any] = {name: _read_micros(id, name, row[name]) for name in PRICES if name in row}
+    prices: dict[str, Any] = {name: _read_micros(id, name, row[name]) for name in PRICE_FIELDS if name in row}
     long = _read_long_price(id, row["long"]) if "long" in row else None
     return Price(prices.pop("input"), prices.pop("output", 0), **prices, long=long)
 

@@ -35,7 +35,7 @@ class LongPrice:
     price: Price
 
 
-def cost(usage: Usage, price: Price | None) -> int | None:
+def compute_cost(usage: Usage, price: Price | None) -> int | None:
     """Return the cost in micro-dollars, or None if the price is unknown. It is rounded half up once."""
     if price is None:
         return None

@@ -9,29 +9,29 @@ from typing import Any
 
 import msgspec
 
-from emberline.net.notjson import NOT_JSON
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-BYTES = 4  # average
-PICTURE = 800  # of an image, a file or audio, whatever its size
-LONGEST_WORD = 2000  # a longer string without spaces is encoded data, not text
+BYTES_PER_TOKEN = 4  # average
+TOKENS_PER_ATTACHMENT = 800  # of an image, a file or audio, whatever its size
+MAX_WORD_CHARS = 2000  # a longer string without spaces is encoded data, not text
 
 
-def estimated_input(body: bytes) -> int:
+def estimate_input_tokens(body: bytes) -> int:
     """Return an estimate of at least 1. The JSON syntax stands for the tokens that chat templates add."""
-    if len(body) < LONGEST_WORD:
-        return max(1, len(body) // BYTES)
+    if len(body) < MAX_WORD_CHARS:
+        return max(1, len(body) // BYTES_PER_TOKEN)
     try:
         found = msgspec.json.decode(body)
-    except NOT_JSON:
-        return max(1, len(body) // BYTES)
-    return max(1, len(body) // BYTES - _excess_of_data(found))
+    except JSON_DECODE_ERRORS:
+        return max(1, len(body) // BYTES_PER_TOKEN)
+    return max(1, len(body) // BYTES_PER_TOKEN - _excess_of_data(found))
 
 
 def _excess_of_data(found: Any) -> int:
     """Return the tokens by which the estimate by bytes is too high for images and other encoded data."""
     match found:
-        case str() if len(found) >= LONGEST_WORD and " " not in found[:LONGEST_WORD]:
-            return max(0, len(found) // BYTES - PICTURE)
+        case str() if len(found) >= MAX_WORD_CHARS and " " not in found[:MAX_WORD_CHARS]:
+            return max(0, len(found) // BYTES_PER_TOKEN - TOKENS_PER_ATTACHMENT)
         case list():
             return sum(map(_excess_of_data, found))
         case dict():

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-MOST = 1 << 53  # a larger count is invalid and ignored
+MAX_TOKENS = 1 << 53  # a larger count is invalid and ignored
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -41,18 +41,18 @@ class Usage(msgspec.Struct, frozen=True):
         return self.input + self.output
 
     @staticmethod
-    def read(dialect: str, data: object) -> Usage | None:
+    def parse(dialect: str, data: object) -> Usage | None:
         """Return the usage in a dialect's decoded usage object, or None if it has no token counts."""
-        return READERS[dialect](data) if isinstance(data, dict | Mapping) else None  # `dict |`: a faster check
+        return USAGE_READERS[dialect](data) if isinstance(data, dict | Mapping) else None  # `dict |`: a faster check
 
     @staticmethod
-    def found(dialect: str, event: object) -> Usage | None:
+    def find_in(dialect: str, event: object) -> Usage | None:
         """Return the usage in a decoded reply or in one decoded event of a stream, or None."""
         if not isinstance(event, Mapping):
             return None
-        for outer, name in PLACES[dialect]:
+        for outer, name in USAGE_LOCATIONS[dialect]:
             parent = event.get(outer) if outer else event
-            if isinstance(parent, Mapping) and (usage := Usage.read(dialect, parent.get(name))):
+            if isinstance(parent, Mapping) and (usage := Usage.parse(dialect, parent.get(name))):
                 return usage
         return None
 
@@ -60,7 +60,7 @@ class Usage(msgspec.Struct, frozen=True):
         """Return the sum of this usage and that of another request."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
-    def joined(self, later: Usage) -> Usage:
+    def merge_later(self, later: Usage) -> Usage:
         """Return this usage updated with that of a later event of the same stream."""
         return _consistent(
             input=max(self.input, later.input),
@@ -106,9 +106,9 @@ def _count(data: Mapping[str, Any], *names: str) -> int:
     """Return the first of these fields that is a count, or 0. Some providers write 12.0."""
     for name in names:
         value = data.get(name)
-        if type(value) is int and 0 <= value <= MOST:  # type(): True is not a count
+        if type(value) is int and 0 <= value <= MAX_TOKENS:  # type(): True is not a count
             return value
-        if type(value) is float and 0 <= value <= MOST and value.is_integer():
+        if type(value) is float and 0 <= value <= MAX_TOKENS and value.is_integer():
             return int(value)
     return 0
 
@@ -214,7 +214,7 @@ def _raw(data: Mapping[str, Any]) -> Usage | None:
     return next((usage for read in readers if (usage := read(data)) is not None), None)
 
 
-READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
+USAGE_READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
     "openai-chat": _chat,
     "openai-responses": _responses,
     "openai-embeddings": _chat,
@@ -223,7 +223,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Usage | None]] = {
     "raw": _raw,
 }
 # Where a reply or an event of a stream has its usage: (enclosing object, or "" for the top level; field).
-PLACES: Mapping[str, tuple[tuple[str, str], ...]] = {
+USAGE_LOCATIONS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "openai-chat": (("", "usage"), ("x_groq", "usage")),
     "openai-responses": (("response", "usage"), ("", "usage")),
     "openai-embeddings": (("", "usage"),),

@@ -7,177 +7,183 @@ from dataclasses import replace
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects.anthropic import citations as anthropic_citations
-from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
-from emberline.gateway.dialects.chat import citations as chat_citations
-from emberline.gateway.dialects.chat.content import google_seal
-from emberline.gateway.dialects.inner import (
-    Audio,
-    Conversation,
-    File,
-    Image,
+from emberline.gateway.dialects.canonical import (
+    AudioContent,
+    CanonicalMessage,
+    CanonicalRequest,
+    CanonicalTool,
+    ChatDialect,
+    FileContent,
+    ImageContent,
     Json,
-    Message,
-    Opaque,
+    OpaqueContent,
     Part,
-    Refusal,
-    Spoken,
-    Text,
-    Thinking,
-    Tool,
-    ToolCall,
-    ToolResult,
+    ReasoningContent,
+    RefusalContent,
+    TextContent,
+    ToolCallContent,
+    ToolResultContent,
 )
-from emberline.gateway.dialects.media import mime_of
-from emberline.gateway.dialects.recipient import Recipient
-from emberline.gateway.dialects.schemas import is_exact
+from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
+from emberline.gateway.dialects.chat import citations as chat_citations
+from emberline.gateway.dialects.chat.content import google_signature
+from emberline.gateway.dialects.media import guess_mime_type
+from emberline.gateway.dialects.schemas import is_strict_schema
+from emberline.gateway.dialects.target_model import TargetModel
 
-_ANTHROPIC_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+_ANTHROPIC_IMAGE_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
-def adapt(request: Conversation, target: Spoken, target_model: Recipient, changes: Changes) -> None:
+def adapt(request: CanonicalRequest, target: ChatDialect, target_model: TargetModel, changes: ChangeReport) -> None:
     """Change `request` in place so that the wire format `target` can express it, and report each change.
 
     Raises InvalidRequest for content that cannot be dropped without changing what the request means.
     """
-    both_openai = request.dialect in OPENAI and target in OPENAI
+    both_openai = request.dialect in OPENAI_DIALECTS and target in OPENAI_DIALECTS
     if request.user is None and not both_openai and isinstance(request.extra.get("safety_identifier"), str):
         request.user = request.extra.pop("safety_identifier")
     if target == "openai-responses":
-        _cite(request)
-    changes.leftovers(request, target)
+        _restore_citations(request)
+    changes.report_request_fields(request, target)
     if (request.n or 1) > 1 and target in ("anthropic", "openai-responses"):
         raise InvalidRequest(
             f"n is {request.n}, but this model's provider returns one choice per request", param="n", hint="set n to 1"
         )
-    adapter = _Fit(target, both_openai, target_model, changes)
-    request.extra = adapter.shared(request.extra)
-    request.kept = {}
-    request.system = adapter.parts(request.system)
+    adapter = _Adapter(target, both_openai, target_model, changes)
+    request.extra = adapter.keep_shared_fields(request.extra)
+    request.source_fields = {}
+    request.system = adapter.adapt_parts(request.system)
     for message in request.messages:
         message.parts, message.extra, message.shape = (
-            adapter.parts(message.parts),
-            adapter.shared(message.extra),
+            adapter.adapt_parts(message.parts),
+            adapter.keep_shared_fields(message.extra),
             "auto",
         )
     request.messages = [message for message in request.messages if message.parts]
-    request.tools = [adapter.tool(tool) for tool in request.tools if isinstance(tool, Tool)]
+    request.tools = [adapter.adapt_tool(tool) for tool in request.tools if isinstance(tool, CanonicalTool)]
 
 
-def _cite(request: Conversation) -> None:
+def _restore_citations(request: CanonicalRequest) -> None:
     """Turn the citations of earlier assistant messages into canonical ones, for a Responses request.
 
     Other formats cannot take them back: Anthropic would require its own encrypted_index.
     """
     for message in request.messages:
         if message.role == "assistant" and request.dialect == "anthropic":
-            anthropic_citations.lift(message.parts)
+            anthropic_citations.extract_from_parts(message.parts)
         elif message.role == "assistant" and request.dialect == "openai-chat":
-            chat_citations.lift(message)
+            chat_citations.extract_from_message(message)
 
 
-class _Fit:
-    def __init__(self, target: Spoken, both_openai: bool, target_model: Recipient, changes: Changes) -> None:
+class _Adapter:
+    def __init__(
+        self, target: ChatDialect, both_openai: bool, target_model: TargetModel, changes: ChangeReport
+    ) -> None:
         self._target = target
-        self._kin = both_openai  # Chat to Responses or back: both know the same files and cache fields
-        self._to = target_model
+        self._both_openai = both_openai  # Chat to Responses or back: both know the same files and cache fields
+        self._target_model = target_model
         self._changes = changes
 
-    def shared(self, extra: Json) -> Json:
-        return {name: value for name, value in extra.items() if name in OPENAI_SHARED} if self._kin else {}
+    def keep_shared_fields(self, extra: Json) -> Json:
+        return (
+            {name: value for name, value in extra.items() if name in SHARED_OPENAI_FIELDS} if self._both_openai else {}
+        )
 
-    def tool(self, tool: Tool) -> Tool:
+    def adapt_tool(self, tool: CanonicalTool) -> CanonicalTool:
         strict = tool.strict
-        if strict and self._target in OPENAI and not self._kin and not is_exact(tool.schema):
+        if strict and self._target in OPENAI_DIALECTS and not self._both_openai and not is_strict_schema(tool.schema):
             strict = False
             reason = f"{self._target} requires a schema with all properties required and no others"
-            self._changes.say("tools[]", reason, within=".strict")
+            self._changes.report("tools[]", reason, subfield=".strict")
         return replace(tool, strict=strict, extra={})
 
-    def parts(self, parts: list[Part]) -> list[Part]:
+    def adapt_parts(self, parts: list[Part]) -> list[Part]:
         result: list[Part] = []
         for part in parts:
-            if isinstance(part, ToolCall) and self._target == "gemini" and (seal := google_seal(part)):
-                result.append(Thinking("", "gemini", seal))
-            if (adapted := self._part(part)) is not None:
+            if isinstance(part, ToolCallContent) and self._target == "gemini" and (seal := google_signature(part)):
+                result.append(ReasoningContent("", "gemini", seal))
+            if (adapted := self._adapt_part(part)) is not None:
                 result.append(adapted)
         return result
 
-    def _part(self, part: Part) -> Part | None:
-        if isinstance(part, Opaque):
+    def _adapt_part(self, part: Part) -> Part | None:
+        if isinstance(part, OpaqueContent):
             return None  # already reported by report_request_fields
-        part.extra = self.shared(part.extra)
+        part.extra = self.keep_shared_fields(part.extra)
         match part:
-            case Text(text="") if self._target == "anthropic":
+            case TextContent(text="") if self._target == "anthropic":
                 return None  # Anthropic rejects empty text blocks
-            case Text() if any(cited.quote for cited in part.citations):
-                self._changes.say("messages", f"{self._target} has no such field", within=".citations.cited_text")
-            case ToolResult():
-                return self._result(part)
-            case Thinking():
-                return self._thinking(part)
-            case Refusal() if self._target in ("anthropic", "gemini"):
-                self._changes.say("messages", "a refusal became text", within=".refusal")
-                return Text(part.text)
-            case Image():
-                return self._kept(part, self._why_no_image(part))
-            case Audio():
+            case TextContent() if any(cited.quote for cited in part.citations):
+                self._changes.report("messages", f"{self._target} has no such field", subfield=".citations.cited_text")
+            case ToolResultContent():
+                return self._adapt_tool_result(part)
+            case ReasoningContent():
+                return self._adapt_reasoning(part)
+            case RefusalContent() if self._target in ("anthropic", "gemini"):
+                self._changes.report("messages", "a refusal became text", subfield=".refusal")
+                return TextContent(part.text)
+            case ImageContent():
+                return self._drop_media(part, self._reason_to_drop_image(part))
+            case AudioContent():
                 if self._target not in ("openai-chat", "gemini"):
                     raise InvalidRequest(
                         f"messages contain an input_audio part ({part.mime}), but {self._target} does not accept audio",
                         param="messages",
                         hint="use a model whose provider accepts audio, or send the transcript as text",
                     )
-            case File() if part.plain and self._target != "anthropic":
-                return Text(part.data)
-            case File():
-                return self._kept(part, self._why_no_file(part))
+            case FileContent() if part.plain and self._target != "anthropic":
+                return TextContent(part.data)
+            case FileContent():
+                return self._drop_media(part, self._reason_to_drop_file(part))
         return part
 
-    def _kept(self, part: Image | Audio | File, reason: str | None) -> Part | None:
+    def _drop_media(self, part: ImageContent | AudioContent | FileContent, reason: str | None) -> Part | None:
         if reason is None:
             return part
-        self._changes.say("messages", reason, within=f".{type(part).__name__.removesuffix('Content').lower()}")
+        self._changes.report("messages", reason, subfield=f".{type(part).__name__.removesuffix('Content').lower()}")
         return None
 
-    def _result(self, result: ToolResult) -> ToolResult:
-        result.parts, result.shape = self.parts(result.parts), "auto"
-        if result.is_error and self._target in OPENAI:
-            self._changes.say("messages", f"{self._target} cannot mark a tool result as failed", within=".is_error")
+    def _adapt_tool_result(self, result: ToolResultContent) -> ToolResultContent:
+        result.parts, result.shape = self.adapt_parts(result.parts), "auto"
+        if result.is_error and self._target in OPENAI_DIALECTS:
+            self._changes.report(
+                "messages", f"{self._target} cannot mark a tool result as failed", subfield=".is_error"
+            )
         return result
 
-    def _thinking(self, part: Thinking) -> Thinking | None:
-        if part.family == self._target and part.seal:
+    def _adapt_reasoning(self, part: ReasoningContent) -> ReasoningContent | None:
+        if part.origin == self._target and part.signature:
             return part
-        if self._to.takes_thoughts and part.text:
-            return Thinking(part.text, self._target)
-        self._changes.say("thinking", "only the provider that produced reasoning accepts it back")
+        if self._target_model.accepts_reasoning and part.text:
+            return ReasoningContent(part.text, self._target)
+        self._changes.report("thinking", "only the provider that produced reasoning accepts it back")
         return None
 
-    def _why_no_image(self, image: Image) -> str | None:
+    def _reason_to_drop_image(self, image: ImageContent) -> str | None:
         if self._target == "openai-responses":
             image.detail = image.detail or "auto"  # Responses requires the field
-        if image.detail not in (None, "auto") and self._target not in OPENAI:
-            self._changes.say("messages", f"{self._target} has no such field", within=".image_url.detail")
+        if image.detail not in (None, "auto") and self._target not in OPENAI_DIALECTS:
+            self._changes.report("messages", f"{self._target} has no such field", subfield=".image_url.detail")
         if image.file_id and not (image.url or image.data):
-            is_usable = self._kin and self._target == "openai-responses"
+            is_usable = self._both_openai and self._target == "openai-responses"
             return None if is_usable else "the file is stored at another provider"
-        if image.data and self._target == "anthropic" and image.mime not in _ANTHROPIC_IMAGES:
+        if image.data and self._target == "anthropic" and image.mime not in _ANTHROPIC_IMAGE_TYPES:
             return f"anthropic does not accept images of type {image.mime or 'unknown'}"
         return None
 
-    def _why_no_file(self, file: File) -> str | None:
+    def _reason_to_drop_file(self, file: FileContent) -> str | None:
         if file.file_id and not (file.url or file.data):
-            return None if self._kin else "the file is stored at another provider"
+            return None if self._both_openai else "the file is stored at another provider"
         if file.url and self._target == "openai-chat":
             return "chat does not accept files by URL"
-        file.mime = file.mime or mime_of(file.name or file.url)
-        if file.data and self._target in OPENAI:
+        file.mime = file.mime or guess_mime_type(file.name or file.url)
+        if file.data and self._target in OPENAI_DIALECTS:
             file.name = file.name or "document"  # OpenAI requires the field
         if self._target == "anthropic" and file.data:
-            return self._as_document(file)
+            return self._convert_to_document(file)
         return None
 
-    def _as_document(self, file: File) -> str | None:
+    def _convert_to_document(self, file: FileContent) -> str | None:
         if file.mime == "application/pdf":
             return None
         if not file.mime.startswith("text/"):
@@ -189,19 +195,19 @@ class _Fit:
         return None
 
 
-def merged(messages: list[Message], *, roles: tuple[str, ...]) -> list[Message]:
+def merge_adjacent(messages: list[CanonicalMessage], *, roles: tuple[str, ...]) -> list[CanonicalMessage]:
     """Return the messages with adjacent ones of the same role joined, for the given `roles`.
 
     Tool results count as the user's.
     """
-    result: list[Message] = []
+    result: list[CanonicalMessage] = []
     for message in messages:
         role = "user" if message.role == "tool" else message.role
         if result and result[-1].role == role and role in roles:
             result[-1].parts += message.parts
         else:
-            result.append(Message(role, list(message.parts), "auto"))
+            result.append(CanonicalMessage(role, list(message.parts), "auto"))
     for message in result:
         if message.role == "user":  # tool results must directly follow the calls that they answer
-            message.parts.sort(key=lambda part: not isinstance(part, ToolResult))
+            message.parts.sort(key=lambda part: not isinstance(part, ToolResultContent))
     return result

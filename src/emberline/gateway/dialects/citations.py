@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from emberline.gateway.dialects.inner import Citation, Json, Part, Text
+from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
 
 
-def known(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
+def parse_citations(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
     """Return the rows that `parse` recognises.
 
     Malformed rows are skipped, because a citation is no reason to fail a reply.
@@ -18,22 +18,22 @@ def known(rows: object, parse: Callable[[object], Citation | None]) -> list[Cita
     return [citations for row in rows if (citations := parse(row)) is not None] if isinstance(rows, list) else []
 
 
-def lifted(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
+def extract_citations(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
     """Parse the citations in `extra[name]` and leave only the other rows there."""
-    citations = known(extra.get(name), parse)
+    citations = parse_citations(extra.get(name), parse)
     if citations:
         extra[name] = [row for row in extra[name] if parse(row) is None]
     return citations
 
 
-def text_of(data: Mapping[Any, Any], name: str) -> str:
+def string_field(data: Mapping[Any, Any], name: str) -> str:
     value = data.get(name)
     return value if isinstance(value, str) else ""
 
 
-def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
+def assign_citations(parts: Iterable[Part], citations: list[Citation]) -> None:
     """Assign citations, whose offsets count in the joined text, to the text parts that they overlap."""
-    texts = [part for part in parts if isinstance(part, Text)]
+    texts = [part for part in parts if isinstance(part, TextContent)]
     last = sum(len(text.text) for text in texts) - 1
     begin = 0
     for text in texts:
@@ -46,7 +46,7 @@ def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
         begin = end
 
 
-def pieces(text: Text) -> list[tuple[str, list[Citation]]]:
+def split_at_citations(text: TextContent) -> list[tuple[str, list[Citation]]]:
     """Split the text where citations start and end, and return each piece with its citations.
 
     No piece is blank, unless the whole text is.

@@ -14,25 +14,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects.inner import Citation, Json, Reason, Spoken
+from emberline.gateway.dialects.canonical import ChatDialect, Citation, FinishReason, Json
 
 
 @dataclass(slots=True)
-class Opened:
+class StreamStart:
     id: str
     model: str
     created: int = 0
 
 
 @dataclass(slots=True)
-class TextPiece:
+class TextDelta:
     text: str
     choice: int = 0
     logprobs: list[Json] | None = None  # in the format of OpenAI's chat
 
 
 @dataclass(slots=True)
-class Cited:
+class CitationDelta:
     """A citation; it follows the text that it refers to, not necessarily directly."""
 
     citation: Citation
@@ -40,29 +40,29 @@ class Cited:
 
 
 @dataclass(slots=True)
-class ThinkingPiece:
+class ReasoningDelta:
     text: str
     choice: int = 0
 
 
 @dataclass(slots=True)
-class Sealed:
+class SignatureDelta:
     """The signature of the reasoning so far, or (`redacted`) encrypted reasoning without text."""
 
-    seal: str
-    family: Spoken
+    signature: str
+    origin: ChatDialect
     redacted: bool = False
     choice: int = 0
 
 
 @dataclass(slots=True)
-class RefusalPiece:
+class RefusalDelta:
     text: str
     choice: int = 0
 
 
 @dataclass(slots=True)
-class ToolOpened:
+class ToolCallStart:
     slot: int
     id: str
     name: str
@@ -70,34 +70,36 @@ class ToolOpened:
 
 
 @dataclass(slots=True)
-class ToolPiece:
+class ToolCallArguments:
     slot: int
     text: str  # next fragment of the arguments' JSON text
     choice: int = 0
 
 
 @dataclass(slots=True)
-class Finished:
-    reason: Reason
+class Finish:
+    reason: FinishReason
     stop_sequence: str | None = None
     choice: int = 0
 
 
 @dataclass(slots=True)
-class Counted:
+class UsageUpdate:
     usage: Usage
 
 
 @dataclass(slots=True)
-class Ended:
+class StreamEnd:
     """The provider marked its stream as complete."""
 
 
-Content = TextPiece | Cited | ThinkingPiece | Sealed | RefusalPiece | ToolOpened | ToolPiece
-Delta = Opened | Content | Finished | Counted | Ended
+ContentDelta = (
+    TextDelta | CitationDelta | ReasoningDelta | SignatureDelta | RefusalDelta | ToolCallStart | ToolCallArguments
+)
+Delta = StreamStart | ContentDelta | Finish | UsageUpdate | StreamEnd
 
 
-class Reader(Protocol):
+class EventReader(Protocol):
     """Parses the events of one stream into deltas.
 
     Raises Broken for a malformed stream, and UpstreamFailed for an error event of the provider.
@@ -112,11 +114,11 @@ class Reader(Protocol):
         ...
 
 
-class Writer(Protocol):
+class EventWriter(Protocol):
     """Renders deltas as the events of one stream, each block closed before the next opens."""
 
-    def push(self, delta: Delta) -> bytes: ...
+    def write(self, delta: Delta) -> bytes: ...
 
-    def fail(self, error: Exception) -> bytes:
+    def write_error(self, error: Exception) -> bytes:
         """Return the wire format's error event, b"" if it has none."""
         ...

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from emberline.gateway.dialects.inner import Effort
+from emberline.gateway.dialects.canonical import Effort
 
 EFFORTS: tuple[Effort, ...] = get_args(Effort)  # lowest first
-LEAST_BUDGET = 1024
-_BUDGETS: Mapping[Effort, int] = {
+ANTHROPIC_MIN_BUDGET_TOKENS = 1024
+_BUDGET_TOKENS: Mapping[Effort, int] = {
     "none": 0,
     "minimal": 1024,
     "low": 2048,
@@ -20,11 +20,11 @@ _BUDGETS: Mapping[Effort, int] = {
 }
 
 
-def budget_of(effort: Effort) -> int:
-    return _BUDGETS[effort]
+def budget_for_effort(effort: Effort) -> int:
+    return _BUDGET_TOKENS[effort]
 
 
-def effort_of(budget: int) -> Effort:
+def effort_for_budget(budget: int) -> Effort:
     """Return a level that every provider knows; Gemini's -1 ("dynamic") gives medium."""
     if budget == 0:
         return "none"
@@ -35,7 +35,7 @@ def effort_of(budget: int) -> Effort:
     return "medium" if budget <= 16384 else "high"
 
 
-def nearest(effort: Effort, supported: Sequence[Effort]) -> Effort:
+def nearest_effort(effort: Effort, supported: Sequence[Effort]) -> Effort:
     """Return the effort itself if supported, else the next lower supported level, else the lowest.
 
     "none" is returned only if it was requested.

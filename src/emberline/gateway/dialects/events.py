@@ -6,35 +6,35 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from emberline.gateway.errors import Broken
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.errors import UpstreamBroken
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 T = TypeVar("T")
 
-MOST = 32 << 20  # one event can carry a whole image
+MAX_EVENT_BYTES = 32 << 20  # one event can carry a whole image
 
 
-class EventSplitter:
+class EventDataSplitter:
     """Returns the data of each complete event, without its name: every format repeats it in the data."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._partial = b""
 
     def push(self, data: bytes) -> list[bytes]:
-        data = self._rest + data
+        data = self._partial + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")  # a CR at the very end stays until its LF arrives
-        *events, self._rest = data.split(b"\n\n")
-        if len(self._rest) > MOST:
-            raise Broken(f"an event of the stream is larger than the limit of {MOST} bytes")
-        return [payload for event in events if (payload := _payload(event))]
+        *events, self._partial = data.split(b"\n\n")
+        if len(self._partial) > MAX_EVENT_BYTES:
+            raise UpstreamBroken(f"an event of the stream is larger than the limit of {MAX_EVENT_BYTES} bytes")
+        return [payload for event in events if (payload := _event_data(event))]
 
-    def unfinished(self) -> bool:
+    def has_partial_event(self) -> bool:
         """Return whether bytes of an incomplete event are left."""
-        return bool(self._rest.strip())
+        return bool(self._partial.strip())
 
 
-def _payload(event: bytes) -> bytes:
+def _event_data(event: bytes) -> bytes:
     start = event.find(b"data: ")  # fast path: nearly all events are one line of data, with or without a name before it
     if start >= 0 and (start == 0 or event[start - 1] == 10) and event.find(b"\n", start) < 0:
         return event[start + 6 :]
@@ -47,10 +47,12 @@ class EventDecoder(Generic[T]):
 
     def __init__(self, event_type: type[T], format_name: str) -> None:
         self._decoder = msgspec.json.Decoder(event_type)
-        self._whose = format_name
+        self._format_name = format_name
 
     def decode(self, event: bytes) -> T:
         try:
             return self._decoder.decode(event)
-        except NOT_JSON as error:
-            raise Broken(f"an event of the stream does not follow the format of {self._whose}: {error}") from None
+        except JSON_DECODE_ERRORS as error:
+            raise UpstreamBroken(
+                f"an event of the stream does not follow the format of {self._format_name}: {error}"
+            ) from None

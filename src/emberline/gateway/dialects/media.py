@@ -31,7 +31,7 @@ def data_url(mime: str, data: str) -> str:
     return f"data:{mime};base64,{data}"
 
 
-def mime_of(name: str) -> str:
+def guess_mime_type(name: str) -> str:
     """Return the MIME type for the suffix of a file name or URL; "" if it is unknown."""
     path = name.partition("?")[0].partition("#")[0]
     return _SUFFIXES.get(path.rpartition(".")[2].lower(), "")

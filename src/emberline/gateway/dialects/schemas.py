@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.canonical import Json
 
 # Accepted keywords; the providers reject or ignore all others.
-_COMMON = {
+_COMMON_KEYWORDS = {
     "$defs",
     "$ref",
     "type",
@@ -25,41 +25,43 @@ _COMMON = {
     "properties",
     "required",
 }
-GEMINI = frozenset(
-    _COMMON
+GEMINI_KEYWORDS = frozenset(
+    _COMMON_KEYWORDS
     | {"$id", "$anchor", "prefixItems", "minItems", "maxItems", "minimum", "maximum", "oneOf", "additionalProperties"}
     | {"propertyOrdering"}
 )
-ANTHROPIC = frozenset(_COMMON | {"const", "allOf", "default", "minItems", "pattern", "additionalProperties"})
+ANTHROPIC_KEYWORDS = frozenset(
+    _COMMON_KEYWORDS | {"const", "allOf", "default", "minItems", "pattern", "additionalProperties"}
+)
 
-_MAPS = ("properties", "$defs", "definitions", "patternProperties")  # name -> schema
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not")
+_SCHEMA_MAPS = ("properties", "$defs", "definitions", "patternProperties")  # name -> schema
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE_SCHEMAS = ("items", "additionalProperties", "not")
 
-Drop = Callable[[str], None]
+KeywordCallback = Callable[[str], None]
 
 
-def restricted(schema: Any, known: frozenset[str], on_drop: Drop) -> Any:
+def restrict_keywords(schema: Any, known: frozenset[str], on_drop: KeywordCallback) -> Any:
     """Return `schema` with the `known` keywords only; call `on_drop` with each keyword that is removed."""
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
-    for keyword, value in _respelled(schema, known).items():
+    for keyword, value in _rewrite_keywords(schema, known).items():
         if keyword not in known:
             if keyword not in ("$schema", "$comment", "examples"):  # these constrain nothing
                 on_drop(keyword)
-        elif keyword in _MAPS and isinstance(value, dict):
-            result[keyword] = {name: restricted(inner, known, on_drop) for name, inner in value.items()}
-        elif keyword in _LISTS and isinstance(value, list):
-            result[keyword] = [restricted(inner, known, on_drop) for inner in value]
-        elif keyword in _SINGLE:
-            result[keyword] = restricted(value, known, on_drop)
+        elif keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            result[keyword] = {name: restrict_keywords(inner, known, on_drop) for name, inner in value.items()}
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            result[keyword] = [restrict_keywords(inner, known, on_drop) for inner in value]
+        elif keyword in _SINGLE_SCHEMAS:
+            result[keyword] = restrict_keywords(value, known, on_drop)
         else:
             result[keyword] = value
     return result
 
 
-def _respelled(schema: Json, known: frozenset[str]) -> Json:
+def _rewrite_keywords(schema: Json, known: frozenset[str]) -> Json:
     """Replace keywords that have an equivalent among the known ones."""
     result = dict(schema)
     if "const" in result and "const" not in known:
@@ -68,7 +70,7 @@ def _respelled(schema: Json, known: frozenset[str]) -> Json:
         result["anyOf"] = result.pop("oneOf")
     if "definitions" in result and "$defs" not in result:
         result["$defs"] = result.pop("definitions")
-        result = _repointed(result)
+        result = _rewrite_references(result)
     all_of = result.get("allOf")
     if "allOf" not in known and isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], dict):
         del result["allOf"]
@@ -76,63 +78,67 @@ def _respelled(schema: Json, known: frozenset[str]) -> Json:
     return result
 
 
-def _repointed(value: Any) -> Any:
+def _rewrite_references(value: Any) -> Any:
     if isinstance(value, list):
-        return [_repointed(inner) for inner in value]
+        return [_rewrite_references(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    result = {name: _repointed(inner) for name, inner in value.items()}
+    result = {name: _rewrite_references(inner) for name, inner in value.items()}
     if isinstance(result.get("$ref"), str):
         result["$ref"] = result["$ref"].replace("#/definitions/", "#/$defs/")
     return result
 
 
-def closed(schema: Any, on_change: Drop) -> Any:
+def close_objects(schema: Any, on_change: KeywordCallback) -> Any:
     """Set additionalProperties to false on every object; call `on_change` for each change."""
     if isinstance(schema, list):
-        return [closed(inner, on_change) for inner in schema]
+        return [close_objects(inner, on_change) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
     for keyword, value in schema.items():
-        if keyword in _MAPS and isinstance(value, dict):
-            result[keyword] = {name: closed(inner, on_change) for name, inner in value.items()}
+        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            result[keyword] = {name: close_objects(inner, on_change) for name, inner in value.items()}
         else:
-            result[keyword] = closed(value, on_change) if keyword in (*_LISTS, *_SINGLE) else value
+            result[keyword] = (
+                close_objects(value, on_change) if keyword in (*_SCHEMA_LISTS, *_SINGLE_SCHEMAS) else value
+            )
     if result.get("type") == "object" and result.get("additionalProperties") is not False:
         result["additionalProperties"] = False
         on_change("additionalProperties")
     return result
 
 
-def is_exact(schema: Any) -> bool:
+def is_strict_schema(schema: Any) -> bool:
     """Return whether OpenAI accepts the schema as strict: all properties required, no others allowed."""
     if isinstance(schema, list):
-        return all(map(is_exact, schema))
+        return all(map(is_strict_schema, schema))
     if not isinstance(schema, dict):
         return True
-    inner = [value for keyword in _MAPS if isinstance(schema.get(keyword), dict) for value in schema[keyword].values()]
-    inner += [schema[keyword] for keyword in (*_LISTS, *_SINGLE) if keyword in schema]
+    inner = [
+        value for keyword in _SCHEMA_MAPS if isinstance(schema.get(keyword), dict) for value in schema[keyword].values()
+    ]
+    inner += [schema[keyword] for keyword in (*_SCHEMA_LISTS, *_SINGLE_SCHEMAS) if keyword in schema]
     names = schema.get("properties", {}).keys()
     is_object = schema.get("type") == "object"
     open_or_partial = schema.get("additionalProperties") is not False or names - set(schema.get("required", ()))
-    return not (is_object and open_or_partial) and all(map(is_exact, inner))
+    return not (is_object and open_or_partial) and all(map(is_strict_schema, inner))
 
 
-def from_gemini(schema: Any) -> Any:
+def from_gemini_schema(schema: Any) -> Any:
     """Convert Gemini's OpenAPI schema (types in capitals, `nullable`, counts as strings) to JSON Schema."""
     if isinstance(schema, list):
-        return [from_gemini(inner) for inner in schema]
+        return [from_gemini_schema(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     result: Json = {}
     for keyword, value in schema.items():
         if keyword == "type" and isinstance(value, str):
             result[keyword] = value.lower()
-        elif keyword in _MAPS and isinstance(value, dict):
-            result[keyword] = {name: from_gemini(inner) for name, inner in value.items()}
-        elif keyword in (*_LISTS, *_SINGLE):
-            result[keyword] = from_gemini(value)
+        elif keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            result[keyword] = {name: from_gemini_schema(inner) for name, inner in value.items()}
+        elif keyword in (*_SCHEMA_LISTS, *_SINGLE_SCHEMAS):
+            result[keyword] = from_gemini_schema(value)
         elif keyword.startswith(("min", "max")) and isinstance(value, str) and value.isdigit():
             result[keyword] = int(value)
         elif keyword not in ("nullable", "propertyOrdering", "example"):

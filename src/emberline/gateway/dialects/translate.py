@@ -23,33 +23,33 @@ from emberline.gateway.dialects.anthropic import reader as anthropic_reader
 from emberline.gateway.dialects.anthropic import reply as anthropic_reply
 from emberline.gateway.dialects.anthropic import request as anthropic_request
 from emberline.gateway.dialects.anthropic import writer as anthropic_writer
-from emberline.gateway.dialects.asked import Asked, asked_of
-from emberline.gateway.dialects.changes import Changed, Changes
+from emberline.gateway.dialects.canonical import CanonicalReply, CanonicalRequest, ChatDialect, Json
+from emberline.gateway.dialects.change_report import ChangeReport, FieldChange
 from emberline.gateway.dialects.chat import reader as chat_reader
 from emberline.gateway.dialects.chat import reply as chat_reply
 from emberline.gateway.dialects.chat import request as chat_request
 from emberline.gateway.dialects.chat import writer as chat_writer
-from emberline.gateway.dialects.events import EventSplitter
+from emberline.gateway.dialects.delta_order import DeltaOrderChecker
+from emberline.gateway.dialects.errors import translate_error
+from emberline.gateway.dialects.events import EventDataSplitter
 from emberline.gateway.dialects.gemini import reader as gemini_reader
 from emberline.gateway.dialects.gemini import reply as gemini_reply
 from emberline.gateway.dialects.gemini import request as gemini_request
 from emberline.gateway.dialects.gemini import writer as gemini_writer
-from emberline.gateway.dialects.inner import Answer, Conversation, Json, Spoken
-from emberline.gateway.dialects.order import Order
-from emberline.gateway.dialects.problems import translate_error
-from emberline.gateway.dialects.recipient import Recipient
+from emberline.gateway.dialects.reply_context import ReplyContext, read_reply_context
 from emberline.gateway.dialects.responses import reader as responses_reader
 from emberline.gateway.dialects.responses import reply as responses_reply
 from emberline.gateway.dialects.responses import request as responses_request
 from emberline.gateway.dialects.responses import writer as responses_writer
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.target_model import TargetModel
+from emberline.gateway.errors import UpstreamBroken
 
 __all__ = [
-    "Asked",
-    "Changed",
-    "Recipient",
+    "FieldChange",
+    "ReplyContext",
     "StreamTranslator",
-    "asked_of",
+    "TargetModel",
+    "read_reply_context",
     "translate_error",
     "translate_reply",
     "translate_request",
@@ -57,84 +57,84 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class DialectCodec:
     """The functions that parse and render one wire format."""
 
-    parse: Callable[[Json], Conversation]
-    render: Callable[[Conversation, Recipient, Changes], Json]
-    parse_reply: Callable[[Json, Changes], Answer]
-    render_reply: Callable[[Answer, Asked], Json]
-    reader: Callable[[], deltas.Reader]
-    writer: Callable[[Asked], deltas.Writer]
+    parse_request: Callable[[Json], CanonicalRequest]
+    render_request: Callable[[CanonicalRequest, TargetModel, ChangeReport], Json]
+    parse_reply: Callable[[Json, ChangeReport], CanonicalReply]
+    render_reply: Callable[[CanonicalReply, ReplyContext], Json]
+    make_reader: Callable[[], deltas.EventReader]
+    make_writer: Callable[[ReplyContext], deltas.EventWriter]
 
 
-GRAMMARS: Mapping[Spoken, Grammar] = {
-    "openai-chat": Grammar(
+CODECS: Mapping[ChatDialect, DialectCodec] = {
+    "openai-chat": DialectCodec(
         chat_request.parse,
         chat_request.render,
         chat_reply.parse,
         chat_reply.render,
-        chat_reader.Reader,
-        chat_writer.Writer,
+        chat_reader.ChatEventReader,
+        chat_writer.ChatEventWriter,
     ),
-    "openai-responses": Grammar(
+    "openai-responses": DialectCodec(
         responses_request.parse,
         responses_request.render,
         responses_reply.parse,
         responses_reply.render,
-        responses_reader.Reader,
-        responses_writer.Writer,
+        responses_reader.ResponsesEventReader,
+        responses_writer.ResponsesEventWriter,
     ),
-    "anthropic": Grammar(
+    "anthropic": DialectCodec(
         anthropic_request.parse,
         anthropic_request.render,
         anthropic_reply.parse,
         anthropic_reply.render,
-        anthropic_reader.Reader,
-        anthropic_writer.Writer,
+        anthropic_reader.AnthropicEventReader,
+        anthropic_writer.AnthropicEventWriter,
     ),
-    "gemini": Grammar(
+    "gemini": DialectCodec(
         gemini_request.parse,
         gemini_request.render,
         gemini_reply.parse,
         gemini_reply.render,
-        gemini_reader.Reader,
-        gemini_writer.Writer,
+        gemini_reader.GeminiEventReader,
+        gemini_writer.GeminiEventWriter,
     ),
 }
 
 
 def translate_request(
-    body: bytes, source: Spoken, target: Spoken, target_model: Recipient, *, stream: bool | None = None
-) -> tuple[bytes, list[Changed]]:
+    body: bytes, source: ChatDialect, target: ChatDialect, target_model: TargetModel, *, stream: bool | None = None
+) -> tuple[bytes, list[FieldChange]]:
     """Return the request in wire format `target`, and what was changed.
 
     `stream` is whether the reply is streamed, for Gemini clients, whose URL says so. Raises InvalidRequest.
     """
-    request = GRAMMARS[source].parse(decode(body, Json))
+    request = CODECS[source].parse_request(decode(body, Json))
     if stream is not None:
         request.stream = stream
-    changes = Changes(source)
+    changes = ChangeReport(source)
     if source != target:
         adapt(request, target, target_model, changes)
-    return msgspec.json.encode(GRAMMARS[target].render(request, target_model, changes)), changes.all
+    return msgspec.json.encode(CODECS[target].render_request(request, target_model, changes)), changes.changes
 
 
 def translate_reply(
-    body: bytes, source: Spoken, target: Spoken, request: Asked | None = None
-) -> tuple[bytes, list[Changed]]:
+    body: bytes, source: ChatDialect, target: ChatDialect, request: ReplyContext | None = None
+) -> tuple[bytes, list[FieldChange]]:
     """Return the reply in wire format `target`, and what was changed.
 
     Raises Broken if it is not a reply in the provider's wire format `source`.
     """
-    changes = Changes(source)
+    changes = ChangeReport(source)
     try:
-        answer = GRAMMARS[source].parse_reply(decode(body, Json), changes)
+        answer = CODECS[source].parse_reply(decode(body, Json), changes)
     except InvalidRequest as error:
-        raise Broken(f"the provider's reply does not follow the format {source}: {error.message}") from None
+        raise UpstreamBroken(f"the provider's reply does not follow the format {source}: {error.message}") from None
     for choice in answer.choices:
-        choice.parts = changes.bare(choice.parts, target)
-    return msgspec.json.encode(GRAMMARS[target].render_reply(answer, request or Asked())), changes.all
+        choice.parts = changes.strip_extras(choice.parts, target)
+    return msgspec.json.encode(CODECS[target].render_reply(answer, request or ReplyContext())), changes.changes
 
 
 class StreamTranslator:
@@ -144,42 +144,42 @@ class StreamTranslator:
     so far and the client's error event; the caller decides whether to send that or to try another provider.
     """
 
-    def __init__(self, source: Spoken, target: Spoken, request: Asked | None = None) -> None:
+    def __init__(self, source: ChatDialect, target: ChatDialect, request: ReplyContext | None = None) -> None:
         self._source = source
-        self._splitter = EventSplitter()
-        self._reader = GRAMMARS[source].reader()
-        self._writer = GRAMMARS[target].writer(request or Asked())
-        self._order = Order(single=target in ("anthropic", "openai-responses"))
-        self._made: list[bytes] = []  # output since the last return
-        self.ended = False  # the provider marked its stream as complete
+        self._splitter = EventDataSplitter()
+        self._reader = CODECS[source].make_reader()
+        self._writer = CODECS[target].make_writer(request or ReplyContext())
+        self._order_checker = DeltaOrderChecker(single_choice=target in ("anthropic", "openai-responses"))
+        self._output: list[bytes] = []  # output since the last return
+        self.has_ended = False  # the provider marked its stream as complete
 
     def push(self, data: bytes) -> bytes:
         for event in self._splitter.push(data):
-            if self.ended:
+            if self.has_ended:
                 break  # events after the end are ignored
             for delta in self._reader.read(event):
                 self._write(delta)
-        return self._taken()
+        return self._take_output()
 
     def end(self) -> bytes:
         """Return the last output when the connection has ended; raise Broken if the stream was incomplete."""
-        if not self.ended:
-            if self._splitter.unfinished():
+        if not self.has_ended:
+            if self._splitter.has_partial_event():
                 self.push(b"\n\n")  # a last event without the blank line after it
             for delta in self._reader.end():
                 self._write(delta)
-        if not self.ended:
-            raise Broken(f"the {self._source} stream was cut off: the connection ended before its end event")
-        return self._taken()
+        if not self.has_ended:
+            raise UpstreamBroken(f"the {self._source} stream was cut off: the connection ended before its end event")
+        return self._take_output()
 
-    def fail(self, error: Exception) -> bytes:
-        return self._taken() + self._writer.fail(error)
+    def write_error(self, error: Exception) -> bytes:
+        return self._take_output() + self._writer.write_error(error)
 
     def _write(self, delta: deltas.Delta) -> None:
-        self._order.check(delta)
-        self._made.append(self._writer.push(delta))
-        self.ended = self.ended or isinstance(delta, deltas.Ended)
+        self._order_checker.check(delta)
+        self._output.append(self._writer.write(delta))
+        self.has_ended = self.has_ended or isinstance(delta, deltas.StreamEnd)
 
-    def _taken(self) -> bytes:
-        output, self._made = b"".join(self._made), []
+    def _take_output(self) -> bytes:
+        output, self._output = b"".join(self._output), []
         return output

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.fakes.foreign import reply_at
+from emberline.gateway.fakes.foreign_dialects import make_reply
 from emberline.gateway.fakes.reply import FakeReply
-from emberline.net.notjson import NOT_JSON
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 FAULTS = (
     "429",
@@ -36,12 +36,12 @@ FAULTS = (
     "wrong-type",  # an HTML page instead of a reply
     "drip",  # one byte at a time, without end
 )
-LONG = 3600.0
-PAUSE = 0.05
+FOREVER_S = 3600.0
+FAULT_DELAY_S = 0.05
 
 
 @dataclass(slots=True)
-class Asked:
+class ReceivedRequest:
     """A request as it was received."""
 
     method: str
@@ -66,17 +66,17 @@ class FakeProvider:
 
     fault: str = ""
     script: list[str] = field(default_factory=list)
-    after: int = 3  # pieces of content before a fault in the middle of a stream
+    fault_after: int = 3  # pieces of content before a fault in the middle of a stream
     words: int = 8  # of a reply, if the request sets no limit
-    says: str = ""  # sent instead of numbered words
+    text: str = ""  # sent instead of numbered words
     pace: float = 0.0  # seconds between two events of a stream
     retry_after: str = "1"
-    unasked: bool = False  # streams end with usage even if the request does not ask for it
-    asked: list[Asked] = field(default_factory=list)
+    always_sends_usage: bool = False  # streams end with usage even if the request does not ask for it
+    requests: list[ReceivedRequest] = field(default_factory=list)
     count: int = 0
     running: int = 0
     gone: int = 0  # clients that disconnected before the end
-    keep: int = 64
+    max_kept_requests: int = 64
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeProvider:
         self._server = await asyncio.start_server(self._connection, host, port, limit=1 << 24, backlog=1024)
@@ -97,31 +97,33 @@ class FakeProvider:
                 first_byte = await self._exchange(first_byte or await reader.readexactly(1), reader, writer)
         writer.close()
 
-    async def _exchange(self, begun: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+    async def _exchange(
+        self, first_byte: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bytes | None:
         """Answer one request, whose first byte is given.
 
         Returns the first byte of the next request, b"" if it has not arrived, or None if the connection is closed.
         """
-        if begun == b"\x16":  # a TLS handshake
+        if first_byte == b"\x16":  # a TLS handshake
             await _send(writer, 400, "text/plain", b"this is a plain HTTP port")
             return None
-        head = (begun + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        head = (first_byte + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        request = Asked(method, path, headers, body)
+        request = ReceivedRequest(method, path, headers, body)
         if path == "/fake":
-            await self._told(request, writer)
+            await self._control(request, writer)
             return b""
         self.count += 1
-        self.asked = [*self.asked[-self.keep + 1 :], request] if self.keep else []
-        fault, fault_after = self._chosen(request)
+        self.requests = [*self.requests[-self.max_kept_requests + 1 :], request] if self.max_kept_requests else []
+        fault, fault_after = self._choose_fault(request)
         if fault == "refused":
             writer.transport.abort()
             return None
         self.running += 1
         next_byte = asyncio.ensure_future(reader.read(1))
-        work = asyncio.ensure_future(self._play(request, fault, fault_after, writer))
+        work = asyncio.ensure_future(self._respond(request, fault, fault_after, writer))
         try:
             await asyncio.wait((next_byte, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
@@ -135,31 +137,33 @@ class FakeProvider:
                 with suppress(asyncio.CancelledError, ConnectionError):
                     await task
 
-    def _chosen(self, asked: Asked) -> tuple[str, int]:
+    def _choose_fault(self, request: ReceivedRequest) -> tuple[str, int]:
         try:
-            name, _, after = str(asked.json.get("model")).partition("@")
-        except (*NOT_JSON, AttributeError):
+            name, _, after = str(request.json.get("model")).partition("@")
+        except (*JSON_DECODE_ERRORS, AttributeError):
             name, after = "", ""
         if name in FAULTS:
-            return name, int(after or self.after)
-        return self.script.pop(0) if self.script else self.fault, self.after
+            return name, int(after or self.fault_after)
+        return self.script.pop(0) if self.script else self.fault, self.fault_after
 
-    async def _told(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    async def _control(self, request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         """Set attributes from the JSON of a request to /fake, and return the counters."""
-        for name, value in asked.json.items():
+        for name, value in request.json.items():
             setattr(self, name, value)
         counts = {name: getattr(self, name) for name in ("count", "running", "gone", "fault", "script")}
         await _send(writer, 200, "application/json", msgspec.json.encode(counts))
 
     # -- replies -------------------------------------------------------------------------------------------------------
 
-    async def _play(self, asked: Asked, fault: str, after: int, writer: asyncio.StreamWriter) -> bool:
+    async def _respond(
+        self, request: ReceivedRequest, fault: str, fault_after: int, writer: asyncio.StreamWriter
+    ) -> bool:
         """Send the reply, with its fault. Returns whether the connection can be used again."""
         if fault == "silent":
-            await asyncio.sleep(LONG)
-        reply = reply_at(asked.path, asked.headers.get("host", ""), asked.json, self.words)
-        reply.say(self.says)
-        reply.unasked = self.unasked
+            await asyncio.sleep(FOREVER_S)
+        reply = make_reply(request.path, request.headers.get("host", ""), request.json, self.words)
+        reply.set_text(self.text)
+        reply.always_sends_usage = self.always_sends_usage
         if fault in ("429", "500", "503"):
             more = f"retry-after: {self.retry_after}\r\n" if fault == "503" else ""
             await _send(writer, int(fault), "application/json", reply.error(int(fault)), more)
@@ -169,11 +173,11 @@ class FakeProvider:
             await _send(writer, 200, kind, b"<html>Please log in.</html>" if fault == "wrong-type" else b"")
             return True
         if reply.stream:
-            return await self._stream(reply, fault, after, writer)
-        return await self._whole(reply, fault, writer)
+            return await self._send_stream(reply, fault, fault_after, writer)
+        return await self._send_whole(reply, fault, writer)
 
-    async def _whole(self, reply: FakeReply, fault: str, writer: asyncio.StreamWriter) -> bool:
-        body = reply.whole()
+    async def _send_whole(self, reply: FakeReply, fault: str, writer: asyncio.StreamWriter) -> bool:
+        body = reply.whole_body()
         if fault == "error-event":
             body = reply.error(500)
         if fault in ("bad-json", "bad-event", "no-ending"):
@@ -181,29 +185,31 @@ class FakeProvider:
         if fault in ("stall", "stall-later", "cut", "drip"):
             writer.write(_head(200, "application/json", len(body)))
             writer.write(body[: 0 if fault == "stall" else len(body) // 2])
-            await _broken(writer, fault, body[len(body) // 2 :])
+            await _break_off(writer, fault, body[len(body) // 2 :])
             return False
         await _send(writer, 200, "application/json", body)
         return True
 
-    async def _stream(self, reply: FakeReply, fault: str, after: int, writer: asyncio.StreamWriter) -> bool:
+    async def _send_stream(self, reply: FakeReply, fault: str, fault_after: int, writer: asyncio.StreamWriter) -> bool:
         writer.write(_head(200, reply.kind))
         if fault == "stall":
-            await asyncio.sleep(LONG)
-        async for event in self._events(reply, fault, after):
+            await asyncio.sleep(FOREVER_S)
+        async for event in self._events_until_fault(reply, fault, fault_after):
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
             await writer.drain()
         if fault in ("stall-later", "cut", "drip"):
-            await _broken(writer, fault, b"".join(b"1\r\n%c\r\n" % c for c in b"data: " + b"x" * 4000))
+            await _break_off(writer, fault, b"".join(b"1\r\n%c\r\n" % c for c in b"data: " + b"x" * 4000))
             return False
         writer.write(b"0\r\n\r\n")
         return True
 
-    async def _events(self, reply: FakeReply, fault: str, after: int) -> AsyncIterator[bytes]:
-        content, ending = 0, reply.ending() if fault == "no-ending" else b""
+    async def _events_until_fault(self, reply: FakeReply, fault: str, fault_after: int) -> AsyncIterator[bytes]:
+        content, ending = 0, reply.last_event() if fault == "no-ending" else b""
         for event, is_content in reply.events():
-            if fault and is_content and content == after:
-                await asyncio.sleep(PAUSE * bool(after))  # so that earlier events arrive in a separate packet
+            if fault and is_content and content == fault_after:
+                await asyncio.sleep(
+                    FAULT_DELAY_S * bool(fault_after)
+                )  # so that earlier events arrive in a separate packet
                 if fault in ("bad-event", "bad-json"):
                     yield b'data: {"choices": [{"delta": \n\n'
                 elif fault == "error-event":
@@ -218,17 +224,17 @@ class FakeProvider:
                 await asyncio.sleep(self.pace)
 
 
-async def _broken(writer: asyncio.StreamWriter, fault: str, rest: bytes) -> None:
+async def _break_off(writer: asyncio.StreamWriter, fault: str, rest: bytes) -> None:
     await writer.drain()
     if fault == "cut":
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(FAULT_DELAY_S)
         writer.transport.abort()
     elif fault == "drip":
         for i in range(len(rest)):
             writer.write(rest[i : i + 1])
             await writer.drain()
-            await asyncio.sleep(PAUSE)
-    await asyncio.sleep(LONG)
+            await asyncio.sleep(FAULT_DELAY_S)
+    await asyncio.sleep(FOREVER_S)
 
 
 def _head(status: int, kind: str, length: int | None = None, more: str = "") -> bytes:
@@ -250,7 +256,7 @@ def main() -> None:
     args = parser.parse_args()
 
     async def run() -> None:
-        fake = await FakeProvider(pace=args.pace, keep=0).start(args.port)
+        fake = await FakeProvider(pace=args.pace, max_kept_requests=0).start(args.port)
         print(fake.url, flush=True)
         await asyncio.Event().wait()
 

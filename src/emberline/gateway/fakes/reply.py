@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from emberline.api import sse
-from emberline.gateway.call import Dialect
-from emberline.gateway.streams.continuation import GO_ON
+from emberline.gateway.request import Dialect
+from emberline.gateway.streams.continuation import CONTINUE_INSTRUCTION
 
 CREATED = 1_700_000_000
-PIECE = 5
-STREAMS = ("streamGenerateContent", "streamRawPredict")
+PIECE_CHARS = 5
+STREAM_ENDPOINTS = ("streamGenerateContent", "streamRawPredict")
 ARGUMENTS = '{"city": "Paris"}'
 
 
-def dialect_at(path: str) -> Dialect:
+def dialect_of_path(path: str) -> Dialect:
     path = path.partition("?")[0]
     if "enerateContent" in path:
         return "gemini"
@@ -30,19 +30,19 @@ def dialect_at(path: str) -> Dialect:
 
 
 class FakeReply:
-    def __init__(self, dialect: Dialect, path: str, asked: dict[str, Any], words: int) -> None:
+    def __init__(self, dialect: Dialect, path: str, request: dict[str, Any], words: int) -> None:
         self._dialect = dialect
-        self.stream: bool = asked.get("stream") is True or path.partition("?")[0].endswith(STREAMS)
+        self.stream: bool = request.get("stream") is True or path.partition("?")[0].endswith(STREAM_ENDPOINTS)
         path_model = path.rpartition("/")[2].partition(":")[0] if "enerateContent" in path else ""
-        self._model = str(asked.get("model") or path_model or "fake")
-        limit = asked.get("max_tokens") or asked.get("max_completion_tokens") or asked.get("max_output_tokens")
-        limit = limit or asked.get("generationConfig", {}).get("maxOutputTokens")
-        self._first = _words_said(asked)
-        self.words: int = limit or max(words - self._first, 0)
-        self._said: list[str] = []
-        self._tool = _tool_name(asked.get("tools"))
-        self._counts = bool((asked.get("stream_options") or {}).get("include_usage"))
-        self.unasked = False
+        self._model = str(request.get("model") or path_model or "fake")
+        limit = request.get("max_tokens") or request.get("max_completion_tokens") or request.get("max_output_tokens")
+        limit = limit or request.get("generationConfig", {}).get("maxOutputTokens")
+        self._first_word = _words_already_sent(request)
+        self.words: int = limit or max(words - self._first_word, 0)
+        self._text_pieces: list[str] = []
+        self._tool = _tool_name(request.get("tools"))
+        self._includes_usage = bool((request.get("stream_options") or {}).get("include_usage"))
+        self.always_sends_usage = False
         self._input = 11
         self.kind = "text/event-stream" if self.stream else "application/json"
 
@@ -50,17 +50,17 @@ class FakeReply:
     def text(self) -> str:
         return "".join(self._pieces())
 
-    def say(self, text: str) -> None:
+    def set_text(self, text: str) -> None:
         """Send this text, if it is not empty, in pieces of a few letters instead of numbered words."""
-        self._said = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
-        self.words = len(self._said) or self.words
+        self._text_pieces = [text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS)]
+        self.words = len(self._text_pieces) or self.words
 
     def _pieces(self) -> list[str]:
-        return self._said or [f"word{i} " for i in range(self._first, self._first + self.words)]
+        return self._text_pieces or [f"word{i} " for i in range(self._first_word, self._first_word + self.words)]
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
-    def whole(self) -> bytes:
+    def whole_body(self) -> bytes:
         match self._dialect:
             case "openai-chat":
                 return sse.dumps(self._chat())
@@ -69,7 +69,7 @@ class FakeReply:
                 if self._tool:
                     use = {"type": "tool_use", "id": "toolu_1", "name": self._tool, "input": {"city": "Paris"}}
                     content.append(use)  # type: ignore[arg-type]
-                return sse.dumps({**self._message(), "content": content, "stop_reason": self._stop()})
+                return sse.dumps({**self._message(), "content": content, "stop_reason": self._stop_reason()})
             case "openai-responses":
                 return sse.dumps(self._response("completed"))
             case "openai-embeddings":
@@ -95,7 +95,7 @@ class FakeReply:
         total = self._input + self.words
         return {"prompt_tokens": self._input, "completion_tokens": self.words, "total_tokens": total}
 
-    def _stop(self) -> str:
+    def _stop_reason(self) -> str:
         return "tool_use" if self._tool else "end_turn"
 
     def _message(self, output: int | None = None) -> dict[str, Any]:
@@ -138,14 +138,14 @@ class FakeReply:
                 return self._gemini_events()
         return self._chat_events()
 
-    def ending(self) -> bytes:
+    def last_event(self) -> bytes:
         """Return the event that ends a complete stream."""
         return list(self.events())[-1][0]
 
     def _chat_events(self) -> Iterator[tuple[bytes, bool]]:
         def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
             choice = {"index": 0, "delta": delta, "finish_reason": finish}
-            return sse.data({**self._chunk("chat.completion.chunk"), "choices": [choice]})
+            return sse.data_event({**self._chunk("chat.completion.chunk"), "choices": [choice]})
 
         yield chunk({"role": "assistant", "content": ""}), False
         for piece in self._pieces():
@@ -155,20 +155,20 @@ class FakeReply:
             call = {"index": 0, "id": "call_1", "type": "function", "function": function}
             yield chunk({"tool_calls": [call]}), True
         finish = "tool_calls" if self._tool else "stop"
-        if self.unasked:
+        if self.always_sends_usage:
             choice = {"index": 0, "delta": {}, "finish_reason": finish}
             last = {**self._chunk("chat.completion.chunk"), "choices": [choice], "usage": self._chat_usage()}
-            yield sse.data(last), False
+            yield sse.data_event(last), False
         else:
             yield chunk({}, finish), False
-        if self._counts:
+        if self._includes_usage:
             usage = {"choices": [], "usage": self._chat_usage()}
-            yield sse.data({**self._chunk("chat.completion.chunk"), **usage}), False
-        yield sse.DONE, False
+            yield sse.data_event({**self._chunk("chat.completion.chunk"), **usage}), False
+        yield sse.DONE_EVENT, False
 
     def _message_events(self) -> Iterator[tuple[bytes, bool]]:
         def event(kind: str, **more: Any) -> bytes:
-            return sse.event(kind, {"type": kind, **more})
+            return sse.named_event(kind, {"type": kind, **more})
 
         yield event("message_start", message=self._message(1)), False
         yield event("content_block_start", index=0, content_block={"type": "text", "text": ""}), False
@@ -182,7 +182,7 @@ class FakeReply:
             delta = {"type": "input_json_delta", "partial_json": ARGUMENTS}
             yield event("content_block_delta", index=1, delta=delta), True
             yield event("content_block_stop", index=1), False
-        stop = {"stop_reason": self._stop(), "stop_sequence": None}
+        stop = {"stop_reason": self._stop_reason(), "stop_sequence": None}
         yield event("message_delta", delta=stop, usage={"output_tokens": self.words}), False
         yield event("message_stop"), False
 
@@ -192,7 +192,7 @@ class FakeReply:
         def event(kind: str, **more: Any) -> bytes:
             nonlocal number
             number += 1
-            return sse.event(kind, {"type": kind, "sequence_number": number - 1, **more})
+            return sse.named_event(kind, {"type": kind, "sequence_number": number - 1, **more})
 
         item = {"id": "msg_fake", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         at = {"item_id": "msg_fake", "output_index": 0, "content_index": 0}
@@ -211,10 +211,10 @@ class FakeReply:
 
     def _gemini_events(self) -> Iterator[tuple[bytes, bool]]:
         for piece in self._pieces():
-            yield sse.data(self._candidate([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
+            yield sse.data_event(self._candidate([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
         if call := self._function_call():
-            yield sse.data(self._candidate(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
-        yield sse.data(self._candidate([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
+            yield sse.data_event(self._candidate(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
+        yield sse.data_event(self._candidate([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
@@ -235,15 +235,15 @@ class FakeReply:
                 "param": None,
                 "sequence_number": 9,
             }
-            return sse.event("error", payload)
+            return sse.named_event("error", payload)
         name = b"event: error\n" if self._dialect == "anthropic" else b""
         return name + b"data: " + self.error(500) + b"\n\n"
 
 
-def _words_said(asked: dict[str, Any]) -> int:
+def _words_already_sent(request: dict[str, Any]) -> int:
     """Return the number of words in the assistant turn that is to be continued."""
-    turns = asked.get("messages") or asked.get("contents") or asked.get("input")
-    earlier = [turn for turn in turns if GO_ON not in str(turn)] if isinstance(turns, list) else []
+    turns = request.get("messages") or request.get("contents") or request.get("input")
+    earlier = [turn for turn in turns if CONTINUE_INSTRUCTION not in str(turn)] if isinstance(turns, list) else []
     last = earlier[-1] if earlier and isinstance(earlier[-1], dict) else {}
     return str(last).count("word") if last.get("role") in ("assistant", "model") else 0
 

@@ -12,7 +12,7 @@ Action = Literal["flag", "redact", "block"]
 Check = Literal["REQUEST", "RESPONSE"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class GuardrailFinding(msgspec.Struct, frozen=True):
     policy: str  # the name of the rule or judge
     entry: str  # the kind of pattern, the judge's category, or "unchecked"
     check: Check

@@ -13,27 +13,33 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 
 from emberline.core.errors import BodyTooLarge
-from emberline.gateway.body import canonical
-from emberline.gateway.cache.key import SECRET
-from emberline.gateway.guardrails.finding import Check, Finding
+from emberline.gateway.cache.key import SECRET_QUERY_PARAMETERS
+from emberline.gateway.guardrails.finding import Check, GuardrailFinding
 from emberline.gateway.guardrails.policy import PatternRule
-from emberline.gateway.guardrails.scanner import Scanner, Span, cuts, redacted
-from emberline.gateway.guardrails.texts import Text, conversation, request_texts, silence, texts_of
+from emberline.gateway.guardrails.scanner import PatternMatch, Scanner, redact_text, redaction_ranges
+from emberline.gateway.guardrails.texts import (
+    JsonText,
+    clear_logprobs,
+    conversation_text,
+    iter_request_texts,
+    iter_texts,
+)
+from emberline.gateway.request_body import canonical_body
 
-LARGE = 1 << 15  # larger bodies are inspected in another process
-LARGEST_UNPACKED = 64 << 20
-LONGEST_SAID = 80_000  # more than judges accept: they refuse a longer text (`judge.py`)
-SEAM = 160  # at each end of a part, that may belong to a match across two parts
+OFFLOAD_MIN_BYTES = 1 << 15  # larger bodies are inspected in another process
+MAX_DECOMPRESSED_BYTES = 64 << 20
+MAX_JUDGED_CHARS = 80_000  # more than judges accept: they refuse a longer text (`judge.py`)
+SEAM_CHARS = 160  # at each end of a part, that may belong to a match across two parts
 _GAP = "\x00"  # between the two ends of a long part; no pattern matches it
 
 
-class Inspected(msgspec.Struct):
+class InspectionResult(msgspec.Struct):
     body: bytes | None = None  # with redactions applied; None: unchanged
-    findings: list[Finding] = []
-    said: str = ""  # the text that judges read
+    findings: list[GuardrailFinding] = []
+    judged_text: str = ""  # the text that judges read
 
 
-class Unreadable(Exception):
+class UnreadableBody(Exception):
     """The body has an unsupported content-encoding, or is damaged."""
 
 
@@ -42,14 +48,14 @@ class Inspector:
 
     def __init__(self, rules: Iterable[PatternRule], check: Check) -> None:
         self._scanner = Scanner(rules, check)
-        self.findings: list[Finding] = []
+        self.findings: list[GuardrailFinding] = []
 
-    def redact(self, texts: Iterable[Text]) -> bool:
+    def redact(self, texts: Iterable[JsonText]) -> bool:
         """Redact the texts in place and return whether any changed."""
         if not self._scanner:
             return False
         changed = False
-        for _, group in groupby(list(texts), key=lambda text: text.group):
+        for _, group in groupby(list(texts), key=lambda text: text.group_key):
             parts = list(group)
             if len(parts) > 1:
                 changed |= self._redact_across(parts)
@@ -57,58 +63,58 @@ class Inspector:
                 changed |= self._redact_within(part)
         return changed
 
-    def _redact_within(self, text: Text) -> bool:
+    def _redact_within(self, text: JsonText) -> bool:
         original = text.holder[text.key]  # matches across parts are redacted already
-        new = redacted(original, self._found(self._scanner.find(original)))
+        new = redact_text(original, self._record(self._scanner.find(original)))
         if new == original:
             return False
         text.holder[text.key] = new
         return True
 
-    def _redact_across(self, parts: list[Text]) -> bool:
+    def _redact_across(self, parts: list[JsonText]) -> bool:
         """Redact matches across parts of one message, which providers join with or without a line break."""
         changed = False
         for separator in ("", "\n"):
-            seams = Seams([part.holder[part.key] for part in parts], separator)
-            matches = [match for match in self._scanner.find(seams.text) if seams.crosses(match.start, match.end)]
-            self._found(matches)
-            for number, new in seams.redacted(matches):
+            seams = PartSeams([part.holder[part.key] for part in parts], separator)
+            matches = [match for match in self._scanner.find(seams.text) if seams.crosses_parts(match.start, match.end)]
+            self._record(matches)
+            for number, new in seams.redact(matches):
                 parts[number].holder[parts[number].key], changed = new, True
         return changed
 
-    def _found(self, matches: list[Span]) -> list[Span]:
+    def _record(self, matches: list[PatternMatch]) -> list[PatternMatch]:
         for match in matches:
-            finding = self._scanner.finding(match)
+            finding = self._scanner.make_finding(match)
             if finding not in self.findings:
                 self.findings.append(finding)
         return matches
 
 
-class Seams:
+class PartSeams:
     """The ends of consecutive texts, joined into one text that is searched for matches across them."""
 
-    def __init__(self, texts: list[str], joint: str) -> None:
+    def __init__(self, texts: list[str], separator: str) -> None:
         self._texts = texts
         self._pieces: list[tuple[int, int, int, int]] = []  # start, end, number of the text, offset in it
         joined, at = [], 0
         for number, text in enumerate(texts):
-            short = len(text) <= 2 * SEAM
-            ends = [(text, 0)] if short else [(text[:SEAM], 0), (text[-SEAM:], len(text) - SEAM)]
+            short = len(text) <= 2 * SEAM_CHARS
+            ends = [(text, 0)] if short else [(text[:SEAM_CHARS], 0), (text[-SEAM_CHARS:], len(text) - SEAM_CHARS)]
             for i, (piece, offset) in enumerate(ends):
-                between = _GAP if i else joint if number else ""
+                between = _GAP if i else separator if number else ""
                 at += len(between)
                 joined += [between, piece]
                 self._pieces.append((at, at + len(piece), number, offset))
                 at += len(piece)
         self.text = "".join(joined)
 
-    def crosses(self, start: int, end: int) -> bool:
+    def crosses_parts(self, start: int, end: int) -> bool:
         return len({number for first, last, number, _ in self._pieces if first < end and start < last}) > 1
 
-    def redacted(self, matches: list[Span]) -> Iterator[tuple[int, str]]:
+    def redact(self, matches: list[PatternMatch]) -> Iterator[tuple[int, str]]:
         """Yield number and new text of each text that changes. The label is put into the first of them."""
         cuts_of_text: dict[int, list[tuple[int, int, str]]] = {}
-        for start, end, label in cuts(matches):
+        for start, end, label in redaction_ranges(matches):
             for first, last, number, offset in self._pieces:
                 if first < end and start < last:
                     cut = (max(start, first) - first + offset, min(end, last) - first + offset, label)
@@ -121,75 +127,79 @@ class Seams:
             yield number, text
 
 
-def inspect_request(body: bytes, rules: tuple[PatternRule, ...], kind: str = "", coding: str = "") -> Inspected:
+def inspect_request(
+    body: bytes, rules: tuple[PatternRule, ...], content_type: str = "", content_encoding: str = ""
+) -> InspectionResult:
     """Apply the rules to a request. A body that was decompressed and redacted stays decompressed.
 
     Raises RecursionError if the JSON is nested too deeply, and UnreadableBody if it cannot be decompressed.
     """
     inspector = Inspector(rules, "REQUEST")
-    plain = unpacked(body, coding) if rules and coding else body
-    value = decoded(plain)
+    plain = decompress(body, content_encoding) if rules and content_encoding else body
+    value = decode_json(plain)
     if value is None:
-        new = _inspect_text(inspector, plain, kind) if rules else None
-        return Inspected(new, inspector.findings)
-    text = conversation(value)[:LONGEST_SAID]
+        new = _inspect_text(inspector, plain, content_type) if rules else None
+        return InspectionResult(new, inspector.findings)
+    text = conversation_text(value)[:MAX_JUDGED_CHARS]
     if not rules:
-        return Inspected(said=text)
-    changed = inspector.redact(request_texts(value))
+        return InspectionResult(judged_text=text)
+    changed = inspector.redact(iter_request_texts(value))
     # JSON that parsers could read in two ways is sent as it was read here.
-    ambiguous = not canonical(plain).startswith(b"json:")
-    return Inspected(msgspec.json.encode(value) if changed or ambiguous else None, inspector.findings, text)
+    ambiguous = not canonical_body(plain).startswith(b"json:")
+    return InspectionResult(msgspec.json.encode(value) if changed or ambiguous else None, inspector.findings, text)
 
 
-def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> Inspected:
+def inspect_reply(body: bytes, rules: tuple[PatternRule, ...]) -> InspectionResult:
     """Apply the rules to a reply; the text for judges is the text before redaction."""
     inspector = Inspector(rules, "RESPONSE")
-    value = decoded(body)
+    value = decode_json(body)
     if value is None:
         new = _inspect_text(inspector, body, "") if rules else None
-        return Inspected(new, inspector.findings, body.decode("utf-8", "ignore")[:LONGEST_SAID])
-    text = "\n".join(each.text for each in texts_of(value) if each.grows)[:LONGEST_SAID]
-    if not inspector.redact(texts_of(value)):
-        return Inspected(None, inspector.findings, text)
-    silence(value)
-    return Inspected(msgspec.json.encode(value), inspector.findings, text)
+        return InspectionResult(new, inspector.findings, body.decode("utf-8", "ignore")[:MAX_JUDGED_CHARS])
+    text = "\n".join(each.text for each in iter_texts(value) if each.is_streamed)[:MAX_JUDGED_CHARS]
+    if not inspector.redact(iter_texts(value)):
+        return InspectionResult(None, inspector.findings, text)
+    clear_logprobs(value)
+    return InspectionResult(msgspec.json.encode(value), inspector.findings, text)
 
 
-def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list[Finding]]:
+def inspect_query(query: str, rules: tuple[PatternRule, ...]) -> tuple[str, list[GuardrailFinding]]:
     """Return the query with redactions, the same string if there are none, and the findings. Keys stay."""
     inspector = Inspector(rules, "REQUEST")
     pairs = [list(pair) for pair in parse_qsl(query, keep_blank_values=True)]
-    texts = ((number, pair, i) for number, pair in enumerate(pairs) for i in (0, 1) if pair[0] not in SECRET)
-    changed = inspector.redact(Text(pair, i, pair[i], (number, i)) for number, pair, i in texts)
+    texts = (
+        (number, pair, i) for number, pair in enumerate(pairs) for i in (0, 1) if pair[0] not in SECRET_QUERY_PARAMETERS
+    )
+    changed = inspector.redact(JsonText(pair, i, pair[i], (number, i)) for number, pair, i in texts)
     return urlencode([(name, value) for name, value in pairs]) if changed else query, inspector.findings
 
 
-def unpacked(body: bytes, coding: str) -> bytes:
+def decompress(body: bytes, content_encoding: str) -> bytes:
     """Return the decompressed body. Raises UnreadableBody or BodyTooLarge."""
-    for each in reversed([name.strip().lower() for name in coding.split(",")]):
+    for each in reversed([name.strip().lower() for name in content_encoding.split(",")]):
         if each in ("gzip", "x-gzip", "deflate"):
-            body = _inflated(body)
+            body = _inflate(body)
         elif each not in ("", "identity"):
-            raise Unreadable(f"content-encoding {each} is not supported")
+            raise UnreadableBody(f"content-encoding {each} is not supported")
     return body
 
 
-def _inflated(body: bytes) -> bytes:
+def _inflate(body: bytes) -> bytes:
     """Decompress gzip or deflate; some clients send `deflate` without the zlib wrapper."""
     bits = zlib.MAX_WBITS | 32 if body[:2] == b"\x1f\x8b" or _is_zlib(body) else -zlib.MAX_WBITS
     chunks, size = [], 0
     try:
         while body:  # gzip may have several members
             inflater = zlib.decompressobj(bits)
-            chunks.append(inflater.decompress(body, LARGEST_UNPACKED - size + 1))
+            chunks.append(inflater.decompress(body, MAX_DECOMPRESSED_BYTES - size + 1))
             size += len(chunks[-1])
-            if size > LARGEST_UNPACKED:
-                raise BodyTooLarge(f"the decompressed body is larger than {LARGEST_UNPACKED} bytes")
+            if size > MAX_DECOMPRESSED_BYTES:
+                raise BodyTooLarge(f"the decompressed body is larger than {MAX_DECOMPRESSED_BYTES} bytes")
             if not inflater.eof:
-                raise Unreadable("the compressed body is truncated")
+                raise UnreadableBody("the compressed body is truncated")
             body = inflater.unused_data
     except zlib.error as e:
-        raise Unreadable(str(e)) from e
+        raise UnreadableBody(str(e)) from e
     return b"".join(chunks)
 
 
@@ -197,9 +207,9 @@ def _is_zlib(body: bytes) -> bool:
     return len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
 
 
-def _inspect_text(inspector: Inspector, body: bytes, kind: str) -> bytes | None:
+def _inspect_text(inspector: Inspector, body: bytes, content_type: str) -> bytes | None:
     """Return a body that is not JSON with redactions, or None if unchanged. Binary data is skipped."""
-    if kind.startswith("multipart/") and (boundary := _boundary(kind)):
+    if content_type.startswith("multipart/") and (boundary := _multipart_boundary(content_type)):
         parts = body.split(boundary)
         new_parts = [_inspect_text(inspector, part, "") for part in parts]
         if all(each is None for each in new_parts):
@@ -209,16 +219,16 @@ def _inspect_text(inspector: Inspector, body: bytes, kind: str) -> bytes | None:
         holder = [body.decode()]
     except UnicodeDecodeError:
         return None
-    return holder[0].encode() if inspector.redact([Text(holder, 0, holder[0], ())]) else None
+    return holder[0].encode() if inspector.redact([JsonText(holder, 0, holder[0], ())]) else None
 
 
-def _boundary(kind: str) -> bytes:
-    _, _, rest = kind.partition("boundary=")
+def _multipart_boundary(content_type: str) -> bytes:
+    _, _, rest = content_type.partition("boundary=")
     name = rest.partition(";")[0].strip().strip('"')
     return b"--" + name.encode() if name else b""
 
 
-def decoded(body: bytes) -> Any:
+def decode_json(body: bytes) -> Any:
     """Return the decoded JSON, or None if the body is not JSON.
 
     Invalid UTF-8 is replaced, as lenient parsers do. Raises RecursionError for JSON that is nested too deeply, which
@@ -229,6 +239,6 @@ def decoded(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)
     except UnicodeDecodeError:
-        return decoded(body.decode("utf-8", "replace").encode())
+        return decode_json(body.decode("utf-8", "replace").encode())
     except msgspec.MsgspecError:
         return None

@@ -14,18 +14,18 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError
-from emberline.gateway.call import Call, Handler, Step
-from emberline.gateway.costs.beside import Beside
-from emberline.gateway.errors import Broken
-from emberline.gateway.guardrails.policy import CATEGORIES, Judge, Verdict
-from emberline.gateway.options import Options
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.costs.extra_cost import ExtraCost
+from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.guardrails.policy import CATEGORIES, Judge, JudgeAction
+from emberline.gateway.options import RequestOptions
+from emberline.gateway.request import GatewayRequest, Handler, RequestStep
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 log = logging.getLogger("emberline.gateway")
 
-LONGEST = 8000  # judged in one request
-OVERLAP = 200
-MOST = 8  # of one text
+MAX_PART_CHARS = 8000  # judged in one request
+OVERLAP_CHARS = 200
+MAX_PARTS = 8  # of one text
 _CODE = re.compile(r"\bS(?:1[0-3]|[1-9])\b")
 
 _INSTRUCTIONS = (
@@ -35,18 +35,20 @@ _INSTRUCTIONS = (
 )
 
 
-class Judges:
-    def __init__(self, ask: Handler, clock: Clock) -> None:
-        self._ask = ask
+class JudgeClient:
+    def __init__(self, handler: Handler, clock: Clock) -> None:
+        self._handler = handler
         self._clock = clock
 
-    async def verdict(self, judge: Judge, text: str, call: Call, beside: Beside) -> frozenset[str] | None:
+    async def judge_text(
+        self, judge: Judge, text: str, call: GatewayRequest, extra_cost: ExtraCost
+    ) -> frozenset[str] | None:
         """Return the categories of the text, or None if the judge failed or its answer was invalid."""
-        parts = [text[at : at + LONGEST + OVERLAP] for at in range(0, max(1, len(text)), LONGEST)]
-        if len(parts) > MOST:
+        parts = [text[at : at + MAX_PART_CHARS + OVERLAP_CHARS] for at in range(0, max(1, len(text)), MAX_PART_CHARS)]
+        if len(parts) > MAX_PARTS:
             log.warning("text too long for a judge, not checked: judge=%s characters=%d", judge.name, len(text))
             return None
-        tasks = [asyncio.ensure_future(self._asked(judge, part, call, beside)) for part in parts]
+        tasks = [asyncio.ensure_future(self._judge_part(judge, part, call, extra_cost)) for part in parts]
         try:
             async with asyncio.timeout(judge.seconds):
                 await asyncio.gather(*tasks, return_exceptions=True)  # wait for all, because each is billed
@@ -55,20 +57,20 @@ class Judges:
             log.warning("judge failed, text not checked: judge=%s reason=%s", judge.name, e or "timeout")
             return None
 
-    async def _asked(self, judge: Judge, text: str, call: Call, beside: Beside) -> frozenset[str]:
-        reply = await self._ask(self._put(judge, text, call))
+    async def _judge_part(self, judge: Judge, text: str, call: GatewayRequest, extra_cost: ExtraCost) -> frozenset[str]:
+        reply = await self._handler(self._make_call(judge, text, call))
         try:
             if not isinstance(reply.body, bytes) or reply.status >= 400:
-                raise Broken(f"the judge's model answered with status {reply.status}")
-            return understood(_content(reply.body))
+                raise UpstreamBroken(f"the judge's model answered with status {reply.status}")
+            return parse_verdict(_content(reply.body))
         finally:
             await reply.close()
-            beside.count(None, reply.micros)  # its tokens belong to another model
+            extra_cost.add_usage(None, reply.micros)  # its tokens belong to another model
 
-    def _put(self, judge: Judge, text: str, call: Call) -> Call:
+    def _make_call(self, judge: Judge, text: str, call: GatewayRequest) -> GatewayRequest:
         """Return the judge's question as a call of its own."""
         body = {"model": judge.model, "messages": _messages(judge, text)}
-        return call.moved(
+        return call.with_changes(
             provider=judge.provider,
             model=judge.model,
             endpoint="chat/completions",
@@ -79,13 +81,13 @@ class Judges:
             body=msgspec.json.encode(body),
             stream=False,
             max_output=None,
-            options=Options(request_timeout=judge.seconds, timeout_configured=True, max_attempts=1),
+            options=RequestOptions(request_timeout=judge.seconds, timeout_configured=True, max_attempts=1),
             deadline=min(call.deadline, self._clock.now() + judge.seconds),
             trail=[],
             notes={},
             findings=[],
             redacted=[],
-            steps=(Step(judge.provider, judge.model),),
+            steps=(RequestStep(judge.provider, judge.model),),
             plain=True,
             step=0,
             last=True,
@@ -109,23 +111,29 @@ def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
 def _content(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)["choices"][0]["message"]["content"]
-    except (*NOT_JSON, LookupError, TypeError) as e:
-        raise Broken("the judge's model did not answer with a message") from e
+    except (*JSON_DECODE_ERRORS, LookupError, TypeError) as e:
+        raise UpstreamBroken("the judge's model did not answer with a message") from e
 
 
-def understood(said: object) -> frozenset[str]:
+def parse_verdict(answer: object) -> frozenset[str]:
     """Return the categories of a judge's answer. Raises Broken unless it is safe, or unsafe with codes."""
-    first, _, rest = (said if isinstance(said, str) else "").strip().partition("\n")
+    first, _, rest = (answer if isinstance(answer, str) else "").strip().partition("\n")
     match first.strip().lower().rstrip("."):
         case "safe" if not rest.strip():
             return frozenset()
         case "unsafe" if codes := _CODE.findall(rest):
             return frozenset(codes)
-    raise Broken("the judge's answer is neither safe nor unsafe with codes: " + repr(str(said)[:80]))
+    raise UpstreamBroken("the judge's answer is neither safe nor unsafe with codes: " + repr(str(answer)[:80]))
 
 
-def decided(asked: Mapping[str, Verdict], found: frozenset[str] | None) -> list[tuple[str, Verdict]]:
+def judge_actions(
+    category_actions: Mapping[str, JudgeAction], categories: frozenset[str] | None
+) -> list[tuple[str, JudgeAction]]:
     """Return entry and action of each finding. An unchecked text is blocked if the judge may block."""
-    if found is None:
-        return [("unchecked", "block" if "block" in asked.values() else "flag")]
-    return [(code, asked[code]) for code in sorted(found, key=lambda code: int(code[1:])) if code in asked]
+    if categories is None:
+        return [("unchecked", "block" if "block" in category_actions.values() else "flag")]
+    return [
+        (code, category_actions[code])
+        for code in sorted(categories, key=lambda code: int(code[1:]))
+        if code in category_actions
+    ]

@@ -30,14 +30,14 @@ class _Table(dict[int, "int | str | None"]):
     """A table for `str.translate` that is filled on first use of each character."""
 
     def __missing__(self, code: int) -> int | str | None:
-        folded = self[code] = code if code < 0x80 else _folded(chr(code))
+        folded = self[code] = code if code < 0x80 else _fold(chr(code))
         return folded
 
 
 _TABLE = _Table()
 
 
-def _folded(character: str) -> int | str | None:
+def _fold(character: str) -> int | str | None:
     """Return what a character is normalized to, or None if it is removed."""
     code = ord(character)
     if _REMOVED.match(character):
@@ -65,26 +65,26 @@ def _folded(character: str) -> int | str | None:
 class NormalizedText:
     __slots__ = ("_removed", "_shifted", "text")
 
-    def __init__(self, written: str) -> None:
-        if "\\" in written:
-            written = _ESCAPE.sub(_unescaped, written)  # keeps the length
+    def __init__(self, original: str) -> None:
+        if "\\" in original:
+            original = _ESCAPE.sub(_unescape, original)  # keeps the length
         self._removed: list[int] = []  # positions in the original text
-        if not written.isascii():
-            self._removed = [found.start() for found in _REMOVED.finditer(written)]
-            written = written.translate(_TABLE)
-        self.text = written
+        if not original.isascii():
+            self._removed = [found.start() for found in _REMOVED.finditer(original)]
+            original = original.translate(_TABLE)
+        self.text = original
         self._shifted = [at - number for number, at in enumerate(self._removed)]
 
-    def written(self, position: int) -> int:
+    def to_original(self, position: int) -> int:
         """Return the position in the original text of a position in the normalized text."""
         return position + bisect_right(self._shifted, position) if self._shifted else position
 
-    def position(self, written: int) -> int:
+    def to_normalized(self, original_position: int) -> int:
         """Return the normalized position of an original one, or of the next one that is not removed."""
-        return written - bisect_left(self._removed, written) if self._removed else written
+        return original_position - bisect_left(self._removed, original_position) if self._removed else original_position
 
 
-def _unescaped(found: re.Match[str]) -> str:
+def _unescape(found: re.Match[str]) -> str:
     """Return the escaped character, padded with removed characters to the length of the escape."""
     if found[1] is not None:
         return chr(int(found[1], 16)) + _HIDDEN * 5

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TypeAlias
 
-from emberline.gateway.guardrails.policy import Kind
+from emberline.gateway.guardrails.policy import PatternKind
 
-Span: TypeAlias = tuple[int, int]
-Finder: TypeAlias = Callable[[str, int], Iterator[Span]]  # takes the text and a start position
+TextRange: TypeAlias = tuple[int, int]
+Finder: TypeAlias = Callable[[str, int], Iterator[TextRange]]  # takes the text and a start position
 
-LONGEST = 512  # of every kind but private keys
-LEAST_DIGITS, MOST_DIGITS = 8, 15
+MAX_MATCH_CHARS = 512  # of every kind but private keys
+MIN_PHONE_DIGITS, MAX_PHONE_DIGITS = 8, 15
 
 # Where each kind can begin. These searches run at C speed and find little in ordinary text. None of them begins with a
 # lookbehind, which would be tried at every character.
@@ -33,20 +33,22 @@ _KEY_BEGINS = re.compile(
     r"A[KS]IA|AIza|gh[pousr]_|github_pat_|glpat-|xox[abeoprs]-|[rs]k_(?:live|test)_|SG\.|sk-|pypi-"
     r"|(?:hf|npm|gsk|xai|r8|egt|evk|csk|pplx|nvapi|dop_v1)[_-]"
 )
-_IN_KEYS = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "k_live_",
+_KEY_PREFIXES = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "k_live_",
             "k_test_", "SG.", "sk-", "pypi-", "hf_", "npm_", "gsk_", "xai_", "r8_", "egt_", "evk_", "csk_", "pplx_",
             "nvapi_", "dop_v1_", "hf-", "npm-", "gsk-", "xai-", "r8-", "egt-", "evk-", "csk-", "pplx-", "nvapi-",
             "dop_v1-")  # fmt: skip  # every key contains one; most texts contain none, which is quick to test
 
 
-def _at(begins: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int) -> Iterator[re.Match[str]]:
-    """Yield the matches of `pattern`, tried only where `start_pattern` matches, which is rare."""
-    for found in begins.finditer(text, start):
+def _matches_at(
+    start_pattern: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int
+) -> Iterator[re.Match[str]]:
+    """Yield the matches of `match_pattern`, tried only where `start_pattern` matches, which is rare."""
+    for found in start_pattern.finditer(text, start):
         if (whole := pattern.match(text, found.start())) is not None:
             yield whole
 
 
-def _apart(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
+def _without_overlaps(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
     for each in found:
         if each.start() >= start:
             start = each.end()
@@ -66,28 +68,28 @@ _SIXTEEN = re.compile(rf"(?P<n>\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}})(?!\w)(?![.,]
 _DIGIT_BY_DIGIT = re.compile(rf"(?<![\w.])\d(?:{_SEPARATOR}\d){{12,}}+(?!\w)(?![.,]\d)")
 _FOUR_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{_SEPARATOR}\Z")
 _FOUR_AFTER = re.compile(rf"{_SEPARATOR}\d{{4}}(?!\d)")
-MOST_BETWEEN = 4
+MAX_SEPARATOR_CHARS = 4
 _ISSUERS = re.compile(
     r"4(?:\d{12}|\d{15}|\d{18})|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
     r"|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|64[4-9]\d|65\d\d|62\d\d)\d{12,15}|35(?:2[89]|[3-8]\d)\d{12,15}"
 )
 
 
-def _cards(text: str, start: int) -> Iterator[Span]:
+def _find_cards(text: str, start: int) -> Iterator[TextRange]:
     end = start
     by_digit = (
         found.span()
         for found in _DIGIT_BY_DIGIT.finditer(text, start)
-        if found.end() - found.start() <= LONGEST and _is_card(_digits(found[0]))
+        if found.end() - found.start() <= MAX_MATCH_CHARS and _is_card(_digits(found[0]))
     )
-    grouped = filter(None, (_card_at(text, found) for found in _at(_FOUR_DIGITS, _GROUPED, text, start)))
+    grouped = filter(None, (_card_range(text, found) for found in _matches_at(_FOUR_DIGITS, _GROUPED, text, start)))
     for span in heapq.merge(by_digit, grouped):
         if span[0] >= end:
             end = span[1]
             yield span
 
 
-def _card_at(text: str, found: re.Match[str]) -> Span | None:
+def _card_range(text: str, found: re.Match[str]) -> TextRange | None:
     """Return the range of a card number. Four groups and three more digits may be a card and its code."""
     for whole in (found, _SIXTEEN.match(text, found.start()) if found.end() - found.start() > 19 else None):
         if whole is not None and _is_card(_digits(whole["n"])) and _is_one_number(text, *whole.span("n")):
@@ -106,7 +108,7 @@ def _is_one_number(text: str, start: int, end: int) -> bool:
         return False
     if between <= {" "} or between <= {"-"}:
         return True
-    before, after = text[max(0, start - 4 - MOST_BETWEEN) : start], text[end : end + 5 + MOST_BETWEEN]
+    before, after = text[max(0, start - 4 - MAX_SEPARATOR_CHARS) : start], text[end : end + 5 + MAX_SEPARATOR_CHARS]
     return not _FOUR_BEFORE.search(before) and not _FOUR_AFTER.match(after)
 
 
@@ -115,10 +117,10 @@ def _digits(text: str) -> str:
 
 
 def _is_card(digits: str) -> bool:
-    return _ISSUERS.fullmatch(digits) is not None and luhn(digits)
+    return _ISSUERS.fullmatch(digits) is not None and passes_luhn(digits)
 
 
-def luhn(digits: str) -> bool:
+def passes_luhn(digits: str) -> bool:
     """Return whether the check digit of ISO/IEC 7812 is right."""
     doubled = (int(d) * 2 for d in digits[-2::-2])
     return (sum(map(int, digits[-1::-2])) + sum(d - 9 if d > 9 else d for d in doubled)) % 10 == 0
@@ -128,31 +130,31 @@ def luhn(digits: str) -> bool:
 
 _BETWEEN = r"(?:[ .-]|[ \t]?[\n\r]{1,2})?"
 _IBAN = re.compile(rf"(?<![\w])([A-Z]{{2}})\d{{2}}(?={_BETWEEN}[A-Z0-9])", re.IGNORECASE)
-_COUNTRIES = """
+_IBAN_COUNTRIES = """
 AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28
 EE20 EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26
 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30
 NL18 NO15 PK24 PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SE24 SI19 SK24 SM27 ST25 SV28 TL23
 TN24 TR26 UA29 VA22 VG24 XK20
 """  # country code and length of its IBANs
-_LENGTHS = {each[:2]: int(each[2:]) for each in _COUNTRIES.split()}
+_IBAN_LENGTHS = {each[:2]: int(each[2:]) for each in _IBAN_COUNTRIES.split()}
 
 
-def _ibans(text: str, start: int) -> Iterator[Span]:
+def _find_ibans(text: str, start: int) -> Iterator[TextRange]:
     end = start
     for number in _TWO_DIGITS.finditer(text, start):
         found = _IBAN.match(text, number.start() - 2) if number.start() - 2 >= end else None
-        length = _LENGTHS.get(found[1].upper()) if found is not None else None
+        length = _IBAN_LENGTHS.get(found[1].upper()) if found is not None else None
         if found is None or length is None:
             continue
-        whole = _account(length).match(text, found.start())
+        whole = _iban_pattern(length).match(text, found.start())
         if whole is not None and mod97("".join(filter(str.isalnum, whole[0])).upper()) == 1:
             end = whole.end()
             yield whole.span()
 
 
 @cache
-def _account(length: int) -> re.Pattern[str]:
+def _iban_pattern(length: int) -> re.Pattern[str]:
     return re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?:{_BETWEEN}[A-Za-z0-9]){{{length - 4}}}(?!\w)")
 
 
@@ -177,38 +179,42 @@ _KEY = re.compile(
     r"|sk-(?:ant-|proj-|svcacct-|or-v1-)?(?P<sk>[A-Za-z0-9_-]{20,255})"
     r")(?![A-Za-z0-9_-])"
 )
-_BITS = 3.0  # per character of a random secret; words and placeholders such as xxxx have less
+_MIN_ENTROPY_BITS = 3.0  # per character of a random secret; words and placeholders such as xxxx have less
 _PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\.", re.IGNORECASE)
 
 
-def _keys(text: str, start: int) -> Iterator[Span]:
-    if len(text) > LONGEST and not any(each in text for each in _IN_KEYS):
+def _find_api_keys(text: str, start: int) -> Iterator[TextRange]:
+    if len(text) > MAX_MATCH_CHARS and not any(each in text for each in _KEY_PREFIXES):
         return
-    for found in _apart(_at(_KEY_BEGINS, _KEY, text, start), start):
+    for found in _without_overlaps(_matches_at(_KEY_BEGINS, _KEY, text, start), start):
         secret = found[found.lastgroup or 0]
-        if entropy(secret) >= _BITS and _mixed(secret) and not _PLACEHOLDER.search(secret):
+        if (
+            entropy_bits(secret) >= _MIN_ENTROPY_BITS
+            and _has_letters_and_digits(secret)
+            and not _PLACEHOLDER.search(secret)
+        ):
             yield found.span()
 
 
-def _mixed(secret: str) -> bool:
+def _has_letters_and_digits(secret: str) -> bool:
     """Return whether the secret has letters and digits, as random secrets do and identifiers rarely do."""
     return any(c.isdecimal() for c in secret) and any(c.isalpha() for c in secret)
 
 
-def entropy(text: str) -> float:
+def entropy_bits(text: str) -> float:
     """Return the entropy in bits per character."""
     return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
 
 
 # The first line followed by data (a text that only mentions a key has none), and the last line, which may still follow.
-_PRIVATE = re.compile(
+_PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z0-9]{1,12} ){0,3}PRIVATE KEY-----\s{0,4}[A-Za-z0-9+/=]{16}[A-Za-z0-9+/=\s]{0,16000}"
     r"(?:-----END [A-Z0-9 ]{0,48}-----|-{0,5}(?:E[A-Z0-9 ]{0,48}-{0,4})?\Z)?"
 )
 
 
-def _private_keys(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _PRIVATE.finditer(text, start))
+def _find_private_keys(text: str, start: int) -> Iterator[TextRange]:
+    return (found.span() for found in _PRIVATE_KEY.finditer(text, start))
 
 
 # -- personal data -----------------------------------------------------------------------------------------------------
@@ -226,24 +232,24 @@ _SSN = re.compile(
 )
 
 
-def _emails(text: str, start: int) -> Iterator[Span]:
+def _find_emails(text: str, start: int) -> Iterator[TextRange]:
     if "@" in text:
         for found in _EMAIL.finditer(text, start):
             if ".." not in found[0] and found.end() - found.start() <= 254:
                 yield found.span()
 
 
-def _phones(text: str, start: int) -> Iterator[Span]:
-    for found in _apart(_at(_PHONE_BEGINS, _PHONE, text, start), start):
+def _find_phones(text: str, start: int) -> Iterator[TextRange]:
+    for found in _without_overlaps(_matches_at(_PHONE_BEGINS, _PHONE, text, start), start):
         number = found[0]
-        while number.startswith("+") and sum(map(str.isdecimal, number)) > MOST_DIGITS:
+        while number.startswith("+") and sum(map(str.isdecimal, number)) > MAX_PHONE_DIGITS:
             number = number.rstrip("0123456789()").rstrip(" .-") if number.strip("+()0123456789") else ""
-        if sum(map(str.isdecimal, number)) >= LEAST_DIGITS:
+        if sum(map(str.isdecimal, number)) >= MIN_PHONE_DIGITS:
             yield found.start(), found.start() + len(number)
 
 
-def _ssns(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _apart(_at(_THREE_DIGITS, _SSN, text, start), start))
+def _find_ssns(text: str, start: int) -> Iterator[TextRange]:
+    return (found.span() for found in _without_overlaps(_matches_at(_THREE_DIGITS, _SSN, text, start), start))
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -253,11 +259,11 @@ _IPV4 = re.compile(rf"(?<![\w.-]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-])(?!\.\d)")
 _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?![\w:])(?!\.\d)")
 
 
-def _ipv4(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _apart(_at(_OCTET_BEGINS, _IPV4, text, start), start))
+def _find_ipv4(text: str, start: int) -> Iterator[TextRange]:
+    return (found.span() for found in _without_overlaps(_matches_at(_OCTET_BEGINS, _IPV4, text, start), start))
 
 
-def _ipv6(text: str, start: int) -> Iterator[Span]:
+def _find_ipv6(text: str, start: int) -> Iterator[TextRange]:
     """Yield IPv6 addresses with at least one digit; `a::b` is how programs name things."""
     if text.count(":", start) < 2:
         return
@@ -274,14 +280,14 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-FINDERS: Mapping[Kind, Finder] = {
-    "payment_card": _cards,
-    "iban": _ibans,
-    "api_key": _keys,
-    "private_key": _private_keys,
-    "email": _emails,
-    "phone": _phones,
-    "ipv4": _ipv4,
-    "ipv6": _ipv6,
-    "us_ssn": _ssns,
+FINDERS: Mapping[PatternKind, Finder] = {
+    "payment_card": _find_cards,
+    "iban": _find_ibans,
+    "api_key": _find_api_keys,
+    "private_key": _find_private_keys,
+    "email": _find_emails,
+    "phone": _find_phones,
+    "ipv4": _find_ipv4,
+    "ipv6": _find_ipv6,
+    "us_ssn": _find_ssns,
 }

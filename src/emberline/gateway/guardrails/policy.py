@@ -24,8 +24,8 @@ import msgspec
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.guardrails.finding import Action
 
-On = Literal["prompt", "reply", "both"]
-Kind = Literal[
+AppliesTo = Literal["prompt", "reply", "both"]
+PatternKind = Literal[
     "payment_card", "iban", "api_key", "private_key", "email", "phone", "ipv4", "ipv6", "us_ssn"
 ]  # see patterns.py
 CATEGORIES = {
@@ -43,28 +43,28 @@ CATEGORIES = {
     "S12": "sexual content",
     "S13": "elections: false information about how they are held",
 }
-Verdict = Literal["flag", "block"]
-Label = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+JudgeAction = Literal["flag", "block"]
+ShortName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class PatternRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: Label
-    find: Annotated[tuple[Kind, ...], msgspec.Meta(min_length=1)]
-    on: On = "both"
+    name: ShortName
+    find: Annotated[tuple[PatternKind, ...], msgspec.Meta(min_length=1)]
+    on: AppliesTo = "both"
     action: Action = "flag"
 
-    def looks_at(self, side: Literal["prompt", "reply"]) -> bool:
+    def applies_to(self, side: Literal["prompt", "reply"]) -> bool:
         return self.on in ("both", side)
 
 
 class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model that answers "safe", or "unsafe" and on the next line the codes of categories."""
 
-    name: Label
-    provider: Label
+    name: ShortName
+    provider: ShortName
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    prompt: dict[str, Verdict] = {}  # category -> action for a prompt in it
-    reply: dict[str, Verdict] = {}
+    prompt: dict[str, JudgeAction] = {}  # category -> action for a prompt in it
+    reply: dict[str, JudgeAction] = {}
     instructions: Annotated[str, msgspec.Meta(max_length=16_384)] | None = None  # replaces the built-in instructions
     seconds: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0  # timeout for one text
 
@@ -77,10 +77,10 @@ class Judge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
                     hint=f"categories: {', '.join(CATEGORIES)}",
                 )
 
-    def blocks(self, side: Literal["prompt", "reply"]) -> bool:
-        return "block" in self.asked(side).values()
+    def can_block(self, side: Literal["prompt", "reply"]) -> bool:
+        return "block" in self.category_actions(side).values()
 
-    def asked(self, side: Literal["prompt", "reply"]) -> dict[str, Verdict]:
+    def category_actions(self, side: Literal["prompt", "reply"]) -> dict[str, JudgeAction]:
         return self.prompt if side == "prompt" else self.reply
 
 

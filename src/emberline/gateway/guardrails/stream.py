@@ -13,225 +13,235 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from emberline.core.errors import WorkTooLarge
-from emberline.core.offload import LARGE, offload
-from emberline.gateway.call import Stream
-from emberline.gateway.errors import Blocked
-from emberline.gateway.guardrails.finding import Finding
-from emberline.gateway.guardrails.scanner import Scanner, Span
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.errors import BlockedByGuardrail
+from emberline.gateway.guardrails.finding import GuardrailFinding
+from emberline.gateway.guardrails.scanner import PatternMatch, Scanner
+from emberline.gateway.guardrails.text_window import TextSeries, TextWindow, WindowPiece
 from emberline.gateway.guardrails.texts import (
-    Path,
-    Text,
-    event_texts,
-    read_event,
-    rewritten_event,
-    texts_of_event,
-    written_event,
+    JsonText,
+    TextPath,
+    decode_event,
+    encode_event,
+    iter_event_texts,
+    list_event_texts,
+    rewrite_event,
 )
-from emberline.gateway.guardrails.window import Piece, Series, Window
-from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.gateway.request import ReplyStream
+from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
 
-LARGEST_HELD = 8 << 20  # held back for a judge
-MAX_TEXTS = 10_000
-TOO_LARGE = Finding("judges", "unchecked", "RESPONSE", "block")
-_REPEATS = (".done", ".completed", ".incomplete", ".failed")  # of events that repeat the whole text
+MAX_HELD_BYTES = 8 << 20  # held back for a judge
+MAX_EVENT_TEXTS = 10_000
+TOO_LARGE_FINDING = GuardrailFinding("judges", "unchecked", "RESPONSE", "block")
+_SUMMARY_EVENT_SUFFIXES = (".done", ".completed", ".incomplete", ".failed")  # of events that repeat the whole text
 
 
-class Warden(Protocol):
+class ReplyGuard(Protocol):
     """Records the findings of one reply, and decides about it."""
 
-    def note(self, finding: Finding) -> None: ...
+    def record_finding(self, finding: GuardrailFinding) -> None: ...
 
-    async def judge(self, said: str) -> Finding | None:
+    async def judge_reply(self, text: str) -> GuardrailFinding | None:
         """Return the finding for which the reply is to be blocked, or None."""
         ...
 
-    def last_words(self, finding: Finding) -> bytes:
+    def blocked_event(self, finding: GuardrailFinding) -> bytes:
         """End the reply and return its error event. Raises Blocked if the dialect has no error events."""
         ...
 
 
 @dataclass(slots=True)
-class Held:
+class HeldEvent:
     """An event that has not been released."""
 
     event: bytes
     name: bytes = b""
-    found: Any = None  # of a large event, only its texts
+    decoded: Any = None  # of a large event, only its texts
     is_large: bool = False
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[WindowPiece] = field(default_factory=list)
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         return all(piece.is_decided for piece in self.pieces)
 
-    def has(self, window: Window, span: Span) -> bool:
-        placed = (each for piece in self.pieces for each in piece.placed if each.window is window)
-        return any(each.start < span.end and span.start < each.end for each in placed)
+    def overlaps(self, window: TextWindow, match: PatternMatch) -> bool:
+        placed = (each for piece in self.pieces for each in piece.positions if each.window is window)
+        return any(each.start < match.end and match.start < each.end for each in placed)
 
-    async def written(self) -> bytes:
+    async def encode(self) -> bytes:
         """Return the event with redactions applied."""
-        edited = [piece.at.key for piece in self.pieces if piece.edit()]
+        edited = [piece.source.key for piece in self.pieces if piece.apply_cuts()]
         if not edited:
             return self.event
         if not self.is_large:
-            return written_event(self.name, self.found)
-        new_texts = {number: self.found[number] for number in edited}
-        return await offload.run(len(self.event), rewritten_event, self.name, payload_of(self.event)[1], new_texts)
+            return encode_event(self.name, self.decoded)
+        new_texts = {number: self.decoded[number] for number in edited}
+        return await offload.run(len(self.event), rewrite_event, self.name, parse_event(self.event)[1], new_texts)
 
 
 class GuardedStream:
     def __init__(
-        self, stream: Stream, scanner: Scanner, warden: Warden, *, judged: bool = False, hold: bool = False
+        self,
+        stream: ReplyStream,
+        scanner: Scanner,
+        guard: ReplyGuard,
+        *,
+        is_judged: bool = False,
+        hold_all: bool = False,
     ) -> None:
         """`is_judged`: judges read the whole text at the end. `hold_all`: nothing is released before."""
-        self._stream, self._scanner, self._warden = stream, scanner, warden
-        self._judged, self._hold = judged, hold
-        self._splitter = Splitter()
-        self._events: deque[Held] = deque()
-        self._series: dict[Path, Series] = {}
-        self._voices: dict[Path, Path] = {}  # choice -> its series that is being streamed
-        self._stop: tuple[Window, Span] | None = None  # the match that blocks the reply
-        self._said: list[str] = []
-        self._size = 0
-        self._over = False
-        self._broken: Blocked | None = None  # raised after the last event, where the dialect has no error events
+        self._stream, self._scanner, self._guard = stream, scanner, guard
+        self._is_judged, self._hold_all = is_judged, hold_all
+        self._splitter = RawEventSplitter()
+        self._events: deque[HeldEvent] = deque()
+        self._series: dict[TextPath, TextSeries] = {}
+        self._current_series: dict[TextPath, TextPath] = {}  # choice -> its series that is being streamed
+        self._blocked_match: tuple[TextWindow, PatternMatch] | None = None  # the match that blocks the reply
+        self._judged_texts: list[str] = []
+        self._bytes_read = 0
+        self._is_closed = False
+        self._pending_error: BlockedByGuardrail | None = (
+            None  # raised after the last event, where the dialect has no error events
+        )
 
     def __aiter__(self) -> GuardedStream:
         return self
 
     async def __anext__(self) -> bytes:
-        while not self._over:
+        while not self._is_closed:
             try:
                 chunk = await self._stream.__anext__()
             except StopAsyncIteration:
-                if last := await self._last():
+                if last := await self._finish():
                     return last
                 break
             for event in self._splitter.push(chunk):
                 self._events.append(await self._read(event))
-                if self._stop is not None:
+                if self._blocked_match is not None:
                     break
-            self._size += len(chunk)
-            if self._hold and self._size > LARGEST_HELD:
-                return await self._refused(TOO_LARGE)
-            if released := await self._passed():
+            self._bytes_read += len(chunk)
+            if self._hold_all and self._bytes_read > MAX_HELD_BYTES:
+                return await self._end_refused(TOO_LARGE_FINDING)
+            if released := await self._release_or_block():
                 return released
-        if self._broken is not None:
-            raise self._broken
+        if self._pending_error is not None:
+            raise self._pending_error
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        self._over = True
+        self._is_closed = True
         await self._stream.aclose()
 
     # -- reading events ------------------------------------------------------------------------------------------------
 
-    async def _read(self, event: bytes) -> Held:
-        name, payload = payload_of(event)
-        held = Held(event, name)
+    async def _read(self, event: bytes) -> HeldEvent:
+        name, payload = parse_event(event)
+        held = HeldEvent(event, name)
         if payload[:1] == b"{":
-            if len(payload) < LARGE:
-                held.found = read_event(payload)
-                texts = list(event_texts(held.found))
+            if len(payload) < LARGE_INPUT_BYTES:
+                held.decoded = decode_event(payload)
+                texts = list(iter_event_texts(held.decoded))
             else:
-                texts = await self._texts(held, payload)
+                texts = await self._large_event_texts(held, payload)
             kind = texts[0].path[0][0] if texts else None
-            if isinstance(kind, str) and kind.endswith(_REPEATS):
-                await self._repeated(held, texts)
+            if isinstance(kind, str) and kind.endswith(_SUMMARY_EVENT_SUFFIXES):
+                await self._scan_summary_event(held, texts)
             else:
                 for text in texts:
-                    await self._heard(held, text)
+                    await self._scan_text(held, text)
         return held
 
-    async def _texts(self, held: Held, payload: bytes) -> list[Text]:
+    async def _large_event_texts(self, held: HeldEvent, payload: bytes) -> list[JsonText]:
         """Return the texts of a large event, found in another process.
 
         An event with too many texts counts as one text: its JSON.
         """
         try:
-            listed = await offload.run(len(payload), texts_of_event, payload, MAX_TEXTS)
+            listed = await offload.run(len(payload), list_event_texts, payload, MAX_EVENT_TEXTS)
         except WorkTooLarge:
             whole = payload.decode("utf-8", "replace")
-            held.found = {"text": whole}
-            return [Text(held.found, "text", whole, ((None,), "text"))]
-        held.is_large, held.found = True, [text for _, text in listed]
-        return [Text(held.found, number, text, path) for number, (path, text) in enumerate(listed)]
+            held.decoded = {"text": whole}
+            return [JsonText(held.decoded, "text", whole, ((None,), "text"))]
+        held.is_large, held.decoded = True, [text for _, text in listed]
+        return [JsonText(held.decoded, number, text, path) for number, (path, text) in enumerate(listed)]
 
-    async def _repeated(self, held: Held, texts: list[Text]) -> None:
+    async def _scan_summary_event(self, held: HeldEvent, texts: list[JsonText]) -> None:
         """Scan an event with whole texts, which need not wait for a continuation."""
-        touched = {text.series: self._series.setdefault(text.series, Series(self._scanner)) for text in texts}
-        held.pieces += [touched[text.series].add(text) for text in texts]
+        touched = {
+            text.series_key: self._series.setdefault(text.series_key, TextSeries(self._scanner)) for text in texts
+        }
+        held.pieces += [touched[text.series_key].add(text) for text in texts]
         for series in touched.values():
-            await self._looked(series, last=True)
+            await self._scan_series(series, last=True)
 
-    async def _heard(self, held: Held, text: Text) -> None:
-        if not text.grows:
-            await self._add(held, text, Series(self._scanner), last=True)
+    async def _scan_text(self, held: HeldEvent, text: JsonText) -> None:
+        if not text.is_streamed:
+            await self._add_and_scan(held, text, TextSeries(self._scanner), last=True)
             return
-        series = self._series.setdefault(text.series, Series(self._scanner))
-        if self._judged:
-            self._said.append(text.text)
-        previous = self._voices.get(text.voice)
-        if previous is not None and previous != text.series:  # release its end: it may never continue
-            await self._looked(self._series[previous], last=True)
-        self._voices[text.voice] = text.series
-        await self._add(held, text, series)
+        series = self._series.setdefault(text.series_key, TextSeries(self._scanner))
+        if self._is_judged:
+            self._judged_texts.append(text.text)
+        previous = self._current_series.get(text.choice_path)
+        if previous is not None and previous != text.series_key:  # release its end: it may never continue
+            await self._scan_series(self._series[previous], last=True)
+        self._current_series[text.choice_path] = text.series_key
+        await self._add_and_scan(held, text, series)
 
-    async def _add(self, held: Held, text: Text, series: Series, *, last: bool = False) -> None:
+    async def _add_and_scan(self, held: HeldEvent, text: JsonText, series: TextSeries, *, last: bool = False) -> None:
         held.pieces.append(series.add(text))
-        await self._looked(series, last=last)
+        await self._scan_series(series, last=last)
 
-    async def _looked(self, series: Series, *, last: bool = False) -> None:
+    async def _scan_series(self, series: TextSeries, *, last: bool = False) -> None:
         """Scan a series; a long text is scanned in pieces, between which other requests run."""
-        self._look(series, last=last)
+        self._scan_once(series, last=last)
         while series.is_behind:
             await asyncio.sleep(0)
-            self._look(series, last=last)
+            self._scan_once(series, last=last)
 
-    def _look(self, series: Series, *, last: bool = False) -> None:
-        for window, span in series.look(last=last):
-            self._warden.note(self._scanner.finding(span))
-            if span.rule.action == "block" and self._stop is None:
-                self._stop = window, span
+    def _scan_once(self, series: TextSeries, *, last: bool = False) -> None:
+        for window, span in series.scan(last=last):
+            self._guard.record_finding(self._scanner.make_finding(span))
+            if span.rule.action == "block" and self._blocked_match is None:
+                self._blocked_match = window, span
 
     # -- releasing events ----------------------------------------------------------------------------------------------
 
-    async def _passed(self) -> bytes:
-        if self._stop is not None:
-            return await self._blocked()
-        return b"" if self._hold else await self._gone()
+    async def _release_or_block(self) -> bytes:
+        if self._blocked_match is not None:
+            return await self._end_blocked()
+        return b"" if self._hold_all else await self._release_decided()
 
-    async def _gone(self) -> bytes:
+    async def _release_decided(self) -> bytes:
         released: list[bytes] = []
-        while self._events and self._events[0].decided:
-            if self._stop is not None and self._events[0].has(*self._stop):
+        while self._events and self._events[0].is_decided:
+            if self._blocked_match is not None and self._events[0].overlaps(*self._blocked_match):
                 break
-            released.append(await self._events.popleft().written())
+            released.append(await self._events.popleft().encode())
         return released[0] if len(released) == 1 else b"".join(released)
 
-    async def _blocked(self) -> bytes:
-        assert self._stop is not None
-        released = b"" if self._hold else await self._gone()
-        finding = self._scanner.finding(self._stop[1])
+    async def _end_blocked(self) -> bytes:
+        assert self._blocked_match is not None
+        released = b"" if self._hold_all else await self._release_decided()
+        finding = self._scanner.make_finding(self._blocked_match[1])
         await self.aclose()
         try:
-            return released + self._warden.last_words(finding)
-        except Blocked as e:
-            self._broken = e
+            return released + self._guard.blocked_event(finding)
+        except BlockedByGuardrail as e:
+            self._pending_error = e
             return released
 
-    async def _refused(self, finding: Finding) -> bytes:
+    async def _end_refused(self, finding: GuardrailFinding) -> bytes:
         """End the stream with an error; either nothing or everything has been released."""
-        self._warden.note(finding)
+        self._guard.record_finding(finding)
         await self.aclose()
-        return self._warden.last_words(finding)
+        return self._guard.blocked_event(finding)
 
-    async def _last(self) -> bytes:
+    async def _finish(self) -> bytes:
         for series in self._series.values():
-            await self._looked(series, last=True)
-        if self._stop is not None:
-            return await self._blocked()
-        if self._judged and (finding := await self._warden.judge("".join(self._said))) is not None:
-            return await self._refused(finding)
-        self._over = True
-        return await self._gone() + self._splitter.rest
+            await self._scan_series(series, last=True)
+        if self._blocked_match is not None:
+            return await self._end_blocked()
+        if self._is_judged and (finding := await self._guard.judge_reply("".join(self._judged_texts))) is not None:
+            return await self._end_refused(finding)
+        self._is_closed = True
+        return await self._release_decided() + self._splitter.partial_event

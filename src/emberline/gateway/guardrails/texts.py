@@ -14,21 +14,21 @@ from emberline.core.errors import WorkTooLarge
 
 # Fields of requests with a fixed set of values or with ids that the provider issued. All else is the client's own text
 # and reaches the provider, including `user`, `name` and `metadata`.
-FIXED = frozenset({"model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id",
+REQUEST_SKIPPED_FIELDS = frozenset({"model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id",
                    "item_id", "status", "mime_type", "mimeType", "media_type"})  # fmt: skip
-NAMES = frozenset({"id", "type", "role", "object", "model", "name", "tool_call_id", "call_id", "tool_use_id", "item_id",
+REPLY_SKIPPED_FIELDS = frozenset({"id", "type", "role", "object", "model", "name", "tool_call_id", "call_id", "tool_use_id", "item_id",
                    "finish_reason", "finishReason", "stop_reason", "status", "system_fingerprint", "mime_type",
                    "mimeType", "media_type", "modelVersion", "responseId"})  # fmt: skip
-DATA = frozenset({"data", "file_data", "b64_json", "signature", "thoughtSignature", "encrypted_content", "logprobs",
+BINARY_FIELDS = frozenset({"data", "file_data", "b64_json", "signature", "thoughtSignature", "encrypted_content", "logprobs",
                   "logprobsResult", "obfuscation", "usage", "usageMetadata"})  # fmt: skip
-SAID = frozenset({"messages", "system", "input", "instructions", "contents", "systemInstruction", "system_instruction",
+CONVERSATION_FIELDS = frozenset({"messages", "system", "input", "instructions", "contents", "systemInstruction", "system_instruction",
                   "prompt"})  # fmt: skip
-GROWING = frozenset({"content", "reasoning_content", "reasoning", "refusal", "text", "thinking", "arguments",
+STREAMED_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "refusal", "text", "thinking", "arguments",
                      "partial_json", "delta"})  # fmt: skip  # streamed in pieces, one per event
-JOINED = frozenset({"content", "text"})  # of the parts of one message, which clients show as one text
-JOINED_EVENTS = ("output_text.delta", "output_text.done")  # of OpenAI's Responses API
-APART = ("choices", "candidates")  # lists of alternatives, each with its own texts
-PLACES = (
+CONCATENATED_FIELDS = frozenset({"content", "text"})  # of the parts of one message, which clients show as one text
+CONCATENATED_EVENTS = ("output_text.delta", "output_text.done")  # of OpenAI's Responses API
+CHOICE_FIELDS = ("choices", "candidates")  # lists of alternatives, each with its own texts
+EVENT_POSITION_FIELDS = (
     "type",
     "output_index",
     "content_index",
@@ -39,21 +39,21 @@ PLACES = (
 _BASE64 = re.compile(r"[A-Za-z0-9+/=_\r\n-]*+")
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,[A-Za-z0-9+/=_\r\n-]*+")  # a string that only begins like one is text
 
-Path = tuple[Any, ...]
+TextPath = tuple[Any, ...]
 
 
-class Text(NamedTuple):
+class JsonText(NamedTuple):
     holder: Any  # the object or list that contains it
     key: Any  # its key or index there
     text: str
-    path: Path
+    path: TextPath
 
     @property
-    def grows(self) -> bool:
-        return self.path[-1] in GROWING
+    def is_streamed(self) -> bool:
+        return self.path[-1] in STREAMED_FIELDS
 
     @property
-    def group(self) -> Path:
+    def group_key(self) -> TextPath:
         """Equal for texts that are parts of one message: a list of texts, or of objects with one text each."""
         path = self.path
         if len(path) > 2 and path[-1] == "text":
@@ -61,66 +61,72 @@ class Text(NamedTuple):
         return path[:-1] if len(path) > 2 and isinstance(path[-1], int) else path
 
     @property
-    def voice(self) -> Path:
+    def choice_path(self) -> TextPath:
         """The choice that the text of an event belongs to; texts of one choice are streamed in sequence."""
-        return self.path[1 : self._answer]
+        return self.path[1 : self._choice_depth]
 
     @property
-    def series(self) -> Path:
+    def series_key(self) -> TextPath:
         """Equal for texts of events that clients concatenate: pieces of a text, and parts of a message."""
         kind = self.path[0][0]
-        if self.path[-1] not in JOINED and not str(kind).endswith(JOINED_EVENTS):
+        if self.path[-1] not in CONCATENATED_FIELDS and not str(kind).endswith(CONCATENATED_EVENTS):
             return self.path
-        rest = self.path[self._answer :]
-        return (kind, *self.voice, *(key for key in rest if not isinstance(key, int)))
+        rest = self.path[self._choice_depth :]
+        return (kind, *self.choice_path, *(key for key in rest if not isinstance(key, int)))
 
     @property
-    def _answer(self) -> int:
+    def _choice_depth(self) -> int:
         """The number of path elements up to the choice."""
-        return 3 if len(self.path) > 2 and self.path[1] in APART else 1
+        return 3 if len(self.path) > 2 and self.path[1] in CHOICE_FIELDS else 1
 
 
-def texts_of(value: Any, path: Path = (), skipped: frozenset[str] = NAMES) -> Iterator[Text]:
+def iter_texts(
+    value: Any, path: TextPath = (), skipped_fields: frozenset[str] = REPLY_SKIPPED_FIELDS
+) -> Iterator[JsonText]:
     """Yield the texts of a JSON value, without those in skipped fields."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key not in skipped and (key not in DATA or (isinstance(inner, str) and not _is_data(inner))):
-                yield from _inner(value, key, inner, (*path, key), skipped)
+            if key not in skipped_fields and (
+                key not in BINARY_FIELDS or (isinstance(inner, str) and not _is_base64(inner))
+            ):
+                yield from _iter_inner(value, key, inner, (*path, key), skipped_fields)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _inner(value, number, inner, (*path, _index(inner, number)), skipped)
+            yield from _iter_inner(value, number, inner, (*path, _element_index(inner, number)), skipped_fields)
 
 
-def _inner(holder: Any, key: Any, inner: Any, path: Path, skipped: frozenset[str]) -> Iterator[Text]:
+def _iter_inner(
+    holder: Any, key: Any, inner: Any, path: TextPath, skipped_fields: frozenset[str]
+) -> Iterator[JsonText]:
     if isinstance(inner, str):
         if inner and not (inner.startswith("data:") and _DATA_URL.fullmatch(inner)):
-            yield Text(holder, key, inner, path)
+            yield JsonText(holder, key, inner, path)
     elif isinstance(inner, (dict, list)):
-        yield from texts_of(inner, path, skipped)
+        yield from iter_texts(inner, path, skipped_fields)
 
 
-def _is_data(text: str) -> bool:
+def _is_base64(text: str) -> bool:
     return _BASE64.fullmatch(text) is not None
 
 
-def _index(inner: Any, number: int) -> Any:
+def _element_index(inner: Any, number: int) -> Any:
     return inner.get("index", number) if isinstance(inner, dict) else number
 
 
-def event_texts(event: Any) -> Iterator[Text]:
-    position = tuple(event.get(name) for name in PLACES) if isinstance(event, dict) else ()
-    return texts_of(event, (position,))
+def iter_event_texts(event: Any) -> Iterator[JsonText]:
+    position = tuple(event.get(name) for name in EVENT_POSITION_FIELDS) if isinstance(event, dict) else ()
+    return iter_texts(event, (position,))
 
 
-def texts_of_event(payload: bytes, most: int) -> list[tuple[Path, str]]:
+def list_event_texts(payload: bytes, max_texts: int) -> list[tuple[TextPath, str]]:
     """Return path and text of every text of an event; for another process. Raises WorkTooLarge."""
-    texts = [(text.path, text.text) for text in event_texts(read_event(payload))]
-    if len(texts) > most:
-        raise WorkTooLarge(f"an event has {len(texts)} texts; at most {most} are checked")
+    texts = [(text.path, text.text) for text in iter_event_texts(decode_event(payload))]
+    if len(texts) > max_texts:
+        raise WorkTooLarge(f"an event has {len(texts)} texts; at most {max_texts} are checked")
     return texts
 
 
-def read_event(payload: bytes) -> Any:
+def decode_event(payload: bytes) -> Any:
     """Return the decoded event, or an object with its text if it is not JSON. Raises RecursionError."""
     try:
         return msgspec.json.decode(payload)
@@ -128,39 +134,39 @@ def read_event(payload: bytes) -> Any:
         return {"text": payload.decode("utf-8", "replace")}  # a provider's own format
 
 
-def written_event(name: bytes, found: Any) -> bytes:
-    silence(found)
+def encode_event(name: bytes, decoded: Any) -> bytes:
+    clear_logprobs(decoded)
     head = b"event: %b\n" % name if name else b""
-    return head + b"data: %b\n\n" % msgspec.json.encode(found)
+    return head + b"data: %b\n\n" % msgspec.json.encode(decoded)
 
 
-def rewritten_event(name: bytes, payload: bytes, changed: dict[int, str]) -> bytes:
+def rewrite_event(name: bytes, payload: bytes, new_texts: dict[int, str]) -> bytes:
     """Return the event with new texts, numbered as in `list_event_texts`; for another process."""
-    event = read_event(payload)
-    for number, text in enumerate(list(event_texts(event))):
-        if number in changed:
-            text.holder[text.key] = changed[number]
-    return written_event(name, event)
+    event = decode_event(payload)
+    for number, text in enumerate(list(iter_event_texts(event))):
+        if number in new_texts:
+            text.holder[text.key] = new_texts[number]
+    return encode_event(name, event)
 
 
-def request_texts(body: Any) -> Iterator[Text]:
-    return texts_of(body, (), FIXED)
+def iter_request_texts(body: Any) -> Iterator[JsonText]:
+    return iter_texts(body, (), REQUEST_SKIPPED_FIELDS)
 
 
-def conversation(body: Any) -> str:
+def conversation_text(body: Any) -> str:
     """Return the text of a request's conversation, without its tool definitions."""
-    fields = {key: inner for key, inner in body.items() if key in SAID} if isinstance(body, dict) else {}
-    return "\n".join(text.text for text in texts_of(fields))
+    fields = {key: inner for key, inner in body.items() if key in CONVERSATION_FIELDS} if isinstance(body, dict) else {}
+    return "\n".join(text.text for text in iter_texts(fields))
 
 
-def silence(value: Any) -> None:
+def clear_logprobs(value: Any) -> None:
     """Remove log probabilities in place, because they contain the redacted tokens."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key in ("logprobs", "logprobsResult"):
                 value[key] = [] if isinstance(inner, list) else None
             else:
-                silence(inner)
+                clear_logprobs(inner)
     elif isinstance(value, list):
         for inner in value:
-            silence(inner)
+            clear_logprobs(inner)

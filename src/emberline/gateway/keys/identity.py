@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-Kind = Literal["token", "virtual", "anonymous"]
-ANY = ("*",)
+IdentityKind = Literal["token", "virtual", "anonymous"]
+ALLOW_ALL = ("*",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,27 +20,27 @@ class Identity:
 
     key_id: str
     name: str
-    kind: Kind
+    kind: IdentityKind
     user: str = ""
-    allowed_models: tuple[str, ...] = ANY
-    allowed_providers: tuple[str, ...] = ANY
+    allowed_models: tuple[str, ...] = ALLOW_ALL
+    allowed_providers: tuple[str, ...] = ALLOW_ALL
     metadata: Mapping[str, str] = field(default_factory=dict)  # added to every request of this key
-    admin: bool = False  # may use the management API
-    use: bool = True  # may use models
+    is_admin: bool = False  # may use the management API
+    can_use_models: bool = True  # may use models
     account: str = "*"  # pattern of account names
-    gateways: tuple[str, ...] = ANY  # patterns of gateway names
+    gateways: tuple[str, ...] = ALLOW_ALL  # patterns of gateway names
     limits: tuple[str, ...] = ()  # names of rules that apply to this key in addition to the gateway's
 
-    def may_enter(self, account: str, gateway: str) -> bool:
-        return self.use and _matches_any(account, (self.account,)) and _matches_any(gateway, self.gateways)
+    def may_use_gateway(self, account: str, gateway: str) -> bool:
+        return self.can_use_models and _matches_any(account, (self.account,)) and _matches_any(gateway, self.gateways)
 
-    def may_use(self, provider: str, model: str) -> bool:
-        return allows(self.allowed_providers, self.allowed_models, provider, model)
+    def may_use_model(self, provider: str, model: str) -> bool:
+        return allows_model(self.allowed_providers, self.allowed_models, provider, model)
 
 
-def allows(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
+def allows_model(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
     """Return whether the patterns allow the model. Those of models match "model" or "provider/model"."""
-    if providers is ANY is models:  # the usual case
+    if providers is ALLOW_ALL is models:  # the usual case
         return True
     if not _matches_any(provider, providers):
         return False
@@ -48,7 +48,7 @@ def allows(providers: tuple[str, ...], models: tuple[str, ...], provider: str, m
 
 
 def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
-    return patterns == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
+    return patterns == ALLOW_ALL or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 ANONYMOUS = Identity("", "anonymous", "anonymous")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from emberline.gateway.limits.window import Window
+from emberline.gateway.limits.window import LimitWindow
 
 
-class Held(msgspec.Struct, frozen=True):
+class BucketHold(msgspec.Struct, frozen=True):
     slot: int
     amount: int
     expires: int
@@ -24,44 +24,47 @@ class Held(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Bucket:
-    window: Window
+    window: LimitWindow
     slot: int = 0  # the current one
-    turns: int = 0  # when the next slot begins
-    ends: int = 0  # when usage in the current slot stops counting
+    next_slot_ms: int = 0  # when the next slot begins
+    usage_ends_ms: int = 0  # when usage in the current slot stops counting
     total: int = 0  # used in all slots that count
     used: dict[int, int] = field(default_factory=dict)  # slot -> amount, oldest first
-    held: dict[str, Held] = field(default_factory=dict)  # reservation -> its unsettled part of `used`
-    expiring: list[tuple[int, str]] = field(default_factory=list)  # heap of (expiry, reservation)
-    changed: Callable[[int, int], None] | None = None  # called with a slot and the amount added to it
+    held: dict[str, BucketHold] = field(default_factory=dict)  # reservation -> its unsettled part of `used`
+    expiry_heap: list[tuple[int, str]] = field(default_factory=list)  # heap of (expiry, reservation)
+    on_change: Callable[[int, int], None] | None = None  # called with a slot and the amount added to it
 
     def restore(self, used: Mapping[int, int]) -> None:
         """Start from the usage that an earlier process counted."""
         self.used = dict(sorted(used.items()))
         self.total = sum(used.values())
 
-    def roll(self, now: int) -> None:
+    def advance(self, now: int) -> None:
         """Expire reservations and slots up to `now`. A clock that is set back does not restore old slots."""
-        while self.expiring and self.expiring[0][0] <= now:
-            self.settle(heapq.heappop(self.expiring)[1], None, 0)
-        if now < self.turns:
+        while self.expiry_heap and self.expiry_heap[0][0] <= now:
+            self.settle(heapq.heappop(self.expiry_heap)[1], None, 0)
+        if now < self.next_slot_ms:
             return
-        self.slot, live = self.window.slot(now), self.window.live
-        self.turns, self.ends = self.window.ends(self.slot + 1 - live), self.window.ends(self.slot)
+        self.slot, live = self.window.slot(now), self.window.live_slots
+        self.next_slot_ms, self.usage_ends_ms = (
+            self.window.slot_end(self.slot + 1 - live),
+            self.window.slot_end(self.slot),
+        )
         while self.used and (oldest := next(iter(self.used))) <= self.slot - live:
             self.total -= self.used.pop(oldest)
 
-    def grant(self, limit: int, amount: int) -> int | None:
+    def grantable_amount(self, limit: int, amount: int) -> int | None:
         """Return how much of the claim may be taken: all of it, all that is left, or None for nothing."""
         left = limit - self.total
         if amount <= left:
             return amount
         return left if left > 0 and not self.held else None
 
-    def take(self, name: str, amount: int, expires: int) -> Held:
-        held = self.held[name] = Held(self.slot, amount, expires)
-        heapq.heappush(self.expiring, (expires, name))
-        if len(self.expiring) > 64 + 2 * len(self.held):  # most entries were settled long ago
-            self.expiring = sorted((held.expires, name) for name, held in self.held.items())
+    def take(self, name: str, amount: int, expires: int) -> BucketHold:
+        held = self.held[name] = BucketHold(self.slot, amount, expires)
+        heapq.heappush(self.expiry_heap, (expires, name))
+        if len(self.expiry_heap) > 64 + 2 * len(self.held):  # most entries were settled long ago
+            self.expiry_heap = sorted((held.expires, name) for name, held in self.held.items())
         self._add(held.slot, amount)
         return held
 
@@ -76,30 +79,30 @@ class Bucket:
         elif slot is not None:
             self._add(slot, actual)
 
-    def waits(self, limit: int, amount: int, now: int) -> int:
+    def wait_ms(self, limit: int, amount: int, now: int) -> int:
         """Return the milliseconds until the claim fits, if usage does not change before."""
         left = limit - self.total
         for slot, used in self.used.items():
             left += used
             if left >= min(amount, limit):
-                return self.window.ends(slot) - now
-        return self.ends - now
+                return self.window.slot_end(slot) - now
+        return self.usage_ends_ms - now
 
-    def resets(self, now: int) -> int:
+    def resets_in_ms(self, now: int) -> int:
         """Return the milliseconds until all current usage stops counting."""
-        return self.ends - now
+        return self.usage_ends_ms - now
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not self.used and not self.held
 
     def _add(self, slot: int, amount: int) -> None:
-        if amount and slot > self.slot - self.window.live:
+        if amount and slot > self.slot - self.window.live_slots:
             if slot not in self.used:
                 self.used[slot] = 0
                 if slot < self.slot:
                     self.used = dict(sorted(self.used.items()))
             self.used[slot] += amount
             self.total += amount
-            if self.changed is not None:
-                self.changed(slot, amount)
+            if self.on_change is not None:
+                self.on_change(slot, amount)

@@ -11,103 +11,109 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call
-from emberline.gateway.costs.bill import Prices, charged, input_tokens
-from emberline.gateway.costs.catalogue import Model
+from emberline.gateway.costs.billing import PriceSource, compute_charge, request_input_tokens
+from emberline.gateway.costs.catalogue import CatalogueModel
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden
-from emberline.gateway.limits.rule import MOST, Claim, Rule
-from emberline.gateway.settings import Settings
+from emberline.gateway.limits.rule import MAX_LIMIT, Claim, LimitRule
+from emberline.gateway.request import GatewayRequest
+from emberline.gateway.settings import GatewaySettings
 
 log = logging.getLogger("emberline.gateway.limits")
 
-MOST_BUCKETS = 4096  # names in the cache
-UNSAID = 4096  # reserved if neither the request nor the catalogue limits the output
+MAX_BUCKET_NAMES = 4096  # names in the cache
+DEFAULT_OUTPUT_TOKENS = 4096  # reserved if neither the request nor the catalogue limits the output
 
 
-class Sizes(Protocol):
+class ModelLookup(Protocol):
     """A model catalogue, or the files of one."""
 
-    def model(self, provider: str, name: str) -> Model | None: ...
+    def model(self, provider: str, name: str) -> CatalogueModel | None: ...
 
 
 @dataclass(slots=True)
-class Claims:
+class ClaimBuilder:
     """Builds the claims of calls, with caches for parsed rules and bucket names."""
 
-    sizes: Sizes
-    prices: Prices
-    _read: dict[tuple[str, str], tuple[Settings, tuple[Rule, ...]]] = field(default_factory=dict)
-    _buckets: dict[tuple[object, ...], str] = field(default_factory=dict)
+    models: ModelLookup
+    prices: PriceSource
+    _rules_by_gateway: dict[tuple[str, str], tuple[GatewaySettings, tuple[LimitRule, ...]]] = field(
+        default_factory=dict
+    )
+    _bucket_names: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def of(self, call: Call) -> list[Claim]:
-        rules = self._rules(call.settings)
+    def claims_for(self, call: GatewayRequest) -> list[Claim]:
+        rules = self._rules_of(call.settings)
         if not rules:
             return []
-        facts, key_limits, usage = facts_of(call), call.identity.limits, None
+        facts, key_limits, usage = limit_facts(call), call.identity.limits, None
         claims = []
         for rule in rules:
-            if not rule.holds(facts, key_limits):
+            if not rule.applies_to(facts, key_limits):
                 continue
             amount: int | None = 1
             if rule.amount != "requests":
-                usage = usage or self._most(call)
-                amount = usage.total if rule.amount == "tokens" else self._micros(call, usage)
-            claims.append(Claim(rule, facts["gateway"], self._bucket(rule, facts), _known(rule, amount, call)))
+                usage = usage or self._max_usage(call)
+                amount = usage.total if rule.amount == "tokens" else self._cost_micros(call, usage)
+            claims.append(
+                Claim(rule, facts["gateway"], self._bucket_name(rule, facts), _priced_amount(rule, amount, call))
+            )
         return claims
 
-    def _bucket(self, rule: Rule, facts: dict[str, str]) -> str:
+    def _bucket_name(self, rule: LimitRule, facts: dict[str, str]) -> str:
         """Return the bucket's name, cached because building one takes a hash and most callers call again."""
         key = (rule.name, rule.amount, rule.per, rule.technique, *map(facts.get, rule.split))
-        name = self._buckets.get(key)
+        name = self._bucket_names.get(key)
         if name is None:
-            if len(self._buckets) >= MOST_BUCKETS:
-                self._buckets.clear()
-            name = self._buckets[key] = rule.bucket(facts)
+            if len(self._bucket_names) >= MAX_BUCKET_NAMES:
+                self._bucket_names.clear()
+            name = self._bucket_names[key] = rule.bucket_name(facts)
         return name
 
-    def at_most(self, call: Call) -> int | None:
+    def max_cost(self, call: GatewayRequest) -> int | None:
         """Return the most micro-dollars that the call may cost, or None if the price is unknown."""
-        return self._micros(call, self._most(call))
+        return self._cost_micros(call, self._max_usage(call))
 
-    def _rules(self, settings: Settings) -> tuple[Rule, ...]:
+    def _rules_of(self, settings: GatewaySettings) -> tuple[LimitRule, ...]:
         gateway = (settings.account, settings.gateway)
-        cached = self._read.get(gateway)
+        cached = self._rules_by_gateway.get(gateway)
         if cached is None or cached[0] is not settings:
-            cached = self._read[gateway] = (settings, rules_of(settings))
+            cached = self._rules_by_gateway[gateway] = (settings, limit_rules(settings))
         return cached[1]
 
-    def _most(self, call: Call) -> Usage:
+    def _max_usage(self, call: GatewayRequest) -> Usage:
         """Return an upper estimate of the tokens that the call can use."""
-        model = self.sizes.model(call.provider, call.model)
+        model = self.models.model(call.provider, call.model)
         context, limit = (model.context, model.max_output) if model else (None, None)
         output = (
-            0 if call.dialect == "openai-embeddings" else min(call.max_output or limit or UNSAID, limit or math.inf)
+            0
+            if call.dialect == "openai-embeddings"
+            else min(call.max_output or limit or DEFAULT_OUTPUT_TOKENS, limit or math.inf)
         )
-        total_output = min(int(output) * call.answers, MOST)
-        return Usage(input=int(min(input_tokens(call), context or math.inf)), output=total_output)
+        total_output = min(int(output) * call.choice_count, MAX_LIMIT)
+        return Usage(input=int(min(request_input_tokens(call), context or math.inf)), output=total_output)
 
-    def _micros(self, call: Call, usage: Usage) -> int | None:
-        return charged(call, usage, self.prices.price(call.settings, call.provider, call.model))
+    def _cost_micros(self, call: GatewayRequest, usage: Usage) -> int | None:
+        return compute_charge(call, usage, self.prices.price(call.settings, call.provider, call.model))
 
 
-def rules_of(settings: Settings) -> tuple[Rule, ...]:
-    rules = (*Rule.read(settings.limits), *Rule.read(settings.budgets, "micros"))
+def limit_rules(settings: GatewaySettings) -> tuple[LimitRule, ...]:
+    rules = (*LimitRule.parse(settings.limits), *LimitRule.parse(settings.budgets, "micros"))
     if len({rule.name for rule in rules}) < len(rules):
         raise InvalidRequest("a limit and a budget have the same name", param="budgets", hint="rename one of them")
     return rules
 
 
-def splits_by_caller(rule: Rule, pinned: Collection[str]) -> tuple[str, ...]:
+def caller_chosen_splits(rule: LimitRule, fixed_metadata: Collection[str]) -> tuple[str, ...]:
     """Return the metadata names of the rule's split that callers can choose."""
     names = (each.removeprefix("metadata.") for each in rule.split if each.startswith("metadata."))
-    return tuple(name for name in names if name not in pinned)
+    return tuple(name for name in names if name not in fixed_metadata)
 
 
-def warn_of_caller_splits(settings: Settings) -> None:
+def warn_about_caller_splits(settings: GatewaySettings) -> None:
     """Log each limit that a caller can evade by sending other metadata."""
-    for rule in rules_of(settings):
-        if names := splits_by_caller(rule, settings.metadata):
+    for rule in limit_rules(settings):
+        if names := caller_chosen_splits(rule, settings.metadata):
             log.warning(
                 "a caller can evade this limit with other metadata: gateway=%s limit=%s metadata=%s"
                 " (hint: set this metadata on every key, whose values a request cannot change, or add a limit without"
@@ -118,7 +124,7 @@ def warn_of_caller_splits(settings: Settings) -> None:
             )
 
 
-def facts_of(call: Call) -> dict[str, str]:
+def limit_facts(call: GatewayRequest) -> dict[str, str]:
     """Return the attributes of a call that rules split and filter by."""
     facts = {
         "gateway": f"{call.account}/{call.gateway}",
@@ -132,7 +138,7 @@ def facts_of(call: Call) -> dict[str, str]:
     return facts
 
 
-def _known(rule: Rule, amount: int | None, call: Call) -> int:
+def _priced_amount(rule: LimitRule, amount: int | None, call: GatewayRequest) -> int:
     """Return the amount, or 0 for an unknown price. Raises Forbidden if the budget needs a price."""
     if amount is None and rule.unpriced == "refuse":
         raise Forbidden(

@@ -9,30 +9,30 @@ from collections.abc import Iterable
 from typing import get_args
 
 from emberline.gateway.limits.base import Grant
-from emberline.gateway.limits.rule import Amount
+from emberline.gateway.limits.rule import LimitUnit
 
-_NAMES = {
+_HEADER_NAMES = {
     amount: tuple(f"x-ratelimit-{field}-{amount}" for field in ("limit", "remaining", "reset"))
-    for amount in get_args(Amount)
+    for amount in get_args(LimitUnit)
 }
 
 
-def remaining(grants: Iterable[Grant]) -> dict[str, str]:
-    tightest: dict[Amount, Grant] = {}
+def rate_limit_headers(grants: Iterable[Grant]) -> dict[str, str]:
+    tightest: dict[LimitUnit, Grant] = {}
     for grant in grants:
         amount = grant.claim.rule.amount
-        if amount not in tightest or _part(grant) < _part(tightest[amount]):
+        if amount not in tightest or _fraction_left(grant) < _fraction_left(tightest[amount]):
             tightest[amount] = grant
     headers = {}
     for amount, grant in tightest.items():
-        limit, left, reset = _NAMES[amount]
+        limit, left, reset = _HEADER_NAMES[amount]
         headers[limit] = str(grant.claim.rule.limit)
         headers[left] = str(max(0, grant.remaining))
-        headers[reset] = duration(grant.resets)
+        headers[reset] = format_duration(grant.resets_in_ms)
     return headers
 
 
-def duration(ms: int) -> str:
+def format_duration(ms: int) -> str:
     """Format milliseconds like OpenAI does: 1h2m3s, 59s, 120ms."""
     if ms < 1000:
         return f"{max(0, ms)}ms"
@@ -41,5 +41,5 @@ def duration(ms: int) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{seconds}s"
 
 
-def _part(grant: Grant) -> float:
+def _fraction_left(grant: Grant) -> float:
     return grant.remaining / max(1, grant.claim.rule.limit)

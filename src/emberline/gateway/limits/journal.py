@@ -19,13 +19,13 @@ from pathlib import Path
 
 import msgspec
 
-from emberline.gateway.store.base import Counter
+from emberline.gateway.store.base import LimitCounter
 
 log = logging.getLogger("emberline.gateway.limits")
 
 GROWTH_BYTES = 1 << 16  # added to a full file
 
-_reader = msgspec.json.Decoder(Counter)
+_decoder = msgspec.json.Decoder(LimitCounter)
 
 
 class CounterJournal:
@@ -36,7 +36,7 @@ class CounterJournal:
         self._has_failed = False
         self._file = _JournalFile(directory)
 
-    def abandoned(self) -> Iterator[tuple[str, list[Counter]]]:
+    def abandoned_batches(self) -> Iterator[tuple[str, list[LimitCounter]]]:
         """Yield the name and changes of each file that a dead process left behind.
 
         The caller discards the file once the store has its changes.
@@ -50,7 +50,7 @@ class CounterJournal:
                 continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield path.stem, _read(path)
+                yield path.stem, _read_changes(path)
             except BlockingIOError:  # the process that writes it is alive
                 continue
             finally:
@@ -120,13 +120,13 @@ class _JournalFile:
             self.size += GROWTH_BYTES
 
 
-def _read(path: Path) -> list[Counter]:
+def _read_changes(path: Path) -> list[LimitCounter]:
     """Return the changes of a file, without a last line that a crash cut short."""
-    changes: list[Counter] = []
+    changes: list[LimitCounter] = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
-                changes.append(_reader.decode(line))
+                changes.append(_decoder.decode(line))
             except msgspec.DecodeError:
                 log.warning("damaged line in a limits journal, not counted: file=%s", path)
     return changes

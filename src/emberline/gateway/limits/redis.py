@@ -19,140 +19,149 @@ from importlib import resources
 from typing import Any, Literal
 
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.limits.base import Grant, LimiterStats, Reservation, Spent, refusal
+from emberline.gateway.limits.base import BucketUsage, Grant, LimiterStats, Reservation, limit_error
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.limits.rule import Amount, Claim
-from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid, Script
+from emberline.gateway.limits.rule import Claim, LimitUnit
+from emberline.gateway.redis_client import RedisClient, RedisErrorReply, RedisScript, RedisUnavailable
 
-Degraded = Literal["local", "closed"]
-MOST_OWED = 10_000
-AT_ONCE = 100  # settlements sent again after a reservation
-LAST = 1.0  # for settlements in flight when the gateway stops
+DegradedMode = Literal["local", "closed"]
+MAX_PENDING_SETTLEMENTS = 10_000
+RESEND_BATCH = 100  # settlements sent again after a reservation
+CLOSE_TIMEOUT_S = 1.0  # for settlements in flight when the gateway stops
 
 
 class RedisLimiter:
-    def __init__(self, link: RedisLink, *, degraded: Degraded = "local", prefix: str = "emberline") -> None:
+    def __init__(self, link: RedisClient, *, degraded: DegradedMode = "local", prefix: str = "emberline") -> None:
         self._link, self._degraded, self._prefix = link, degraded, prefix
         self._local = LocalLimiter()
-        self._reserve, self._settle, self._spent = map(_script, ("reserve.lua", "settle.lua", "usage.lua"))
-        self._owed: deque[list[str | int]] = deque()
-        self._sent: set[asyncio.Future[Any]] = set()
+        self._reserve_script, self._settle_script, self._usage_script = map(
+            _load_script, ("reserve.lua", "settle.lua", "usage.lua")
+        )
+        self._pending: deque[list[str | int]] = deque()
+        self._in_flight: set[asyncio.Future[Any]] = set()
         self.stats = LimiterStats()
 
-    async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+    async def reserve(self, claims: Sequence[Claim], now: float, hold_s: float) -> Reservation:
         name = os.urandom(12).hex()
-        values: list[str | int] = [name, round(hold * 1000)]
+        values: list[str | int] = [name, round(hold_s * 1000)]
         for claim in claims:
-            values += [claim.rule.limit, claim.amount, *_window(claim)]
+            values += [claim.rule.limit, claim.amount, *_window_arguments(claim)]
         try:
-            reply = await self._link.run(self._reserve, self._keys(claims), values)
-        except (LinkDown, RedisSaid) as e:
-            return await self._without(e, claims, now, hold)
+            reply = await self._link.run_script(self._reserve_script, self._redis_keys(claims), values)
+        except (RedisUnavailable, RedisErrorReply) as e:
+            return await self._reserve_degraded(e, claims, now, hold_s)
         self.stats.reserved += 1
-        self._pay()
-        return _reservation(name, claims, reply)
+        self._resend_pending()
+        return _parse_reservation(name, claims, reply)
 
-    def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
-        if reservation.local:
+    def settle(self, reservation: Reservation, actual: Mapping[LimitUnit, int]) -> None:
+        if reservation.is_local:
             self._local.settle(reservation, actual)
             return
-        assert not reservation.settled
-        reservation.settled = True
-        keys = self._keys([grant.claim for grant in reservation.grants])
+        assert not reservation.is_settled
+        reservation.is_settled = True
+        keys = self._redis_keys([grant.claim for grant in reservation.grants])
         arguments: list[str | int] = [len(keys), *keys, reservation.name, reservation.expires]
         for grant in reservation.grants:
-            arguments += [grant.slot, grant.amount, actual.get(grant.claim.rule.amount, 0), *_window(grant.claim)]
-        self._send(arguments)
+            arguments += [
+                grant.slot,
+                grant.amount,
+                actual.get(grant.claim.rule.amount, 0),
+                *_window_arguments(grant.claim),
+            ]
+        self._send_settlement(arguments)
 
-    async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
-        values: list[str | int] = [number for claim in claims for number in _window(claim)]
+    async def bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
+        values: list[str | int] = [number for claim in claims for number in _window_arguments(claim)]
         try:
-            reply = await self._link.run(self._spent, self._keys(claims), values)
-        except (LinkDown, RedisSaid) as e:
+            reply = await self._link.run_script(self._usage_script, self._redis_keys(claims), values)
+        except (RedisUnavailable, RedisErrorReply) as e:
             raise StoreFailed(f"the usage of limits cannot be read from Redis: {e.message}", hint="retry") from e
-        return [Spent(*reply[2 * i : 2 * i + 2]) for i in range(len(claims))]
+        return [BucketUsage(*reply[2 * i : 2 * i + 2]) for i in range(len(claims))]
 
     async def close(self) -> None:
-        self._pay()
+        self._resend_pending()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST):
-                while self._sent:  # a reply may cause another send
-                    await asyncio.wait(self._sent)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._in_flight:  # a reply may cause another send
+                    await asyncio.wait(self._in_flight)
 
-    async def _without(
-        self, why: LinkDown | RedisSaid, claims: Sequence[Claim], now: float, hold: float
+    async def _reserve_degraded(
+        self, error: RedisUnavailable | RedisErrorReply, claims: Sequence[Claim], now: float, hold_s: float
     ) -> Reservation:
         self.stats.degraded += 1
         if self._degraded == "closed":
             raise StoreFailed(
-                f"limits cannot be checked in Redis: {why.message}",
+                f"limits cannot be checked in Redis: {error.message}",
                 hint="retry, or set redis_gone = 'local' in the gateway's configuration",
-            ) from why
-        return await self._local.reserve(claims, now, hold)
+            ) from error
+        return await self._local.reserve(claims, now, hold_s)
 
-    def _keys(self, claims: Sequence[Claim]) -> list[str]:
+    def _redis_keys(self, claims: Sequence[Claim]) -> list[str]:
         """Return the Redis keys of the claims; the part in braces puts all of a call on one cluster shard."""
         buckets = [f"{self._prefix}:{{{claim.gateway}}}:{claim.bucket}" for claim in claims]
         return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
 
-    def _send(self, words: list[str | int], *, text: bool = False, again: bool = False) -> None:
+    def _send_settlement(
+        self, arguments: list[str | int], *, with_script_text: bool = False, is_resend: bool = False
+    ) -> None:
         """Send a settlement, or queue it if Redis is unavailable.
 
         `with_script_text` sends the script itself, for a Redis that does not have it cached. `is_resend` marks a second
         attempt.
         """
-        script = ("EVAL", self._settle.text) if text else ("EVALSHA", self._settle.sha)
+        script = ("EVAL", self._settle_script.text) if with_script_text else ("EVALSHA", self._settle_script.sha)
         try:
-            sent = self._link.post(*script, *words)
-        except LinkDown:
-            self._owe(words)
+            sent = self._link.send(*script, *arguments)
+        except RedisUnavailable:
+            self._queue_settlement(arguments)
             return
-        self._sent.add(sent)
-        sent.add_done_callback(partial(self._answered, words, again))
+        self._in_flight.add(sent)
+        sent.add_done_callback(partial(self._on_settlement_reply, arguments, is_resend))
 
-    def _answered(self, words: list[str | int], again: bool, sent: asyncio.Future[Any]) -> None:
+    def _on_settlement_reply(self, arguments: list[str | int], is_resend: bool, sent: asyncio.Future[Any]) -> None:
         """Queue a refused settlement once: a full or read-only Redis may accept it later.
 
         It is sent again after Redis took a reservation; if it is refused then, it is given up.
         """
-        self._sent.discard(sent)
+        self._in_flight.discard(sent)
         error = None if sent.cancelled() else sent.exception()
-        if isinstance(error, RedisSaid) and error.message.startswith("NOSCRIPT"):
-            self._send(words, text=True, again=again)
-        elif isinstance(error, LinkDown) or (error is not None and not again):
-            self._owe(words)
+        if isinstance(error, RedisErrorReply) and error.message.startswith("NOSCRIPT"):
+            self._send_settlement(arguments, with_script_text=True, is_resend=is_resend)
+        elif isinstance(error, RedisUnavailable) or (error is not None and not is_resend):
+            self._queue_settlement(arguments)
         elif error is not None:
-            self.stats.lost += 1
+            self.stats.lost_settlements += 1
 
-    def _owe(self, words: list[str | int]) -> None:
-        if len(self._owed) >= MOST_OWED:
-            self._owed.popleft()
-            self.stats.lost += 1
-        self._owed.append(words)
-        self.stats.owed = len(self._owed)
+    def _queue_settlement(self, arguments: list[str | int]) -> None:
+        if len(self._pending) >= MAX_PENDING_SETTLEMENTS:
+            self._pending.popleft()
+            self.stats.lost_settlements += 1
+        self._pending.append(arguments)
+        self.stats.pending_settlements = len(self._pending)
 
-    def _pay(self) -> None:
+    def _resend_pending(self) -> None:
         """Send queued settlements. One that did arrive the first time is not counted twice (settle.lua)."""
-        for _ in range(min(AT_ONCE, len(self._owed))):
-            self._send(self._owed.popleft(), again=True)
-        self.stats.owed = len(self._owed)
+        for _ in range(min(RESEND_BATCH, len(self._pending))):
+            self._send_settlement(self._pending.popleft(), is_resend=True)
+        self.stats.pending_settlements = len(self._pending)
 
 
-def _script(name: str) -> Script:
+def _load_script(name: str) -> RedisScript:
     directory = resources.files("emberline.gateway.limits")
-    return Script((directory / "window.lua").read_text() + (directory / name).read_text())
+    return RedisScript((directory / "window.lua").read_text() + (directory / name).read_text())
 
 
-def _window(claim: Claim) -> tuple[int, int, int]:
+def _window_arguments(claim: Claim) -> tuple[int, int, int]:
     window = claim.window
-    return window.length, window.live, window.offset
+    return window.slot_ms, window.live_slots, window.offset_ms
 
 
-def _reservation(name: str, claims: Sequence[Claim], said: list[int]) -> Reservation:
-    rows = [said[5 * i : 5 * i + 5] for i in range(len(claims))]
+def _parse_reservation(name: str, claims: Sequence[Claim], reply: list[int]) -> Reservation:
+    rows = [reply[5 * i : 5 * i + 5] for i in range(len(claims))]
     refused = [(wait, i) for i, (fits, _, _, _, wait) in enumerate(rows) if not fits]
     if refused:
         wait, i = max(refused)
-        raise refusal(claims[i], rows[i][3], wait)
+        raise limit_error(claims[i], rows[i][3], wait)
     grants = [Grant(c, slot, amount, left, ms) for c, (_, slot, amount, left, ms) in zip(claims, rows, strict=True)]
-    return Reservation(name, tuple(grants), expires=said[-1], local=False)
+    return Reservation(name, tuple(grants), expires=reply[-1], is_local=False)

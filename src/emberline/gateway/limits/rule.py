@@ -21,19 +21,19 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.limits.window import Period, Technique, Window
+from emberline.gateway.limits.window import LimitWindow, Period, Technique
 
-Amount = Literal["requests", "tokens", "micros"]
+LimitUnit = Literal["requests", "tokens", "micros"]
 DIMENSIONS = ("gateway", "key", "user", "model", "provider")
-MOST = 2**53 - 1  # the largest integer that Lua in Redis counts exactly
-LONGEST = 366 * 86_400
-MOST_RULES = 20
+MAX_LIMIT = 2**53 - 1  # the largest integer that Lua in Redis counts exactly
+MAX_PERIOD_S = 366 * 86_400
+MAX_RULES = 20
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LimitRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: str
     limit: int
-    amount: Amount = "requests"
+    amount: LimitUnit = "requests"
     per: Period = "minute"  # or a number of seconds
     technique: Technique = "fixed"
     split: tuple[str, ...] = ()  # one bucket for each combination of their values
@@ -46,13 +46,13 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise InvalidRequest(
                 f"the name of a limit must have 1 to 64 characters, not {len(self.name)}", param="name"
             )
-        if not 0 <= self.limit <= MOST:
+        if not 0 <= self.limit <= MAX_LIMIT:
             raise InvalidRequest(
-                f"limit {self.name!r}: limit is {self.limit} and must be from 0 to {MOST}", param="limit"
+                f"limit {self.name!r}: limit is {self.limit} and must be from 0 to {MAX_LIMIT}", param="limit"
             )
-        if isinstance(self.per, int) and not 1 <= self.per <= LONGEST:
+        if isinstance(self.per, int) and not 1 <= self.per <= MAX_PERIOD_S:
             raise InvalidRequest(
-                f"limit {self.name!r}: per is {self.per} and must be from 1 to {LONGEST} seconds", param="per"
+                f"limit {self.name!r}: per is {self.per} and must be from 1 to {MAX_PERIOD_S} seconds", param="per"
             )
         for dimension in (*self.split, *self.only):
             if dimension not in DIMENSIONS and not dimension.startswith("metadata."):
@@ -64,30 +64,30 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 )
 
     @staticmethod
-    def read(found: Iterable[Mapping[str, Any]], amount: Amount = "requests") -> tuple[Rule, ...]:
+    def parse(decoded: Iterable[Mapping[str, Any]], default_unit: LimitUnit = "requests") -> tuple[LimitRule, ...]:
         """Parse rules from decoded TOML or JSON. `default_unit` is the unit of rules that name none.
 
         Raises InvalidRequest.
         """
         try:
-            rules = tuple(msgspec.convert({"amount": amount, **rule}, Rule) for rule in found)
+            rules = tuple(msgspec.convert({"amount": default_unit, **rule}, LimitRule) for rule in decoded)
         except msgspec.ValidationError as e:
             raise InvalidRequest(f"limits: {e}", param="limits") from e
-        if len(rules) > MOST_RULES or len({rule.name for rule in rules}) < len(rules):
+        if len(rules) > MAX_RULES or len({rule.name for rule in rules}) < len(rules):
             raise InvalidRequest(
-                f"limits: {len(rules)} rules; at most {MOST_RULES} are allowed, each with its own name", param="limits"
+                f"limits: {len(rules)} rules; at most {MAX_RULES} are allowed, each with its own name", param="limits"
             )
         return rules
 
-    def holds(self, facts: Mapping[str, str], named: tuple[str, ...] = ()) -> bool:
-        if self.named and self.name not in named:
+    def applies_to(self, facts: Mapping[str, str], key_limits: tuple[str, ...] = ()) -> bool:
+        if self.named and self.name not in key_limits:
             return False
         return not self.only or all(facts.get(dimension, "") in values for dimension, values in self.only.items())
 
-    def claim(self, facts: Mapping[str, str], amount: int) -> Claim:
-        return Claim(self, facts.get("gateway", ""), self.bucket(facts), amount)
+    def make_claim(self, facts: Mapping[str, str], amount: int) -> Claim:
+        return Claim(self, facts.get("gateway", ""), self.bucket_name(facts), amount)
 
-    def bucket(self, facts: Mapping[str, str]) -> str:
+    def bucket_name(self, facts: Mapping[str, str]) -> str:
         """Return the name of the bucket that callers with the same values share."""
         values = msgspec.json.encode([facts.get(dimension, "") for dimension in self.split])
         digest = hashlib.sha256(values).hexdigest()[:32] if self.split else "all"
@@ -97,11 +97,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class Claim(msgspec.Struct, frozen=True):
     """The amount that one call needs of one rule."""
 
-    rule: Rule
+    rule: LimitRule
     gateway: str  # ACCOUNT/GATEWAY; part of the Redis key, so that all buckets of a call are on one shard
     bucket: str
     amount: int
 
     @property
-    def window(self) -> Window:
-        return Window.of(self.rule.per, self.rule.technique)
+    def window(self) -> LimitWindow:
+        return LimitWindow.for_period(self.rule.per, self.rule.technique)

@@ -16,41 +16,41 @@ import msgspec
 Technique = Literal["fixed", "sliding"]
 Period: TypeAlias = int | Literal["minute", "hour", "day", "week", "month"]
 
-SLOTS = 60  # of a sliding window
-DAY = 86_400_000
-LENGTHS = {"minute": 60_000, "hour": 3_600_000, "day": DAY, "week": 7 * DAY}
-MONDAY = 4 * DAY  # the epoch was a Thursday
-SLIDING_MONTH = 30 * DAY
+SLIDING_SLOTS = 60  # of a sliding window
+DAY_MS = 86_400_000
+PERIOD_MS = {"minute": 60_000, "hour": 3_600_000, "day": DAY_MS, "week": 7 * DAY_MS}
+FIRST_MONDAY_MS = 4 * DAY_MS  # the epoch was a Thursday
+SLIDING_MONTH_MS = 30 * DAY_MS
 
 
-class Window(msgspec.Struct, frozen=True):
-    length: int  # 0 for a calendar month
-    live: int  # number of slots that count, including the current one
-    offset: int  # start of slot 0
+class LimitWindow(msgspec.Struct, frozen=True):
+    slot_ms: int  # 0 for a calendar month
+    live_slots: int  # number of slots that count, including the current one
+    offset_ms: int  # start of slot 0
 
     @staticmethod
-    def of(period: Period, technique: Technique) -> Window:
+    def for_period(period: Period, technique: Technique) -> LimitWindow:
         if technique == "sliding":
-            total = SLIDING_MONTH if period == "month" else _length(period)
-            length = -(-total // SLOTS)
-            return Window(length, -(-total // length) + 1, 0)
+            total = SLIDING_MONTH_MS if period == "month" else _period_ms(period)
+            length = -(-total // SLIDING_SLOTS)
+            return LimitWindow(length, -(-total // length) + 1, 0)
         if period == "month":
-            return Window(0, 1, 0)
-        return Window(_length(period), 1, MONDAY if period == "week" else 0)
+            return LimitWindow(0, 1, 0)
+        return LimitWindow(_period_ms(period), 1, FIRST_MONDAY_MS if period == "week" else 0)
 
     def slot(self, now: int) -> int:
-        if self.length:
-            return (now - self.offset) // self.length
+        if self.slot_ms:
+            return (now - self.offset_ms) // self.slot_ms
         date = datetime.fromtimestamp(now / 1000, UTC)
         return date.year * 12 + date.month - 1
 
-    def ends(self, slot: int) -> int:
+    def slot_end(self, slot: int) -> int:
         """Return when usage in this slot stops counting."""
-        after = slot + self.live
-        if self.length:
-            return after * self.length + self.offset
+        after = slot + self.live_slots
+        if self.slot_ms:
+            return after * self.slot_ms + self.offset_ms
         return int(datetime(after // 12, after % 12 + 1, 1, tzinfo=UTC).timestamp()) * 1000
 
 
-def _length(period: Period) -> int:
-    return period * 1000 if isinstance(period, int) else LENGTHS[period]
+def _period_ms(period: Period) -> int:
+    return period * 1000 if isinstance(period, int) else PERIOD_MS[period]

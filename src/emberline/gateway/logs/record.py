@@ -11,16 +11,16 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 
-Ended = Literal["complete", "cut", "error", "left"]
-Scalar = str | int | float | bool
+EndState = Literal["complete", "cut", "error", "left"]
+MetadataValue = str | int | float | bool
 
 
-def new_id(ms: int) -> str:
+def new_record_id(ms: int) -> str:
     """Return an id of 48 bits of time and 80 random bits, in hex."""
     return f"{ms:012x}{os.urandom(10).hex()}"
 
 
-def created(id: str) -> int:
+def created_ms(id: str) -> int:
     """Return the time in an id, in milliseconds since 1970."""
     return int(id[:12], 16)
 
@@ -29,7 +29,7 @@ def day_of(ms: int) -> date:
     return datetime.fromtimestamp(ms / 1000, UTC).date()
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str  # of new_record_id; has the time of creation
     account: str
     gateway: str
@@ -40,7 +40,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     request_type: str = ""  # chat, embeddings, ...
     status: int
     success: bool  # the whole reply was sent; implies a status below 400
-    ended: Ended = "complete"
+    ended: EndState = "complete"
     cached: bool = False
     stream: bool = False
     step: int = 0  # index of the step that answered
@@ -54,7 +54,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""  # error code
     key_id: str = ""
     user: str = ""
-    metadata: Mapping[str, Scalar] = {}
+    metadata: Mapping[str, MetadataValue] = {}
     event_id: str = ""  # set by the client
     session_id: str = ""
     request_content_type: str = ""
@@ -66,17 +66,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         assert len(self.id) == 32 and not (self.success and self.status >= 400)
 
     @property
-    def rescued(self) -> bool:
+    def answered_by_fallback(self) -> bool:
         """Return whether a fallback answered because an earlier step failed."""
         return self.success and self.step > 0
 
     @property
-    def created(self) -> int:
+    def created_ms(self) -> int:
         """Return the time of creation in milliseconds since 1970."""
-        return created(self.id)
+        return created_ms(self.id)
 
 
-class Payload(msgspec.Struct, frozen=True):
+class LogPayload(msgspec.Struct, frozen=True):
     """Body of the request and of the response, as received. Stored apart from the records, compressed."""
 
     request: bytes

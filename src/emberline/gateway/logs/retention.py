@@ -15,39 +15,41 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.gateway.logs.record import day_of
-from emberline.gateway.settings import Settings
-from emberline.gateway.store.base import Store
-from emberline.gateway.store.filters import Filters
-from emberline.gateway.store.scan import day_start
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.store.base import GatewayStore
+from emberline.gateway.store.filters import LogFilters
+from emberline.gateway.store.record_scan import day_start_ms
 
 log = logging.getLogger("emberline.gateway.log")
 
-EVERY = 3600.0
-PAGE = 500
-PATIENCE = 1.0  # other writers of the store can write between two pages
+RUN_INTERVAL_S = 3600.0
+ERASE_PAGE_RECORDS = 500
+ERASE_PAGE_TIMEOUT_S = 1.0  # other writers of the store can write between two pages
 
-Days = dict[tuple[str, str], int]  # account and gateway
+RetentionDays = dict[tuple[str, str], int]  # account and gateway
 
 
 class Retention:
-    def __init__(self, store: Store, fixed: Mapping[tuple[str, str], Settings], wall: Clock) -> None:
+    def __init__(
+        self, store: GatewayStore, configured: Mapping[tuple[str, str], GatewaySettings], wall_clock: Clock
+    ) -> None:
         """`configured`: gateways of the configuration file."""
         self._store = store
-        self._configured = fixed
-        self._wall_clock = wall
+        self._configured = configured
+        self._wall_clock = wall_clock
 
     async def run(self) -> None:
         """Delete old records every hour until cancelled. A failure is retried the next time."""
         while True:
             try:
-                dropped, erased = await self.once()
+                dropped, erased = await self.run_once()
                 if dropped or erased:
                     log.info("Old log records deleted: days=%d records=%d", len(dropped), erased)
             except Exception as e:  # of the store, a file or a document: retried the next time
                 log.warning("Deleting old log records failed, retrying later: error=%s: %s", type(e).__name__, e)
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(RUN_INTERVAL_S)
 
-    async def once(self) -> tuple[list[date], int]:
+    async def run_once(self) -> tuple[list[date], int]:
         """Delete old records once. Return the dropped days and the number of erased records."""
         kept_days = await self._read_kept_days()
         today = day_of(round(self._wall_clock.now() * 1e3))
@@ -56,22 +58,28 @@ class Retention:
         erased = 0
         for (account, gateway), days in kept_days.items():
             if days < longest:
-                erased += await self._erase(Filters(account, gateway, until=day_start(_oldest_kept_day(today, days))))
+                erased += await self._erase(
+                    LogFilters(account, gateway, until=day_start_ms(_oldest_kept_day(today, days)))
+                )
         return dropped, erased
 
-    async def _read_kept_days(self) -> Days:
+    async def _read_kept_days(self) -> RetentionDays:
         kept_days = {name: settings.logs.days for name, settings in self._configured.items()}
         after = ("", "")
         while page := await self._store.documents("gateway", "", after=after):
             for each in page:
-                kept_days.setdefault((each.account, each.id), msgspec.json.decode(each.body, type=Settings).logs.days)
+                kept_days.setdefault(
+                    (each.account, each.id), msgspec.json.decode(each.body, type=GatewaySettings).logs.days
+                )
             after = (page[-1].id, page[-1].account)
-        return kept_days or {("", ""): Settings().logs.days}
+        return kept_days or {("", ""): GatewaySettings().logs.days}
 
-    async def _erase(self, filters: Filters) -> int:
+    async def _erase(self, filters: LogFilters) -> int:
         count, before = 0, ""
         while True:
-            page = await self._store.page(filters, before=before, limit=PAGE, patience=PATIENCE)
+            page = await self._store.page(
+                filters, before=before, limit=ERASE_PAGE_RECORDS, timeout_s=ERASE_PAGE_TIMEOUT_S
+            )
             if page.records:
                 await self._store.erase(page.records)
                 count += len(page.records)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.gateway.call import Call, Dialect
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.upstream.provider_request import ProviderRequest
 
-VERSION = "2023-06-01"
+API_VERSION = "2023-06-01"
 
 
 class Anthropic(Provider):
@@ -21,7 +21,7 @@ class Anthropic(Provider):
     def authorize(self, headers: dict[str, str], key: str) -> None:
         headers["x-api-key"] = key
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        request = super().request(call, key)
-        request.headers.setdefault("anthropic-version", VERSION)
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        request = super().build_request(call, key)
+        request.headers.setdefault("anthropic-version", API_VERSION)
         return request

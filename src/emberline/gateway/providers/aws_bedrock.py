@@ -15,48 +15,48 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.core.offload import LARGE
-from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Provider, report
-from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
-from emberline.gateway.providers.converse import converse
-from emberline.gateway.providers.hosted import hosted
-from emberline.gateway.providers.sigv4 import ALGORITHM, Credentials, signed
-from emberline.gateway.upstream.decoder import Decoder
-from emberline.gateway.upstream.outgoing import Outgoing, decoded
-from emberline.gateway.upstream.upstream import Incoming, Upstream
-from emberline.net.notjson import NOT_JSON
+from emberline.core.offload import LARGE_INPUT_BYTES
+from emberline.gateway.providers.base import Provider, report_change
+from emberline.gateway.providers.bedrock_reply import ConverseReplyDecoder, InvokeReplyDecoder
+from emberline.gateway.providers.converse import render_converse_request
+from emberline.gateway.providers.hosted_claude import hosted_claude_body
+from emberline.gateway.providers.sigv4 import ALGORITHM, AwsCredentials, sign_headers
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
+from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 RUNTIME, MANTLE = "bedrock-runtime", "bedrock-mantle"
 HOSTS = {RUNTIME: "https://bedrock-runtime.{region}.amazonaws.com", MANTLE: "https://bedrock-mantle.{region}.api.aws"}
-SIGNED_AS = {RUNTIME: "bedrock", MANTLE: MANTLE}
-REGION = "us-east-1"
-VERSION = "bedrock-2023-05-31"
-_PLACE = re.compile(r"(?P<service>bedrock[a-z-]*)/(?P<region>[a-z0-9-]+)/(?P<rest>.*)", re.DOTALL)
-_SIGNED = ("content-type", "accept")  # headers that no proxy changes on the way
-_MINE = ("anthropic-beta", "anthropic-version")
+SIGNING_SERVICES = {RUNTIME: "bedrock", MANTLE: MANTLE}
+DEFAULT_REGION = "us-east-1"
+ANTHROPIC_VERSION = "bedrock-2023-05-31"
+_ENDPOINT = re.compile(r"(?P<service>bedrock[a-z-]*)/(?P<region>[a-z0-9-]+)/(?P<rest>.*)", re.DOTALL)
+_SIGNED_HEADERS = ("content-type", "accept")  # headers that no proxy changes on the way
+_ANTHROPIC_HEADERS = ("anthropic-beta", "anthropic-version")
 
 
-class _Key(msgspec.Struct, rename="camel"):
+class _AwsKey(msgspec.Struct, rename="camel"):
     access_key_id: str
     secret_access_key: str
     session_token: str = ""
-    region: str = REGION
+    region: str = DEFAULT_REGION
 
 
 class Bedrock(Provider):
     slug = "aws-bedrock"
     paths: ClassVar[Mapping[Dialect, str]] = {"anthropic": "model/{model}"}
 
-    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+    def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         claude = "claude" in endpoint and endpoint.endswith("/invoke")
         return "anthropic" if claude or endpoint.endswith("/anthropic/v1/messages") else "raw"
 
-    def model_in(self, endpoint: str) -> str:
+    def model_from_path(self, endpoint: str) -> str:
         _, _, rest = endpoint.partition("/model/")
         return unquote(rest.rpartition("/")[0])
 
-    def streams_at(self, endpoint: str, query: str = "") -> bool:
+    def is_stream_path(self, endpoint: str, query: str = "") -> bool:
         return endpoint.endswith("-stream")
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
@@ -66,24 +66,27 @@ class Bedrock(Provider):
             action = "converse-stream" if stream else "converse"
         return f"model/{quote(model, safe='')}/{action}"
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        if not call.plain:
-            return super().request(call, key)
-        decoder: Callable[[], Decoder]
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        if not call.is_dialect_endpoint:
+            return super().build_request(call, key)
+        decoder: Callable[[], ReplyDecoder]
         if is_claude(call.model):
-            body, decoder = hosted(call, VERSION, "stream"), Unwrapped
+            body, decoder = hosted_claude_body(call, ANTHROPIC_VERSION, "stream"), InvokeReplyDecoder
         else:
             fields = msgspec.json.decode(call.body)
-            body, decoder = msgspec.json.encode(converse(fields, partial(report, call))), partial(Conversed, call.model)
-        given = _key(key or "")
-        region = given.region if given else REGION
-        headers = {name: value for name, value in call.headers.items() if name not in _MINE}
-        moved = call.moved(body=body, endpoint=f"{RUNTIME}/{region}/{call.endpoint}", headers=headers)
-        return msgspec.structs.replace(super().request(moved, key), decoder=decoder)
+            body, decoder = (
+                msgspec.json.encode(render_converse_request(fields, partial(report_change, call))),
+                partial(ConverseReplyDecoder, call.model),
+            )
+        given = _parse_key(key or "")
+        region = given.region if given else DEFAULT_REGION
+        headers = {name: value for name, value in call.headers.items() if name not in _ANTHROPIC_HEADERS}
+        moved = call.with_changes(body=body, endpoint=f"{RUNTIME}/{region}/{call.endpoint}", headers=headers)
+        return msgspec.structs.replace(super().build_request(moved, key), decoder=decoder)
 
-    def url(self, endpoint: str, query: str) -> str:
+    def build_url(self, endpoint: str, query: str) -> str:
         """Return the URL for SERVICE/REGION/REST; a configured base_url replaces AWS's host."""
-        place = _PLACE.fullmatch(endpoint)
+        place = _ENDPOINT.fullmatch(endpoint)
         if place is None or place["service"] not in HOSTS:
             raise InvalidRequest(
                 f"{endpoint[:100]!r} is not a path of aws-bedrock", hint=f"use {RUNTIME}/REGION/model/MODEL/invoke"
@@ -91,44 +94,51 @@ class Bedrock(Provider):
         base = self._base_url or HOSTS[place["service"]].format(region=place["region"])
         return f"{base}/{place['rest']}" + (f"?{query}" if query else "")
 
-    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
         text = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not text.startswith(ALGORITHM) and (key := _key(text)) is not None:
+        if not text.startswith(ALGORITHM) and (key := _parse_key(text)) is not None:
             # Hashing 30 MB takes 80 ms and releases the GIL, so a thread keeps the event loop free.
-            sign = partial(_signed, request, key, now)
-            headers = sign() if len(request.body) < LARGE else await asyncio.to_thread(sign)
+            sign = partial(_sign_request, request, key, now)
+            headers = sign() if len(request.body) < LARGE_INPUT_BYTES else await asyncio.to_thread(sign)
             request = msgspec.structs.replace(request, headers=headers)
         elif MANTLE in request.url and not text.startswith(ALGORITHM):
             others = {name: value for name, value in request.headers.items() if name != "authorization"}
             request = msgspec.structs.replace(request, headers={"x-api-key": text, **others})
-        return decoded(request, await upstream.send(request, seconds))
+        return decode_reply(request, await upstream.send(request, timeout_s))
 
 
 def is_claude(model: str) -> bool:
     return "anthropic.claude" in model
 
 
-def _signed(request: Outgoing, key: _Key, now: float) -> dict[str, str]:
+def _sign_request(request: ProviderRequest, key: _AwsKey, now: float) -> dict[str, str]:
     match = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", request.url)
     service, region = (match[1], match[2]) if match else (RUNTIME, key.region)
-    some = {name: value for name, value in request.headers.items() if name in _SIGNED}
-    credentials = Credentials(key.access_key_id, key.secret_access_key, key.session_token)
-    result = signed(
-        request.method, request.url, some, request.body, credentials, region=region, service=SIGNED_AS[service], now=now
+    some = {name: value for name, value in request.headers.items() if name in _SIGNED_HEADERS}
+    credentials = AwsCredentials(key.access_key_id, key.secret_access_key, key.session_token)
+    result = sign_headers(
+        request.method,
+        request.url,
+        some,
+        request.body,
+        credentials,
+        region=region,
+        service=SIGNING_SERVICES[service],
+        now=now,
     )
     result.pop("host")  # the HTTP client adds it
     return {name: value for name, value in request.headers.items() if name != "authorization"} | result
 
 
-def _key(text: str) -> _Key | None:
+def _parse_key(text: str) -> _AwsKey | None:
     """Parse an AWS key, given as JSON or as ID:SECRET[:TOKEN]; None for a Bedrock API key."""
     if text.startswith("{"):
         try:
-            return msgspec.json.decode(text, type=_Key)
-        except NOT_JSON as e:
+            return msgspec.json.decode(text, type=_AwsKey)
+        except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(
                 f"the aws-bedrock key is not valid JSON: {e}", hint="set accessKeyId, secretAccessKey and region"
             ) from None
     id, _, rest = text.partition(":")
     secret, _, token = rest.partition(":")
-    return _Key(id, secret, token) if re.fullmatch(r"A[KS]IA[A-Z0-9]{12,}", id) and secret else None
+    return _AwsKey(id, secret, token) if re.fullmatch(r"A[KS]IA[A-Z0-9]{12,}", id) and secret else None

@@ -7,11 +7,11 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call, Dialect
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.upstream.provider_request import ProviderRequest
 
-VERSION = "2024-10-21"  # latest version that is generally available
+API_VERSION = "2024-10-21"  # latest version that is generally available
 
 
 class AzureOpenAI(Provider):
@@ -27,13 +27,13 @@ class AzureOpenAI(Provider):
         "openai-embeddings": "{model}/embeddings",
     }
 
-    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+    def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         for dialect, path in self.paths.items():
             if endpoint.endswith(path.removeprefix("{model}")) and endpoint.count("/") == path.count("/") + 1:
                 return dialect
         return "raw"
 
-    def model_in(self, endpoint: str) -> str:
+    def model_from_path(self, endpoint: str) -> str:
         return endpoint.split("/")[1] if "/" in endpoint else ""
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
@@ -44,9 +44,9 @@ class AzureOpenAI(Provider):
                 param="model",
                 hint="write RESOURCE/DEPLOYMENT, or set the provider's base_url to https://RESOURCE.openai.azure.com",
             )
-        return f"{quote(resource, safe='') or '-'}/{self.native[dialect].format(model=quote(deployment, safe=''))}"
+        return f"{quote(resource, safe='') or '-'}/{self.endpoints[dialect].format(model=quote(deployment, safe=''))}"
 
-    def url(self, endpoint: str, query: str) -> str:
+    def build_url(self, endpoint: str, query: str) -> str:
         resource, _, rest = endpoint.partition("/")
         if not resource.replace("-", "").isalnum() and "{resource}" in self._base_url:
             raise InvalidRequest(
@@ -54,7 +54,7 @@ class AzureOpenAI(Provider):
             )
         deployment, _, action = rest.partition("/")
         if "api-version=" not in query:
-            query = f"{query}&api-version={VERSION}".lstrip("&")
+            query = f"{query}&api-version={API_VERSION}".lstrip("&")
         base = self._base_url.replace("{resource}", resource)
         return f"{base}/openai/deployments/{deployment}/{action}?{query}"
 
@@ -65,8 +65,8 @@ class AzureOpenAI(Provider):
         else:
             headers["api-key"] = key
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        request = super().request(call, key)
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        request = super().build_request(call, key)
         if key is None and "api-key" in request.headers:
             request.headers.pop("authorization", None)  # OpenAI's clients send the key in both headers
         return request

@@ -10,98 +10,108 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from emberline.core.breaker import Breaker
+from emberline.core.breaker import CircuitBreaker
 from emberline.core.clock import Clock
-from emberline.gateway.call import Call
-from emberline.gateway.errors import Refused, Resting, TimedOut, Unreached, UpstreamFailed
-from emberline.gateway.keys.secrets import own_key
+from emberline.gateway.errors import (
+    CircuitBreakerOpen,
+    ProviderErrorReply,
+    UpstreamFailed,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from emberline.gateway.keys.provider_keys import caller_key
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.request import GatewayRequest
 
 T = TypeVar("T")
 
 MAX_BREAKERS = 10_000  # callers choose model names, so the number is bounded
 
-Key = tuple[str, str, str, str, int, int]  # account, gateway, provider's address, key alias, model, credential
+BreakerKey = tuple[str, str, str, str, int, int]  # account, gateway, provider's address, key alias, model, credential
 
 
-def is_cut_short(call: Call, code: str) -> bool:
+def is_caller_timeout(call: GatewayRequest, code: str) -> bool:
     """Return whether `code` is a timeout that the caller set shorter than the gateway's own.
 
     Such a timeout proves no fault of the provider.
     """
-    if code not in (TimedOut.code, Unreached.code) or call.options.request_timeout is None:
+    if code not in (UpstreamTimeout.code, UpstreamUnreachable.code) or call.options.request_timeout is None:
         return False
     timeouts = call.settings.timeouts
     longest = timeouts.first_byte if call.stream else timeouts.total
     return not call.options.timeout_configured and call.options.request_timeout < longest
 
 
-class Breakers:
+class ProviderBreakers:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._failing: dict[Key, Breaker] = {}
+        self._breakers: dict[BreakerKey, CircuitBreaker] = {}
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         """Yield each provider address (and key alias) that failed lately, with its number of open breakers."""
         counts: Counter[str] = Counter()
-        for (_, _, origin, alias, *_), breaker in self._failing.items():
+        for (_, _, origin, alias, *_), breaker in self._breakers.items():
             counts[f"{origin} {alias}" if alias else origin] += breaker.state != "closed"
         return iter(counts.items())
 
     async def guard(
-        self, call: Call, provider: Provider, key: str | None, attempt: Callable[[Callable[[], None]], Awaitable[T]]
+        self,
+        call: GatewayRequest,
+        provider: Provider,
+        key: str | None,
+        attempt: Callable[[Callable[[], None]], Awaitable[T]],
     ) -> T:
         """Run `attempt` and count its outcome; raise Resting instead while the breaker is open.
 
         `key` is the provider's key, None if the caller's own is in the headers. `attempt` is called with a function
         that records a failure after its return.
         """
-        breaker = self._failing.get(_name(call, provider, key)) if self._failing else None
+        breaker = self._breakers.get(_breaker_key(call, provider, key)) if self._breakers else None
         if breaker is not None:
             now = self._clock.now()
             if not breaker.allows(now):
                 what = f"{provider.slug} failed {breaker.failures} times in a row for this model and key"
-                raise Resting(f"{what}, so it is skipped for {max(0.0, breaker.until - now):.2g} s")
-            breaker.began(now)
+                raise CircuitBreakerOpen(f"{what}, so it is skipped for {max(0.0, breaker.retry_at - now):.2g} s")
+            breaker.record_start(now)
         try:
-            done = await attempt(lambda: self._failed(_name(call, provider, key), call))
+            done = await attempt(lambda: self._record_failure(_breaker_key(call, provider, key), call))
         except UpstreamFailed as e:
-            self._count(_name(call, provider, key), call, e)
+            self._record_error(_breaker_key(call, provider, key), call, e)
             raise
         except BaseException:
             if breaker is not None:
-                breaker.neither()
+                breaker.record_cancellation()
             raise
-        if self._failing:  # rare, so that most requests need not compute a key
-            self._succeeded(_name(call, provider, key))
+        if self._breakers:  # rare, so that most requests need not compute a key
+            self._record_success(_breaker_key(call, provider, key))
         return done
 
-    def _count(self, name: Key, call: Call, error: UpstreamFailed) -> None:
-        refusal = error.kind if isinstance(error, Refused) else ""
-        if is_cut_short(call, error.code) or refusal == "busy":
-            if (breaker := self._failing.get(name)) is not None:
-                breaker.neither()
+    def _record_error(self, name: BreakerKey, call: GatewayRequest, error: UpstreamFailed) -> None:
+        refusal = error.reason if isinstance(error, ProviderErrorReply) else ""
+        if is_caller_timeout(call, error.code) or refusal == "busy":
+            if (breaker := self._breakers.get(name)) is not None:
+                breaker.record_cancellation()
         elif refusal in ("", "server"):
-            self._failed(name, call)
+            self._record_failure(name, call)
         else:
-            self._succeeded(name)
+            self._record_success(name)
 
-    def _failed(self, name: Key, call: Call) -> None:
-        breaker = self._failing.get(name)
+    def _record_failure(self, name: BreakerKey, call: GatewayRequest) -> None:
+        breaker = self._breakers.get(name)
         if breaker is None:
-            while len(self._failing) >= MAX_BREAKERS:
-                del self._failing[next(iter(self._failing))]
+            while len(self._breakers) >= MAX_BREAKERS:
+                del self._breakers[next(iter(self._breakers))]
             settings = call.settings.breaker
-            breaker = self._failing[name] = Breaker(settings.failures, settings.pause)
-        breaker.failed(self._clock.now())
+            breaker = self._breakers[name] = CircuitBreaker(settings.failures, settings.pause)
+        breaker.record_failure(self._clock.now())
 
-    def _succeeded(self, name: Key) -> None:
-        if (breaker := self._failing.pop(name, None)) is not None:
-            breaker.succeeded()
+    def _record_success(self, name: BreakerKey) -> None:
+        if (breaker := self._breakers.pop(name, None)) is not None:
+            breaker.record_success()
 
 
-def _name(call: Call, provider: Provider, key: str | None) -> Key:
+def _breaker_key(call: GatewayRequest, provider: Provider, key: str | None) -> BreakerKey:
     """Return the breaker's key; hashes bound the length of model names and keep credentials secret."""
     what = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
-    credential = key if key is not None else own_key(call)
+    credential = key if key is not None else caller_key(call)
     return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(what), hash(credential)

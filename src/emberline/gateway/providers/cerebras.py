@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from emberline.gateway.providers.chatty import Chatty
+from emberline.gateway.providers.chat_provider import ChatProvider
 
 
-class Cerebras(Chatty):
+class Cerebras(ChatProvider):
     slug = "cerebras"
     base_url = "https://api.cerebras.ai/v1"
-    max_tokens_name = "max_completion_tokens"
-    refuses = frozenset({"frequency_penalty", "presence_penalty", "logit_bias", "parallel_tool_calls", "service_tier"})
+    max_tokens_field = "max_completion_tokens"
+    unsupported_fields = frozenset(
+        {"frequency_penalty", "presence_penalty", "logit_bias", "parallel_tool_calls", "service_tier"}
+    )

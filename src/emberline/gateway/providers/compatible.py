@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.request import Dialect
 
-PATHS: dict[str, tuple[Dialect, str]] = {
+ENDPOINTS: dict[str, tuple[Dialect, str]] = {
     "openai-chat": ("openai-chat", "v1/chat/completions"),
     "openai-responses": ("openai-responses", "v1/responses"),
     "openai-embeddings": ("openai-embeddings", "v1/embeddings"),
     "anthropic": ("anthropic", "v1/messages"),
 }
-USUAL = ("openai-chat", "openai-embeddings")
+DEFAULT_DIALECTS = ("openai-chat", "openai-embeddings")
 
 
-class Compatible(Provider):
+class CompatibleProvider(Provider):
     prefix = "v1/"
     needs_key = False
-    max_tokens_name = "max_tokens"
+    max_tokens_field = "max_tokens"
 
     def __init__(
         self,
         slug: str,
         base_url: str,
         *,
-        speaks: tuple[str, ...] = USUAL,
+        speaks: tuple[str, ...] = DEFAULT_DIALECTS,
         headers: Mapping[str, str] | None = None,
-        public: bool = False,
+        public_only: bool = False,
     ) -> None:
         if not base_url:
             raise InvalidRequest(
@@ -37,12 +37,12 @@ class Compatible(Provider):
                 param=f"providers.{slug}.base_url",
                 hint=f"set providers.{slug}.base_url",
             )
-        if unknown := set(speaks) - set(PATHS):
+        if unknown := set(speaks) - set(ENDPOINTS):
             raise InvalidRequest(
                 f"provider {slug!r} has an unknown wire format in speaks: {min(unknown)[:40]!r}",
                 param=f"providers.{slug}.speaks",
-                hint=f"use {', '.join(PATHS)}",
+                hint=f"use {', '.join(ENDPOINTS)}",
             )
-        super().__init__(base_url, headers, public=public)
+        super().__init__(base_url, headers, public_only=public_only)
         self.slug = slug
-        self.native = dict(PATHS[each] for each in speaks)
+        self.endpoints = dict(ENDPOINTS[each] for each in speaks)

@@ -8,56 +8,70 @@ from typing import Any
 
 from emberline.core.errors import InvalidRequest
 
-Tell = Callable[[str, str], None]  # takes a field and why it was changed
+ChangeCallback = Callable[[str, str], None]  # takes a field and why it was changed
 Json = dict[str, Any]
 
-_LIMITS = {"max_tokens": "maxTokens", "temperature": "temperature", "top_p": "topP", "stop_sequences": "stopSequences"}
-_IMAGES = ("jpeg", "png", "gif", "webp")
-_READ = {*_LIMITS, "model", "stream", "system", "messages", "tools", "tool_choice", "anthropic_version"}
-_CACHED: Json = {"cachePoint": {"type": "default"}}
+_INFERENCE_FIELDS = {
+    "max_tokens": "maxTokens",
+    "temperature": "temperature",
+    "top_p": "topP",
+    "stop_sequences": "stopSequences",
+}
+_IMAGE_FORMATS = ("jpeg", "png", "gif", "webp")
+_KNOWN_FIELDS = {
+    *_INFERENCE_FIELDS,
+    "model",
+    "stream",
+    "system",
+    "messages",
+    "tools",
+    "tool_choice",
+    "anthropic_version",
+}
+_CACHE_POINT: Json = {"cachePoint": {"type": "default"}}
 
 
-def converse(fields: Json, tell: Tell) -> Json:
-    body: Json = {"messages": [_message(message, tell) for message in fields.get("messages") or ()]}
-    if system := _blocks(fields.get("system") or [], tell):
+def render_converse_request(fields: Json, tell: ChangeCallback) -> Json:
+    body: Json = {"messages": [_render_message(message, tell) for message in fields.get("messages") or ()]}
+    if system := _render_blocks(fields.get("system") or [], tell):
         body["system"] = system
-    if limits := {own: fields[name] for name, own in _LIMITS.items() if fields.get(name) is not None}:
+    if limits := {own: fields[name] for name, own in _INFERENCE_FIELDS.items() if fields.get(name) is not None}:
         body["inferenceConfig"] = limits
-    if tools := _tools(fields, tell):
+    if tools := _render_tools(fields, tell):
         body["toolConfig"] = tools
-    for name in fields.keys() - _READ:
+    for name in fields.keys() - _KNOWN_FIELDS:
         if fields[name]:
             tell(name, "Converse has no such field")
     return body
 
 
-def _message(message: Json, tell: Tell) -> Json:
-    return {"role": message.get("role"), "content": _blocks(message.get("content") or [], tell)}
+def _render_message(message: Json, tell: ChangeCallback) -> Json:
+    return {"role": message.get("role"), "content": _render_blocks(message.get("content") or [], tell)}
 
 
-def _blocks(content: str | list[Json], tell: Tell) -> list[Json]:
+def _render_blocks(content: str | list[Json], tell: ChangeCallback) -> list[Json]:
     if isinstance(content, str):
         return [{"text": content}] if content else []
     result = []
     for block in content:
-        if (fit := _block(block, tell)) is not None:
+        if (fit := _render_block(block, tell)) is not None:
             result.append(fit)
-            result += [_CACHED] * bool(block.get("cache_control"))
+            result += [_CACHE_POINT] * bool(block.get("cache_control"))
     return result
 
 
-def _block(block: Json, tell: Tell) -> Json | None:
+def _render_block(block: Json, tell: ChangeCallback) -> Json | None:
     match block:
         case {"type": "text", "text": text}:
             return {"text": text}
         case {"type": "image", "source": source}:
-            return {"image": _image(source)}
+            return {"image": _render_image(source)}
         case {"type": "document", "source": source}:
-            return {"document": {"name": str(block.get("title") or "document"), **_document(source)}}
+            return {"document": {"name": str(block.get("title") or "document"), **_render_document(source)}}
         case {"type": "tool_use", "id": id, "name": name}:
             return {"toolUse": {"toolUseId": id, "name": name, "input": block.get("input") or {}}}
         case {"type": "tool_result", "tool_use_id": id}:
-            content = _blocks(block.get("content") or "", tell)
+            content = _render_blocks(block.get("content") or "", tell)
             status = "error" if block.get("is_error") else "success"
             return {"toolResult": {"toolUseId": id, "content": content, "status": status}}
         case {"type": "thinking", "thinking": text, "signature": str(signature)} if signature:
@@ -68,9 +82,9 @@ def _block(block: Json, tell: Tell) -> Json | None:
     return None
 
 
-def _image(source: Json) -> Json:
+def _render_image(source: Json) -> Json:
     kind = str(source.get("media_type")).removeprefix("image/")
-    if source.get("type") != "base64" or kind not in _IMAGES:
+    if source.get("type") != "base64" or kind not in _IMAGE_FORMATS:
         raise InvalidRequest(
             f"Bedrock's Converse API does not accept this image ({source.get('type')}, {source.get('media_type')})",
             param="messages",
@@ -79,7 +93,7 @@ def _image(source: Json) -> Json:
     return {"format": kind, "source": {"bytes": source.get("data")}}
 
 
-def _document(source: Json) -> Json:
+def _render_document(source: Json) -> Json:
     match source:
         case {"type": "base64", "media_type": "application/pdf", "data": data}:
             return {"format": "pdf", "source": {"bytes": data}}
@@ -92,7 +106,7 @@ def _document(source: Json) -> Json:
     )
 
 
-def _tools(fields: Json, tell: Tell) -> Json | None:
+def _render_tools(fields: Json, tell: ChangeCallback) -> Json | None:
     tools = []
     for tool in fields.get("tools") or ():
         if "input_schema" not in tool:
@@ -103,7 +117,7 @@ def _tools(fields: Json, tell: Tell) -> Json | None:
             spec["description"] = tool["description"]
         tools.append({"toolSpec": spec})
     choice = fields.get("tool_choice") or {}
-    if not tools or (choice.get("type") == "none" and not _has_calls(fields)):
+    if not tools or (choice.get("type") == "none" and not _has_tool_calls(fields)):
         return None
     result: Json = {"tools": tools}
     match choice:
@@ -116,7 +130,7 @@ def _tools(fields: Json, tell: Tell) -> Json | None:
     return result
 
 
-def _has_calls(fields: Json) -> bool:
+def _has_tool_calls(fields: Json) -> bool:
     contents = (message.get("content") for message in fields.get("messages") or ())
     return any(
         block.get("type") == "tool_use" for content in contents if isinstance(content, list) for block in content

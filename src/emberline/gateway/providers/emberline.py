@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from emberline.api.openapi import is_model_api
 from emberline.core.errors import NotFound
-from emberline.gateway.call import Call, Dialect
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
 class Emberline(Provider):
@@ -26,10 +26,10 @@ class Emberline(Provider):
         "anthropic": "v1/messages",
     }
     needs_key = False
-    takes_thoughts = True
+    accepts_reasoning = True
     prefill = "flag"
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         """Return the request; raise NotFound for a path outside the engine's model API."""
         path = call.endpoint.partition("?")[0]
         if self._base_url.endswith("/v1"):  # the endpoint may then lack the version
@@ -39,4 +39,4 @@ class Emberline(Provider):
                 f"the gateway does not forward {call.method[:20]} {path[:200]!r} to the engine",
                 hint="use a path of the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",
             )
-        return super().request(call, key)
+        return super().build_request(call, key)

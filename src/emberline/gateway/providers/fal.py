@@ -9,7 +9,7 @@ class Fal(Provider):
     slug = "fal"
     base_url = "https://fal.run"
 
-    def model_in(self, endpoint: str) -> str:
+    def model_from_path(self, endpoint: str) -> str:
         return endpoint
 
     def authorize(self, headers: dict[str, str], key: str) -> None:

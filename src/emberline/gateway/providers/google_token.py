@@ -19,24 +19,24 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.problems import read_error
-from emberline.gateway.errors import Broken, Refused, TimedOut
-from emberline.gateway.providers.base import near
-from emberline.gateway.upstream.outgoing import Outgoing
-from emberline.gateway.upstream.upstream import Upstream
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.dialects.errors import parse_error
+from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken, UpstreamTimeout
+from emberline.gateway.providers.base import is_trusted_url
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 TOKEN_URL = "https://oauth2.googleapis.com/token"
-LASTS = 3600
-EARLY = 120.0  # before its expiry a token is replaced
-MOST = 1024
-LARGEST = 1 << 16
-LARGEST_KEY = 8192
-_JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
+ASSERTION_LIFETIME_S = 3600
+REFRESH_EARLY_S = 120.0  # before its expiry a token is replaced
+MAX_CACHED_TOKENS = 1024
+MAX_REPLY_BYTES = 1 << 16
+MAX_KEY_CHARACTERS = 8192
+_JWT_GRANT_TYPE = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 
 
-class Account(msgspec.Struct):
+class GoogleCredentials(msgspec.Struct):
     """A service account's key, or gcloud's user credentials; `region` is Cloudflare's addition."""
 
     type: str = "service_account"
@@ -52,7 +52,7 @@ class Account(msgspec.Struct):
     region: str = ""
 
     @staticmethod
-    def read(text: str) -> Account | None:
+    def parse(text: str) -> GoogleCredentials | None:
         """Parse credentials given as JSON or base64-encoded JSON; None if `text` is an access token."""
         if not text.startswith("{"):
             try:
@@ -62,8 +62,8 @@ class Account(msgspec.Struct):
         if not text.startswith("{"):
             return None
         try:
-            return msgspec.json.decode(text, type=Account)
-        except NOT_JSON as e:
+            return msgspec.json.decode(text, type=GoogleCredentials)
+        except JSON_DECODE_ERRORS as e:
             raise InvalidRequest(
                 f"the Google credentials are not valid JSON: {e}", hint="use a service account's key file"
             ) from None
@@ -75,89 +75,99 @@ class Account(msgspec.Struct):
 
 class _Token(msgspec.Struct):
     access_token: str
-    expires_in: float = LASTS
+    expires_in: float = ASSERTION_LIFETIME_S
 
 
-class GoogleTokens:
-    def __init__(self, base_url: str, *, public: bool = False) -> None:
+class GoogleTokenCache:
+    def __init__(self, base_url: str, *, public_only: bool = False) -> None:
         """`base_url`: a server whose token endpoint is trusted besides Google's."""
         self._base_url = base_url
-        self._public = public
-        self._kept: dict[bytes, tuple[str, float]] = {}  # hash of the credentials -> token and its expiry
+        self._public_only = public_only
+        self._tokens: dict[bytes, tuple[str, float]] = {}  # hash of the credentials -> token and its expiry
         self._locks: dict[bytes, asyncio.Lock] = {}
 
-    async def token(self, account: Account, upstream: Upstream, seconds: float, now: float) -> str:
-        id = _id(account)
-        if len(self._kept) >= MOST or len(self._locks) >= MOST:
-            self._kept.clear()
+    async def get_token(self, account: GoogleCredentials, upstream: UpstreamClient, seconds: float, now: float) -> str:
+        id = _credentials_hash(account)
+        if len(self._tokens) >= MAX_CACHED_TOKENS or len(self._locks) >= MAX_CACHED_TOKENS:
+            self._tokens.clear()
             self._locks.clear()
         try:
             async with (
                 asyncio.timeout(seconds),
                 self._locks.setdefault(id, asyncio.Lock()),
             ):  # concurrent callers wait for one token request
-                token, until = self._kept.get(id, ("", 0.0))
-                if now + EARLY >= until:
-                    result = await self._fetched(account, upstream, seconds, now)
+                token, until = self._tokens.get(id, ("", 0.0))
+                if now + REFRESH_EARLY_S >= until:
+                    result = await self._fetch_token(account, upstream, seconds, now)
                     token = result.access_token
-                    self._kept[id] = (token, now + result.expires_in)
+                    self._tokens[id] = (token, now + result.expires_in)
         except TimeoutError:
-            raise TimedOut(f"Google issued no access token within {seconds:.3g} s") from None
+            raise UpstreamTimeout(f"Google issued no access token within {seconds:.3g} s") from None
         return token
 
-    def forget(self, account: Account) -> None:
+    def forget(self, account: GoogleCredentials) -> None:
         """Remove the cached token, because Google rejected it."""
-        self._kept.pop(_id(account), None)
+        self._tokens.pop(_credentials_hash(account), None)
 
-    async def _fetched(self, account: Account, upstream: Upstream, seconds: float, now: float) -> _Token:
-        if not near(account.token_uri, self._base_url, "googleapis.com"):
+    async def _fetch_token(
+        self, account: GoogleCredentials, upstream: UpstreamClient, seconds: float, now: float
+    ) -> _Token:
+        if not is_trusted_url(account.token_uri, self._base_url, "googleapis.com"):
             raise InvalidRequest(
                 f"token_uri of the Google credentials is not a Google server: {account.token_uri[:100]!r}",
                 hint=f"use {TOKEN_URL}",
             )
         headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
-        request = Outgoing("POST", account.token_uri, headers, urlencode(_wish(account, now)).encode(), self._public)
+        request = ProviderRequest(
+            "POST", account.token_uri, headers, urlencode(_token_request(account, now)).encode(), self._public_only
+        )
         incoming = await upstream.send(request, seconds)
         try:
-            body = await incoming.whole(seconds, LARGEST)
+            body = await incoming.read_all(seconds, MAX_REPLY_BYTES)
         finally:
             incoming.close()
         if incoming.status >= 400:
             kind, status = ("server", 502) if incoming.status >= 500 else ("access", 401)
-            message = f"Google issued no access token (status {incoming.status}): {read_error(body).message}"
-            raise Refused(message, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
+            message = f"Google issued no access token (status {incoming.status}): {parse_error(body).message}"
+            raise ProviderErrorReply(message, reason=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
         try:
             return msgspec.json.decode(body, type=_Token)
-        except NOT_JSON as e:
-            raise Broken(f"Google's token reply cannot be decoded: {e}") from e
+        except JSON_DECODE_ERRORS as e:
+            raise UpstreamBroken(f"Google's token reply cannot be decoded: {e}") from e
 
 
-def _id(account: Account) -> bytes:
+def _credentials_hash(account: GoogleCredentials) -> bytes:
     return hashlib.sha256(msgspec.json.encode(account)).digest()
 
 
-def _wish(account: Account, now: float) -> dict[str, str]:
+def _token_request(account: GoogleCredentials, now: float) -> dict[str, str]:
     if account.type == "authorized_user":
         mine = {"client_id": account.client_id, "client_secret": account.client_secret}
         return {"grant_type": "refresh_token", "refresh_token": account.refresh_token, **mine}
-    return {"grant_type": _JWT, "assertion": assertion(account, int(now))}
+    return {"grant_type": _JWT_GRANT_TYPE, "assertion": sign_assertion(account, int(now))}
 
 
-def assertion(account: Account, now: int) -> str:
+def sign_assertion(account: GoogleCredentials, now: int) -> str:
     head = {"alg": "RS256", "typ": "JWT", "kid": account.private_key_id}
-    claims = {"iss": account.client_email, "scope": SCOPE, "aud": account.token_uri, "iat": now, "exp": now + LASTS}
-    text = b".".join(_base64(msgspec.json.encode(each)) for each in (head, claims))
-    return (text + b"." + _base64(_sealed(account.private_key, text))).decode()
+    claims = {
+        "iss": account.client_email,
+        "scope": SCOPE,
+        "aud": account.token_uri,
+        "iat": now,
+        "exp": now + ASSERTION_LIFETIME_S,
+    }
+    text = b".".join(_base64url(msgspec.json.encode(each)) for each in (head, claims))
+    return (text + b"." + _base64url(_sign(account.private_key, text))).decode()
 
 
-def _sealed(private_key: str, text: bytes) -> bytes:
+def _sign(private_key: str, text: bytes) -> bytes:
     """Sign `text` with an RSA key, and verify the signature.
 
     Validating the key itself would block the event loop for 200 ms. A signature of an inconsistent key could leak the
     key, so the signature is verified instead.
     """
     try:
-        key = load_pem_private_key(private_key[:LARGEST_KEY].encode(), None, unsafe_skip_rsa_key_validation=True)
+        key = load_pem_private_key(private_key[:MAX_KEY_CHARACTERS].encode(), None, unsafe_skip_rsa_key_validation=True)
         if not isinstance(key, rsa.RSAPrivateKey) or key.key_size > 4096:
             raise InvalidRequest(
                 "private_key of the Google credentials must be an RSA key of at most 4096 bits",
@@ -172,5 +182,5 @@ def _sealed(private_key: str, text: bytes) -> bytes:
     return signature
 
 
-def _base64(data: bytes) -> bytes:
+def _base64url(data: bytes) -> bytes:
     return base64.urlsafe_b64encode(data).rstrip(b"=")

@@ -14,20 +14,20 @@ from urllib.parse import quote
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.google_ai_studio import Gemini
-from emberline.gateway.providers.google_token import Account, GoogleTokens
-from emberline.gateway.providers.hosted import hosted
-from emberline.gateway.upstream.outgoing import Outgoing
-from emberline.gateway.upstream.upstream import Incoming, Upstream
+from emberline.gateway.providers.google_ai_studio import GeminiProvider
+from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
+from emberline.gateway.providers.hosted_claude import hosted_claude_body
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest
 
-VERSION = "vertex-2023-10-16"
-_WHOLE, _STREAM = "rawPredict", "streamRawPredict"
-_HOST = re.compile(r"https://([a-z0-9-]+)-aiplatform\.")
-_REGION = re.compile(r"(?:^|/)locations/([a-z0-9-]+)/")
+ANTHROPIC_VERSION = "vertex-2023-10-16"
+_UNARY_METHOD, _STREAM_METHOD = "rawPredict", "streamRawPredict"
+_REGIONAL_HOST = re.compile(r"https://([a-z0-9-]+)-aiplatform\.")
+_REGION_IN_PATH = re.compile(r"(?:^|/)locations/([a-z0-9-]+)/")
 
 
-class VertexAI(Gemini):
+class VertexAI(GeminiProvider):
     """A model is PUBLISHER/MODEL, or MODEL for Google's; base_url may contain project and region."""
 
     slug = "google-vertex-ai"
@@ -35,43 +35,43 @@ class VertexAI(Gemini):
     paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "", "anthropic": ""}
 
     def __init__(
-        self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public: bool = False
+        self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public_only: bool = False
     ) -> None:
-        super().__init__(base_url, headers, public=public)
-        self._tokens = GoogleTokens(self._base_url, public=public)
+        super().__init__(base_url, headers, public_only=public_only)
+        self._tokens = GoogleTokenCache(self._base_url, public_only=public_only)
 
-    def speaks(self, dialect: Dialect, model: str = "") -> bool:
+    def supports(self, dialect: Dialect, model: str = "") -> bool:
         return dialect == "raw" or dialect == ("anthropic" if "claude" in model else "gemini")
 
-    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+    def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
         if endpoint.endswith("/endpoints/openapi/chat/completions"):
             return "raw"  # OpenAI's chat, but with Google's model names
-        if "/publishers/anthropic/" in endpoint and endpoint.endswith((f":{_WHOLE}", f":{_STREAM}")):
+        if "/publishers/anthropic/" in endpoint and endpoint.endswith((f":{_UNARY_METHOD}", f":{_STREAM_METHOD}")):
             return "anthropic"
-        return super().dialect_of(endpoint, query)
+        return super().dialect_at(endpoint, query)
 
-    def streams_at(self, endpoint: str, query: str = "") -> bool:
-        return endpoint.endswith(f":{_STREAM}") or super().streams_at(endpoint, query)
+    def is_stream_path(self, endpoint: str, query: str = "") -> bool:
+        return endpoint.endswith(f":{_STREAM_METHOD}") or super().is_stream_path(endpoint, query)
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
         publisher, _, name = model.rpartition("/")
         if dialect == "anthropic":
-            action = f"models/{quote(name, safe='')}:{_STREAM if stream else _WHOLE}"
+            action = f"models/{quote(name, safe='')}:{_STREAM_METHOD if stream else _UNARY_METHOD}"
             return f"publishers/{quote(publisher or 'anthropic', safe='')}/{action}"
-        return f"publishers/{quote(publisher or 'google', safe='')}/{self.action(name, stream)}"
+        return f"publishers/{quote(publisher or 'google', safe='')}/{self.model_action(name, stream)}"
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        if call.plain:
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        if call.is_dialect_endpoint:
             if call.dialect == "anthropic":
-                call = call.moved(body=hosted(call, VERSION))
-            call = call.moved(endpoint=self._placed(call.endpoint, key))
-        return super().request(call, key)
+                call = call.with_changes(body=hosted_claude_body(call, ANTHROPIC_VERSION))
+            call = call.with_changes(endpoint=self._add_location(call.endpoint, key))
+        return super().build_request(call, key)
 
-    def _placed(self, endpoint: str, key: str | None) -> str:
+    def _add_location(self, endpoint: str, key: str | None) -> str:
         if "/projects/" in self._base_url:
             return endpoint
-        account = Account.read(key or "") or Account()
-        region = account.region or (match[1] if (match := _HOST.match(self._base_url)) else "")
+        account = GoogleCredentials.parse(key or "") or GoogleCredentials()
+        region = account.region or (match[1] if (match := _REGIONAL_HOST.match(self._base_url)) else "")
         if not account.project or not region:
             raise InvalidRequest(
                 f"the project or the region of {self.slug} is not set",
@@ -79,22 +79,22 @@ class VertexAI(Gemini):
             )
         return f"v1/projects/{quote(account.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
 
-    def url(self, endpoint: str, query: str) -> str:
+    def build_url(self, endpoint: str, query: str) -> str:
         base = self._base_url
         if "{region}" in base:
-            region = match[1] if (match := _REGION.search(endpoint)) else "global"
+            region = match[1] if (match := _REGION_IN_PATH.search(endpoint)) else "global"
             base = base.replace("{region}", "" if region == "global" else f"{region}-")
         elif endpoint.startswith("v1"):  # the endpoint already has project and region
             base = re.sub(r"/v1[^/]*/projects/.*", "", base)
         return f"{base}/{endpoint}" + (f"?{query}" if query else "")
 
-    async def ask(self, request: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
-        account = Account.read(request.headers.get("authorization", "").removeprefix("Bearer "))
+    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+        account = GoogleCredentials.parse(request.headers.get("authorization", "").removeprefix("Bearer "))
         if account is None:
-            return await upstream.send(request, seconds)
+            return await upstream.send(request, timeout_s)
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        token = await self._tokens.token(account, upstream, seconds, now)
+        until = loop.time() + timeout_s
+        token = await self._tokens.get_token(account, upstream, timeout_s, now)
         headers = {**request.headers, "authorization": f"Bearer {token}"}
         incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), until - loop.time())
         if incoming.status == 401:

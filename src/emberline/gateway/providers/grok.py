@@ -6,24 +6,24 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.gateway.call import Dialect
-from emberline.gateway.providers.chatty import Chatty
+from emberline.gateway.providers.chat_provider import ChatProvider
+from emberline.gateway.request import Dialect
 
-_REASONS = re.compile(r"grok-(3-mini|[4-9]|code)")
+_REASONING_MODEL = re.compile(r"grok-(3-mini|[4-9]|code)")
 
 
-class Grok(Chatty):
+class Grok(ChatProvider):
     slug = "grok"
     base_url = "https://api.x.ai/v1"
-    own_errors = True
+    has_own_error_format = True
     paths: ClassVar[Mapping[Dialect, str]] = {
         "openai-chat": "chat/completions",
         "openai-responses": "responses",
         "anthropic": "messages",
     }
-    max_tokens_name = "max_completion_tokens"
+    max_tokens_field = "max_completion_tokens"
 
-    def refused(self, model: str) -> frozenset[str]:
-        if _REASONS.match(model) and "non-reasoning" not in model:
+    def unsupported_fields_for(self, model: str) -> frozenset[str]:
+        if _REASONING_MODEL.match(model) and "non-reasoning" not in model:
             return frozenset({"presence_penalty", "frequency_penalty", "stop", "logit_bias"})
         return frozenset({"logit_bias"})

@@ -6,22 +6,22 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.call import Call
-from emberline.gateway.providers.base import report
-from emberline.gateway.providers.chatty import Chatty, decoded_field
+from emberline.gateway.providers.base import report_change
+from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
+from emberline.gateway.request import GatewayRequest
 
 
-class Groq(Chatty):
+class Groq(ChatProvider):
     slug = "groq"
     base_url = "https://api.groq.com/openai/v1"
-    max_tokens_name = "max_completion_tokens"
-    refuses = frozenset({"logprobs", "top_logprobs", "logit_bias"})
+    max_tokens_field = "max_completion_tokens"
+    unsupported_fields = frozenset({"logprobs", "top_logprobs", "logit_bias"})
 
-    def reword(self, fields: dict[str, Any], call: Call) -> None:
+    def adapt_fields(self, fields: dict[str, Any], call: GatewayRequest) -> None:
         if b'"name"' not in bytes(fields.get("messages", b"")):
             return
-        messages = decoded_field(fields, "messages")
+        messages = decode_field(fields, "messages")
         named = [each for each in messages or () if isinstance(each, dict) and each.pop("name", None) is not None]
         if named:
             fields["messages"] = msgspec.Raw(msgspec.json.encode(messages))
-            report(call, "messages[].name", f"{self.slug} does not accept it")
+            report_change(call, "messages[].name", f"{self.slug} does not accept it")

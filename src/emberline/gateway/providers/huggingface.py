@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from emberline.gateway.providers.chatty import Chatty
+from emberline.gateway.providers.chat_provider import ChatProvider
 
 
-class HuggingFace(Chatty):
+class HuggingFaceProvider(ChatProvider):
     slug = "huggingface"
     base_url = "https://router.huggingface.co/v1"
-    own_errors = True
+    has_own_error_format = True
 
-    def model_in(self, endpoint: str) -> str:
-        own = self.dialect_of(endpoint) == "raw" and not endpoint.startswith("v1/")
+    def model_from_path(self, endpoint: str) -> str:
+        own = self.dialect_at(endpoint) == "raw" and not endpoint.startswith("v1/")
         return endpoint.removeprefix("models/") if own else ""
 
-    def url(self, endpoint: str, query: str) -> str:
-        if self.dialect_of(endpoint) != "raw" or endpoint.startswith("v1/"):
-            return super().url(endpoint, query)
+    def build_url(self, endpoint: str, query: str) -> str:
+        if self.dialect_at(endpoint) != "raw" or endpoint.startswith("v1/"):
+            return super().build_url(endpoint, query)
         root = self._base_url.removesuffix("/v1")
         return f"{root}/hf-inference/models/{endpoint.removeprefix('models/')}" + (f"?{query}" if query else "")

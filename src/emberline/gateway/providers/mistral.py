@@ -9,55 +9,63 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import report
-from emberline.gateway.providers.chatty import Chatty, decoded_field
-from emberline.gateway.streams.splitter import Splitter, payload_of
-from emberline.gateway.upstream.decoder import Decoder
-from emberline.gateway.upstream.outgoing import Outgoing
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.providers.base import report_change
+from emberline.gateway.providers.chat_provider import ChatProvider, decode_field
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-_ID = re.compile(r"[a-zA-Z0-9]{9}")
-_FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")
-_SIGNS = (
+_TOOL_CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_UNSUPPORTED_MESSAGE_FIELDS = (
+    "name",
+    "refusal",
+    "reasoning_content",
+    "reasoning",
+    "audio",
+    "annotations",
+    "function_call",
+)
+_ADAPTATION_MARKERS = (
     b'"developer"',
     b'"tool_call',
-    *(f'"{name}"'.encode() for name in _FOREIGN),
+    *(f'"{name}"'.encode() for name in _UNSUPPORTED_MESSAGE_FIELDS),
 )  # messages without any of these need no change
 
 
-class Mistral(Chatty):
+class Mistral(ChatProvider):
     slug = "mistral"
     base_url = "https://api.mistral.ai/v1"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions", "openai-embeddings": "embeddings"}
-    counts_streams = False
+    supports_include_usage = False
     prefill = "prefix"
-    renames: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}
-    refuses = frozenset({"logit_bias", "logprobs", "top_logprobs", "user", "store", "service_tier", "verbosity",
+    renamed_fields: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}
+    unsupported_fields = frozenset({"logit_bias", "logprobs", "top_logprobs", "user", "store", "service_tier", "verbosity",
                          "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        request = super().request(call, key)
-        if call.plain and call.dialect == "openai-chat":
-            return msgspec.structs.replace(request, decoder=Flattened)
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        request = super().build_request(call, key)
+        if call.is_dialect_endpoint and call.dialect == "openai-chat":
+            return msgspec.structs.replace(request, decoder=MistralReplyDecoder)
         return request
 
-    def reword(self, fields: dict[str, Any], call: Call) -> None:
+    def adapt_fields(self, fields: dict[str, Any], call: GatewayRequest) -> None:
         text = bytes(fields.get("messages", b""))
-        if not any(sign in text for sign in _SIGNS):
+        if not any(sign in text for sign in _ADAPTATION_MARKERS):
             return
-        messages = decoded_field(fields, "messages")
+        messages = decode_field(fields, "messages")
         if not isinstance(messages, list):
             return
         for message in messages:
             if isinstance(message, dict):
-                self._fit(message, call)
+                self._adapt_message(message, call)
         fields["messages"] = messages
 
-    def _fit(self, message: dict[str, Any], call: Call) -> None:
-        for name in _FOREIGN:
+    def _adapt_message(self, message: dict[str, Any], call: GatewayRequest) -> None:
+        for name in _UNSUPPORTED_MESSAGE_FIELDS:
             if name in message and (name != "name" or message.get("role") != "tool") and message.pop(name):
-                report(call, f"messages[].{name}", f"{self.slug} does not accept it")
+                report_change(call, f"messages[].{name}", f"{self.slug} does not accept it")
         if message.get("role") == "developer":
             message["role"] = "system"
         for called in message.get("tool_calls") or ():
@@ -67,27 +75,27 @@ class Mistral(Chatty):
             message["tool_call_id"] = short_id(message["tool_call_id"])
 
 
-class Flattened(Decoder):
+class MistralReplyDecoder(ReplyDecoder):
     """Turns a list of text and thinking parts into `content` and `reasoning_content`."""
 
     def __init__(self) -> None:
-        self._splitter = Splitter()
+        self._splitter = RawEventSplitter()
 
-    def whole(self, body: bytes) -> bytes:
-        return _flat(body, "message") or body
+    def decode_body(self, body: bytes) -> bytes:
+        return _flatten_content(body, "message") or body
 
     def push(self, data: bytes) -> bytes:
-        return b"".join(self._event(event) for event in self._splitter.push(data))
+        return b"".join(self._decode_event(event) for event in self._splitter.push(data))
 
-    def _event(self, event: bytes) -> bytes:
-        result = _flat(payload_of(event)[1], "delta")
+    def _decode_event(self, event: bytes) -> bytes:
+        result = _flatten_content(parse_event(event)[1], "delta")
         return event if result is None else b"data: %b\n\n" % result
 
     def end(self) -> bytes:
-        return self._splitter.rest
+        return self._splitter.partial_event
 
 
-def _flat(payload: bytes, name: str) -> bytes | None:
+def _flatten_content(payload: bytes, name: str) -> bytes | None:
     """Return the payload with flattened content, None if nothing is to be flattened."""
     if b'"thinking"' not in payload:
         return None
@@ -103,11 +111,11 @@ def _flat(payload: bytes, name: str) -> bytes | None:
                         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
                     elif part["type"] == "text":
                         message["content"] += part["text"]
-    except (*NOT_JSON, KeyError, TypeError, AttributeError):
+    except (*JSON_DECODE_ERRORS, KeyError, TypeError, AttributeError):
         return None  # the event reader reports malformed events
     return msgspec.json.encode(data)
 
 
 def short_id(id: str) -> str:
     """Return an id that Mistral accepts; equal ids stay equal, so that results still match their calls."""
-    return id if _ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]
+    return id if _TOOL_CALL_ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.gateway.call import Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.request import Dialect
 
 
 class Ollama(Provider):
@@ -18,4 +18,4 @@ class Ollama(Provider):
         "openai-embeddings": "v1/embeddings",
     }
     needs_key = False
-    max_tokens_name = "max_tokens"
+    max_tokens_field = "max_tokens"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.gateway.call import Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.request import Dialect
 
 
 class OpenAI(Provider):
@@ -17,13 +17,13 @@ class OpenAI(Provider):
         "openai-responses": "responses",
         "openai-embeddings": "embeddings",
     }
-    realtime = "realtime"
+    realtime_path = "realtime"
 
-    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
-        return super().dialect_of(endpoint.removeprefix("v1/"), query)
+    def dialect_at(self, endpoint: str, query: str = "") -> Dialect:
+        return super().dialect_at(endpoint.removeprefix("v1/"), query)
 
-    def url(self, endpoint: str, query: str) -> str:
+    def build_url(self, endpoint: str, query: str) -> str:
         """Return the URL; a version in the path is dropped, because base_url already ends with it."""
         if self._base_url.endswith("/v1"):
             endpoint = endpoint.removeprefix("v1/")
-        return super().url(endpoint, query)
+        return super().build_url(endpoint, query)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.gateway.call import Dialect
-from emberline.gateway.providers.chatty import Chatty
+from emberline.gateway.providers.chat_provider import ChatProvider
+from emberline.gateway.request import Dialect
 
 
-class OpenRouter(Chatty):
+class OpenRouter(ChatProvider):
     slug = "openrouter"
     base_url = "https://openrouter.ai/api/v1"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions", "openai-embeddings": "embeddings"}

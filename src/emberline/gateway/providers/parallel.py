@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from emberline.gateway.providers.chatty import Chatty
+from emberline.gateway.providers.chat_provider import ChatProvider
 
 
-class Parallel(Chatty):
+class Parallel(ChatProvider):
     slug = "parallel"
     base_url = "https://api.parallel.ai"
 
@@ -14,7 +14,7 @@ class Parallel(Chatty):
         headers["authorization"] = f"Bearer {key}"
         headers["x-api-key"] = key
 
-    def url(self, endpoint: str, query: str) -> str:
-        if self.dialect_of(endpoint) == "openai-chat":
+    def build_url(self, endpoint: str, query: str) -> str:
+        if self.dialect_at(endpoint) == "openai-chat":
             endpoint = endpoint.removeprefix("v1/")
-        return super().url(endpoint, query)
+        return super().build_url(endpoint, query)

@@ -5,42 +5,44 @@ from __future__ import annotations
 import msgspec
 
 from emberline.api import sse
-from emberline.gateway.call import Call
-from emberline.gateway.providers.chatty import Chatty
-from emberline.gateway.streams.splitter import Splitter, payload_of
-from emberline.gateway.upstream.decoder import Decoder
-from emberline.gateway.upstream.outgoing import Outgoing
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.providers.chat_provider import ChatProvider
+from emberline.gateway.request import GatewayRequest
+from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 
-class Perplexity(Chatty):
+class Perplexity(ChatProvider):
     slug = "perplexity-ai"
     base_url = "https://api.perplexity.ai"
-    counts_streams = False
+    supports_include_usage = False
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        request = super().request(call, key)
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        request = super().build_request(call, key)
         if call.dialect == "openai-chat" and call.stream:
-            return Outgoing(request.method, request.url, request.headers, request.body, request.public, Ending)
+            return ProviderRequest(
+                request.method, request.url, request.headers, request.body, request.public_only, PerplexityStreamDecoder
+            )
         return request
 
 
-class Ending(Decoder):
+class PerplexityStreamDecoder(ReplyDecoder):
     """Adds [DONE] at the end of a stream that has a finish reason and lacks it."""
 
     def __init__(self) -> None:
-        self._splitter = Splitter()
-        self._finished = self._done = False
+        self._splitter = RawEventSplitter()
+        self._has_finish_reason = self._has_done_marker = False
 
     def push(self, data: bytes) -> bytes:
         for event in self._splitter.push(data):
-            _, payload = payload_of(event)
-            self._done |= payload == b"[DONE]"
-            self._finished |= b'"finish_reason"' in payload and _reason(payload)
+            _, payload = parse_event(event)
+            self._has_done_marker |= payload == b"[DONE]"
+            self._has_finish_reason |= b'"finish_reason"' in payload and _has_finish_reason(payload)
         return data
 
     def end(self) -> bytes:
-        return sse.DONE if self._finished and not self._done else b""
+        return sse.DONE_EVENT if self._has_finish_reason and not self._has_done_marker else b""
 
 
 class _Choice(msgspec.Struct):
@@ -51,11 +53,11 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT_DECODER = msgspec.json.Decoder(_Event)
 
 
-def _reason(payload: bytes) -> bool:
+def _has_finish_reason(payload: bytes) -> bool:
     try:
-        return any(choice.finish_reason for choice in _EVENT.decode(payload).choices)
-    except NOT_JSON:
+        return any(choice.finish_reason for choice in _EVENT_DECODER.decode(payload).choices)
+    except JSON_DECODE_ERRORS:
         return False  # the event reader reports malformed events

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Dialect
 from emberline.gateway.errors import ProviderNotFound
 from emberline.gateway.providers.anthropic import Anthropic
 from emberline.gateway.providers.aws_bedrock import Bedrock
@@ -13,7 +12,7 @@ from emberline.gateway.providers.baseten import Baseten
 from emberline.gateway.providers.cartesia import Cartesia
 from emberline.gateway.providers.cerebras import Cerebras
 from emberline.gateway.providers.cohere import Cohere
-from emberline.gateway.providers.compatible import USUAL, Compatible
+from emberline.gateway.providers.compatible import DEFAULT_DIALECTS, CompatibleProvider
 from emberline.gateway.providers.deepgram import Deepgram
 from emberline.gateway.providers.deepseek import DeepSeek
 from emberline.gateway.providers.elevenlabs import ElevenLabs
@@ -23,7 +22,7 @@ from emberline.gateway.providers.google_ai_studio import GoogleAIStudio
 from emberline.gateway.providers.google_vertex_ai import VertexAI
 from emberline.gateway.providers.grok import Grok
 from emberline.gateway.providers.groq import Groq
-from emberline.gateway.providers.huggingface import HuggingFace
+from emberline.gateway.providers.huggingface import HuggingFaceProvider
 from emberline.gateway.providers.ideogram import Ideogram
 from emberline.gateway.providers.mistral import Mistral
 from emberline.gateway.providers.ollama import Ollama
@@ -33,56 +32,57 @@ from emberline.gateway.providers.parallel import Parallel
 from emberline.gateway.providers.perplexity import Perplexity
 from emberline.gateway.providers.replicate import Replicate
 from emberline.gateway.providers.workers_ai import WorkersAI
-from emberline.gateway.settings import ProviderSettings, Settings
+from emberline.gateway.request import Dialect
+from emberline.gateway.settings import GatewaySettings, ProviderSettings
 
 # Servers with an OpenAI-compatible API, such as vLLM, are configured in the settings with their URL.
-ALL: tuple[type[Provider], ...] = (
+PROVIDERS: tuple[type[Provider], ...] = (
     Emberline, OpenAI, Anthropic, AzureOpenAI, GoogleAIStudio, VertexAI, Bedrock, WorkersAI, Groq, Mistral, Cohere,
-    DeepSeek, Perplexity, Grok, OpenRouter, Cerebras, HuggingFace, Replicate, Ollama,
+    DeepSeek, Perplexity, Grok, OpenRouter, Cerebras, HuggingFaceProvider, Replicate, Ollama,
     ElevenLabs, Deepgram, Cartesia, Fal, Ideogram, Baseten, Parallel,
 )  # fmt: skip
-KNOWN: dict[str, type[Provider]] = {known.slug: known for known in ALL}
-MOST = 4096
+PROVIDERS_BY_SLUG: dict[str, type[Provider]] = {known.slug: known for known in PROVIDERS}
+MAX_CACHED_PROVIDERS = 4096
 
-NOTHING = ProviderSettings()
+DEFAULT_PROVIDER_SETTINGS = ProviderSettings()
 
 
-class Registry:
-    def __init__(self, private: bool = False) -> None:
+class ProviderRegistry:
+    def __init__(self, allow_private: bool = False) -> None:
         """`allow_private`: the operator allows all providers to be at private addresses."""
-        self._private = private
-        self._made: dict[tuple[object, ...], Provider] = {}
+        self._allow_private = allow_private
+        self._providers: dict[tuple[object, ...], Provider] = {}
 
-    def find(self, slug: str, settings: Settings) -> Provider:
-        given = settings.providers.get(slug, NOTHING)
-        known = KNOWN.get(slug)
-        if not given.enabled or (known is None and given is NOTHING):
+    def find(self, slug: str, settings: GatewaySettings) -> Provider:
+        given = settings.providers.get(slug, DEFAULT_PROVIDER_SETTINGS)
+        known = PROVIDERS_BY_SLUG.get(slug)
+        if not given.enabled or (known is None and given is DEFAULT_PROVIDER_SETTINGS):
             raise ProviderNotFound(
                 f"provider {slug[:80]!r} is unknown or disabled on this gateway",
-                hint=f"available are {', '.join(sorted({*KNOWN, *settings.providers}))}",
+                hint=f"available are {', '.join(sorted({*PROVIDERS_BY_SLUG, *settings.providers}))}",
             )
         key = (slug, given.base_url, given.speaks, given.public, *given.headers.items())
-        if (result := self._made.get(key)) is None:
-            if len(self._made) >= MOST:
-                self._made.clear()
-            result = self._made[key] = self._make(slug, given, known)
+        if (result := self._providers.get(key)) is None:
+            if len(self._providers) >= MAX_CACHED_PROVIDERS:
+                self._providers.clear()
+            result = self._providers[key] = self._make(slug, given, known)
         return result
 
     def _make(self, slug: str, given: ProviderSettings, known: type[Provider] | None) -> Provider:
-        public = given.public and given.base_url is not None and not self._private
+        public = given.public and given.base_url is not None and not self._allow_private
         if known is not None:
-            result = known(given.base_url, given.headers, public=public)
+            result = known(given.base_url, given.headers, public_only=public)
             if given.speaks is not None:
-                result.native = _some(result, given.speaks)
+                result.endpoints = _select_endpoints(result, given.speaks)
             return result
-        speaks = USUAL if given.speaks is None else given.speaks
-        return Compatible(slug, given.base_url or "", speaks=speaks, headers=given.headers, public=public)
+        speaks = DEFAULT_DIALECTS if given.speaks is None else given.speaks
+        return CompatibleProvider(slug, given.base_url or "", speaks=speaks, headers=given.headers, public_only=public)
 
 
-def _some(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
-    if unknown := set(speaks) - set(provider.native):
+def _select_endpoints(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
+    if unknown := set(speaks) - set(provider.endpoints):
         raise InvalidRequest(
             f"provider {provider.slug!r} does not support the wire format {min(unknown)}, which speaks lists",
-            hint=f"use {', '.join(provider.native)}",
+            hint=f"use {', '.join(provider.endpoints)}",
         )
-    return {dialect: path for dialect, path in provider.native.items() if dialect in speaks}
+    return {dialect: path for dialect, path in provider.endpoints.items() if dialect in speaks}

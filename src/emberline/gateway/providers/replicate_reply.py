@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from emberline.api import sse
-from emberline.gateway.errors import Broken
-from emberline.gateway.providers.chunked import Chunked, failed
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.providers.chat_chunk_decoder import ChatChunkDecoder, render_error_event
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 Json = dict[str, Any]
 
@@ -21,48 +21,50 @@ class _Prediction(msgspec.Struct):
     metrics: dict[str, Any] = {}
 
 
-class _Done(msgspec.Struct):
+class _DoneEvent(msgspec.Struct):
     reason: str = ""
 
 
-class Predicted(Chunked):
-    def whole(self, body: bytes) -> bytes:
+class ReplicateReplyDecoder(ChatChunkDecoder):
+    def decode_body(self, body: bytes) -> bytes:
         try:
             prediction = msgspec.json.decode(body, type=_Prediction)
-        except NOT_JSON as e:
-            raise Broken(f"Replicate's reply is not a prediction: {e}") from e
+        except JSON_DECODE_ERRORS as e:
+            raise UpstreamBroken(f"Replicate's reply is not a prediction: {e}") from e
         if prediction.status != "succeeded":
             reason = str(prediction.error or "the provider sent no error message")[:300]
-            raise Broken(f"the Replicate prediction has status {prediction.status!r}: {reason}")
+            raise UpstreamBroken(f"the Replicate prediction has status {prediction.status!r}: {reason}")
         text = (
             "".join(map(str, prediction.output))
             if isinstance(prediction.output, list)
             else str(prediction.output or "")
         )
         message = {"role": "assistant", "content": text}
-        return self.reply({"message": message, "finish_reason": "stop"}, _usage(prediction.metrics))
+        return self.render_reply({"message": message, "finish_reason": "stop"}, _render_usage(prediction.metrics))
 
-    def event(self, name: bytes, payload: bytes) -> bytes:
+    def decode_event(self, name: bytes, payload: bytes) -> bytes:
         match name:
             case b"output" if payload:
-                return self.chunk({"content": payload.decode("utf-8", "replace")})
+                return self.render_delta({"content": payload.decode("utf-8", "replace")})
             case b"error":
-                return failed(payload.decode("utf-8", "replace"))
+                return render_error_event(payload.decode("utf-8", "replace"))
             case b"done":
-                return self._done(payload)
+                return self._end_stream(payload)
         return b""
 
-    def _done(self, payload: bytes) -> bytes:
+    def _end_stream(self, payload: bytes) -> bytes:
         try:
-            reason = msgspec.json.decode(payload or b"{}", type=_Done).reason
-        except NOT_JSON:
+            reason = msgspec.json.decode(payload or b"{}", type=_DoneEvent).reason
+        except JSON_DECODE_ERRORS:
             reason = ""
         return (
-            failed(f"the Replicate prediction ended early: {reason}") if reason else self.chunk({}, "stop") + sse.DONE
+            render_error_event(f"the Replicate prediction ended early: {reason}")
+            if reason
+            else self.render_delta({}, "stop") + sse.DONE_EVENT
         )
 
 
-def _usage(metrics: Json) -> Json:
+def _render_usage(metrics: Json) -> Json:
     input_tokens, request = metrics.get("input_token_count"), metrics.get("output_token_count")
     if not isinstance(input_tokens, int) or not isinstance(request, int):
         return {}

@@ -17,18 +17,18 @@ ALGORITHM = "AWS4-HMAC-SHA256"
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class AwsCredentials:
     id: str
     secret: str
     token: str = ""  # session token
 
 
-def signed(
+def sign_headers(
     method: str,
     url: str,
     headers: Mapping[str, str],
     body: bytes,
-    credentials: Credentials,
+    credentials: AwsCredentials,
     *,
     region: str,
     service: str,
@@ -43,7 +43,7 @@ def signed(
     names = ";".join(sorted(result))
     lines = [f"{name}:{' '.join(result[name].split())}" for name in sorted(result)]
     digest = hashlib.sha256(body).hexdigest()
-    request = "\n".join((method, _path(parts.path), _query(parts.query), *lines, "", names, digest))
+    request = "\n".join((method, _canonical_path(parts.path), _canonical_query(parts.query), *lines, "", names, digest))
     scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
     text = "\n".join((ALGORITHM, stamp, scope, hashlib.sha256(request.encode()).hexdigest()))
     signature = hmac.new(signing_key(credentials.secret, stamp[:8], region, service), text.encode(), "sha256")
@@ -58,14 +58,14 @@ def signing_key(secret: str, day: str, region: str, service: str) -> bytes:
     return key
 
 
-def _path(path: str) -> str:
+def _canonical_path(path: str) -> str:
     """Return the normalised path, URL-encoded once more than it is sent."""
     tail = "/" if path.endswith(("/", "/.", "/..")) else ""
     plain = posixpath.normpath(path or "/").lstrip("/")
     return quote("/" + plain + (tail if plain else ""), safe="/-_.~")
 
 
-def _query(query: str) -> str:
+def _canonical_query(query: str) -> str:
     pairs = (each.partition("=") for each in query.split("&") if each)
     encoded = [(quote(unquote(name), safe="-_.~"), quote(unquote(value), safe="-_.~")) for name, _, value in pairs]
     return "&".join(f"{name}={value}" for name, value in sorted(encoded))

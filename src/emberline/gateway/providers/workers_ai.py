@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.call import Call, Dialect
-from emberline.gateway.paths import DEFAULT
+from emberline.gateway.paths import DEFAULT_NAME
 from emberline.gateway.providers.base import Provider
-from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.upstream.provider_request import ProviderRequest
 
 
 class WorkersAI(Provider):
@@ -18,35 +18,35 @@ class WorkersAI(Provider):
     slug = "workers-ai"
     base_url = "https://api.cloudflare.com/client/v4/accounts/{account}/ai"
     prefix = "v1/"
-    own_errors = True
+    has_own_error_format = True
     paths: ClassVar[Mapping[Dialect, str]] = {
         "openai-chat": "v1/chat/completions",
         "openai-responses": "v1/responses",
         "openai-embeddings": "v1/embeddings",
     }
-    max_tokens_name = "max_tokens"
+    max_tokens_field = "max_tokens"
 
-    def model_in(self, endpoint: str) -> str:
+    def model_from_path(self, endpoint: str) -> str:
         return "" if endpoint.startswith("v1/") else endpoint.removeprefix("run/")
 
-    def url(self, endpoint: str, query: str) -> str:
+    def build_url(self, endpoint: str, query: str) -> str:
         if not endpoint.startswith(("v1/", "run/")):
             endpoint = f"run/{endpoint}"
-        return super().url(endpoint, query)
+        return super().build_url(endpoint, query)
 
-    def request(self, call: Call, key: str | None) -> Outgoing:
-        request = super().request(call, key)
+    def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
+        request = super().build_request(call, key)
         if "{account}" not in request.url:
             return request
-        if call.account == DEFAULT:
+        if call.account == DEFAULT_NAME:
             raise InvalidRequest(
                 "the Cloudflare account of workers-ai is not set",
                 hint="name it in the path, or in the provider's base_url: .../client/v4/accounts/ACCOUNT/ai",
             )
-        return Outgoing(
+        return ProviderRequest(
             request.method,
             request.url.replace("{account}", call.account, 1),
             request.headers,
             request.body,
-            request.public,
+            request.public_only,
         )

@@ -8,84 +8,84 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from emberline.gateway.routes.pattern_reader import read_pattern
+from emberline.gateway.routes.pattern_parser import parse_pattern
 
 
-class Facts(Protocol):
+class FactSource(Protocol):
     def get(self, path: str) -> Any:
         """Return the value at this path, or None if it is missing."""
         ...
 
 
-Test: TypeAlias = Callable[[Facts], bool]
-_Compare: TypeAlias = Callable[[Any], bool]
+Predicate: TypeAlias = Callable[[FactSource], bool]
+_Comparison: TypeAlias = Callable[[Any], bool]
 
 
-def compiled(condition: Mapping[str, Any]) -> Test:
+def compile_condition(condition: Mapping[str, Any]) -> Predicate:
     """Compile a validated condition to a predicate. All fields of the condition must hold."""
-    tests = [_field(name, value) for name, value in condition.items()]
+    tests = [_compile_field(name, value) for name, value in condition.items()]
     return tests[0] if len(tests) == 1 else lambda facts: all(test(facts) for test in tests)
 
 
-def _field(name: str, value: Any) -> Test:
+def _compile_field(name: str, value: Any) -> Predicate:
     match name:
         case "$and":
-            inner = [compiled(each) for each in value]
+            inner = [compile_condition(each) for each in value]
             return lambda facts: all(test(facts) for test in inner)
         case "$or":
-            inner = [compiled(each) for each in value]
+            inner = [compile_condition(each) for each in value]
             return lambda facts: any(test(facts) for test in inner)
         case "$not":
-            negated = compiled(value)
+            negated = compile_condition(value)
             return lambda facts: not negated(facts)
     operators = value if isinstance(value, Mapping) else {"$eq": value}
-    comparisons = [_compare(operator, expected) for operator, expected in operators.items()]
+    comparisons = [_compile_comparison(operator, expected) for operator, expected in operators.items()]
     return lambda facts: all(holds(facts.get(name)) for holds in comparisons)
 
 
-def _compare(operator: str, wanted: Any) -> _Compare:
+def _compile_comparison(operator: str, expected: Any) -> _Comparison:
     match operator:
         case "$eq":
-            return lambda actual: _same(actual, wanted)
+            return lambda actual: _is_equal(actual, expected)
         case "$ne":
-            return lambda actual: not _same(actual, wanted)
+            return lambda actual: not _is_equal(actual, expected)
         case "$in":
-            return lambda actual: any(_same(actual, each) for each in wanted)
+            return lambda actual: any(_is_equal(actual, each) for each in expected)
         case "$nin":
-            return lambda actual: not any(_same(actual, each) for each in wanted)
+            return lambda actual: not any(_is_equal(actual, each) for each in expected)
         case "$exists":
-            return lambda actual: (actual is not None) == wanted
+            return lambda actual: (actual is not None) == expected
         case "$contains":
-            return lambda actual: _contains(actual, wanted)
+            return lambda actual: _contains(actual, expected)
         case "$regex":
-            pattern = read_pattern(wanted)
-            return lambda actual: isinstance(actual, str) and pattern.found_in(actual)
+            pattern = parse_pattern(expected)
+            return lambda actual: isinstance(actual, str) and pattern.is_found_in(actual)
         case "$gt":
-            return lambda actual: _ordered(actual, wanted) and actual > wanted
+            return lambda actual: _is_comparable(actual, expected) and actual > expected
         case "$gte":
-            return lambda actual: _ordered(actual, wanted) and actual >= wanted
+            return lambda actual: _is_comparable(actual, expected) and actual >= expected
         case "$lt":
-            return lambda actual: _ordered(actual, wanted) and actual < wanted
+            return lambda actual: _is_comparable(actual, expected) and actual < expected
         case "$lte":
-            return lambda actual: _ordered(actual, wanted) and actual <= wanted
+            return lambda actual: _is_comparable(actual, expected) and actual <= expected
     raise AssertionError(f"condition with unknown operator {operator} was not validated")
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _is_equal(actual: Any, expected: Any) -> bool:
     """Return whether two JSON values are equal; unlike in Python, true does not equal 1."""
-    return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
+    return bool(actual == expected) and isinstance(actual, bool) == isinstance(expected, bool)
 
 
-def _ordered(found: Any, wanted: Any) -> bool:
+def _is_comparable(actual: Any, expected: Any) -> bool:
     """Return whether both are numbers, or both are strings."""
-    if isinstance(found, bool) or isinstance(wanted, bool):
+    if isinstance(actual, bool) or isinstance(expected, bool):
         return False
-    if isinstance(wanted, str):
-        return isinstance(found, str)
-    return isinstance(found, int | float)
+    if isinstance(expected, str):
+        return isinstance(actual, str)
+    return isinstance(actual, int | float)
 
 
-def _contains(found: Any, wanted: Any) -> bool:
-    if isinstance(found, str):
-        return isinstance(wanted, str) and wanted in found
-    return isinstance(found, list) and any(_same(each, wanted) for each in found)
+def _contains(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, str):
+        return isinstance(expected, str) and expected in actual
+    return isinstance(actual, list) and any(_is_equal(each, expected) for each in actual)

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from emberline.core.offload import LARGE, offload
-from emberline.gateway.call import Call
-from emberline.gateway.providers.base import CREDENTIALS
-from emberline.gateway.routes.condition import compiled
-from emberline.net.notjson import NOT_JSON
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.providers.base import CREDENTIAL_HEADERS
+from emberline.gateway.request import GatewayRequest
+from emberline.gateway.routes.condition import compile_condition
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 
 class CallFacts:
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GatewayRequest) -> None:
         self._call = call
 
     def get(self, path: str) -> Any:
@@ -26,10 +26,10 @@ class CallFacts:
         call = self._call
         match source:
             case "body":
-                return _within(self._body, rest)
+                return _value_at_path(self._body, rest)
             case "headers":
                 name = rest.lower()
-                return None if name in CREDENTIALS else call.headers.get(name)
+                return None if name in CREDENTIAL_HEADERS else call.headers.get(name)
             case "metadata":
                 return self._metadata.get(rest)
             case "model":
@@ -50,32 +50,36 @@ class CallFacts:
     def _body(self) -> Any:
         try:
             return msgspec.json.decode(self._call.body)
-        except NOT_JSON:
+        except JSON_DECODE_ERRORS:
             return None
 
 
-async def answers_about_body(call: Call, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+async def evaluate_body_conditions(
+    call: GatewayRequest, conditions: Mapping[str, Mapping[str, Any]]
+) -> dict[str, bool]:
     """Return the results of the conditions that read a large body, by id; {} if the body is small."""
-    selected = {id: each for id, each in conditions.items() if _looks_into_body(each)}
-    if len(call.body) < LARGE or not selected:
+    selected = {id: each for id, each in conditions.items() if _reads_body(each)}
+    if len(call.body) < LARGE_INPUT_BYTES or not selected:
         return {}
-    bare = call.moved(body=b"", steps=(), redacted=[], trail=[], surveyed=None)
-    return await offload.run(len(call.body), answers, bare, call.body, selected)
+    bare = call.with_changes(body=b"", steps=(), redacted=[], trail=[], surveyed=None)
+    return await offload.run(len(call.body), evaluate_conditions, bare, call.body, selected)
 
 
-def answers(call: Call, body: bytes, conditions: Mapping[str, Mapping[str, Any]]) -> dict[str, bool]:
+def evaluate_conditions(
+    call: GatewayRequest, body: bytes, conditions: Mapping[str, Mapping[str, Any]]
+) -> dict[str, bool]:
     """Return the result of each condition, by id; for another process."""
-    facts = CallFacts(call.moved(body=body))
-    return {id: compiled(each)(facts) for id, each in conditions.items()}
+    facts = CallFacts(call.with_changes(body=body))
+    return {id: compile_condition(each)(facts) for id, each in conditions.items()}
 
 
-def _looks_into_body(condition: Any) -> bool:
+def _reads_body(condition: Any) -> bool:
     if isinstance(condition, Mapping):
-        return any(name.partition(".")[0] == "body" or _looks_into_body(each) for name, each in condition.items())
-    return isinstance(condition, list) and any(map(_looks_into_body, condition))
+        return any(name.partition(".")[0] == "body" or _reads_body(each) for name, each in condition.items())
+    return isinstance(condition, list) and any(map(_reads_body, condition))
 
 
-def _within(value: Any, path: str) -> Any:
+def _value_at_path(value: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
         if isinstance(value, Mapping):
             value = value.get(name)

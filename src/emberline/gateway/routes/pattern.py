@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-MOST_POSITIONS = 256  # after {n,m} is expanded
-LONGEST = 16_384  # the rest of a text is not searched
-KEPT = 4096
+MAX_POSITIONS = 256  # after {n,m} is expanded
+MAX_TEXT_CHARS = 16_384  # the rest of a text is not searched
+MAX_CACHED_STEPS = 4096
 
-Accepts: TypeAlias = Callable[[str], bool]
+CharacterTest: TypeAlias = Callable[[str], bool]
 
-_CLASSES: dict[str, Accepts] = {
+_CLASSES: dict[str, CharacterTest] = {
     "d": str.isdecimal,
     "w": lambda c: c.isalnum() or c == "_",
     "s": str.isspace,
@@ -30,35 +30,35 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 
 
 @dataclass(slots=True)
-class Part:
+class PatternFragment:
     """A part of the expression, with the positions (as bits) that it may begin and end with."""
 
-    empty: bool
-    first: int
-    last: int
+    can_be_empty: bool
+    first_positions: int
+    last_positions: int
 
 
 @dataclass(slots=True)
 class Pattern:
-    accepts: list[Accepts] = field(default_factory=list)  # one test for each position
+    accepts: list[CharacterTest] = field(default_factory=list)  # one test for each position
     follow: list[int] = field(default_factory=list)
-    whole: Part = field(default_factory=lambda: Part(True, 0, 0))
-    from_start: bool = False
-    to_end: bool = False
+    whole: PatternFragment = field(default_factory=lambda: PatternFragment(True, 0, 0))
+    anchored_at_start: bool = False
+    anchored_at_end: bool = False
     _steps: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
 
-    def found_in(self, text: str) -> bool:
+    def is_found_in(self, text: str) -> bool:
         """Return whether the pattern matches anywhere in the text, or as its anchors require."""
-        if self.whole.empty and not (self.from_start and self.to_end):
+        if self.whole.can_be_empty and not (self.anchored_at_start and self.anchored_at_end):
             return True
-        text = text[:LONGEST]
-        begin = self.whole.first
-        state, done = begin, self.whole.empty
+        text = text[:MAX_TEXT_CHARS]
+        begin = self.whole.first_positions
+        state, done = begin, self.whole.can_be_empty
         for character in text:
             state, done = self._step(state, character)
-            if done and not self.to_end:
+            if done and not self.anchored_at_end:
                 return True
-            if not self.from_start:
+            if not self.anchored_at_start:
                 state |= begin
             elif not state and not done:
                 return False
@@ -75,46 +75,46 @@ class Pattern:
             position = bit.bit_length() - 1
             if self.accepts[position](character):
                 following |= self.follow[position]
-                ends = ends or bool(bit & self.whole.last)
+                ends = ends or bool(bit & self.whole.last_positions)
             left ^= bit
-        if len(self._steps) >= KEPT:
+        if len(self._steps) >= MAX_CACHED_STEPS:
             self._steps.clear()
         self._steps[state, character] = following, ends
         return following, ends
 
     # -- for the parser ------------------------------------------------------------------------------------------------
 
-    def one(self, accepts: Accepts) -> Part:
-        if len(self.accepts) >= MOST_POSITIONS:
-            raise ValueError(f"with its repetitions expanded it is longer than {MOST_POSITIONS} characters")
+    def add_position(self, accepts: CharacterTest) -> PatternFragment:
+        if len(self.accepts) >= MAX_POSITIONS:
+            raise ValueError(f"with its repetitions expanded it is longer than {MAX_POSITIONS} characters")
         self.accepts.append(accepts)
         self.follow.append(0)
         bit = 1 << (len(self.accepts) - 1)
-        return Part(False, bit, bit)
+        return PatternFragment(False, bit, bit)
 
-    def joined(self, before: Part, after: Part) -> Part:
-        self._lead(before.last, after.first)
-        first = before.first | after.first if before.empty else before.first
-        last = before.last | after.last if after.empty else after.last
-        return Part(before.empty and after.empty, first, last)
+    def concatenate(self, before: PatternFragment, after: PatternFragment) -> PatternFragment:
+        self._link(before.last_positions, after.first_positions)
+        first = before.first_positions | after.first_positions if before.can_be_empty else before.first_positions
+        last = before.last_positions | after.last_positions if after.can_be_empty else after.last_positions
+        return PatternFragment(before.can_be_empty and after.can_be_empty, first, last)
 
-    def again(self, part: Part) -> Part:
+    def repeat(self, fragment: PatternFragment) -> PatternFragment:
         """Let the fragment repeat, once or more."""
-        self._lead(part.last, part.first)
-        return part
+        self._link(fragment.last_positions, fragment.first_positions)
+        return fragment
 
-    def _lead(self, ends: int, to: int) -> None:
+    def _link(self, ends: int, to: int) -> None:
         while ends:
             bit = ends & -ends
             self.follow[bit.bit_length() - 1] |= to
             ends ^= bit
 
 
-def class_of(letter: str) -> Accepts | None:
+def character_class(letter: str) -> CharacterTest | None:
     return _CLASSES.get(letter)
 
 
-def escaped(letter: str) -> str:
+def unescape(letter: str) -> str:
     """Return the character that a backslash and this letter stand for. Raises ValueError."""
     if letter in _ESCAPES:
         return _ESCAPES[letter]

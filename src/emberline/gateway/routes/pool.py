@@ -15,27 +15,27 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 
-Choose = Literal["weighted", "fastest", "cheapest"]
+SelectionPolicy = Literal["weighted", "fastest", "cheapest"]
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PoolMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     provider: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     key: Annotated[str, msgspec.Meta(max_length=64)] = ""  # alias of a stored provider key; "": the default key
     weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 1.0
 
     @property
-    def place(self) -> tuple[str, str, str]:
+    def member_key(self) -> tuple[str, str, str]:
         return self.provider, self.model, self.key
 
 
-class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=20)]
-    choose: Choose = "weighted"
+class ModelPool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    members: Annotated[tuple[PoolMember, ...], msgspec.Meta(min_length=1, max_length=20)]
+    choose: SelectionPolicy = "weighted"
     hedge: bool = False  # call a second member when the first takes longer than its 95th percentile
 
     def __post_init__(self) -> None:
-        if len({member.place for member in self.members}) < len(self.members):
+        if len({member.member_key for member in self.members}) < len(self.members):
             raise InvalidRequest("a pool contains the same provider, model and key twice", param="pools.members")
         if not any(member.weight for member in self.members):
             raise InvalidRequest(

@@ -9,23 +9,23 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.core.offload import LARGE, offload
-from emberline.gateway.body import Peek, peek
-from emberline.gateway.call import VIRTUAL, Step
-from emberline.gateway.keys.keys import is_ours
-from emberline.gateway.options import Options
-from emberline.gateway.paths import ARN_PROVIDER, COUNT_TOKENS, PLAIN, check_path
-from emberline.gateway.providers.base import CREDENTIALS
-from emberline.gateway.providers.registry import Registry
-from emberline.gateway.routes.named import resolve
-from emberline.gateway.settings import Settings
-from emberline.gateway.survey import Survey, survey
-from emberline.net.notjson import NOT_JSON
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.body_summary import BodySummary, summarize_body
+from emberline.gateway.keys.key_store import is_gateway_key
+from emberline.gateway.options import RequestOptions
+from emberline.gateway.paths import ARN_PROVIDER, COUNT_TOKENS_ENDPOINT, DIALECT_ENDPOINTS, check_path
+from emberline.gateway.providers.base import CREDENTIAL_HEADERS
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request import VIRTUAL_PROVIDERS, RequestStep
+from emberline.gateway.request_body import BodyFields, read_body_fields
+from emberline.gateway.routes.model_names import resolve_model
+from emberline.gateway.settings import GatewaySettings
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-MOST = 10
-LARGEST_PLACE = 1 << 16  # of the headers and config of a step
+MAX_STEPS = 10
+MAX_STEP_OPTIONS_BYTES = 1 << 16  # of the headers and config of a step
 COMPAT = "compat"  # in place of a provider, which the model name then contains
-COMPAT_ENDPOINTS = tuple(endpoint for endpoint in PLAIN if endpoint != COUNT_TOKENS)
+COMPAT_ENDPOINTS = tuple(endpoint for endpoint in DIALECT_ENDPOINTS if endpoint != COUNT_TOKENS_ENDPOINT)
 _CONFIG = {
     "requestTimeout": "cf-aig-request-timeout",
     "maxAttempts": "cf-aig-max-attempts",
@@ -40,7 +40,7 @@ _CONFIG = {
 }
 
 
-class _Place(msgspec.Struct, forbid_unknown_fields=True):
+class _StepTarget(msgspec.Struct, forbid_unknown_fields=True):
     provider: str
     endpoint: str
     headers: dict[str, str] = {}
@@ -48,27 +48,29 @@ class _Place(msgspec.Struct, forbid_unknown_fields=True):
     config: dict[str, Any] = {}
 
 
-class _Step(_Place, forbid_unknown_fields=True, kw_only=True):
+class _Step(_StepTarget, forbid_unknown_fields=True, kw_only=True):
     query: msgspec.Raw
 
 
-class ReadStep(msgspec.Struct):
+class ParsedStep(msgspec.Struct):
     """A step as read by another process."""
 
-    place: _Place
+    target: _StepTarget
     query: bytes
-    seen: Peek
-    surveyed: Survey | None = None  # only for a large query
+    body_fields: BodyFields
+    body_summary: BodySummary | None = None  # only for a large query
 
 
-_STEPS = msgspec.json.Decoder(list[_Step])
+_STEPS_DECODER = msgspec.json.Decoder(list[_Step])
 
 
-async def read_steps(body: bytes, asked: Options, settings: Settings, registry: Registry) -> tuple[Step, ...]:
+async def read_steps(
+    body: bytes, request_options: RequestOptions, settings: GatewaySettings, registry: ProviderRegistry
+) -> tuple[RequestStep, ...]:
     """Return the steps of the body. A large body is parsed in another process. Raises InvalidRequest."""
     parsed = await offload.run_by_size(len(body), decode_steps, body)
-    steps = tuple(_step(step, asked, settings, registry) for step in parsed)
-    if virtual := [step for step in steps if step.provider in VIRTUAL and len(steps) > 1]:
+    steps = tuple(_make_step(step, request_options, settings, registry) for step in parsed)
+    if virtual := [step for step in steps if step.provider in VIRTUAL_PROVIDERS and len(steps) > 1]:
         raise InvalidRequest(
             f"{virtual[0].provider}/{virtual[0].model[:80]} is a route or a pool, which must be the only step",
             param="model",
@@ -77,38 +79,41 @@ async def read_steps(body: bytes, asked: Options, settings: Settings, registry: 
     return steps
 
 
-def decode_steps(body: bytes) -> list[ReadStep]:
+def decode_steps(body: bytes) -> list[ParsedStep]:
     try:
-        steps = _STEPS.decode(body)
-    except NOT_JSON as e:
+        steps = _STEPS_DECODER.decode(body)
+    except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(f"the body is not a list of steps: {e}") from e
-    if not 1 <= len(steps) <= MOST:
-        raise InvalidRequest(f"the body has {len(steps)} steps; 1 to {MOST} are allowed")
-    return [_read(step) for step in steps]
+    if not 1 <= len(steps) <= MAX_STEPS:
+        raise InvalidRequest(f"the body has {len(steps)} steps; 1 to {MAX_STEPS} are allowed")
+    return [_parse_step(step) for step in steps]
 
 
-def _read(step: _Step) -> ReadStep:
+def _parse_step(step: _Step) -> ParsedStep:
     size = len(msgspec.json.encode((step.headers, step.config)))
-    if size > LARGEST_PLACE:
+    if size > MAX_STEP_OPTIONS_BYTES:
         raise InvalidRequest(
-            f"headers and config of a step have {size} bytes; at most {LARGEST_PLACE} are allowed", param="headers"
+            f"headers and config of a step have {size} bytes; at most {MAX_STEP_OPTIONS_BYTES} are allowed",
+            param="headers",
         )
-    target = _Place(step.provider, step.endpoint, step.headers, step.authorization, step.config)
+    target = _StepTarget(step.provider, step.endpoint, step.headers, step.authorization, step.config)
     query = bytes(step.query)
-    if len(query) < LARGE:
-        return ReadStep(target, query, peek(query))
-    surveyed = survey(query)
-    if surveyed.seen is None:
+    if len(query) < LARGE_INPUT_BYTES:
+        return ParsedStep(target, query, read_body_fields(query))
+    surveyed = summarize_body(query)
+    if surveyed.body_fields is None:
         raise InvalidRequest(surveyed.error)
-    return ReadStep(target, query, surveyed.seen, surveyed)
+    return ParsedStep(target, query, surveyed.body_fields, surveyed)
 
 
-def _step(read: ReadStep, asked: Options, settings: Settings, registry: Registry) -> Step:
-    target, query, seen = read.place, read.query, read.seen
+def _make_step(
+    parsed: ParsedStep, request_options: RequestOptions, settings: GatewaySettings, registry: ProviderRegistry
+) -> RequestStep:
+    target, query, seen = parsed.target, parsed.query, parsed.body_fields
     headers = {name.lower(): value for name, value in target.headers.items()}
     if target.authorization is not None:
         headers["authorization"] = target.authorization
-    if any(is_ours(headers.get(name, "").rpartition(" ")[2]) for name in CREDENTIALS):
+    if any(is_gateway_key(headers.get(name, "").rpartition(" ")[2]) for name in CREDENTIAL_HEADERS):
         raise InvalidRequest(
             f"the step for {target.provider[:80]!r} has a key of the gateway where its provider's key belongs",
             hint="send the gateway's key in the headers of the request",
@@ -117,56 +122,60 @@ def _step(read: ReadStep, asked: Options, settings: Settings, registry: Registry
     endpoint = target.endpoint.strip("/")
     path, _, url_query = endpoint.partition("?")
     check_path(f"{target.provider}/{path}", path.split("/") if target.provider == ARN_PROVIDER else (), "endpoint")
-    options = Options.read(headers).over(_config(target.config)).over(asked)
+    options = (
+        RequestOptions.from_headers(headers).merged_over(_config_options(target.config)).merged_over(request_options)
+    )
     if target.provider == COMPAT:
-        return _compat_step(path, headers, read, options, settings)
+        return _compat_step(path, headers, parsed, options, settings)
     provider = registry.find(target.provider, settings)
-    return Step(
+    return RequestStep(
         target.provider,
-        provider.model_in(path) or (seen.model if isinstance(seen.model, str) else ""),
+        provider.model_from_path(path) or (seen.model if isinstance(seen.model, str) else ""),
         endpoint=endpoint,
-        dialect=provider.dialect_of(path, url_query),
+        dialect=provider.dialect_at(path, url_query),
         headers=headers,
         body=query,
-        stream=seen.stream is True or provider.streams_at(path, url_query),
+        stream=seen.stream is True or provider.is_stream_path(path, url_query),
         options=options,
-        seen=seen,
-        surveyed=read.surveyed,
+        body_fields=seen,
+        body_summary=parsed.body_summary,
     )
 
 
-def _compat_step(path: str, headers: dict[str, str], read: ReadStep, options: Options, settings: Settings) -> Step:
+def _compat_step(
+    path: str, headers: dict[str, str], parsed: ParsedStep, options: RequestOptions, settings: GatewaySettings
+) -> RequestStep:
     """Return a step in one of the gateway's own protocols; its model is PROVIDER/MODEL."""
-    seen = read.seen
+    seen = parsed.body_fields
     endpoint = path.removeprefix("v1/")
     if endpoint not in COMPAT_ENDPOINTS:
         hint = f"endpoints: {', '.join(COMPAT_ENDPOINTS)}"
         raise InvalidRequest(f"compat steps do not support endpoint {path[:80]!r}", param="endpoint", hint=hint)
     if not isinstance(seen.model, str) or not seen.model:
         raise InvalidRequest("the query of a compat step has no model", param="model", hint="set it to PROVIDER/MODEL")
-    provider, model = resolve(seen.model, settings, named=True)
-    return Step(
+    provider, model = resolve_model(seen.model, settings, require_provider=True)
+    return RequestStep(
         provider,
         model,
         endpoint=endpoint,
-        dialect=PLAIN[endpoint],
+        dialect=DIALECT_ENDPOINTS[endpoint],
         headers=headers,
-        body=read.query,
+        body=parsed.query,
         stream=seen.stream is True,
         options=options,
-        plain=True,
-        seen=seen,
-        surveyed=read.surveyed,
+        is_dialect_endpoint=True,
+        body_fields=seen,
+        body_summary=parsed.body_summary,
     )
 
 
-def _config(config: dict[str, Any]) -> Options:
+def _config_options(config: dict[str, Any]) -> RequestOptions:
     if unknown := sorted(set(config) - set(_CONFIG)):
         raise InvalidRequest(
             f"config has an unknown field {unknown[0]!r}", param="config", hint=f"fields: {', '.join(sorted(_CONFIG))}"
         )
-    return Options.read({_CONFIG[name]: _written(value) for name, value in config.items()})
+    return RequestOptions.from_headers({_CONFIG[name]: _header_value(value) for name, value in config.items()})
 
 
-def _written(value: Any) -> str:
+def _header_value(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -15,18 +15,18 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from emberline.gateway.logs.record import Payload, Record, Scalar
-from emberline.gateway.store.filters import Filters
-from emberline.gateway.store.rollup import Cell, RollupQuery
+from emberline.gateway.logs.record import LogPayload, LogRecord, MetadataValue
+from emberline.gateway.store.filters import LogFilters
+from emberline.gateway.store.rollup import RollupCell, RollupQuery
 
-PATIENCE = 0.1
-Kind = Literal["gateway", "key", "provider_key", "custom_provider", "route", "route_version", "price", "budget",
+PAGE_TIMEOUT_S = 0.1
+DocumentKind = Literal["gateway", "key", "provider_key", "custom_provider", "route", "route_version", "price", "budget",
                "dataset", "batch", "batch_part"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    kind: Kind
+    kind: DocumentKind
     account: str
     id: str
     body: bytes  # JSON
@@ -35,7 +35,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditEntry:
     """One change by one actor. `before` and `after` are JSON without secrets."""
 
     at: int  # ms since 1970
@@ -48,7 +48,7 @@ class Audit:
     number: int = 0  # set by the store, ascending
 
 
-class Counter(msgspec.Struct, frozen=True, array_like=True):
+class LimitCounter(msgspec.Struct, frozen=True, array_like=True):
     """The usage in one slot of a limit's bucket, or a change of it."""
 
     gateway: str  # account/gateway
@@ -59,22 +59,22 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StoreChange:
     """Changes that are committed together. A document whose stored version differs is a Conflict."""
 
-    audit: Audit
+    audit: AuditEntry
     put: Sequence[Document] = ()
     delete: Sequence[Document] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class RecordPage:
     """One page of records, newest first.
 
     `has_more` is exact if the page is `complete`. If not, the timeout ended the search, and `cursor` continues it.
     """
 
-    records: list[Record] = field(default_factory=list)
+    records: list[LogRecord] = field(default_factory=list)
     has_more: bool = False
     cursor: str = ""  # `before` of the next page
     complete: bool = True
@@ -86,18 +86,18 @@ class Feedback:
 
     feedback: int | None = None
     score: int | None = None
-    metadata: dict[str, Scalar] | None = None
+    metadata: dict[str, MetadataValue] | None = None
 
-    def on(self, record: Record) -> Record:
+    def apply_to(self, record: LogRecord) -> LogRecord:
         changes = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
         return msgspec.structs.replace(record, **changes | {"metadata": {**record.metadata, **(self.metadata or {})}})
 
 
-class Store(Protocol):
-    async def get(self, kind: Kind, account: str, id: str) -> Document | None: ...
+class GatewayStore(Protocol):
+    async def get(self, kind: DocumentKind, account: str, id: str) -> Document | None: ...
 
     async def documents(
-        self, kind: Kind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
+        self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
         """Return documents sorted by id, then account. An empty account means all accounts.
 
@@ -105,7 +105,7 @@ class Store(Protocol):
         """
         ...
 
-    async def commit(self, change: Change) -> int:
+    async def commit(self, change: StoreChange) -> int:
         """Apply a change and return the store's new version. Raise Conflict if a document's version differs."""
         ...
 
@@ -113,40 +113,42 @@ class Store(Protocol):
         """Return a number that every commit of any replica increases. Caches use it to detect changes."""
         ...
 
-    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
+    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         """Return audit entries with numbers below `before` (0: all), newest first."""
         ...
 
-    async def counters(self, now: int) -> list[Counter]:
+    async def counters(self, now: int) -> list[LimitCounter]:
         """Return the counters that have not ended. `now`: ms since 1970."""
         ...
 
-    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
         """Add the changes, unless a batch of this name was added before, and delete counters that have ended."""
         ...
 
-    async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None: ...
+    async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None: ...
 
-    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
+    async def page(
+        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
+    ) -> RecordPage:
         """Return a page of records. `before`: cursor of the previous page.
 
         After `timeout_s` the records found so far are returned as an incomplete page.
         """
         ...
 
-    async def record(self, account: str, gateway: str, id: str) -> Record | None: ...
+    async def record(self, account: str, gateway: str, id: str) -> LogRecord | None: ...
 
-    async def payload(self, account: str, gateway: str, id: str) -> Payload | None: ...
+    async def payload(self, account: str, gateway: str, id: str) -> LogPayload | None: ...
 
-    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
+    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
         """Add feedback to a record and return the changed record, or None if there is no such record."""
         ...
 
-    async def erase(self, records: Sequence[Record]) -> None:
+    async def erase(self, records: Sequence[LogRecord]) -> None:
         """Delete records and their payloads. Rollups still count them."""
         ...
 
-    async def rollups(self, query: RollupQuery) -> list[Cell]: ...
+    async def rollups(self, query: RollupQuery) -> list[RollupCell]: ...
 
     async def days(self) -> list[date]:
         """Return the days that have records, oldest first."""

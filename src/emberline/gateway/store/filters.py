@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class NumberRange:
     """A range that includes both ends; None is unbounded. A missing value is in no bounded range."""
 
-    least: int | None = None
-    most: int | None = None
+    minimum: int | None = None
+    maximum: int | None = None
 
     @property
     def is_open(self) -> bool:
-        return self.least is None and self.most is None
+        return self.minimum is None and self.maximum is None
 
 
 @dataclass(frozen=True, slots=True)
-class Unlike:
+class ExcludeFilter:
     """Selects records whose field has none of these values."""
 
     field: str  # of LogFilters
@@ -27,7 +27,7 @@ class Unlike:
 
 
 @dataclass(frozen=True, slots=True)
-class Containing:
+class ContainsFilter:
     """Selects records in which one of the fields contains one of the texts, ignoring ASCII case."""
 
     fields: tuple[str, ...]  # text fields of LogFilters
@@ -35,7 +35,7 @@ class Containing:
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
+class LogFilters:
     """Selects records that match every filter that is set; a tuple matches any of its values.
 
     An empty gateway selects those of the whole account.
@@ -61,11 +61,11 @@ class Filters:
     request_content_type: tuple[str, ...] = ()
     response_content_type: tuple[str, ...] = ()
     feedback: tuple[int, ...] = ()
-    micros: Span = Span()
-    tokens_in: Span = Span()
-    tokens_out: Span = Span()
-    tokens: Span = Span()  # input and output
-    duration_ms: Span = Span()
-    unlike: tuple[Unlike, ...] = ()
-    containing: tuple[Containing, ...] = ()
+    micros: NumberRange = NumberRange()
+    tokens_in: NumberRange = NumberRange()
+    tokens_out: NumberRange = NumberRange()
+    tokens: NumberRange = NumberRange()  # input and output
+    duration_ms: NumberRange = NumberRange()
+    unlike: tuple[ExcludeFilter, ...] = ()
+    containing: tuple[ContainsFilter, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)  # values as JSON text: true, 1.5

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.store.base import Store
+from emberline.gateway.store.base import GatewayStore
 
 
-async def open_store(url: str, clock: Clock | None = None) -> Store:
+async def open_store(url: str, clock: Clock | None = None) -> GatewayStore:
     """Open the store at `sqlite:DIRECTORY` or `postgresql://...`. Raise InvalidRequest for another URL."""
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest:

@@ -17,22 +17,42 @@ import msgspec
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.errors import Conflict, StoreBusy, StoreFailed
-from emberline.gateway.logs.record import Payload, Record, day_of
+from emberline.gateway.logs.record import LogPayload, LogRecord, day_of
 from emberline.gateway.store import sql
-from emberline.gateway.store.base import PATIENCE, Audit, Change, Counter, Document, Feedback, Kind, Page
-from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
-from emberline.gateway.store.filters import Filters
-from emberline.gateway.store.packing import packed, unpacked
-from emberline.gateway.store.rollup import MS, OTHERS, Cell, Place, RollupQuery, tally
-from emberline.gateway.store.scan import bound, day_start, scan
-from emberline.gateway.store.tables import COLUMNS, LIMITS, LOGS, MAIN, PAYLOADS, labels, missing, record, row, words
+from emberline.gateway.store.base import (
+    PAGE_TIMEOUT_S,
+    AuditEntry,
+    Document,
+    DocumentKind,
+    Feedback,
+    LimitCounter,
+    RecordPage,
+    StoreChange,
+)
+from emberline.gateway.store.compression import compress, decompress
+from emberline.gateway.store.daily_users import MAX_USERS_PER_DAY, AccountDay, DailyUsers, merge_small_users
+from emberline.gateway.store.filters import LogFilters
+from emberline.gateway.store.record_scan import day_start_ms, min_id_at, scan_records
+from emberline.gateway.store.rollup import OTHER_USERS, UNIT_MS, CellKey, RollupCell, RollupQuery, count_records
+from emberline.gateway.store.tables import (
+    COLUMNS,
+    LIMIT_MIGRATIONS,
+    LOG_MIGRATIONS,
+    MAIN_MIGRATIONS,
+    PAYLOAD_MIGRATIONS,
+    metadata_labels,
+    pending_migrations,
+    record_to_row,
+    render_migration,
+    row_to_record,
+)
 
 if TYPE_CHECKING:
     from asyncpg import Connection, Pool
 
 log = logging.getLogger("emberline.gateway.log")
 
-WORDS = {
+COLUMN_TYPES = {
     "int": "BIGINT",
     "text": 'TEXT COLLATE "C"',
     "blob": "BYTEA",
@@ -40,18 +60,18 @@ WORDS = {
     "partitioned": "PARTITION BY RANGE (id)",
     "clustered": "",
 }
-BY_DAY = ("logs", "labels", "payloads")
-LONGEST = 10.0
+PARTITIONED_TABLES = ("logs", "labels", "payloads")
+QUERY_TIMEOUT_S = 10.0
 _SCHEMA_LOCK = 0x456D6265726C  # advisory lock for schema changes
 _MERGE_LOCK = 0x456D6265  # advisory lock for merging small users of an account
 _ROLLUPS = ((True, sql.upsert_rollup("$", "all")), (False, sql.upsert_rollup("$", "key")))
-_SELECT_SMALL, _DELETE_SMALL = sql.select_crowd("$", KEPT), sql.take_out("$", shared=True)
+_SELECT_SMALL, _DELETE_SMALL = sql.select_small_users("$", MAX_USERS_PER_DAY), sql.delete_small_users("$", shared=True)
 
 _INVALID_INPUT_CLASSES = ("22", "23", "54")  # of SQLSTATE: invalid data, constraint violations, limits exceeded
 
 _DELETE_LABEL = "DELETE FROM labels WHERE key = $1 AND value = $2 AND id = $3"
 
-Batch = Sequence[tuple[Record, Payload | None]]
+RecordBatch = Sequence[tuple[LogRecord, LogPayload | None]]
 
 
 class PostgresStore:
@@ -69,7 +89,7 @@ class PostgresStore:
         failures = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
         try:
             pool = await asyncpg.create_pool(
-                url, min_size=1, max_size=8, timeout=5.0, command_timeout=LONGEST, server_settings=settings
+                url, min_size=1, max_size=8, timeout=5.0, command_timeout=QUERY_TIMEOUT_S, server_settings=settings
             )
         except (OSError, TimeoutError, *failures) as e:
             raise StoreFailed(
@@ -84,24 +104,24 @@ class PostgresStore:
         self._pool = pool
         self._clock = clock
         self._failures: tuple[type[Exception], ...] = (OSError, TimeoutError, *failures)
-        self._daily_users = Crowd()
+        self._daily_users = DailyUsers()
         self._partitions: set[date] = set()  # known to exist
 
     async def close(self) -> None:
         try:
-            async with asyncio.timeout(LONGEST):
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
                 await self._pool.close()
         except TimeoutError:
             self._pool.terminate()
 
     # Documents
 
-    async def get(self, kind: Kind, account: str, id: str) -> Document | None:
+    async def get(self, kind: DocumentKind, account: str, id: str) -> Document | None:
         found = await self.documents(kind, account, prefix=id, limit=1)
         return found[0] if found and found[0].id == id else None
 
     async def documents(
-        self, kind: Kind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
+        self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
         rows = await self._read(*sql.select_documents("$", kind, account, prefix, after, limit))
         return [Document(*found) for found in rows]
@@ -109,10 +129,10 @@ class PostgresStore:
     async def version(self) -> int:
         return int((await self._read("SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
-        return [Audit(*found) for found in await self._read(*sql.select_audits("$", account, before, limit))]
+    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
+        return [AuditEntry(*found) for found in await self._read(*sql.select_audits("$", account, before, limit))]
 
-    async def commit(self, change: Change) -> int:
+    async def commit(self, change: StoreChange) -> int:
         async with self._transaction() as db:
             # First: its row lock puts commits in a queue, so that versions grow in the order of visibility.
             increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
@@ -126,31 +146,31 @@ class PostgresStore:
             a = change.audit
             values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
             columns = "at, account, actor, action, target, before, after"
-            await db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.marks('$', 7)})", *values)
+            await db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.placeholders('$', 7)})", *values)
         return version
 
     # Counters
 
-    async def counters(self, now: int) -> list[Counter]:
-        return [Counter(*found) for found in await self._read(sql.SELECT_COUNTERS.format("$"), (now,))]
+    async def counters(self, now: int) -> list[LimitCounter]:
+        return [LimitCounter(*found) for found in await self._read(sql.SELECT_COUNTERS.format("$"), (now,))]
 
-    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
         rows = sorted(map(msgspec.structs.astuple, changes))  # one order of locks, so that replicas cannot deadlock
         async with self._transaction() as db:
             if await db.execute(sql.INSERT_COUNTED.format("$"), batch, now) == "INSERT 0 1":
                 await db.executemany(sql.UPSERT_COUNTER.format("$"), rows)
                 await db.execute(sql.DELETE_COUNTERS.format("$"), now)
-                await db.execute(sql.DELETE_COUNTED.format("$"), now - sql.COUNTED_KEPT_MS)
+                await db.execute(sql.DELETE_COUNTED.format("$"), now - sql.APPLIED_BATCHES_KEPT_MS)
 
     # Logs
 
-    async def append(self, batch: Batch) -> None:
+    async def append(self, batch: RecordBatch) -> None:
         if not batch:
             return
-        days = {day_of(each.created) for each, _ in batch}
+        days = {day_of(each.created_ms) for each, _ in batch}
         try:
             await self._create_partitions(days - self._partitions)
-            cells = tally(each for each, _ in batch)
+            cells = count_records(each for each, _ in batch)
             async with self._transaction() as db:
                 await self._append(db, batch, cells)
         except StoreFailed:
@@ -160,13 +180,13 @@ class PostgresStore:
             await self._merge_small_users(day)
         await self._prepare_next_day(max(days) + timedelta(days=1))
 
-    async def _append(self, db: Connection, batch: Batch, cells: Mapping[Place, Sequence[int]]) -> None:
-        first = (bytes.fromhex(batch[0][0].id), batch[0][0].created)
+    async def _append(self, db: Connection, batch: RecordBatch, cells: Mapping[CellKey, Sequence[int]]) -> None:
+        first = (bytes.fromhex(batch[0][0].id), batch[0][0].created_ms)
         if await db.execute("INSERT INTO batches VALUES ($1, $2) ON CONFLICT DO NOTHING", *first) != "INSERT 0 1":
             return
-        await db.execute("DELETE FROM batches WHERE at < $1", first[1] - MS["day"])
-        await db.copy_records_to_table("logs", records=[_clean(row(r)) for r, _ in batch], columns=COLUMNS)
-        all_labels = [_clean(label) for r, _ in batch for label in labels(r)]
+        await db.execute("DELETE FROM batches WHERE at < $1", first[1] - UNIT_MS["day"])
+        await db.copy_records_to_table("logs", records=[_clean(record_to_row(r)) for r, _ in batch], columns=COLUMNS)
+        all_labels = [_clean(label) for r, _ in batch for label in metadata_labels(r)]
         if all_labels:
             await db.copy_records_to_table("labels", records=all_labels, columns=("key", "value", "id"))
         payloads = [(r.id, p) for r, p in batch if p is not None]
@@ -176,7 +196,7 @@ class PostgresStore:
         for wide, upsert in _ROLLUPS:  # last, because other replicas wait for the locks of these rows
             await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
 
-    async def _merge_small_users(self, day: Day) -> None:
+    async def _merge_small_users(self, day: AccountDay) -> None:
         """Merge the smallest users of a day. One replica at a time does it, without waiting for locked rows.
 
         Waiting could deadlock with a replica that appends records.
@@ -184,56 +204,58 @@ class PostgresStore:
         async with self._transaction() as db:
             if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _MERGE_LOCK, day[0]):
                 return  # another replica does it
-            small = await db.fetch(_SELECT_SMALL, *day, OTHERS)
-            if len(small) > KEPT:
-                deleted = await db.fetch(_DELETE_SMALL, *day, OTHERS, *small[0])
-                await db.executemany(_ROLLUPS[1][1], others(day, deleted))
+            small = await db.fetch(_SELECT_SMALL, *day, OTHER_USERS)
+            if len(small) > MAX_USERS_PER_DAY:
+                deleted = await db.fetch(_DELETE_SMALL, *day, OTHER_USERS, *small[0])
+                await db.executemany(_ROLLUPS[1][1], merge_small_users(day, deleted))
 
-    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
+    async def page(
+        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
+    ) -> RecordPage:
         days = await self._partition_days()
-        return await scan(self._newest, self._select, days, filters, before, limit, patience, self._clock)
+        return await scan_records(self._newest, self._select, days, filters, before, limit, timeout_s, self._clock)
 
     async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
         rows = await self._read(sql.select_newest("$"), (low, high))
         return rows[0][0] if rows else None
 
-    async def _select(self, day: date, filters: Filters, low: bytes, high: bytes, limit: int) -> list[Record]:
-        return [record(found) for found in await self._read(*sql.select_logs("$", filters, low, high, limit))]
+    async def _select(self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int) -> list[LogRecord]:
+        return [row_to_record(found) for found in await self._read(*sql.select_logs("$", filters, low, high, limit))]
 
-    async def record(self, account: str, gateway: str, id: str) -> Record | None:
+    async def record(self, account: str, gateway: str, id: str) -> LogRecord | None:
         rows = await self._read(*sql.select_log("$", account, gateway, id))
-        return record(rows[0]) if rows else None
+        return row_to_record(rows[0]) if rows else None
 
-    async def payload(self, account: str, gateway: str, id: str) -> Payload | None:
+    async def payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
         if await self.record(account, gateway, id) is None:
             return None
         rows = await self._read("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
-        return Payload(*(unpacked(part) for part in rows[0])) if rows else None
+        return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
 
-    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
+    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
         text, parameters = sql.select_log("$", account, gateway, id)
         async with self._transaction() as db:
             found = await db.fetchrow(f"{text} FOR UPDATE", *parameters)
             if found is None:
                 return None
-            old = record(found)
-            new = given.on(old)
+            old = row_to_record(found)
+            new = given.apply_to(old)
             values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
             await db.execute("UPDATE logs SET feedback = $1, score = $2, metadata = $3 WHERE id = $4", *values)
-            await db.executemany(_DELETE_LABEL, map(_clean, labels(old)))
-            await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_clean, labels(new)))
+            await db.executemany(_DELETE_LABEL, map(_clean, metadata_labels(old)))
+            await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_clean, metadata_labels(new)))
             return new
 
-    async def erase(self, records: Sequence[Record]) -> None:
+    async def erase(self, records: Sequence[LogRecord]) -> None:
         ids = [bytes.fromhex(each.id) for each in records]
         async with self._transaction() as db:
             for table in ("payloads", "logs"):
                 await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
-            await db.executemany(_DELETE_LABEL, [_clean(label) for each in records for label in labels(each)])
+            await db.executemany(_DELETE_LABEL, [_clean(label) for each in records for label in metadata_labels(each)])
 
-    async def rollups(self, query: RollupQuery) -> list[Cell]:
+    async def rollups(self, query: RollupQuery) -> list[RollupCell]:
         rows = await self._read(*sql.select_rollups("$", query))
-        return [Cell(start, value, tuple(counts)) for start, value, *counts in rows]
+        return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def days(self) -> list[date]:
         found = await self._partition_days()
@@ -254,10 +276,10 @@ class PostgresStore:
         self._partitions -= set(dropped)
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
-            for table in (_partition(parent, each) for each in dropped for parent in BY_DAY):
+            for table in (_partition(parent, each) for each in dropped for parent in PARTITIONED_TABLES):
                 await db.execute(f"DROP TABLE IF EXISTS {table}")
         async with self._transaction() as db:
-            for table, unit, dimension, before in sql.outdated(day_start(day)):
+            for table, unit, dimension, before in sql.expired_cells(day_start_ms(day)):
                 next_account, account = sql.next_account("$", table), ""
                 while account := await db.fetchval(next_account, unit, account):
                     await db.execute(sql.delete_cells("$", table), unit, account, dimension, before)
@@ -269,11 +291,16 @@ class PostgresStore:
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             await db.execute("CREATE TABLE IF NOT EXISTS migrations (family TEXT PRIMARY KEY, done BIGINT NOT NULL)")
-            for family, steps in (("main", MAIN), ("limits", LIMITS), ("logs", LOGS), ("payloads", PAYLOADS)):
+            for family, steps in (
+                ("main", MAIN_MIGRATIONS),
+                ("limits", LIMIT_MIGRATIONS),
+                ("logs", LOG_MIGRATIONS),
+                ("payloads", PAYLOAD_MIGRATIONS),
+            ):
                 done = await db.fetchval("SELECT done FROM migrations WHERE family = $1", family) or 0
-                for step in missing(done, steps):
+                for step in pending_migrations(done, steps):
                     for text in step:
-                        await db.execute(words(text, WORDS))
+                        await db.execute(render_migration(text, COLUMN_TYPES))
                 save = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
                 await db.execute(save, family, len(steps))
 
@@ -291,13 +318,13 @@ class PostgresStore:
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
             for day in sorted(days):
-                for parent in BY_DAY:
+                for parent in PARTITIONED_TABLES:
                     await _attach(db, parent, day)
         self._partitions |= days
 
     async def _read(self, text: str, values: Sequence[object]) -> list[Any]:
         try:
-            async with self._pool.acquire(timeout=LONGEST) as db:
+            async with self._pool.acquire(timeout=QUERY_TIMEOUT_S) as db:
                 return list(await db.fetch(text, *values))
         except self._failures as e:
             raise _store_error(e) from e
@@ -305,7 +332,7 @@ class PostgresStore:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Connection]:
         try:
-            async with self._pool.acquire(timeout=LONGEST) as db, db.transaction():
+            async with self._pool.acquire(timeout=QUERY_TIMEOUT_S) as db, db.transaction():
                 yield db
         except self._failures as e:
             raise _store_error(e) from e
@@ -332,7 +359,7 @@ async def _attach(db: Connection, parent: str, day: date) -> None:
     """
     name = _partition(parent, day)
     if await db.fetchval("SELECT to_regclass($1)", name) is None:
-        low, high = (bound(day_start(each)).hex() for each in (day, day + timedelta(days=1)))
+        low, high = (min_id_at(day_start_ms(each)).hex() for each in (day, day + timedelta(days=1)))
         await db.execute(f"CREATE TABLE {name} (LIKE {parent} INCLUDING ALL)")
         bounds = rf"FROM ('\x{low}') TO ('\x{high}')"
         await db.execute(f"ALTER TABLE {parent} ATTACH PARTITION {name} FOR VALUES {bounds}")
@@ -352,7 +379,7 @@ async def _put(db: Connection, document: Document, at: int) -> None:
 def _check_changed_one(command_tag: str, document: Document) -> None:
     """Raise Conflict unless the statement changed one row."""
     if not command_tag.endswith(" 1"):
-        raise Conflict.of(document.kind, document.id, is_new=not document.version)
+        raise Conflict.of_document(document.kind, document.id, is_new=not document.version)
 
 
 def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -360,5 +387,5 @@ def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
 
 
-def _payload_rows(payloads: Sequence[tuple[str, Payload]]) -> list[tuple[bytes, bytes, bytes]]:
-    return [(bytes.fromhex(id), packed(p.request), packed(p.response)) for id, p in payloads]
+def _payload_rows(payloads: Sequence[tuple[str, LogPayload]]) -> list[tuple[bytes, bytes, bytes]]:
+    return [(bytes.fromhex(id), compress(p.request), compress(p.response)) for id, p in payloads]

@@ -13,14 +13,14 @@ from itertools import accumulate
 from operator import add
 from typing import Literal
 
-from emberline.gateway.logs.record import Record
+from emberline.gateway.logs.record import LogRecord
 
-Unit = Literal["minute", "hour", "day"]
+RollupUnit = Literal["minute", "hour", "day"]
 Dimension = Literal["all", "provider", "model", "status", "error", "key", "user"]
 
-MS: dict[Unit, int] = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
+UNIT_MS: dict[RollupUnit, int] = {"minute": 60_000, "hour": 3_600_000, "day": 86_400_000}
 # Dimensions that may have very many values have no cells by minute and no histograms.
-DIMENSIONS: dict[Dimension, tuple[Unit, ...]] = {
+DIMENSION_UNITS: dict[Dimension, tuple[RollupUnit, ...]] = {
     "all": ("minute", "hour", "day"),
     "provider": ("minute", "hour", "day"),
     "model": ("minute", "hour", "day"),
@@ -29,13 +29,15 @@ DIMENSIONS: dict[Dimension, tuple[Unit, ...]] = {
     "key": ("hour", "day"),
     "user": ("day",),
 }
-HOURS_KEPT = 90  # after their records are deleted
-WIDE: tuple[Dimension, ...] = ("all", "provider", "model")
-MANY: tuple[Dimension, ...] = ("key", "user")  # thousands of values are possible
-OTHERS = "\u2026"  # value of the cell that merges small users: see daily_users.py
+HOURLY_CELLS_KEPT_DAYS = 90  # after their records are deleted
+HISTOGRAM_DIMENSIONS: tuple[Dimension, ...] = ("all", "provider", "model")
+HIGH_CARDINALITY_DIMENSIONS: tuple[Dimension, ...] = ("key", "user")  # thousands of values are possible
+OTHER_USERS = "\u2026"  # value of the cell that merges small users: see daily_users.py
 
-EDGES = tuple(round(10 ** (i / 5), 3) for i in range(1, 25))  # upper ends; one more bucket has all longer times
-BUCKETS = len(EDGES) + 1
+BUCKET_EDGES_MS = tuple(
+    round(10 ** (i / 5), 3) for i in range(1, 25)
+)  # upper ends; one more bucket has all longer times
+BUCKET_COUNT = len(BUCKET_EDGES_MS) + 1
 SUMS = (
     "requests",
     "errors",
@@ -51,17 +53,17 @@ SUMS = (
     "duration_ms",
     "first_bytes",  # requests with a time to the first byte: streams
 )
-COUNTERS = (*SUMS, *(f"duration_{i}" for i in range(BUCKETS)), *(f"first_{i}" for i in range(BUCKETS)))
-DURATIONS = slice(len(SUMS), len(SUMS) + BUCKETS)
-FIRSTS = slice(len(SUMS) + BUCKETS, len(SUMS) + 2 * BUCKETS)
+COUNTERS = (*SUMS, *(f"duration_{i}" for i in range(BUCKET_COUNT)), *(f"first_{i}" for i in range(BUCKET_COUNT)))
+DURATION_BUCKETS = slice(len(SUMS), len(SUMS) + BUCKET_COUNT)
+FIRST_BYTE_BUCKETS = slice(len(SUMS) + BUCKET_COUNT, len(SUMS) + 2 * BUCKET_COUNT)
 
-Place = tuple[Unit, int, str, str, Dimension, str]  # unit, start, account, gateway, dimension, value
+CellKey = tuple[RollupUnit, int, str, str, Dimension, str]  # unit, start, account, gateway, dimension, value
 
 
 @dataclass(frozen=True, slots=True)
 class RollupQuery:
     account: str
-    unit: Unit
+    unit: RollupUnit
     since: int  # ms since 1970, inclusive, rounded down to a whole unit
     until: int  # ms since 1970, exclusive, rounded up to a whole unit
     gateway: str = ""  # empty: all gateways of the account together
@@ -70,20 +72,20 @@ class RollupQuery:
     over_time: bool = True  # a cell for each unit of time; else one for the whole time
     limit: int = 10_000  # cells; without over_time, those with the highest cost
 
-    def pieces(self) -> list[tuple[Unit, int, int]]:
+    def split_by_unit(self) -> list[tuple[RollupUnit, int, int]]:
         """Return (unit, since, until) of the fewest cells that make up the whole time."""
-        size = MS[self.unit]
-        units = DIMENSIONS[self.dimension]
+        size = UNIT_MS[self.unit]
+        units = DIMENSION_UNITS[self.dimension]
         since, until = self.since - self.since % size, -(-self.until // size) * size
         return _split_by_unit(units[units.index(self.unit) :], since, until)
 
 
-def _split_by_unit(units: Sequence[Unit], since: int, until: int) -> list[tuple[Unit, int, int]]:
+def _split_by_unit(units: Sequence[RollupUnit], since: int, until: int) -> list[tuple[RollupUnit, int, int]]:
     if since >= until:
         return []
     unit, *larger = units
     if larger:
-        size = MS[larger[0]]
+        size = UNIT_MS[larger[0]]
         low, high = -(-since // size) * size, until - until % size
         if low < high:
             return [
@@ -95,7 +97,7 @@ def _split_by_unit(units: Sequence[Unit], since: int, until: int) -> list[tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class RollupCell:
     start: int  # ms since 1970; without over_time, the query's `since`
     value: str
     counts: tuple[int, ...]  # in the order of COUNTERS, or of SUMS
@@ -103,7 +105,7 @@ class Cell:
     def __getitem__(self, counter: str) -> int:
         return self.counts[COUNTERS.index(counter)]
 
-    def percentiles(self, shares: Sequence[float], of: slice = DURATIONS) -> list[float | None]:
+    def percentiles(self, shares: Sequence[float], of: slice = DURATION_BUCKETS) -> list[float | None]:
         """Return the percentiles in milliseconds for shares such as 0.99; None if the histogram is empty."""
         counts = self.counts[of]
         cumulative = list(accumulate(counts))
@@ -113,22 +115,22 @@ class Cell:
 
 def _interpolate(rank: float, counts: Sequence[int], cumulative: Sequence[int]) -> float:
     i = bisect_left(cumulative, rank)
-    low, high = EDGES[i - 1] if i else 0.0, EDGES[min(i, len(EDGES) - 1)]
+    low, high = BUCKET_EDGES_MS[i - 1] if i else 0.0, BUCKET_EDGES_MS[min(i, len(BUCKET_EDGES_MS) - 1)]
     return low + (high - low) * (rank - cumulative[i] + counts[i]) / counts[i]
 
 
-def tally(records: Iterable[Record]) -> dict[Place, Sequence[int]]:
+def count_records(records: Iterable[LogRecord]) -> dict[CellKey, Sequence[int]]:
     """Return what a batch adds to which cells.
 
     Most records of a batch differ only in key and user. So equal ones are summed up first, and the sums are then added
     to the cells of each dimension.
     """
     groups: dict[_Group, list[int]] = {}
-    cells: dict[Place, Sequence[int]] = {}
+    cells: dict[CellKey, Sequence[int]] = {}
     for record in records:
-        start = record.created
+        start = record.created_ms
         sums = _sums(record)
-        where = (start - start % MS["minute"], record.account, record.gateway)
+        where = (start - start % UNIT_MS["minute"], record.account, record.gateway)
         for dimension, value in zip(_UNGROUPED, (record.key_id, record.user), strict=True):
             if value:
                 _add(cells, _finest_cell(dimension, *where, value), sums)
@@ -137,14 +139,14 @@ def tally(records: Iterable[Record]) -> dict[Place, Sequence[int]]:
         if counts is None:
             counts = groups[group] = [0] * len(COUNTERS)
         counts[: len(SUMS)] = map(add, counts, sums)
-        counts[DURATIONS.start + bisect_left(EDGES, record.duration_ms)] += 1
+        counts[DURATION_BUCKETS.start + bisect_left(BUCKET_EDGES_MS, record.duration_ms)] += 1
         if record.first_byte_ms is not None:
-            counts[FIRSTS.start + bisect_left(EDGES, record.first_byte_ms)] += 1
+            counts[FIRST_BYTE_BUCKETS.start + bisect_left(BUCKET_EDGES_MS, record.first_byte_ms)] += 1
     for (start, account, gateway, provider, model, status, error), counts in groups.items():
         values = (provider, f"{provider}/{model}" if model else "", str(status), error)
         for dimension, value in zip(_GROUPED, ("", *values), strict=True):
             if value or dimension == "all":
-                cell_counts = counts if dimension in WIDE else counts[: len(SUMS)]
+                cell_counts = counts if dimension in HISTOGRAM_DIMENSIONS else counts[: len(SUMS)]
                 _add(cells, _finest_cell(dimension, start, account, gateway, value), cell_counts)
     return _with_larger_units(cells)
 
@@ -154,34 +156,34 @@ _UNGROUPED: tuple[Dimension, ...] = ("key", "user")
 _GROUPED: tuple[Dimension, ...] = ("all", "provider", "model", "status", "error")
 
 
-def _finest_cell(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> Place:
+def _finest_cell(dimension: Dimension, start: int, account: str, gateway: str, value: str) -> CellKey:
     """Return the key of the cell in the smallest unit that the dimension has."""
-    unit = DIMENSIONS[dimension][0]
-    return (unit, start - start % MS[unit], account, gateway, dimension, value)
+    unit = DIMENSION_UNITS[dimension][0]
+    return (unit, start - start % UNIT_MS[unit], account, gateway, dimension, value)
 
 
-def _add(cells: dict[Place, Sequence[int]], key: Place, counts: Sequence[int]) -> None:
+def _add(cells: dict[CellKey, Sequence[int]], key: CellKey, counts: Sequence[int]) -> None:
     before = cells.get(key)
     cells[key] = counts if before is None else list(map(add, before, counts))
 
 
-def _with_larger_units(finest: dict[Place, Sequence[int]]) -> dict[Place, Sequence[int]]:
+def _with_larger_units(finest: dict[CellKey, Sequence[int]]) -> dict[CellKey, Sequence[int]]:
     """Return the cells and those of the larger units, which are their sums."""
     cells = dict(finest)
     for (_, start, account, gateway, dimension, value), counts in finest.items():
-        for unit in DIMENSIONS[dimension][1:]:
-            _add(cells, (unit, start - start % MS[unit], account, gateway, dimension, value), counts)
+        for unit in DIMENSION_UNITS[dimension][1:]:
+            _add(cells, (unit, start - start % UNIT_MS[unit], account, gateway, dimension, value), counts)
     return cells
 
 
-def _sums(record: Record) -> tuple[int, ...]:
+def _sums(record: LogRecord) -> tuple[int, ...]:
     """Return a record's counts in the order of SUMS."""
     usage = record.usage
     return (
         1,
         not record.success,
         record.cached,
-        record.rescued,
+        record.answered_by_fallback,
         record.micros is None,
         record.micros or 0,
         usage.input,

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from emberline.gateway.store.filters import Filters, Span
+from emberline.gateway.store.filters import LogFilters, NumberRange
 from emberline.gateway.store.rollup import (
     COUNTERS,
-    DIMENSIONS,
-    HOURS_KEPT,
-    MANY,
-    MS,
+    DIMENSION_UNITS,
+    HIGH_CARDINALITY_DIMENSIONS,
+    HISTOGRAM_DIMENSIONS,
+    HOURLY_CELLS_KEPT_DAYS,
     SUMS,
-    WIDE,
+    UNIT_MS,
+    CellKey,
     Dimension,
-    Place,
     RollupQuery,
-    Unit,
+    RollupUnit,
 )
-from emberline.gateway.store.tables import COLUMNS, PLACE, quoted
+from emberline.gateway.store.tables import CELL_KEY_COLUMNS, COLUMNS, quote_names
 
 _ONE_OF = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "feedback",
            "request_content_type", "response_content_type")  # fmt: skip
@@ -29,7 +29,7 @@ _SPANS = {name: name for name in ("micros", "tokens_in", "tokens_out", "duration
 _LIKE_ESCAPES = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})
 
 
-class Query:
+class SQLQuery:
     """Conditions of a WHERE clause and their parameters."""
 
     def __init__(self, mark: str) -> None:
@@ -37,31 +37,31 @@ class Query:
         self.values: list[Any] = []
         self.clauses: list[str] = []
 
-    def value(self, value: object) -> str:
+    def add_value(self, value: object) -> str:
         self.values.append(value)
         return f"{self._mark}{len(self.values)}"
 
-    def holds(self, left: str, operator: str, value: object) -> None:
-        self.clauses.append(f"{left} {operator} {self.value(value)}")
+    def add_condition(self, left: str, operator: str, value: object) -> None:
+        self.clauses.append(f"{left} {operator} {self.add_value(value)}")
 
-    def one_of(self, column: str, values: tuple[object, ...]) -> None:
+    def add_in(self, column: str, values: tuple[object, ...]) -> None:
         if len(values) == 1:
-            self.holds(column, "=", values[0])
+            self.add_condition(column, "=", values[0])
         elif values:
-            self.clauses.append(f"{column} IN ({', '.join(self.value(v) for v in values)})")
+            self.clauses.append(f"{column} IN ({', '.join(self.add_value(v) for v in values)})")
 
-    def within(self, column: str, span: Span) -> None:
-        if span.least is not None:
-            self.holds(column, ">=", span.least)
-        if span.most is not None:
-            self.holds(column, "<=", span.most)
+    def add_range(self, column: str, span: NumberRange) -> None:
+        if span.minimum is not None:
+            self.add_condition(column, ">=", span.minimum)
+        if span.maximum is not None:
+            self.add_condition(column, "<=", span.maximum)
 
-    def none_of(self, expression: str, values: tuple[object, ...]) -> None:
-        inner = ", ".join(self.value(v) for v in values)
+    def add_not_in(self, expression: str, values: tuple[object, ...]) -> None:
+        inner = ", ".join(self.add_value(v) for v in values)
         self.clauses.append(f"({expression} IS NULL OR {expression} NOT IN ({inner}))")
 
-    def contains(self, columns: tuple[str, ...], texts: tuple[str, ...]) -> None:
-        patterns = [self.value(f"%{text.translate(_LIKE_ESCAPES)}%") for text in texts]
+    def add_contains(self, columns: tuple[str, ...], texts: tuple[str, ...]) -> None:
+        patterns = [self.add_value(f"%{text.translate(_LIKE_ESCAPES)}%") for text in texts]
         matches = [f"LOWER({column}) LIKE LOWER({each}) ESCAPE '\\'" for column in columns for each in patterns]
         self.clauses.append(f"({' OR '.join(matches)})")
 
@@ -70,7 +70,7 @@ class Query:
         return " AND ".join(self.clauses)
 
 
-def marks(mark: str, count: int) -> str:
+def placeholders(mark: str, count: int) -> str:
     return ", ".join(f"{mark}{i + 1}" for i in range(count))
 
 
@@ -82,20 +82,20 @@ UPSERT_COUNTER = (
 INSERT_COUNTED = "INSERT INTO counted VALUES ({0}1, {0}2) ON CONFLICT DO NOTHING"
 DELETE_COUNTERS = "DELETE FROM counters WHERE ends <= {0}1"
 DELETE_COUNTED = "DELETE FROM counted WHERE at < {0}1"
-COUNTED_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older will not be replayed any more
+APPLIED_BATCHES_KEPT_MS = 30 * 86_400_000  # a journal of limits that is older will not be replayed any more
 
 
-def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int) -> tuple[str, list[Any]]:
+def select_logs(mark: str, filters: LogFilters, low: bytes, high: bytes, limit: int) -> tuple[str, list[Any]]:
     """Return the query for records with low <= id < high, newest first."""
-    query = Query(mark)
-    query.holds("account", "=", filters.account)
+    query = SQLQuery(mark)
+    query.add_condition("account", "=", filters.account)
     if filters.gateway:
-        query.holds("gateway", "=", filters.gateway)
-    query.holds("id", ">=", low)
-    query.holds("id", "<", high)
+        query.add_condition("gateway", "=", filters.gateway)
+    query.add_condition("id", ">=", low)
+    query.add_condition("id", "<", high)
     success = filters.success
     if filters.status:
-        query.one_of("status", filters.status)
+        query.add_in("status", filters.status)
         if min(filters.status) >= 400 and success is None:
             success = False  # redundant, but lets the database use the index of failures
     if success is not None:
@@ -105,23 +105,23 @@ def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int
     if filters.rescued is not None:
         query.clauses.append("step > 0 AND success = 1" if filters.rescued else "(step = 0 OR success = 0)")
     for name in _ONE_OF:
-        query.one_of(f'"{name}"', getattr(filters, name))
-    query.one_of("id", tuple(bytes.fromhex(id) for id in filters.id))
+        query.add_in(f'"{name}"', getattr(filters, name))
+    query.add_in("id", tuple(bytes.fromhex(id) for id in filters.id))
     for name, expression in _SPANS.items():
-        query.within(expression, getattr(filters, name))
+        query.add_range(expression, getattr(filters, name))
     for unlike in filters.unlike:
         if unlike.field == "id":
-            query.none_of("id", tuple(bytes.fromhex(str(id)) for id in unlike.values))
+            query.add_not_in("id", tuple(bytes.fromhex(str(id)) for id in unlike.values))
         else:
-            query.none_of(_SPANS.get(unlike.field, f'"{unlike.field}"'), unlike.values)
+            query.add_not_in(_SPANS.get(unlike.field, f'"{unlike.field}"'), unlike.values)
     for containing in filters.containing:
-        query.contains(tuple(f'"{name}"' for name in containing.fields), containing.texts)
+        query.add_contains(tuple(f'"{name}"' for name in containing.fields), containing.texts)
     for key, value in filters.metadata.items():
-        inner = f"key = {query.value(key)} AND value = {query.value(value)}"
-        bounds = f"id >= {query.value(low)} AND id < {query.value(high)}"
+        inner = f"key = {query.add_value(key)} AND value = {query.add_value(value)}"
+        bounds = f"id >= {query.add_value(low)} AND id < {query.add_value(high)}"
         query.clauses.append(f"id IN (SELECT id FROM labels WHERE {inner} AND {bounds})")
     order = f"ORDER BY id DESC LIMIT {int(limit)}"
-    return f"SELECT {quoted(COLUMNS)} FROM logs WHERE {query.where} {order}", query.values
+    return f"SELECT {quote_names(COLUMNS)} FROM logs WHERE {query.where} {order}", query.values
 
 
 def select_newest(mark: str) -> str:
@@ -132,15 +132,15 @@ def select_newest(mark: str) -> str:
 def select_log(mark: str, account: str, gateway: str, id: str) -> tuple[str, list[Any]]:
     """Return the query for one record."""
     low = bytes.fromhex(id)
-    return select_logs(mark, Filters(account, gateway), low, low + b"\0", 1)
+    return select_logs(mark, LogFilters(account, gateway), low, low + b"\0", 1)
 
 
 def select_rollups(mark: str, rollup_query: RollupQuery) -> tuple[str, list[Any]]:
-    query = Query(mark)
+    query = SQLQuery(mark)
     if not rollup_query.over_time:
         return _select_whole_time(query, rollup_query), query.values
     table, counters = _cells(rollup_query.dimension)
-    since = rollup_query.since - rollup_query.since % MS[rollup_query.unit]
+    since = rollup_query.since - rollup_query.since % UNIT_MS[rollup_query.unit]
     where = _rollups_where(query, rollup_query, rollup_query.unit, since, rollup_query.until)
     if rollup_query.gateway:  # the cells themselves, in the order of the primary key
         order = f"ORDER BY start, gateway, value LIMIT {int(rollup_query.limit)}"
@@ -149,34 +149,36 @@ def select_rollups(mark: str, rollup_query: RollupQuery) -> tuple[str, list[Any]
     return f"SELECT start, value, {_sums(counters)} FROM {table} WHERE {where} {order}", query.values
 
 
-def _select_whole_time(query: Query, rollup_query: RollupQuery) -> str:
+def _select_whole_time(query: SQLQuery, rollup_query: RollupQuery) -> str:
     """Return the query for one cell per value, those with the highest cost first."""
     table, counters = _cells(rollup_query.dimension)
-    conditions = [_rollups_where(query, rollup_query, *piece) for piece in rollup_query.pieces()] or ["1 = 0"]
+    conditions = [_rollups_where(query, rollup_query, *piece) for piece in rollup_query.split_by_unit()] or ["1 = 0"]
 
     def cells(columns: str, also: str = "") -> str:
         return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {each}{also}" for each in conditions)
 
     order = f"GROUP BY value ORDER BY SUM(micros) DESC, SUM(requests) DESC, value LIMIT {int(rollup_query.limit)}"
     only_largest = ""
-    if rollup_query.dimension in MANY:  # find the largest values first, then sum up all counters of these only
+    if (
+        rollup_query.dimension in HIGH_CARDINALITY_DIMENSIONS
+    ):  # find the largest values first, then sum up all counters of these only
         only_largest = f" AND value IN (SELECT value FROM ({cells('value, micros, requests')}) AS narrow {order})"
-    start = query.value(rollup_query.since)
+    start = query.add_value(rollup_query.since)
     found = cells(", ".join(("value", *counters)), only_largest)
     return f"SELECT CAST({start} AS BIGINT), value, {_sums(counters)} FROM ({found}) AS cells {order}"
 
 
-def _rollups_where(query: Query, rollup_query: RollupQuery, unit: Unit, since: int, until: int) -> str:
+def _rollups_where(query: SQLQuery, rollup_query: RollupQuery, unit: RollupUnit, since: int, until: int) -> str:
     query.clauses.clear()
-    query.holds("unit", "=", unit)
-    query.holds("account", "=", rollup_query.account)
-    query.holds("dimension", "=", rollup_query.dimension)
-    query.holds("start", ">=", since)
-    query.holds("start", "<", until)
+    query.add_condition("unit", "=", unit)
+    query.add_condition("account", "=", rollup_query.account)
+    query.add_condition("dimension", "=", rollup_query.dimension)
+    query.add_condition("start", ">=", since)
+    query.add_condition("start", "<", until)
     if rollup_query.gateway:
-        query.holds("gateway", "=", rollup_query.gateway)
+        query.add_condition("gateway", "=", rollup_query.gateway)
     if rollup_query.value:
-        query.holds("value", "=", rollup_query.value)
+        query.add_condition("value", "=", rollup_query.value)
     return query.where
 
 
@@ -187,18 +189,18 @@ def _sums(counters: Sequence[str]) -> str:
 def upsert_rollup(mark: str, dimension: Dimension) -> str:
     """Return the statement that adds counts to a cell. Parameters: a row of `rollup_values`."""
     table, counters = _cells(dimension)
-    names = (*PLACE, *counters)
+    names = (*CELL_KEY_COLUMNS, *counters)
     added = ", ".join(f"{counter} = {table}.{counter} + excluded.{counter}" for counter in counters)
-    into = f"INSERT INTO {table} ({quoted(names)}) VALUES ({marks(mark, len(names))})"
-    return f"{into} ON CONFLICT ({quoted(PLACE)}) DO UPDATE SET {added}"
+    into = f"INSERT INTO {table} ({quote_names(names)}) VALUES ({placeholders(mark, len(names))})"
+    return f"{into} ON CONFLICT ({quote_names(CELL_KEY_COLUMNS)}) DO UPDATE SET {added}"
 
 
-def rollup_values(cells: Mapping[Place, Sequence[int]], wide: bool) -> list[tuple[Any, ...]]:
+def rollup_values(cells: Mapping[CellKey, Sequence[int]], wide: bool) -> list[tuple[Any, ...]]:
     """Return rows of cells with (`wide`) or without histograms, sorted so that replicas cannot deadlock."""
     return sorted(
         (unit, account, dimension, start, gateway, value, *counts)
         for (unit, start, account, gateway, dimension, value), counts in cells.items()
-        if (dimension in WIDE) == wide
+        if (dimension in HISTOGRAM_DIMENSIONS) == wide
     )
 
 
@@ -215,13 +217,13 @@ def delete_cells(mark: str, table: str) -> str:
     return f"DELETE FROM {table} WHERE unit = {mark}1 AND account = {mark}2 AND dimension = {mark}3 AND start < {mark}4"
 
 
-def outdated(start: int) -> list[tuple[str, Unit, Dimension, int]]:
+def expired_cells(start: int) -> list[tuple[str, RollupUnit, Dimension, int]]:
     """Return table, unit, dimension and first kept start of cells to delete with records before `start`."""
-    kept_days: dict[Unit, int] = {"minute": 0, "hour": HOURS_KEPT}
+    kept_days: dict[RollupUnit, int] = {"minute": 0, "hour": HOURLY_CELLS_KEPT_DAYS}
     return [
-        (_cells(dimension)[0], unit, dimension, start - days * MS["day"])
+        (_cells(dimension)[0], unit, dimension, start - days * UNIT_MS["day"])
         for unit, days in kept_days.items()
-        for dimension, units in DIMENSIONS.items()
+        for dimension, units in DIMENSION_UNITS.items()
         if unit in units
     ]
 
@@ -230,7 +232,7 @@ _USERS_OF_DAY = "unit = 'day' AND account = {0}1 AND dimension = 'user' AND star
 _USER_ORDER = "micros, requests, gateway, value"
 
 
-def select_crowd(mark: str, kept: int) -> str:
+def select_small_users(mark: str, kept: int) -> str:
     """Return the query for a day's users after the `kept` largest, largest first, at most `kept` + 1.
 
     Parameters: account, start, OTHER_USERS.
@@ -240,7 +242,7 @@ def select_crowd(mark: str, kept: int) -> str:
     return f"SELECT {_USER_ORDER} FROM spends WHERE {where} ORDER BY {order} LIMIT {kept + 1} OFFSET {kept}"
 
 
-def take_out(mark: str, *, shared: bool) -> str:
+def delete_small_users(mark: str, *, shared: bool) -> str:
     """Return the statement that deletes a user of a day and all smaller ones, and returns their counts.
 
     Parameters: account, start, OTHER_USERS, and the user's micros, requests, gateway, value. `shared`: skip rows that
@@ -254,31 +256,31 @@ def take_out(mark: str, *, shared: bool) -> str:
 
 
 def _cells(dimension: Dimension) -> tuple[str, tuple[str, ...]]:
-    return ("rollups", COUNTERS) if dimension in WIDE else ("spends", SUMS)
+    return ("rollups", COUNTERS) if dimension in HISTOGRAM_DIMENSIONS else ("spends", SUMS)
 
 
 def select_documents(
     mark: str, kind: str, account: str, prefix: str, after: tuple[str, str], limit: int
 ) -> tuple[str, list[Any]]:
-    query = Query(mark)
-    query.holds("kind", "=", kind)
+    query = SQLQuery(mark)
+    query.add_condition("kind", "=", kind)
     if account:
-        query.holds("account", "=", account)
+        query.add_condition("account", "=", account)
     if prefix:
-        query.holds("id", ">=", prefix)
-        query.holds("id", "<", prefix + "\U0010ffff")
+        query.add_condition("id", ">=", prefix)
+        query.add_condition("id", "<", prefix + "\U0010ffff")
     if after[0]:
-        query.clauses.append(f"(id, account) > ({query.value(after[0])}, {query.value(after[1])})")
+        query.clauses.append(f"(id, account) > ({query.add_value(after[0])}, {query.add_value(after[1])})")
     columns = "kind, account, id, body, version, updated"
     return f"SELECT {columns} FROM documents WHERE {query.where} ORDER BY id, account LIMIT {int(limit)}", query.values
 
 
 def select_audits(mark: str, account: str, before: int, limit: int) -> tuple[str, list[Any]]:
-    query = Query(mark)
+    query = SQLQuery(mark)
     query.clauses.append("number > 0")
     if account:
-        query.holds("account", "=", account)
+        query.add_condition("account", "=", account)
     if before:
-        query.holds("number", "<", before)
+        query.add_condition("number", "<", before)
     columns = "at, account, actor, action, target, before, after, number"
     return f"SELECT {columns} FROM audits WHERE {query.where} ORDER BY number DESC LIMIT {int(limit)}", query.values

@@ -24,30 +24,39 @@ import msgspec
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.privatefile import make_private
 from emberline.gateway.errors import Conflict
-from emberline.gateway.logs.record import Payload, Record, created, day_of
+from emberline.gateway.logs.record import LogPayload, LogRecord, created_ms, day_of
 from emberline.gateway.store import sql
-from emberline.gateway.store.base import PATIENCE, Audit, Change, Counter, Document, Feedback, Kind, Page
-from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
-from emberline.gateway.store.filters import Filters
-from emberline.gateway.store.lane import Lane
-from emberline.gateway.store.packing import packed, unpacked
-from emberline.gateway.store.rollup import MS, OTHERS, Cell, RollupQuery, tally
-from emberline.gateway.store.scan import day_start, scan
+from emberline.gateway.store.base import (
+    PAGE_TIMEOUT_S,
+    AuditEntry,
+    Document,
+    DocumentKind,
+    Feedback,
+    LimitCounter,
+    RecordPage,
+    StoreChange,
+)
+from emberline.gateway.store.compression import compress, decompress
+from emberline.gateway.store.daily_users import MAX_USERS_PER_DAY, AccountDay, DailyUsers, merge_small_users
+from emberline.gateway.store.filters import LogFilters
+from emberline.gateway.store.record_scan import day_start_ms, scan_records
+from emberline.gateway.store.rollup import OTHER_USERS, UNIT_MS, RollupCell, RollupQuery, count_records
+from emberline.gateway.store.sqlite_thread import SQLiteThread
 from emberline.gateway.store.tables import (
     COLUMNS,
-    LIMITS,
-    LOGS,
-    MAIN,
-    PAYLOADS,
-    labels,
-    missing,
-    quoted,
-    record,
-    row,
-    words,
+    LIMIT_MIGRATIONS,
+    LOG_MIGRATIONS,
+    MAIN_MIGRATIONS,
+    PAYLOAD_MIGRATIONS,
+    metadata_labels,
+    pending_migrations,
+    quote_names,
+    record_to_row,
+    render_migration,
+    row_to_record,
 )
 
-WORDS = {
+COLUMN_TYPES = {
     "int": "INTEGER",
     "text": "TEXT",
     "blob": "BLOB",
@@ -55,14 +64,14 @@ WORDS = {
     "partitioned": "WITHOUT ROWID",
     "clustered": "WITHOUT ROWID",
 }
-READERS = 2
-_INSERT_LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)})"
+READER_THREADS = 2
+_INSERT_LOG = f"INSERT OR IGNORE INTO logs ({quote_names(COLUMNS)})"
 _ROWS_PER_STATEMENT = (24, 4, 1)  # 40 columns of 24 rows stay below SQLite's oldest limit of 999 parameters
 _ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
-_SELECT_SMALL, _DELETE_SMALL = sql.select_crowd("?", KEPT), sql.take_out("?", shared=False)
+_SELECT_SMALL, _DELETE_SMALL = sql.select_small_users("?", MAX_USERS_PER_DAY), sql.delete_small_users("?", shared=False)
 
 T = TypeVar("T")
-Batch = Sequence[tuple[Record, Payload | None]]
+RecordBatch = Sequence[tuple[LogRecord, LogPayload | None]]
 
 
 class SQLiteStore:
@@ -70,7 +79,7 @@ class SQLiteStore:
     async def open(cls, directory: Path, clock: Clock | None = None) -> SQLiteStore:
         store = cls(directory, clock or SystemClock())
         await store._writer.run(store._prepare)
-        await store._counter.run(lambda thread: _migrate(thread.connection(store._limits), LIMITS))
+        await store._counter.run(lambda thread: _migrate(thread.connection(store._limits), LIMIT_MIGRATIONS))
         return store
 
     def __init__(self, directory: Path, clock: Clock) -> None:
@@ -78,10 +87,10 @@ class SQLiteStore:
         self._main = directory / "gateway.db"
         self._limits = directory / "limits.db"
         self._clock = clock
-        self._daily_users = Crowd()
-        self._writer = Lane("writer", writes=True)
-        self._counter = Lane("limits", writes=True)
-        self._readers = [Lane(f"reader-{i}", writes=False) for i in range(READERS)]
+        self._daily_users = DailyUsers()
+        self._writer = SQLiteThread("writer", writes=True)
+        self._counter = SQLiteThread("limits", writes=True)
+        self._readers = [SQLiteThread(f"reader-{i}", writes=False) for i in range(READER_THREADS)]
         self._next_reader = cycle(self._readers)
 
     async def close(self) -> None:
@@ -90,12 +99,12 @@ class SQLiteStore:
 
     # Documents
 
-    async def get(self, kind: Kind, account: str, id: str) -> Document | None:
+    async def get(self, kind: DocumentKind, account: str, id: str) -> Document | None:
         found = await self.documents(kind, account, prefix=id, limit=1)
         return found[0] if found and found[0].id == id else None
 
     async def documents(
-        self, kind: Kind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
+        self, kind: DocumentKind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
     ) -> list[Document]:
         rows = await self._read(self._main, *sql.select_documents("?", kind, account, prefix, after, limit))
         return [Document(*found) for found in rows]
@@ -103,13 +112,14 @@ class SQLiteStore:
     async def version(self) -> int:
         return int((await self._read(self._main, "SELECT value FROM state WHERE name = 'version'", ()))[0][0])
 
-    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
+    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[AuditEntry]:
         return [
-            Audit(*found) for found in await self._read(self._main, *sql.select_audits("?", account, before, limit))
+            AuditEntry(*found)
+            for found in await self._read(self._main, *sql.select_audits("?", account, before, limit))
         ]
 
-    async def commit(self, change: Change) -> int:
-        def do(thread: Lane) -> int:
+    async def commit(self, change: StoreChange) -> int:
+        def do(thread: SQLiteThread) -> int:
             with _transaction(thread.connection(self._main)) as db:
                 for document in change.put:
                     _put(db, document, change.audit.at)
@@ -120,7 +130,7 @@ class SQLiteStore:
                 a = change.audit
                 values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
                 columns = "at, account, actor, action, target, before, after"
-                db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.marks('?', 7)})", values)
+                db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.placeholders('?', 7)})", values)
                 increment = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
                 return int(db.execute(increment).fetchall()[0][0])
 
@@ -128,121 +138,125 @@ class SQLiteStore:
 
     # Counters
 
-    async def counters(self, now: int) -> list[Counter]:
-        def do(thread: Lane) -> list[Counter]:
+    async def counters(self, now: int) -> list[LimitCounter]:
+        def do(thread: SQLiteThread) -> list[LimitCounter]:
             rows = thread.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
-            return [Counter(*found) for found in rows]
+            return [LimitCounter(*found) for found in rows]
 
         return await self._counter.run(do)
 
-    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
-        def do(thread: Lane) -> None:
+    async def count(self, batch: str, changes: Sequence[LimitCounter], now: int) -> None:
+        def do(thread: SQLiteThread) -> None:
             with _transaction(thread.connection(self._limits)) as db:
                 if db.execute(sql.INSERT_COUNTED.format("?"), (batch, now)).rowcount:
                     db.executemany(sql.UPSERT_COUNTER.format("?"), map(msgspec.structs.astuple, changes))
                     db.execute(sql.DELETE_COUNTERS.format("?"), (now,))
-                    db.execute(sql.DELETE_COUNTED.format("?"), (now - sql.COUNTED_KEPT_MS,))
+                    db.execute(sql.DELETE_COUNTED.format("?"), (now - sql.APPLIED_BATCHES_KEPT_MS,))
 
         await self._counter.run(do)
 
     # Logs
 
-    async def append(self, batch: Batch) -> None:
+    async def append(self, batch: RecordBatch) -> None:
         if batch:
             await self._writer.run(self._append, batch)
 
-    def _append(self, thread: Lane, batch: Batch) -> None:
+    def _append(self, thread: SQLiteThread, batch: RecordBatch) -> None:
         first = bytes.fromhex(batch[0][0].id)
         if thread.connection(self._main).execute("SELECT 1 FROM batches WHERE id = ?1", (first,)).fetchall():
             return
         for day, entries in _by_day(batch, lambda entry: entry[0]).items():
             self._append_day(thread, day, entries)
         with _transaction(thread.connection(self._main)) as main:
-            main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, batch[0][0].created))
-            main.execute("DELETE FROM batches WHERE at < ?1", (batch[0][0].created - MS["day"],))
-            cells = tally(r for r, _ in batch)
+            main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, batch[0][0].created_ms))
+            main.execute("DELETE FROM batches WHERE at < ?1", (batch[0][0].created_ms - UNIT_MS["day"],))
+            cells = count_records(r for r, _ in batch)
             for wide, upsert in _ROLLUPS:
                 main.executemany(upsert, sql.rollup_values(cells, wide))
         for user_day in self._daily_users.add(cells):
             self._merge_small_users(thread, user_day)
 
-    def _merge_small_users(self, thread: Lane, day: Day) -> None:
+    def _merge_small_users(self, thread: SQLiteThread, day: AccountDay) -> None:
         with _transaction(thread.connection(self._main)) as db:
-            small = db.execute(_SELECT_SMALL, (*day, OTHERS)).fetchall()
-            if len(small) > KEPT:
-                deleted = db.execute(_DELETE_SMALL, (*day, OTHERS, *small[0])).fetchall()
-                db.executemany(_ROLLUPS[1][1], others(day, deleted))
+            small = db.execute(_SELECT_SMALL, (*day, OTHER_USERS)).fetchall()
+            if len(small) > MAX_USERS_PER_DAY:
+                deleted = db.execute(_DELETE_SMALL, (*day, OTHER_USERS, *small[0])).fetchall()
+                db.executemany(_ROLLUPS[1][1], merge_small_users(day, deleted))
 
-    def _append_day(self, thread: Lane, day: date, entries: Batch) -> None:
+    def _append_day(self, thread: SQLiteThread, day: date, entries: RecordBatch) -> None:
         with _transaction(self._day(thread, day)) as db:
-            _insert(db, _INSERT_LOG, [row(r) for r, _ in entries])
-            db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in labels(r)])
-        payloads = [(bytes.fromhex(r.id), packed(p.request), packed(p.response)) for r, p in entries if p is not None]
+            _insert(db, _INSERT_LOG, [record_to_row(r) for r, _ in entries])
+            db.executemany(_INSERT_LABEL, [label for r, _ in entries if r.metadata for label in metadata_labels(r)])
+        payloads = [
+            (bytes.fromhex(r.id), compress(p.request), compress(p.response)) for r, p in entries if p is not None
+        ]
         if payloads:
             with _transaction(self._day(thread, day, payloads=True)) as db:
                 _insert(db, "INSERT OR IGNORE INTO payloads", payloads)
 
-    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
+    async def page(
+        self, filters: LogFilters, *, before: str = "", limit: int = 50, timeout_s: float = PAGE_TIMEOUT_S
+    ) -> RecordPage:
         days = await self.days()
-        return await scan(self._newest, self._select, days, filters, before, limit, patience, self._clock)
+        return await scan_records(self._newest, self._select, days, filters, before, limit, timeout_s, self._clock)
 
     async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
         rows = await self._read(self._path("logs", day), sql.select_newest("?"), (low, high))
         return rows[0][0] if rows else None
 
-    async def _select(self, day: date, filters: Filters, low: bytes, high: bytes, limit: int) -> list[Record]:
+    async def _select(self, day: date, filters: LogFilters, low: bytes, high: bytes, limit: int) -> list[LogRecord]:
         rows = await self._read(self._path("logs", day), *sql.select_logs("?", filters, low, high, limit))
-        return [record(found) for found in rows]
+        return [row_to_record(found) for found in rows]
 
-    async def record(self, account: str, gateway: str, id: str) -> Record | None:
-        path = self._path("logs", day_of(created(id)))
+    async def record(self, account: str, gateway: str, id: str) -> LogRecord | None:
+        path = self._path("logs", day_of(created_ms(id)))
         rows = await self._read(path, *sql.select_log("?", account, gateway, id))
-        return record(rows[0]) if rows else None
+        return row_to_record(rows[0]) if rows else None
 
-    async def payload(self, account: str, gateway: str, id: str) -> Payload | None:
+    async def payload(self, account: str, gateway: str, id: str) -> LogPayload | None:
         if await self.record(account, gateway, id) is None:
             return None
         text = "SELECT request, response FROM payloads WHERE id = ?1"
-        rows = await self._read(self._path("payloads", day_of(created(id))), text, (bytes.fromhex(id),))
-        return Payload(*(unpacked(part) for part in rows[0])) if rows else None
+        rows = await self._read(self._path("payloads", day_of(created_ms(id))), text, (bytes.fromhex(id),))
+        return LogPayload(*(decompress(part) for part in rows[0])) if rows else None
 
-    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
-        day, query = day_of(created(id)), sql.select_log("?", account, gateway, id)
+    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> LogRecord | None:
+        day, query = day_of(created_ms(id)), sql.select_log("?", account, gateway, id)
 
-        def do(thread: Lane) -> Record | None:
+        def do(thread: SQLiteThread) -> LogRecord | None:
             if not self._path("logs", day).exists():
                 return None
             with _transaction(self._day(thread, day)) as db:
                 rows = db.execute(*query).fetchall()
                 if not rows:
                     return None
-                old = record(rows[0])
-                new = given.on(old)
+                old = row_to_record(rows[0])
+                new = given.apply_to(old)
                 values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
                 db.execute("UPDATE logs SET feedback = ?1, score = ?2, metadata = ?3 WHERE id = ?4", values)
-                db.executemany(_DELETE_LABEL, labels(old))
-                db.executemany(_INSERT_LABEL, labels(new))
+                db.executemany(_DELETE_LABEL, metadata_labels(old))
+                db.executemany(_INSERT_LABEL, metadata_labels(new))
                 return new
 
         return await self._writer.run(do)
 
-    async def erase(self, records: Sequence[Record]) -> None:
-        def do(thread: Lane, day: date, erased: Sequence[Record]) -> None:
+    async def erase(self, records: Sequence[LogRecord]) -> None:
+        def do(thread: SQLiteThread, day: date, erased: Sequence[LogRecord]) -> None:
             ids = [(bytes.fromhex(each.id),) for each in erased]
             if self._path("payloads", day).exists():
                 with _transaction(self._day(thread, day, payloads=True)) as db:
                     db.executemany("DELETE FROM payloads WHERE id = ?1", ids)
             with _transaction(self._day(thread, day)) as db:
-                db.executemany(_DELETE_LABEL, [label for each in erased for label in labels(each)])
+                db.executemany(_DELETE_LABEL, [label for each in erased for label in metadata_labels(each)])
                 db.executemany("DELETE FROM logs WHERE id = ?1", ids)
 
         for day, erased in _by_day(records, lambda each: each).items():
             if self._path("logs", day).exists():
                 await self._writer.run(do, day, erased)
 
-    async def rollups(self, query: RollupQuery) -> list[Cell]:
+    async def rollups(self, query: RollupQuery) -> list[RollupCell]:
         rows = await self._read(self._main, *sql.select_rollups("?", query))
-        return [Cell(start, value, tuple(counts)) for start, value, *counts in rows]
+        return [RollupCell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def days(self) -> list[date]:
         return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
@@ -251,13 +265,13 @@ class SQLiteStore:
         dropped = [each for each in await self.days() if each < day]
         for path in (self._path(kind, each) for each in dropped for kind in ("payloads", "logs")):
             for thread in (*self._readers, self._writer):
-                await thread.run(Lane.release, path)
+                await thread.run(SQLiteThread.release, path)
             for suffix in ("-wal", "-shm", ""):  # the file itself last: it shows that the day is not deleted yet
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
 
-        def do(thread: Lane) -> None:
+        def do(thread: SQLiteThread) -> None:
             with _transaction(thread.connection(self._main)) as db:
-                for table, unit, dimension, before in sql.outdated(day_start(day)):
+                for table, unit, dimension, before in sql.expired_cells(day_start_ms(day)):
                     next_account, account = sql.next_account("?", table), ""
                     while account := db.execute(next_account, (unit, account)).fetchall()[0][0]:
                         db.execute(sql.delete_cells("?", table), (unit, account, dimension, before))
@@ -267,26 +281,26 @@ class SQLiteStore:
 
     # Files
 
-    def _prepare(self, thread: Lane) -> None:
+    def _prepare(self, thread: SQLiteThread) -> None:
         for path in (self._main, self._limits, *self._directory.glob("*.db")):
             make_private(path)
-        _migrate(thread.connection(self._main), MAIN)
-        for kind, steps in (("logs", LOGS), ("payloads", PAYLOADS)):
+        _migrate(thread.connection(self._main), MAIN_MIGRATIONS)
+        for kind, steps in (("logs", LOG_MIGRATIONS), ("payloads", PAYLOAD_MIGRATIONS)):
             for path in self._directory.glob(f"{kind}-*.db"):
                 _migrate(thread.connection(path), steps)
 
     def _path(self, kind: str, day: date) -> Path:
         return self._directory / f"{kind}-{day.isoformat()}.db"
 
-    def _day(self, thread: Lane, day: date, *, payloads: bool = False) -> sqlite3.Connection:
+    def _day(self, thread: SQLiteThread, day: date, *, payloads: bool = False) -> sqlite3.Connection:
         """Return the connection to a day's file for writing; create the file if it does not exist."""
         path = self._path("payloads" if payloads else "logs", day)
         if not path.exists():
-            _create_file(path, PAYLOADS if payloads else LOGS)
+            _create_file(path, PAYLOAD_MIGRATIONS if payloads else LOG_MIGRATIONS)
         return thread.connection(path)
 
     async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
-        def do(thread: Lane) -> list[tuple[Any, ...]]:
+        def do(thread: SQLiteThread) -> list[tuple[Any, ...]]:
             if path != self._main and not path.exists():  # retention deleted the day
                 thread.release(path)
                 return []
@@ -299,11 +313,11 @@ _INSERT_LABEL = "INSERT OR IGNORE INTO labels VALUES (?1, ?2, ?3)"
 _DELETE_LABEL = "DELETE FROM labels WHERE key = ?1 AND value = ?2 AND id = ?3"
 
 
-def _by_day(entries: Iterable[T], record_of: Callable[[T], Record]) -> dict[date, list[T]]:
+def _by_day(entries: Iterable[T], record_of: Callable[[T], LogRecord]) -> dict[date, list[T]]:
     days: dict[int, list[T]] = {}
     for entry in entries:
-        days.setdefault(record_of(entry).created // MS["day"], []).append(entry)
-    return {day_of(day * MS["day"]): of_day for day, of_day in days.items()}
+        days.setdefault(record_of(entry).created_ms // UNIT_MS["day"], []).append(entry)
+    return {day_of(day * UNIT_MS["day"]): of_day for day, of_day in days.items()}
 
 
 def _insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -351,9 +365,9 @@ def _create_file(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
 def _migrate(db: sqlite3.Connection, steps: Sequence[tuple[str, ...]]) -> None:
     with _transaction(db):
         done = int(db.execute("PRAGMA user_version").fetchall()[0][0])
-        for step in missing(done, steps):
+        for step in pending_migrations(done, steps):
             for text in step:
-                db.execute(words(text, WORDS))
+                db.execute(render_migration(text, COLUMN_TYPES))
         db.execute(f"PRAGMA user_version = {len(steps)}")
 
 
@@ -370,4 +384,4 @@ def _put(db: sqlite3.Connection, document: Document, at: int) -> None:
 def _check_changed_one(cursor: sqlite3.Cursor, document: Document) -> None:
     """Raise Conflict unless the statement changed one row."""
     if cursor.rowcount != 1:
-        raise Conflict.of(document.kind, document.id, is_new=not document.version)
+        raise Conflict.of_document(document.kind, document.id, is_new=not document.version)

@@ -14,14 +14,14 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.logs.record import Record
+from emberline.gateway.logs.record import LogRecord
 from emberline.gateway.store.rollup import COUNTERS, SUMS
 
 _USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}
 _SPARSE = ("user", "event_id", "session_id")
 _FLAGS = ("success", "cached", "stream", "estimated", "custom_cost")
 _CONVERTED = ("id", "usage", "metadata", *_SPARSE, *_FLAGS)
-_PLAIN = tuple(name for name in Record.__struct_fields__ if name not in _CONVERTED)
+_PLAIN = tuple(name for name in LogRecord.__struct_fields__ if name not in _CONVERTED)
 COLUMNS = ("id", *_PLAIN, *_FLAGS, *_SPARSE, *_USAGE.values(), "metadata")
 
 _NUMBERS = {"status", "step", "attempts", "duration_ms", *_FLAGS, *_USAGE.values()}
@@ -38,22 +38,22 @@ def _type(column: str) -> str:
     return "{text}" if column in _SPARSE else "{text} NOT NULL"
 
 
-def quoted(names: Sequence[str]) -> str:
+def quote_names(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)  # `user` is a reserved word of SQL
 
 
 _LOG_COLUMNS = ", ".join(f'"{column}" {_type(column)}' for column in COLUMNS)
 
-PLACE = ("unit", "account", "dimension", "start", "gateway", "value")
+CELL_KEY_COLUMNS = ("unit", "account", "dimension", "start", "gateway", "value")
 
 
 def _cells(table: str, counters: Sequence[str]) -> str:
-    key = ", ".join(f"{name} {'{int}' if name == 'start' else '{text}'} NOT NULL" for name in PLACE)
+    key = ", ".join(f"{name} {'{int}' if name == 'start' else '{text}'} NOT NULL" for name in CELL_KEY_COLUMNS)
     counts = ", ".join(f"{counter} {{int}} NOT NULL" for counter in counters)
-    return f"CREATE TABLE {table} ({key}, {counts}, PRIMARY KEY ({quoted(PLACE)})) {{clustered}}"
+    return f"CREATE TABLE {table} ({key}, {counts}, PRIMARY KEY ({quote_names(CELL_KEY_COLUMNS)})) {{clustered}}"
 
 
-MAIN: tuple[tuple[str, ...], ...] = (
+MAIN_MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE state (name {text} PRIMARY KEY, value {int} NOT NULL)",
         "INSERT INTO state VALUES ('version', 0)",
@@ -70,7 +70,7 @@ MAIN: tuple[tuple[str, ...], ...] = (
 )
 
 # A separate file in SQLite, so that limits never wait for other writers.
-LIMITS: tuple[tuple[str, ...], ...] = (
+LIMIT_MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE counters (gateway {text} NOT NULL, bucket {text} NOT NULL, slot {int} NOT NULL,"
         " used {int} NOT NULL, ends {int} NOT NULL, PRIMARY KEY (gateway, bucket, slot)) {clustered}",
@@ -80,7 +80,7 @@ LIMITS: tuple[tuple[str, ...], ...] = (
 )
 
 # A file per day in SQLite, a partition per day in PostgreSQL: {partitioned}.
-LOGS: tuple[tuple[str, ...], ...] = (
+LOG_MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         f"CREATE TABLE logs ({_LOG_COLUMNS}, PRIMARY KEY (id)) {{partitioned}}",
         "CREATE TABLE labels (key {text} NOT NULL, value {text} NOT NULL, id {blob} NOT NULL,"
@@ -95,7 +95,7 @@ LOGS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX logs_later ON logs (id) WHERE step > 0",
     ),
 )
-PAYLOADS: tuple[tuple[str, ...], ...] = (
+PAYLOAD_MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE payloads (id {blob} NOT NULL, request {blob} NOT NULL, response {blob} NOT NULL,"
         " PRIMARY KEY (id)) {partitioned}",
@@ -108,14 +108,14 @@ _flags = attrgetter(*_FLAGS)
 _usage = attrgetter(*_USAGE)
 
 
-def row(record: Record) -> tuple[Any, ...]:
+def record_to_row(record: LogRecord) -> tuple[Any, ...]:
     metadata = _json.encode(record.metadata).decode() if record.metadata else "{}"
     sparse = (record.user or None, record.event_id or None, record.session_id or None)
     flags = map(int, _flags(record))  # for a bool SQLite's driver searches an adapter, which takes longer
     return (bytes.fromhex(record.id), *_plain(record), *flags, *sparse, *_usage(record.usage), metadata)
 
 
-def record(row: Sequence[Any]) -> Record:
+def row_to_record(row: Sequence[Any]) -> LogRecord:
     found = dict(zip(COLUMNS, row, strict=True))
     usage = Usage(**{name: found.pop(column) for name, column in _USAGE.items()})
     for name in _FLAGS:
@@ -124,10 +124,10 @@ def record(row: Sequence[Any]) -> Record:
         found[name] = found[name] or ""
     found["id"] = found["id"].hex()
     found["metadata"] = msgspec.json.decode(found["metadata"])
-    return Record(**found, usage=usage)
+    return LogRecord(**found, usage=usage)
 
 
-def labels(record: Record) -> list[tuple[str, str, bytes]]:
+def metadata_labels(record: LogRecord) -> list[tuple[str, str, bytes]]:
     """Return the record's metadata as rows of the table `labels`."""
     id = bytes.fromhex(record.id)
     return [(key, _label(value), id) for key, value in record.metadata.items()]
@@ -137,7 +137,7 @@ def _label(value: object) -> str:
     return value if isinstance(value, str) else _json.encode(value).decode()
 
 
-def missing(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+def pending_migrations(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
     """Return the migrations after the first `done`. Raise StoreFailed if there are more in the store."""
     if done > len(steps):
         raise StoreFailed(
@@ -147,6 +147,6 @@ def missing(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, 
     return steps[done:]
 
 
-def words(step: str, dialect: Mapping[str, str]) -> str:
+def render_migration(step: str, dialect: Mapping[str, str]) -> str:
     """Return a statement of a migration with the database's own types."""
     return step.format_map(dialect)

@@ -19,7 +19,7 @@ from aiohttp.resolver import ThreadedResolver
 from emberline.core.errors import InvalidRequest
 
 # Networks to reject that `ipaddress` treats as global in some supported Python version.
-_REFUSED = tuple(
+_NON_PUBLIC_NETWORKS = tuple(
     ip_network(each)
     for each in (
         "168.63.129.16/32",  # Azure's metadata and host services, on a public address
@@ -35,11 +35,11 @@ _REFUSED = tuple(
     )
 )
 _NAT64 = ip_network("64:ff9b::/96")
-_NAME = re.compile(
+_HOST_NAME = re.compile(
     r"(?=.{1,253}$)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9-]{0,61}[a-z0-9])?\.?", re.I
 )
-_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.I)
-_LONGEST = 2048
+_NUMERIC_LABEL = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.I)
+_MAX_URL_CHARACTERS = 2048
 
 
 def is_public(address: str) -> bool:
@@ -52,12 +52,12 @@ def is_public(address: str) -> bool:
             ip = ip.ipv4_mapped
         elif ip in _NAT64:
             ip = IPv4Address(int(ip) & 0xFFFFFFFF)
-    if any(ip.version == network.version and ip in network for network in _REFUSED):
+    if any(ip.version == network.version and ip in network for network in _NON_PUBLIC_NETWORKS):
         return False
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_link_local or ip.is_unspecified)
 
 
-def checked_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
+def validate_provider_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
     """Return the URL without a trailing slash; raise InvalidRequest if a provider must not be there.
 
     `allow_private`: the operator allows providers at private addresses and over plain HTTP.
@@ -66,9 +66,9 @@ def checked_url(url: str, *, allow_private: bool = False, param: str = "base_url
     def invalid(problem: str, hint: str | None = None) -> InvalidRequest:
         return InvalidRequest(f"{param} {problem}", param=param, hint=hint)
 
-    if len(url) > _LONGEST or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
+    if len(url) > _MAX_URL_CHARACTERS or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
         raise invalid(
-            f"is longer than {_LONGEST} characters, or has characters that a URL cannot contain",
+            f"is longer than {_MAX_URL_CHARACTERS} characters, or has characters that a URL cannot contain",
             "write other letters as xn--... or %..",
         )
     try:
@@ -91,7 +91,7 @@ def checked_url(url: str, *, allow_private: bool = False, param: str = "base_url
 
 
 def _check_host(host: str, allow_private: bool, invalid: Any) -> None:
-    if ":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+    if ":" in host or _NUMERIC_LABEL.fullmatch(host.rstrip(".").rpartition(".")[2]):
         # Libraries disagree about the old notations (127.1, 0x7f000001), so they are rejected.
         try:
             ip = ip_address(host)
@@ -99,7 +99,7 @@ def _check_host(host: str, allow_private: bool, invalid: Any) -> None:
             raise invalid(f"has an IP address in an unsupported notation: {host!r}", "write four numbers") from None
         if not allow_private and not is_public(str(ip)):
             raise invalid(f"has an address that is not public: {host}", "the operator can allow private targets")
-    elif not _NAME.fullmatch(host):
+    elif not _HOST_NAME.fullmatch(host):
         raise invalid(f"has an invalid host name: {host[:100]!r}")
     elif not allow_private and host.rstrip(".").rpartition(".")[2].lower() in (
         "localhost",
@@ -126,7 +126,7 @@ class PublicResolver(AbstractResolver):
         await self._inner.close()
 
 
-def public_socket(address: tuple[Any, ...]) -> socket.socket:
+def open_public_socket(address: tuple[Any, ...]) -> socket.socket:
     """Return a socket for an address as getaddrinfo returns it; raise OSError if it is not public."""
     family, kind, protocol, _, sockaddr = address
     if not is_public(sockaddr[0]):

@@ -10,45 +10,45 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = Path(__file__).parent
+SOURCE_DIR = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 # No contraction: multiply-adds fuse only where the source calls fma, so that results do not depend on vectorisation.
 # No scheduling before register allocation: it extends the live ranges of register tiles until they spill.
-MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-schedule-insns")
+MATH_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-schedule-insns")
 # By default the compiler emits 256-bit code for CPUs with 512-bit vectors; a gated product then took 1.8 times as long.
-NATIVE = {
+NATIVE_FLAGS = {
     "aarch64": ("-mcpu=native",),
     "arm64": ("-mcpu=native",),  # the name that macOS uses for it
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
 }
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", *MATHS)
-BUILD_SECONDS = 300
+COMPILE_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", *MATH_FLAGS)
+BUILD_TIMEOUT_S = 300
 
 
-class BuildError(Exception):
+class NativeBuildError(Exception):
     """The native library cannot be built on this machine; the message says why."""
 
 
-def build(cache: Path) -> Path:
+def build_library(cache_dir: Path) -> Path:
     """Return the path of the library in `cache_dir`, compiled unless there is one for these sources, compiler and CPU.
 
     Raises NativeBuildError if there is no compiler or it fails.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler found among {', '.join(COMPILERS)} (hint: install g++)")
-    native = [compiler, *FLAGS, *NATIVE.get(platform.machine(), ("-march=native",))]
-    path = cache / f"ember-{_cache_key(native)}.so"
+        raise NativeBuildError(f"no C++ compiler found among {', '.join(COMPILERS)} (hint: install g++)")
+    native = [compiler, *COMPILE_FLAGS, *NATIVE_FLAGS.get(platform.machine(), ("-march=native",))]
+    path = cache_dir / f"ember-{_cache_key(native)}.so"
     if path.exists():
         return path
     # Some versions of clang reject "native" for some CPUs. Portable kernels are still faster than plain torch.
-    portable = [compiler, *FLAGS]
-    portable_path = cache / f"ember-{_cache_key(portable)}.so"
+    portable = [compiler, *COMPILE_FLAGS]
+    portable_path = cache_dir / f"ember-{_cache_key(portable)}.so"
     if portable_path.exists():
         return portable_path
     try:
         _compile(native, path)
-    except BuildError:
+    except NativeBuildError:
         _compile(portable, portable_path)
         return portable_path
     return path
@@ -58,7 +58,7 @@ def _compile(command: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        sources = map(str, sorted(SOURCES.glob("*.cpp")))
+        sources = map(str, sorted(SOURCE_DIR.glob("*.cpp")))
         _run([*command, *sources, "-o", str(output)])
         with output.open("rb") as file:
             os.fsync(file.fileno())
@@ -67,19 +67,19 @@ def _compile(command: list[str], path: Path) -> None:
 
 def _run(command: list[str]) -> bytes:
     try:
-        return subprocess.run(command, capture_output=True, check=True, timeout=BUILD_SECONDS).stdout
+        return subprocess.run(command, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S).stdout
     except subprocess.CalledProcessError as error:
         output = error.stderr.decode(errors="replace")[-2000:]
-        raise BuildError(f"compiling the CPU kernels with {command[0]} failed: {output}") from error
+        raise NativeBuildError(f"compiling the CPU kernels with {command[0]} failed: {output}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"compiling the CPU kernels with {command[0]} did not finish: {error}") from error
+        raise NativeBuildError(f"compiling the CPU kernels with {command[0]} did not finish: {error}") from error
 
 
 def _cache_key(command: list[str]) -> str:
     digest = hashlib.sha256(" ".join(command).encode())
     digest.update(_run([command[0], "--version"]))
     digest.update(_cpu_features())
-    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+    for source in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -7,7 +7,7 @@ from ctypes import c_float, c_int, c_long, c_uint32, c_void_p
 from pathlib import Path
 
 from emberline.core.config import kernel_dir
-from emberline.kernels.cpu.build import BuildError, build
+from emberline.kernels.cpu.build import NativeBuildError, build_library
 
 POINTER, INT, LONG, FLOAT = c_void_p, c_int, c_long, c_float
 
@@ -55,10 +55,10 @@ class NativeMixture(ctypes.Structure):
     )
 
 
-KINDS = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
+ARGUMENT_TYPES = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
 
 # One letter per argument, in the order of the C++ declarations. Pointers are data_ptr() integers or None.
-ENTRIES = {
+VOID_FUNCTIONS = {
     "ember_pack": "ppiiii",
     "ember_linear": "ppiiiippfpi",
     "ember_embed": "pipiiip",
@@ -72,7 +72,7 @@ ENTRIES = {
     "ember_set_threads": "i",
     "ember_unweight_count": "plip",
 }
-COUNTING = {  # the same for functions that return a long
+LONG_FUNCTIONS = {  # the same for functions that return a long
     "ember_unweight_encode": "plippp",
     "ember_unweight_decode": "plplipip",
     "ember_kv_pack": "plip",
@@ -83,19 +83,19 @@ COUNTING = {  # the same for functions that return a long
 def find_library() -> ctypes.CDLL | None:
     """Return the native library for this machine, built if necessary, or None if it cannot be built."""
     try:
-        return load(build(kernel_dir()))
-    except (BuildError, OSError):
+        return load_library(build_library(kernel_dir()))
+    except (NativeBuildError, OSError):
         return None
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for name, letters in ENTRIES.items():
+    for name, letters in VOID_FUNCTIONS.items():
         entry = getattr(library, name)
-        entry.argtypes, entry.restype = [KINDS[letter] for letter in letters], None
-    for name, letters in COUNTING.items():
+        entry.argtypes, entry.restype = [ARGUMENT_TYPES[letter] for letter in letters], None
+    for name, letters in LONG_FUNCTIONS.items():
         entry = getattr(library, name)
-        entry.argtypes, entry.restype = [KINDS[letter] for letter in letters], c_long
+        entry.argtypes, entry.restype = [ARGUMENT_TYPES[letter] for letter in letters], c_long
     library.ember_panel.restype = library.ember_threads.restype = library.ember_amx.restype = c_int
     library.ember_progress.restype = c_long
     library.ember_isa.restype = ctypes.c_char_p

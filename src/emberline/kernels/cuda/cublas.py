@@ -17,33 +17,33 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-MOST = 8  # algorithms that cuBLAS proposes for a shape, at most
-WORKSPACE = 1 << 20
-ALIGNED = 256  # alignment of addresses that the proposals assume
-OURS = -1  # in place of a proposal's index: our own kernel is faster
+MAX_PROPOSALS = 8  # algorithms that cuBLAS proposes for a shape, at most
+WORKSPACE_BYTES = 1 << 20
+ALIGNMENT_BYTES = 256  # alignment of addresses that the proposals assume
+OWN_KERNEL = -1  # in place of a proposal's index: our own kernel is faster
 # Constants of cublasLt.h: data types, and attributes of descriptors.
 BF16, F32, COMPUTE_F32 = 14, 0, 68
-TRANSPOSE_A, MOST_WORKSPACE, WAYS_OF_ADDING_PARTS = 3, 1, 3
+ATTRIBUTE_TRANSPOSE_A, PREFERENCE_MAX_WORKSPACE, PREFERENCE_REDUCTION_SCHEMES = 3, 1, 3
 
 
 class CublasError(Exception):
     """cuBLAS is missing or rejected a call."""
 
 
-class Kind(StrEnum):
+class ProductKind(StrEnum):
     """The epilogue of a product: it is stored, added to the output, or combined as silu(gate) * up."""
 
     STORE, ADD, GATED = "store", "add", "gated"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class MatmulProblem:
     """The product of x [m, k] and w [n, k]."""
 
     m: int
     n: int
     k: int
-    kind: Kind = Kind.STORE
+    kind: ProductKind = ProductKind.STORE
 
 
 class _Proposal(ctypes.Structure):
@@ -59,13 +59,15 @@ class _Proposal(ctypes.Structure):
 class Matmul:
     """A product described to cuBLAS, in its column-major order (w^T x^T), with the algorithms that it proposes."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: MatmulProblem) -> None:
         m, n, k = problem.m, problem.n, problem.k
         self._w, self._x, self._y = (_make_layout(*sizes) for sizes in ((k, n), (k, m), (n, m)))
         self._descriptor = ctypes.c_void_p()
         _check(_library().cublasLtMatmulDescCreate(ctypes.byref(self._descriptor), COMPUTE_F32, F32))
-        _set_attribute(_library().cublasLtMatmulDescSetAttribute, self._descriptor, TRANSPOSE_A, ctypes.c_int(1))
-        self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(problem.kind is Kind.ADD)
+        _set_attribute(
+            _library().cublasLtMatmulDescSetAttribute, self._descriptor, ATTRIBUTE_TRANSPOSE_A, ctypes.c_int(1)
+        )
+        self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(problem.kind is ProductKind.ADD)
         self._proposals = self._get_proposals()
 
     def __len__(self) -> int:
@@ -91,15 +93,17 @@ class Matmul:
 
     def _get_proposals(self) -> Sequence[_Proposal]:
         limits, found = ctypes.c_void_p(), ctypes.c_int()
-        proposals = (_Proposal * MOST)()
+        proposals = (_Proposal * MAX_PROPOSALS)()
         _check(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(limits)))
         try:
             limit = partial(_set_attribute, _library().cublasLtMatmulPreferenceSetAttribute, limits)
-            limit(MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE))
-            limit(WAYS_OF_ADDING_PARTS, ctypes.c_uint32(0))  # none: k is not split, so the order of sums is fixed
+            limit(PREFERENCE_MAX_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+            limit(
+                PREFERENCE_REDUCTION_SCHEMES, ctypes.c_uint32(0)
+            )  # none: k is not split, so the order of sums is fixed
             _check(
                 _library().cublasLtMatmulAlgoGetHeuristic(
-                    _handle(), self._descriptor, self._w, self._x, self._y, self._y, limits, MOST, proposals,
+                    _handle(), self._descriptor, self._w, self._x, self._y, self._y, limits, MAX_PROPOSALS, proposals,
                     ctypes.byref(found),
                 )
             )  # fmt: skip
@@ -111,35 +115,35 @@ class Matmul:
         return usable
 
 
-choices: dict[Problem, int] = {}  # index of the fastest proposal for each measured problem, or OWN_KERNEL
+choices: dict[MatmulProblem, int] = {}  # index of the fastest proposal for each measured problem, or OWN_KERNEL
 
 
-def chosen(x: Tensor, w: Tensor, kind: Kind, out: Tensor | None = None) -> bool:
+def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = None) -> bool:
     """Return whether `multiply` supports this product: it was tuned, and its operands are aligned and contiguous."""
     n, k = w.shape
-    if choices.get(Problem(len(x), n, k, kind), OURS) == OURS:
+    if choices.get(MatmulProblem(len(x), n, k, kind), OWN_KERNEL) == OWN_KERNEL:
         return False
     return all(map(_is_supported, (x, w) if out is None else (x, w, out)))
 
 
-def product(x: Tensor, w: Tensor, *, out: Tensor, kind: Kind = Kind.STORE) -> Tensor:
+def multiply(x: Tensor, w: Tensor, *, out: Tensor, kind: ProductKind = ProductKind.STORE) -> Tensor:
     """Write x [m, k] times w [n, k] transposed into out [m, n]; `can_use_tuned` must be true.
 
     A gated product is stored as it is: the caller launches the kernel for silu(gate) * up.
     """
     n, k = w.shape
-    problem = Problem(len(x), n, k, kind)
+    problem = MatmulProblem(len(x), n, k, kind)
     assert x.shape[1] == k and out.shape == (problem.m, problem.n) and all(map(_is_supported, (x, w, out)))
     matmul, choice = _cached_matmul(problem), choices.get(problem, 0)
     return matmul(x, w, out, choice if 0 <= choice < len(matmul) else 0)
 
 
 def _is_supported(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
+    return tensor.dtype is torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 @cache
-def available() -> bool:
+def is_available() -> bool:
     try:
         _handle()
     except CublasError:
@@ -147,12 +151,12 @@ def available() -> bool:
     return True
 
 
-def version() -> int:
+def library_version() -> int:
     return int(_library().cublasLtGetVersion())
 
 
 @cache
-def _cached_matmul(problem: Problem) -> Matmul:
+def _cached_matmul(problem: MatmulProblem) -> Matmul:
     return Matmul(problem)
 
 
@@ -184,7 +188,7 @@ def _handle() -> ctypes.c_void_p:
 @cache
 def _workspace(device: torch.device, stream: int) -> Tensor:
     """Return the workspace of a stream, which its products can share since they run one after the other."""
-    return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 @cache

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import worklist
-from emberline.kernels.cuda.driver import Kernel, Module, TensorMap, tensor_map
-from emberline.kernels.worklist import HEAD, TILE, WorkList
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
+from emberline.kernels.worklist import HEADER_INTS, TILE_KEYS, WorkList
 
 FILE = "decode.cu"
 VARIANTS = tuple(f"decode<{dim}, {size}, {halves}>" for dim in (64, 128) for size in (1, 2) for halves in (1, 2))
-CTAS = 2
-WORKERS = 4
-GROUP = TILE // WORKERS  # keys of a tile that each computing warp takes
-THREADS = 32 * (WORKERS + 1)
-MOST_HEADS = 16  # query heads per KV head: the rows of an mma fragment
+CTAS_PER_SM = 2
+COMPUTE_WARPS = 4
+WARP_KEYS = TILE_KEYS // COMPUTE_WARPS  # keys of a tile that each computing warp takes
+THREADS = 32 * (COMPUTE_WARPS + 1)
+MAX_GROUP_HEADS = 16  # query heads per KV head: the rows of an mma fragment
 RING_BYTES = 96 << 10
-MOST_STAGES = 6
+MAX_STAGES = 6
 
 
-class LayerCache:
+class DecodeCache:
     """TMA tensor maps of one layer's keys and values, whose addresses must not change."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -35,25 +35,27 @@ class LayerCache:
         assert supports(1, 1, k_cache.shape[3], k_cache.dtype, k_cache.shape[2]), "unsupported cache"
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
         self.item_bytes = k_cache.element_size()
-        boxes = ((cache, keys) for keys in (TILE, GROUP) for cache in (k_cache, v_cache))
+        boxes = ((cache, keys) for keys in (TILE_KEYS, WARP_KEYS) for cache in (k_cache, v_cache))
         self.maps = tuple(_cache_map(cache, keys) for cache, keys in boxes)
         self._memory = k_cache, v_cache
 
 
-class Work:
+class DecodeWork:
     """A work list on the device. `data` keeps its address, so that a CUDA graph reads the next list too."""
 
     def __init__(self, data: Tensor, rows: int, capacity: int) -> None:
         assert data.dtype is torch.int32 and data.is_contiguous() and data.data_ptr() % 16 == 0
-        assert len(data) == worklist.ints(rows, capacity)
+        assert len(data) == worklist.data_ints(rows, capacity)
         self.data, self.rows, self.capacity = data, rows, capacity
-        self.count, self.items, self.row_parts = data, data[HEAD:], data[HEAD + 4 * capacity :]
+        self.count, self.items, self.partial_starts = data, data[HEADER_INTS:], data[HEADER_INTS + 4 * capacity :]
 
     @staticmethod
-    def rooms(rows: int, kv_heads: int, device: torch.device) -> Work:
+    def allocate(rows: int, kv_heads: int, device: torch.device) -> DecodeWork:
         """Return an empty list with the capacity for any list of `rows` rows."""
-        capacity = worklist.capacity(rows, kv_heads, multiprocessors(device))
-        return Work(torch.zeros(worklist.ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity)
+        capacity = worklist.item_capacity(rows, kv_heads, count_sms(device))
+        return DecodeWork(
+            torch.zeros(worklist.data_ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity
+        )
 
     def load(self, work: WorkList) -> None:
         """Copy a list of the same shape to the device."""
@@ -61,7 +63,7 @@ class Work:
         self.data.copy_(torch.from_numpy(work.data))
 
 
-class Scratch:
+class DecodeScratch:
     """Partial results of a launch, and counters that are zero between launches.
 
     Launches that share a scratch must not overlap.
@@ -72,7 +74,7 @@ class Scratch:
     ) -> None:
         self.rows, self.capacity, self.heads = rows, capacity, q_heads
         self.partials = torch.empty(capacity, q_heads, head_dim, device=device)
-        self.tops = torch.empty(capacity, q_heads, 2, device=device)
+        self.max_and_sum = torch.empty(capacity, q_heads, 2, device=device)
         self.counters = torch.zeros(2 + rows * kv_heads, dtype=torch.int32, device=device)
 
 
@@ -92,7 +94,7 @@ def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, blo
     """Return whether `decode_attention` supports the shape. `dtype` is the cache's; queries and output are bf16."""
     return (
         q_heads % kv_heads == 0
-        and q_heads // kv_heads <= MOST_HEADS
+        and q_heads // kv_heads <= MAX_GROUP_HEADS
         and head_dim in (64, 128)
         and dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and block_size in (16, 32, 64, 128)
@@ -101,10 +103,10 @@ def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, blo
 
 def decode_attention(
     qkv: Tensor,
-    cached: LayerCache,
+    cache_maps: DecodeCache,
     block_tables: Tensor,
     context: Tensor,
-    work: Work,
+    work: DecodeWork,
     scale: float,
     q_heads: int,
     kv_heads: int,
@@ -112,11 +114,11 @@ def decode_attention(
     *,
     window: int = 0,
     out: Tensor,
-    scratch: Scratch,
+    scratch: DecodeScratch,
     pdl: bool = True,
-    beside: bool = False,
+    beside_prefill: bool = False,
 ) -> Tensor:
-    """Write the attention of each row into `out` and return it.
+    """Write the attention of each row into `request` and return it.
 
     Row b attends to the keys [0, context[b]], or to the last `window` of them, that the work list covers. A list made
     without the window, or for longer rows, gives the same result with some idle work.
@@ -126,32 +128,32 @@ def decode_attention(
     `beside_prefill`: the preceding launch in the stream is `prefill_attention` of the same step; both run at the same
     time.
     """
-    assert (cached.kv_heads, cached.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MOST_HEADS
+    assert (cache_maps.kv_heads, cache_maps.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MAX_GROUP_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
     assert out.is_contiguous() and qkv.stride(1) == 1 and qkv.stride(0) % 2 == 0 and block_tables.stride(1) == 1
     assert block_tables.dtype is context.dtype is torch.int32
     assert work.rows <= min(len(qkv), scratch.rows) and work.capacity <= scratch.capacity and q_heads == scratch.heads
     group = q_heads // kv_heads
     arguments = _Arguments(
-        *(t.data_ptr() for t in (qkv, out, work.items, work.row_parts, work.count, block_tables, context)),
-        *(t.data_ptr() for t in (scratch.partials, scratch.tops, scratch.counters[2:], scratch.counters)),
-        *(qkv.stride(0), block_tables.stride(0), cached.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(pdl), int(beside), scale * math.log2(math.e)),
+        *(t.data_ptr() for t in (qkv, out, work.items, work.partial_starts, work.count, block_tables, context)),
+        *(t.data_ptr() for t in (scratch.partials, scratch.max_and_sum, scratch.counters[2:], scratch.counters)),
+        *(qkv.stride(0), block_tables.stride(0), cache_maps.block_size.bit_length() - 1, group, kv_heads),
+        *(window, int(pdl), int(beside_prefill), scale * math.log2(math.e)),
     )
-    grid = min(CTAS * multiprocessors(qkv.device), work.capacity * kv_heads)
-    kernel = _kernel(head_dim, cached.item_bytes, 1 if group <= 8 else 2)
-    kernel((grid, 1, 1), THREADS, (*cached.maps, arguments), pdl=pdl)
+    grid = min(CTAS_PER_SM * count_sms(qkv.device), work.capacity * kv_heads)
+    kernel = _kernel(head_dim, cache_maps.item_bytes, 1 if group <= 8 else 2)
+    kernel((grid, 1, 1), THREADS, (*cache_maps.maps, arguments), pdl=pdl)
     return out
 
 
 def shared_bytes(head_dim: int, item_bytes: int) -> int:
     """Return the bytes of tiles of keys and values, the four warps' sums, the barriers and the work items."""
-    stage = 2 * TILE * head_dim * item_bytes
-    return stage * min(MOST_STAGES, RING_BYTES // stage) + WORKERS * 8 * head_dim * 4 + 896
+    stage = 2 * TILE_KEYS * head_dim * item_bytes
+    return stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -161,11 +163,11 @@ def _cache_map(cache: Tensor, keys: int) -> TensorMap:
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
     swizzle = min(128, head_dim * cache.element_size())
-    return tensor_map(rows, (1, min(keys, block_size), swizzle // cache.element_size()), swizzle=swizzle)
+    return make_tensor_map(rows, (1, min(keys, block_size), swizzle // cache.element_size()), swizzle=swizzle)
 
 
 @cache
-def _kernel(head_dim: int, item_bytes: int, halves: int) -> Kernel:
+def _kernel(head_dim: int, item_bytes: int, halves: int) -> CudaKernel:
     """Return a kernel that is compiled on first use: a model needs one of the variants."""
     variant = f"decode<{head_dim}, {item_bytes}, {halves}>"
-    return Module(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))
+    return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from emberline.kernels.cuda import nvrtc
 
-PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+LAUNCH_ATTRIBUTE_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+LAUNCH_ATTRIBUTE_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+FUNCTION_ATTRIBUTE_MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+FUNCTION_ATTRIBUTE_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
+SWIZZLE_MODES = {0: 0, 32: 1, 64: 2, 128: 3}
 TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.int32: 4, torch.float32: 7, torch.bfloat16: 9}
 
 
-class DriverError(Exception):
+class CudaDriverError(Exception):
     """A call of the CUDA driver failed; the message is the driver's."""
 
 
@@ -51,27 +51,27 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
     @staticmethod
-    def blank() -> TensorMap:
+    def allocate() -> TensorMap:
         memory = bytearray(192)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         return TensorMap.from_buffer(memory, -address % 64)  # the driver requires 64-byte alignment
 
 
-Argument = Tensor | int | float | TensorMap | ctypes.Structure | None
+KernelArgument = Tensor | int | float | TensorMap | ctypes.Structure | None
 
 
 class _CollectState(threading.local):
     # While this thread collects: called for each module that is not loaded yet.
-    on_module: Callable[[Module], None] | None = None
+    on_module: Callable[[CudaModule], None] | None = None
 
 
 _collect_state = _CollectState()
 
 
-class Kernel:
+class CudaKernel:
     """A kernel that is compiled and loaded on its first launch."""
 
-    def __init__(self, module: Module, name: str, shared: int) -> None:
+    def __init__(self, module: CudaModule, name: str, shared: int) -> None:
         self._module, self._name = module, name
         self._function: ctypes.c_void_p | None = None
         self._shared = shared
@@ -80,7 +80,7 @@ class Kernel:
         self,
         grid: tuple[int, int, int],
         threads: int,
-        arguments: Sequence[Argument],
+        arguments: Sequence[KernelArgument],
         *,
         pdl: bool = False,
         cluster: int = 1,
@@ -96,60 +96,60 @@ class Kernel:
             if _collect_state.on_module is not None:
                 _collect_state.on_module(self._module)
                 return
-            self._function = self._module.load(self._name, self._shared)
+            self._function = self._module.load_function(self._name, self._shared)
         values = [_to_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = (_Attribute * 2)()
         count = 0
         if pdl:
-            attributes[count].id, attributes[count].value[0] = PDL, 1
+            attributes[count].id, attributes[count].value[0] = LAUNCH_ATTRIBUTE_PDL, 1
             count += 1
         if cluster > 1:
-            attributes[count].id = CLUSTER
+            attributes[count].id = LAUNCH_ATTRIBUTE_CLUSTER
             attributes[count].value[0:3] = cluster, 1, 1
             count += 1
         stream = torch.cuda.current_stream().cuda_stream
         config = _Config(grid, (threads, 1, 1), self._shared if shared is None else shared, stream, attributes, count)
-        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        check_status(driver_library().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 
-class Module:
+class CudaModule:
     """One compiled source file. `kernels` are names or template instances, as for `nvrtc.compile_kernels`."""
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
         self._file, self._kernels = file, kernels
-        self._binary: nvrtc.Binary | None = None
+        self._binary: nvrtc.KernelBinary | None = None
         self._handle: ctypes.c_void_p | None = None
 
-    def kernel(self, name: str, shared: int = 0) -> Kernel:
+    def kernel(self, name: str, shared: int = 0) -> CudaKernel:
         """Return the kernel. `shared`: bytes of dynamic shared memory that a launch may use."""
-        return Kernel(self, name, shared)
+        return CudaKernel(self, name, shared)
 
-    def compile(self) -> nvrtc.Binary:
+    def compile(self) -> nvrtc.KernelBinary:
         """Compile the kernels, or read them from disk. Safe from any thread, since no device is needed."""
         if self._binary is None:
-            self._binary = nvrtc.compiled(self._file, self._kernels)
+            self._binary = nvrtc.compile_cached(self._file, self._kernels)
         return self._binary
 
-    def load(self, name: str, shared: int) -> ctypes.c_void_p:
+    def load_function(self, name: str, shared: int) -> ctypes.c_void_p:
         binary = self.compile()
         if self._handle is None:
             torch.cuda.current_stream()  # side effect: makes the device's context current
             handle = ctypes.c_void_p()
-            check(driver().cuModuleLoadData(ctypes.byref(handle), binary.code))
+            check_status(driver_library().cuModuleLoadData(ctypes.byref(handle), binary.code))
             self._handle = handle
         function = ctypes.c_void_p()
         symbol = binary.symbols[name].encode()
-        check(driver().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
+        check_status(driver_library().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
         if shared > 48 << 10:
-            check(driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared))
+            check_status(driver_library().cuFuncSetAttribute(function, FUNCTION_ATTRIBUTE_MAX_SHARED, shared))
         # All kernels use the same split of L1 and shared memory: an SM must be idle before it can change the split.
-        check(driver().cuFuncSetAttribute(function, SHARED_CARVEOUT, 100))
+        check_status(driver_library().cuFuncSetAttribute(function, FUNCTION_ATTRIBUTE_CARVEOUT, 100))
         return function
 
 
 @contextlib.contextmanager
-def compiling_together(*more: Module) -> Iterator[None]:
+def compile_in_parallel(*more: CudaModule) -> Iterator[None]:
     """Compile kernels that this thread first launches inside the block in parallel, without launching them.
 
     Their results are undefined, so only work whose results are not used may run inside. The compiler releases the GIL.
@@ -158,7 +158,7 @@ def compiling_together(*more: Module) -> Iterator[None]:
     with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
         compiled = {module: pool.submit(module.compile) for module in more}
 
-        def submit(module: Module) -> None:
+        def submit(module: CudaModule) -> None:
             if module not in compiled:
                 compiled[module] = pool.submit(module.compile)
 
@@ -171,7 +171,7 @@ def compiling_together(*more: Module) -> Iterator[None]:
             future.result()
 
 
-def tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:
+def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:
     """Return the TMA descriptor for copies of `box` elements, one number per dimension in the tensor's own order.
 
     The last dimension must be contiguous. Elements outside the tensor are read as zero.
@@ -184,18 +184,18 @@ def tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> Ten
     )
     steps = (ctypes.c_uint32 * dims)(*([1] * dims))
     boxes = (ctypes.c_uint32 * dims)(*reversed(box))
-    result = TensorMap.blank()
+    result = TensorMap.allocate()
     promote_256_bytes = 3
-    check(
-        driver().cuTensorMapEncodeTiled(
+    check_status(
+        driver_library().cuTensorMapEncodeTiled(
             ctypes.byref(result), TENSOR_TYPES[tensor.dtype], dims, ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
-            boxes, steps, 0, SWIZZLES[swizzle], promote_256_bytes, 0,
+            boxes, steps, 0, SWIZZLE_MODES[swizzle], promote_256_bytes, 0,
         )
     )  # fmt: skip
     return result
 
 
-def _to_c(argument: Argument) -> ctypes._CData:
+def _to_c(argument: KernelArgument) -> ctypes._CData:
     match argument:
         case Tensor():
             return ctypes.c_void_p(argument.data_ptr())
@@ -209,14 +209,14 @@ def _to_c(argument: Argument) -> ctypes._CData:
             return argument
 
 
-def check(status: int) -> None:
+def check_status(status: int) -> None:
     """Raise CudaDriverError if the status of a driver call is an error."""
     if status:
         name = ctypes.c_char_p()
-        driver().cuGetErrorString(status, ctypes.byref(name))
-        raise DriverError((name.value or b"unknown error").decode())
+        driver_library().cuGetErrorString(status, ctypes.byref(name))
+        raise CudaDriverError((name.value or b"unknown error").decode())
 
 
 @cache
-def driver() -> ctypes.CDLL:
+def driver_library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

@@ -13,21 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import check, driver
+from emberline.kernels.cuda.driver import check_status, driver_library
 
-PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: allows memory of another device
-HANDLE = 64
-ANYWHERE = 4  # CU_MEMORYTYPE_UNIFIED: the driver infers the memory type from the address
-MOST_PITCH = (1 << 31) - 1  # the most bytes between rows that one copy by the driver supports
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: allows memory of another device
+HANDLE_BYTES = 64
+MEMORY_TYPE_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver infers the memory type from the address
+MAX_PITCH_BYTES = (1 << 31) - 1  # the most bytes between rows that one copy by the driver supports
 
 
-class Exported(NamedTuple):
+class ExportedMemory(NamedTuple):
     handle: bytes  # IPC handle of an allocation
     offset: int  # bytes from its start to the tensor
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("opaque", ctypes.c_ubyte * HANDLE),)
+    _fields_ = (("opaque", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class _Memcpy2D(ctypes.Structure):
@@ -52,17 +52,17 @@ class _Memcpy2D(ctypes.Structure):
     )
 
 
-def export(tensor: Tensor) -> Exported:
+def export_memory(tensor: Tensor) -> ExportedMemory:
     """Export a tensor's memory. Raises CudaDriverError if it cannot be shared, as with some allocators."""
     _make_context_current(tensor.device.index)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     at = ctypes.c_uint64(tensor.data_ptr())
-    check(driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at))
-    check(driver().cuIpcGetMemHandle(ctypes.byref(handle), base))
-    return Exported(bytes(handle), tensor.data_ptr() - base.value)
+    check_status(driver_library().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at))
+    check_status(driver_library().cuIpcGetMemHandle(ctypes.byref(handle), base))
+    return ExportedMemory(bytes(handle), tensor.data_ptr() - base.value)
 
 
-class Opened:
+class OpenedMemory:
     """An allocation of another process, until closed. Raises CudaDriverError if this device cannot access it."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Opened:
         self._address = ctypes.c_uint64()
         _make_context_current(self._index)
         ipc_handle = _Handle.from_buffer_copy(handle)
-        check(driver().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), ipc_handle, PEER_ACCESS))
+        check_status(driver_library().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), ipc_handle, LAZY_PEER_ACCESS))
 
     @property
     def address(self) -> int:
@@ -79,32 +79,32 @@ class Opened:
     def close(self) -> None:
         """Unmap the memory. No copy from it may be in progress."""
         _make_context_current(self._index)
-        check(driver().cuIpcCloseMemHandle(self._address))
+        check_status(driver_library().cuIpcCloseMemHandle(self._address))
 
 
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
     """Copy `height` rows of `width` bytes on torch's current stream. Pitch: bytes from row to row."""
-    if max(source_pitch, target_pitch) > MOST_PITCH:
+    if max(source_pitch, target_pitch) > MAX_PITCH_BYTES:
         for row in range(height):
             copy_rows(source + row * source_pitch, width, target + row * target_pitch, width, width, 1)
         return
     rows = _Memcpy2D(
-        source_type=ANYWHERE,
+        source_type=MEMORY_TYPE_UNIFIED,
         source_device=source,
         source_pitch=source_pitch,
-        target_type=ANYWHERE,
+        target_type=MEMORY_TYPE_UNIFIED,
         target_device=target,
         target_pitch=target_pitch,
         width=width,
         height=height,
     )
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    check(driver().cuMemcpy2DAsync_v2(ctypes.byref(rows), stream))
+    check_status(driver_library().cuMemcpy2DAsync_v2(ctypes.byref(rows), stream))
 
 
 def _make_context_current(index: int) -> None:
     """Make the device's context current in the calling thread."""
-    check(driver().cuCtxSetCurrent(_primary_context(index)))
+    check_status(driver_library().cuCtxSetCurrent(_primary_context(index)))
 
 
 @cache
@@ -112,6 +112,6 @@ def _primary_context(index: int) -> ctypes.c_void_p:
     """Return the device's primary context, which torch uses too."""
     torch.cuda.init()
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    check(driver().cuDeviceGet(ctypes.byref(device), index))
-    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    check_status(driver_library().cuDeviceGet(ctypes.byref(device), index))
+    check_status(driver_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
     return context

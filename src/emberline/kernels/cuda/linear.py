@@ -14,15 +14,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import Kernel, Module, TensorMap, tensor_map
-from emberline.kernels.cuda.uw12 import UNIT_BYTES, Packed, Units
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, make_tensor_map
+from emberline.kernels.cuda.uw12 import UNIT_BYTES, PackedUnits, UW12Weight
 
 FILE = "linear.cu"
-MOST_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
-UNIT = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
-SMS = 132
-SHARED_LIMIT = 227 << 10
-IN_FLIGHT = 96 << 10  # weights that an SM must have requested to keep memory busy
+MAX_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
+SLOT_K = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
+NUM_SMS = 132
+MAX_SHARED_BYTES = 227 << 10
+MIN_IN_FLIGHT_BYTES = 96 << 10  # weights that an SM must have requested to keep memory busy
 WARPS = 8  # warps split k, which determines the order of sums: the same for all shapes
 EPILOGUES = ("STORE", "STORE_F32", "ADD", "GATED")
 # For packed weights, where a sweep on an H200 found better plans: (tiles, n, k): (blocks, CTAs per SM, stages).
@@ -41,7 +41,7 @@ MEASURED_PACKED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SkinnyPlan:
     """How one shape is computed."""
 
     blocks: int  # blocks of 16 outputs in a CTA's tile
@@ -50,37 +50,37 @@ class Plan:
     stages: int  # stages of each warp's pipeline
     buffers: int  # sets of partial sums besides the pipeline's own memory
     grid: int  # CTAs
-    stride: int = 0  # bytes of a header of packed weights; 0: plain bf16 rows
-    at_once: int = 0  # CTAs that shall run on an SM at once; 0: as many as fit
+    header_stride: int = 0  # bytes of a header of packed weights; 0: plain bf16 rows
+    max_ctas_per_sm: int = 0  # CTAs that shall run on an SM at once; 0: as many as fit
 
     def variant(self, epilogue: str) -> str:
-        source = "PackedUnits" if self.stride else "PlainRows"
+        source = "PackedUnits" if self.header_stride else "PlainRows"
         return f"linear<{source}, {self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
 
     @property
-    def weights(self) -> int:
+    def slot_weight_bytes(self) -> int:
         """Bytes of weights in a slot."""
-        return (UNIT_BYTES if self.stride else 2048) * self.blocks
+        return (UNIT_BYTES if self.header_stride else 2048) * self.blocks
 
     @property
-    def shared(self) -> int:
+    def shared_bytes(self) -> int:
         """Bytes of shared memory: the layout in linear.cu with padding for alignment.
 
         A small layout is enlarged so that no more than `max_ctas_per_sm` fit on an SM. Otherwise the next kernel's CTAs
         would gather on some SMs while others are idle.
         """
-        minimum = SHARED_LIMIT // (self.at_once + 1) + 16 if self.at_once else 0
+        minimum = MAX_SHARED_BYTES // (self.max_ctas_per_sm + 1) + 16 if self.max_ctas_per_sm else 0
         return max(minimum, self._layout_bytes)
 
     @property
     def _layout_bytes(self) -> int:
-        slot = 1024 * (self.tiles + -(-self.weights // 1024))
+        slot = 1024 * (self.tiles + -(-self.slot_weight_bytes // 1024))
         partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
-        headers = 2 * (self.blocks * self.stride + 8) if self.stride else 0
+        headers = 2 * (self.blocks * self.header_stride + 8) if self.header_stride else 0
         return 1024 + headers + self.warps * (self.stages * (slot + 8) + self.buffers * partial)
 
 
-class Weight:
+class BF16Weight:
     """A bf16 weight [n, k] and its TMA tensor maps.
 
     A gated weight has groups of 32 rows: 16 gate rows, then their 16 up rows (`attention_plan.GATE_GROUP_ROWS`).
@@ -92,70 +92,70 @@ class Weight:
         self.n, self.k = data.shape
         self._maps: dict[tuple[int, bool], TensorMap] = {}
 
-    def forget(self) -> None:
+    def forget_tensor_maps(self) -> None:
         """Drop the tensor maps, since the data may be at another address on the next use."""
         self._maps.clear()
 
-    def map(self, blocks: int, *, paired: bool = False) -> TensorMap:
+    def tensor_map(self, blocks: int, *, paired: bool = False) -> TensorMap:
         """Return the tensor map for tiles of 16 * `blocks` rows.
 
         `paired`: for half of such a tile, 8 of each 16 gate rows with their up rows.
         """
         if (blocks, paired) not in self._maps:
             if paired:
-                result = tensor_map(self.data.unflatten(0, (-1, 2, 16)), (blocks // 2, 2, 8, UNIT))
+                result = make_tensor_map(self.data.unflatten(0, (-1, 2, 16)), (blocks // 2, 2, 8, SLOT_K))
             else:
-                result = tensor_map(self.data, (16 * blocks, UNIT))
+                result = make_tensor_map(self.data, (16 * blocks, SLOT_K))
             self._maps[blocks, paired] = result
         return self._maps[blocks, paired]
 
 
 def supports(m: int, n: int, k: int) -> bool:
     """Return whether `linear` computes this shape. A gated weight also needs n to be a multiple of 32."""
-    return 1 <= m <= MOST_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % UNIT == 0
+    return 1 <= m <= MAX_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % SLOT_K == 0
 
 
 def linear(
     x: Tensor,
-    w: Weight | Packed,
+    w: BF16Weight | UW12Weight,
     *,
     out: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     pdl: bool = True,
-    plan: Plan | None = None,
+    plan: SkinnyPlan | None = None,
 ) -> Tensor:
-    """Write x w^T into `out`, which is bf16 or float32, and return it.
+    """Write x w^T into `request`, which is bf16 or float32, and return it.
 
-    `bias` is float32 [n], in the order of w's rows. `residual` is added and may be `out` itself. `gated`: silu(gate) *
+    `bias` is float32 [n], in the order of w's rows. `residual` is added and may be `request` itself. `gated`: silu(gate) *
     up, [m, n / 2]. `plan` overrides the choice for benchmarks.
     """
     m, k = x.shape
     assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous()
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
-    epilogue = epilogue_of(out, residual, gated)
-    stride = w.stride if isinstance(w, Packed) else 0
-    plan = plan or choose(m, w.n, k, gated=gated, stride=stride)
-    assert plan.stride == stride and plan.stages > 0
+    epilogue = choose_epilogue(out, residual, gated)
+    stride = w.header_stride if isinstance(w, UW12Weight) else 0
+    plan = plan or choose_plan(m, w.n, k, gated=gated, header_stride=stride)
+    assert plan.header_stride == stride and plan.stages > 0
     _kernel(plan.variant(epilogue))(
         (plan.grid, 1, 1),
         32 * plan.warps,
         (
-            Units.of(w) if isinstance(w, Packed) else w.map(plan.blocks),
-            tensor_map(x, (m, UNIT)),
+            PackedUnits.from_weight(w) if isinstance(w, UW12Weight) else w.tensor_map(plan.blocks),
+            make_tensor_map(x, (m, SLOT_K)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.buffers, int(pdl)),
         ),
         pdl=pdl,
-        shared=plan.shared,
+        shared=plan.shared_bytes,
     )
     return out
 
 
 @cache
-def choose(m: int, n: int, k: int, *, gated: bool = False, stride: int = 0) -> Plan:
+def choose_plan(m: int, n: int, k: int, *, gated: bool = False, header_stride: int = 0) -> SkinnyPlan:
     """Return the plan for a shape.
 
     The tile is the one that leaves the busiest CTA the fewest rows, the larger among equals. For the shapes of Llama 8B
@@ -164,60 +164,68 @@ def choose(m: int, n: int, k: int, *, gated: bool = False, stride: int = 0) -> P
     to leave room for the next kernel: for these, measured plans come first.
     """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
-    if stride and not gated and (tiles, n, k) in MEASURED_PACKED:
+    if header_stride and not gated and (tiles, n, k) in MEASURED_PACKED:
         blocks, ctas_per_sm, stages = MEASURED_PACKED[tiles, n, k]
-        plan = planned(n, k, blocks, tiles, ctas=ctas_per_sm * SMS, shared=SHARED_LIMIT // ctas_per_sm, stride=stride)
+        plan = make_plan(
+            n,
+            k,
+            blocks,
+            tiles,
+            ctas=ctas_per_sm * NUM_SMS,
+            shared_bytes=MAX_SHARED_BYTES // ctas_per_sm,
+            header_stride=header_stride,
+        )
         if plan.stages:
             # With one CTA per SM, the shared memory that it leaves is for the next kernel.
-            return replace(plan, stages=min(plan.stages, stages), at_once=ctas_per_sm if ctas_per_sm > 1 else 0)
-    return _choose_by_rows(n, k, tiles, gated, stride)
+            return replace(plan, stages=min(plan.stages, stages), max_ctas_per_sm=ctas_per_sm if ctas_per_sm > 1 else 0)
+    return _choose_by_rows(n, k, tiles, gated, header_stride)
 
 
-def _choose_by_rows(n: int, k: int, tiles: int, gated: bool, stride: int) -> Plan:
-    def sort_key(plan: Plan) -> tuple[int, int]:
-        blocks = plan.blocks * -(-n // (16 * plan.blocks * SMS))
+def _choose_by_rows(n: int, k: int, tiles: int, gated: bool, stride: int) -> SkinnyPlan:
+    def sort_key(plan: SkinnyPlan) -> tuple[int, int]:
+        blocks = plan.blocks * -(-n // (16 * plan.blocks * NUM_SMS))
         return (0 if stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
 
-    plans = [planned(n, k, blocks, tiles, stride=stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
-    min_stages = min(2, -(-k // (UNIT * WARPS)))
+    plans = [make_plan(n, k, blocks, tiles, header_stride=stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
+    min_stages = min(2, -(-k // (SLOT_K * WARPS)))
     fitting = [plan for plan in plans if plan.stages >= min_stages]  # headers with many escapes leave little memory
-    return min(fitting or [planned(n, k, 2 if gated else 1, tiles, stride=stride)], key=sort_key)
+    return min(fitting or [make_plan(n, k, 2 if gated else 1, tiles, header_stride=stride)], key=sort_key)
 
 
-def planned(
+def make_plan(
     n: int,
     k: int,
     blocks: int,
     tiles: int,
     *,
-    stride: int = 0,
+    header_stride: int = 0,
     warps: int = WARPS,
-    ctas: int = SMS,
-    shared: int = SHARED_LIMIT,
-) -> Plan:
-    """Return the plan for a tile of so many blocks and tiles, which spreads the work evenly over at most `ctas` CTAs.
+    ctas: int = NUM_SMS,
+    shared_bytes: int = MAX_SHARED_BYTES,
+) -> SkinnyPlan:
+    """Return the plan for a tile of so many blocks and tiles, which spreads the work evenly over at most `cluster` CTAs.
 
     Partial sums get buffers of their own if the pipeline stays deep enough beside them.
     """
     count = -(-n // (16 * blocks))
     waves = -(-count // ctas)
     grid = -(-count // waves)
-    max_stages = waves * -(-k // (UNIT * warps))  # steps of a warp
+    max_stages = waves * -(-k // (SLOT_K * warps))  # steps of a warp
     for buffers in (2, 1) if waves > 1 else ():
-        plan = _limit_stages(Plan(blocks, tiles, warps, max_stages, buffers, grid, stride), shared)
-        if plan.stages * plan.warps * plan.weights >= IN_FLIGHT:
+        plan = _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, buffers, grid, header_stride), shared_bytes)
+        if plan.stages * plan.warps * plan.slot_weight_bytes >= MIN_IN_FLIGHT_BYTES:
             return plan
-    return _limit_stages(Plan(blocks, tiles, warps, max_stages, 0, grid, stride), shared)
+    return _limit_stages(SkinnyPlan(blocks, tiles, warps, max_stages, 0, grid, header_stride), shared_bytes)
 
 
-def _limit_stages(plan: Plan, shared: int) -> Plan:
+def _limit_stages(plan: SkinnyPlan, shared: int) -> SkinnyPlan:
     """Return the plan with no more stages than fit into shared memory."""
     base = replace(plan, stages=0)._layout_bytes
     stage = replace(plan, stages=1)._layout_bytes - base
     return replace(plan, stages=max(0, min(plan.stages, (shared - base) // stage)))
 
 
-def epilogue_of(out: Tensor, residual: Tensor | None, gated: bool) -> str:
+def choose_epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
     if gated:
         assert residual is None and out.dtype is torch.bfloat16 and out.shape[1] % 16 == 0
         return "GATED"
@@ -231,7 +239,7 @@ def epilogue_of(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 def _variants() -> Sequence[str]:
     return [
-        Plan(blocks, tiles, WARPS, 1, 0, 1, stride).variant(epilogue)
+        SkinnyPlan(blocks, tiles, WARPS, 1, 0, 1, stride).variant(epilogue)
         for stride, blocks, tiles in product((0, 16), (1, 2, 3, 4), (1, 2, 4))
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
@@ -242,6 +250,6 @@ VARIANTS = tuple(_variants())  # all kernels that `choose_plan` may select
 
 
 @cache
-def _kernel(variant: str) -> Kernel:
+def _kernel(variant: str) -> CudaKernel:
     """Return a kernel that is compiled on first use: a model needs few of the variants."""
-    return Module(FILE, [variant]).kernel(variant, SHARED_LIMIT)
+    return CudaModule(FILE, [variant]).kernel(variant, MAX_SHARED_BYTES)

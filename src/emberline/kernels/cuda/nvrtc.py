@@ -20,31 +20,31 @@ from pathlib import Path
 
 from emberline.core.config import kernel_dir
 
-OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a", "-default-device")
-SOURCES = Path(__file__).parent
+COMPILER_OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a", "-default-device")
+SOURCE_DIR = Path(__file__).parent
 
 
-class CompileError(Exception):
+class KernelCompileError(Exception):
     """A kernel could not be compiled; the message is the compiler's log, or says that NVRTC is missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Binary:
+class KernelBinary:
     code: bytes
     symbols: dict[str, str]  # from the kernel as callers write it, `decode<128, 4>`, to its mangled name
 
 
-def compile(file: str, kernels: Sequence[str]) -> Binary:
+def compile_kernels(file: str, kernels: Sequence[str]) -> KernelBinary:
     """Compile kernels of a file in SOURCE_DIR; `kernels` are names or template instances."""
-    return _compile(_library(), source(file), file, kernels)
+    return _compile(_library(), read_source(file), file, kernels)
 
 
-def compiled(file: str, kernels: Sequence[str]) -> Binary:
+def compile_cached(file: str, kernels: Sequence[str]) -> KernelBinary:
     """Return the compiled kernels from the cache on disk, compiled once for these sources and this compiler."""
-    parts = [source(file), *OPTIONS, *kernels, version()]
+    parts = [read_source(file), *COMPILER_OPTIONS, *kernels, compiler_version()]
     cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
     if (binary := _read(cache_file)) is None:
-        binary = compile(file, kernels)
+        binary = compile_kernels(file, kernels)
         head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
         cache_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = cache_file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
@@ -53,32 +53,32 @@ def compiled(file: str, kernels: Sequence[str]) -> Binary:
     return binary
 
 
-def _read(cache_file: Path) -> Binary | None:
+def _read(cache_file: Path) -> KernelBinary | None:
     """Return the cached kernels, or None if the file is missing or damaged, as after a power failure."""
     try:
         head, _, code = cache_file.read_bytes().partition(b"\n")
         symbols, checksum = json.loads(head)
     except (OSError, ValueError, TypeError):
         return None
-    return Binary(code, symbols) if zlib.crc32(code) == checksum else None
+    return KernelBinary(code, symbols) if zlib.crc32(code) == checksum else None
 
 
-def version() -> str:
+def compiler_version() -> str:
     """Return the version of NVRTC."""
     library, major, minor = _library(), ctypes.c_int(), ctypes.c_int()
     _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return f"{major.value}.{minor.value}"
 
 
-def sources_digest() -> str:
+def digest_sources() -> str:
     """Return a digest that changes with any kernel source, the options or the compiler's version."""
-    texts = [path.read_text() for path in sorted(SOURCES.glob("*.cu*"))]
-    return hashlib.sha256(chr(0).join([*texts, *OPTIONS, version()]).encode()).hexdigest()
+    texts = [path.read_text() for path in sorted(SOURCE_DIR.glob("*.cu*"))]
+    return hashlib.sha256(chr(0).join([*texts, *COMPILER_OPTIONS, compiler_version()]).encode()).hexdigest()
 
 
-def source(file: str) -> str:
+def read_source(file: str) -> str:
     """Return the source text of a file with its includes."""
-    return _read_with_includes(SOURCES / file)
+    return _read_with_includes(SOURCE_DIR / file)
 
 
 def _read_with_includes(path: Path) -> str:
@@ -90,15 +90,15 @@ def _read_with_includes(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _compile(library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str]) -> Binary:
+def _compile(library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str]) -> KernelBinary:
     program = ctypes.c_void_p()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
     try:
         for kernel in kernels:
             _check(library, library.nvrtcAddNameExpression(program, kernel.encode()))
-        flags = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
-        if library.nvrtcCompileProgram(program, len(OPTIONS), flags):
-            raise CompileError(f"{name}: {_log(library, program)}")
+        flags = (ctypes.c_char_p * len(COMPILER_OPTIONS))(*(option.encode() for option in COMPILER_OPTIONS))
+        if library.nvrtcCompileProgram(program, len(COMPILER_OPTIONS), flags):
+            raise KernelCompileError(f"{name}: {_log(library, program)}")
         symbols = {}
         for kernel in kernels:
             lowered = ctypes.c_char_p()
@@ -108,7 +108,7 @@ def _compile(library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str])
         _check(library, library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         code = ctypes.create_string_buffer(size.value)
         _check(library, library.nvrtcGetCUBIN(program, code))
-        return Binary(code.raw, symbols)
+        return KernelBinary(code.raw, symbols)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -123,7 +123,7 @@ def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 
 def _check(library: ctypes.CDLL, status: int) -> None:
     if status:
-        raise CompileError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
+        raise KernelCompileError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
 
 
 @cache
@@ -138,7 +138,7 @@ def _library() -> ctypes.CDLL:
             continue
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
-    raise CompileError("libnvrtc not found (hint: install a CUDA build of torch, or nvidia-cuda-nvrtc)")
+    raise KernelCompileError("libnvrtc not found (hint: install a CUDA build of torch, or nvidia-cuda-nvrtc)")
 
 
 def _candidates() -> list[str]:

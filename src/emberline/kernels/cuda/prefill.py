@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import Argument, Kernel, Module, TensorMap, tensor_map
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule, KernelArgument, TensorMap, make_tensor_map
 
 FILE = "prefill.cu"
 HEAD_DIMS = (64, 128)
 VARIANTS = tuple(f"prefill<{dim}>" for dim in HEAD_DIMS)
 BLOCK_SIZES = (16, 32, 64, 128)
-ROWS, STAGES, THREADS, PANEL = 128, 2, 384, 128 * 128  # as in prefill.cu
+TILE_QUERIES, STAGES, THREADS, PANEL_BYTES = 128, 2, 384, 128 * 128  # as in prefill.cu
 NO_WINDOW = 1 << 30
 
-Integers = Sequence[int] | NDArray[np.signedinteger[Any]]
+IntSequence = Sequence[int] | NDArray[np.signedinteger[Any]]
 
 
-class PagedCache:
+class PrefillCache:
     """TMA tensor maps of one layer's keys and values. The caller must keep the memory alive."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -38,34 +38,34 @@ class PagedCache:
 
 
 def supports(k_cache: Tensor) -> bool:
-    return k_cache.dtype == torch.bfloat16 and serves(*k_cache.shape[2:])
+    return k_cache.dtype == torch.bfloat16 and supports_shape(*k_cache.shape[2:])
 
 
-def serves(block_size: int, head_dim: int) -> bool:
+def supports_shape(block_size: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
 
 
-def tiles(query_counts: Integers, contexts: Integers) -> NDArray[np.int32]:
+def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.int32]:
     """Return the tiles: (request, first query in its chunk) for every TILE_QUERIES new tokens of each request.
 
     The tiles with most keys come first. The last ones are then short, and all SMs end at about the same time.
     """
     counts, before = np.asarray(query_counts, np.int64), np.asarray(contexts, np.int64)
-    tile_counts = -(-counts // ROWS)
+    tile_counts = -(-counts // TILE_QUERIES)
     request = np.repeat(np.arange(len(counts)), tile_counts)
-    first = (np.arange(len(request)) - np.repeat(np.cumsum(tile_counts) - tile_counts, tile_counts)) * ROWS
-    keys = before[request] + np.minimum(first + ROWS, counts[request])
+    first = (np.arange(len(request)) - np.repeat(np.cumsum(tile_counts) - tile_counts, tile_counts)) * TILE_QUERIES
+    keys = before[request] + np.minimum(first + TILE_QUERIES, counts[request])
     order = np.argsort(-keys, kind="stable")
     return np.stack([request, first], axis=1)[order].astype(np.int32)
 
 
 def prefill_attention(
     qkv: Tensor,
-    cached: PagedCache,
+    cache_maps: PrefillCache,
     block_tables: Tensor,
     query_start: Tensor,
     context: Tensor,
-    work: Tensor,
+    tiles: Tensor,
     scale: float,
     q_heads: int,
     *,
@@ -81,17 +81,17 @@ def prefill_attention(
     kernel that runs at the same time has the others. `counters`: two int32 that are zero between launches. Launches
     that share them must not overlap; without `counters`, launches on one device share a default.
     """
-    head_dim = cached.head_dim
-    assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cached.kv_heads) * head_dim
-    assert work.dtype == torch.int32 and work.is_contiguous() and block_tables.stride(1) == 1
+    head_dim = cache_maps.head_dim
+    assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cache_maps.kv_heads) * head_dim
+    assert tiles.dtype == torch.int32 and tiles.is_contiguous() and block_tables.stride(1) == 1
     out = qkv.new_empty(len(qkv), q_heads * head_dim) if out is None else out
     assert out.is_contiguous() and out.dtype == torch.bfloat16
-    items = len(work) * q_heads
+    items = len(tiles) * q_heads
     if not items:
         return out
-    arguments: list[Argument] = [
-        tensor_map(qkv, (ROWS, 64)), cached.keys, cached.values, out, work, items, query_start, context, block_tables,
-        block_tables.stride(0), q_heads, q_heads // cached.kv_heads, cached.block_size, window or NO_WINDOW,
+    arguments: list[KernelArgument] = [
+        make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start, context, block_tables,
+        block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size, window or NO_WINDOW,
         scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
@@ -100,7 +100,7 @@ def prefill_attention(
 
 
 def shared_bytes(head_dim: int) -> int:
-    tile = head_dim // 64 * PANEL
+    tile = head_dim // 64 * PANEL_BYTES
     return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
 
 
@@ -109,13 +109,13 @@ def _cache_map(cache: Tensor) -> TensorMap:
     inner = kv_heads * block_size
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, inner, head_dim), (cache.stride(0), head_dim, 1))
-    return tensor_map(rows, (1, block_size, 64))
+    return make_tensor_map(rows, (1, block_size, 64))
 
 
 @cache
-def _kernel(head_dim: int) -> Kernel:
+def _kernel(head_dim: int) -> CudaKernel:
     variant = f"prefill<{head_dim}>"
-    return Module(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
+    return CudaModule(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
 
 
 def new_counters(device: torch.device) -> Tensor:

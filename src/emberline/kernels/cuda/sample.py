@@ -1,7 +1,7 @@
 """Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them; `sample.cu` has the kernels.
 
 A row's result depends on that row only, bit for bit. No function waits for the device, and none allocates memory if
-`out` is given, so all of them can be captured into a CUDA graph.
+`request` is given, so all of them can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import Kernel, Module
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 
 FILE = "sample.cu"
 VARIANTS = ("sample", "log_probs", "apply_bitmask", "edit_logits", "apply_penalties", "count_tokens")
-THREADS = 1024  # threads that share a row
-FEW_THREADS = 256  # threads of a CTA where each works on elements of its own
-MOST_VOCAB = (1 << 20) - 1  # ids have 20 bits, so that the sum of all weights fits into 64
-MOST_TOP = 64
+ROW_THREADS = 1024  # threads that share a row
+ELEMENT_THREADS = 256  # threads of a CTA where each works on elements of its own
+MAX_VOCAB = (1 << 20) - 1  # ids have 20 bits, so that the sum of all weights fits into 64
+MAX_TOP_LOGPROBS = 64
 COUNTS_PER_THREAD = 8
 
-Scores = tuple[Tensor, Tensor, Tensor, Tensor]
+LogProbs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def sample(
@@ -36,7 +36,7 @@ def sample(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Write one sampled id per row into `out` and return it. The logits stay unchanged.
+    """Write one sampled id per row into `request` and return it. The logits stay unchanged.
 
     The uniform number of a row is derived from (seed, position). NaN counts as -inf; a row whose largest logit is not
     finite gives the first id with that logit.
@@ -47,18 +47,18 @@ def sample(
         assert tensor.dtype is dtype and tensor.shape == (rows,) and tensor.is_contiguous()
     if rows:
         settings = temperature, top_k, top_p, min_p, seed, position
-        _kernels()["sample"]((rows, 1, 1), THREADS, (*_address_and_shape(logits), *settings, out), pdl=pdl)
+        _kernels()["sample"]((rows, 1, 1), ROW_THREADS, (*_address_and_shape(logits), *settings, out), pdl=pdl)
     return out
 
 
-def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: Scores | None = None) -> Scores:
-    """Return the same as `ref.log_probs`, in `out` if given."""
+def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: LogProbs | None = None) -> LogProbs:
+    """Return the same as `ref.log_probs`, in `request` if given."""
     rows = _check_rows(logits)
     assert ids.dtype is torch.int64 and ids.shape == (rows,) and ids.is_contiguous()
-    assert 0 <= top_n <= min(MOST_TOP, logits.shape[1])
+    assert 0 <= top_n <= min(MAX_TOP_LOGPROBS, logits.shape[1])
     out = _allocate_log_probs(rows, top_n, logits.device) if out is None else out
     if rows:
-        _kernels()["log_probs"]((rows, 1, 1), THREADS, (*_address_and_shape(logits), ids, top_n, *out), pdl=True)
+        _kernels()["log_probs"]((rows, 1, 1), ROW_THREADS, (*_address_and_shape(logits), ids, top_n, *out), pdl=True)
     return out
 
 
@@ -69,11 +69,11 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     assert mask.dtype is torch.int32 and mask.is_contiguous() and 32 * words >= logits.shape[1]
     assert rows.dtype is torch.int64 and rows.shape == (count,) and rows.is_contiguous()
     if count:
-        grid = (-(-logits.shape[1] // FEW_THREADS), count, 1)
-        _kernels()["apply_bitmask"](grid, FEW_THREADS, (*_address_and_shape(logits), mask, words, rows), pdl=True)
+        grid = (-(-logits.shape[1] // ELEMENT_THREADS), count, 1)
+        _kernels()["apply_bitmask"](grid, ELEMENT_THREADS, (*_address_and_shape(logits), mask, words, rows), pdl=True)
 
 
-def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
     """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i].
 
     Each (row, id) may occur only once. A row of -1 is padding.
@@ -83,22 +83,22 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
     for tensor, dtype in ((rows, torch.int32), (ids, torch.int32), (divide, torch.float32), (add, torch.float32)):
         assert tensor.dtype is dtype and tensor.shape == (count,) and tensor.is_contiguous()
     if count:
-        grid = (-(-count // FEW_THREADS), 1, 1)
+        grid = (-(-count // ELEMENT_THREADS), 1, 1)
         arguments = logits, logits.stride(0), count, rows, ids, divide, add
-        _kernels()["edit_logits"](grid, FEW_THREADS, arguments, pdl=True)
+        _kernels()["edit_logits"](grid, ELEMENT_THREADS, arguments, pdl=True)
 
 
-def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
     """Apply penalties as `ref.apply_penalties`. The width of `counts` is a multiple of 8, at least the vocabulary."""
     _check_rows(logits)
     vocab, count = logits.shape[1], len(rows)
     width = _check_counts(counts)
-    assert width >= vocab and rows.dtype is slots.dtype is torch.int32 and settings.dtype is torch.float32
-    assert slots.shape == (count,) and settings.shape == (count, 3) and settings.is_contiguous()
+    assert width >= vocab and rows.dtype is slots.dtype is torch.int32 and penalties.dtype is torch.float32
+    assert slots.shape == (count,) and penalties.shape == (count, 3) and penalties.is_contiguous()
     if count:
-        grid = (-(-vocab // (COUNTS_PER_THREAD * FEW_THREADS)), count, 1)
-        arguments = (*_address_and_shape(logits), rows, slots, settings, counts, width)
-        _kernels()["apply_penalties"](grid, FEW_THREADS, arguments, pdl=True)
+        grid = (-(-vocab // (COUNTS_PER_THREAD * ELEMENT_THREADS)), count, 1)
+        arguments = (*_address_and_shape(logits), rows, slots, penalties, counts, width)
+        _kernels()["apply_penalties"](grid, ELEMENT_THREADS, arguments, pdl=True)
 
 
 def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
@@ -106,9 +106,9 @@ def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) ->
     count = len(rows)
     assert rows.dtype is slots.dtype is torch.int32 and slots.shape == (count,) and tokens.dtype is torch.int64
     if count:
-        grid = (-(-count // FEW_THREADS), 1, 1)
+        grid = (-(-count // ELEMENT_THREADS), 1, 1)
         arguments = counts, _check_counts(counts), count, slots, rows, tokens
-        _kernels()["count_tokens"](grid, FEW_THREADS, arguments, pdl=True)
+        _kernels()["count_tokens"](grid, ELEMENT_THREADS, arguments, pdl=True)
 
 
 def _check_counts(counts: Tensor) -> int:
@@ -118,7 +118,7 @@ def _check_counts(counts: Tensor) -> int:
 
 def _check_rows(logits: Tensor) -> int:
     assert logits.dtype is torch.float32 and logits.dim() == 2 and logits.stride(1) == 1
-    assert logits.shape[1] <= MOST_VOCAB
+    assert logits.shape[1] <= MAX_VOCAB
     return len(logits)
 
 
@@ -126,7 +126,7 @@ def _address_and_shape(logits: Tensor) -> tuple[Tensor, int, int]:
     return logits, logits.stride(0), logits.shape[1]
 
 
-def _allocate_log_probs(rows: int, top_n: int, device: torch.device) -> Scores:
+def _allocate_log_probs(rows: int, top_n: int, device: torch.device) -> LogProbs:
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -137,10 +137,10 @@ def _allocate_log_probs(rows: int, top_n: int, device: torch.device) -> Scores:
 
 
 @cache
-def module() -> Module:
-    return Module(FILE, VARIANTS)
+def kernel_module() -> CudaModule:
+    return CudaModule(FILE, VARIANTS)
 
 
 @cache
-def _kernels() -> dict[str, Kernel]:
-    return {name: module().kernel(name) for name in VARIANTS}
+def _kernels() -> dict[str, CudaKernel]:
+    return {name: kernel_module().kernel(name) for name in VARIANTS}

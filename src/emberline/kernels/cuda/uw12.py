@@ -13,21 +13,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import Kernel, Module
+from emberline.kernels.cuda.driver import CudaKernel, CudaModule
 
 FILE = "uw12.cu"
 VARIANTS = ("pack_units", "list_escapes", "unpack", "gather")
-BLOCK, UNIT = 16, 64  # rows and columns (k) of a unit
+BLOCK_ROWS, UNIT_K = 16, 64  # rows and columns (k) of a unit
 UNIT_BYTES = 1536
-STARTS_AT = 64  # bytes in a header before the start indices: the scales of its rows
-MOST_BITS = 13.5  # per weight with headers; if more are needed, plain bf16 is not much larger
-MOST_STRIDE = 24 << 10  # kernels hold the headers of a tile's rows twice in shared memory
+STARTS_OFFSET = 64  # bytes in a header before the start indices: the scales of its rows
+MAX_BITS = 13.5  # per weight with headers; if more are needed, plain bf16 is not much larger
+MAX_HEADER_BYTES = 24 << 10  # kernels hold the headers of a tile's rows twice in shared memory
 PACK_THREADS, UNPACK_THREADS, GATHER_THREADS = 512, 256, 128
-UNPACK_WIDTH = 256  # columns (k) that a CTA unpacks
+UNPACK_K = 256  # columns (k) that a CTA unpacks
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class UW12Weight:
     """A packed weight [n, k]. `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride]."""
 
     planes: Tensor
@@ -36,21 +36,21 @@ class Packed:
     k: int
 
     @property
-    def stride(self) -> int:
+    def header_stride(self) -> int:
         return self.headers.shape[1]
 
     @property
     def nbytes(self) -> int:
         return self.planes.nbytes + self.headers.nbytes
 
-    def rows(self, begin: int, end: int) -> Packed:
+    def slice_rows(self, begin: int, end: int) -> UW12Weight:
         """Return the rows [begin, end), both multiples of 64, without a copy."""
         assert begin % 64 == end % 64 == 0
-        planes, headers = self.planes[begin // 64 : end // 64], self.headers[begin // BLOCK : end // BLOCK]
-        return Packed(planes, headers, end - begin, self.k)
+        planes, headers = self.planes[begin // 64 : end // 64], self.headers[begin // BLOCK_ROWS : end // BLOCK_ROWS]
+        return UW12Weight(planes, headers, end - begin, self.k)
 
 
-class Units(ctypes.Structure):
+class PackedUnits(ctypes.Structure):
     """A packed weight as a kernel parameter, passed by value: `PackedUnits` of linear.cu."""
 
     _fields_ = (
@@ -61,33 +61,33 @@ class Units(ctypes.Structure):
     )
 
     @staticmethod
-    def of(packed: Packed) -> Units:
+    def from_weight(packed: UW12Weight) -> PackedUnits:
         headers = packed.headers
-        return Units(packed.planes.data_ptr(), headers.data_ptr(), headers.shape[1], packed.n // BLOCK)
+        return PackedUnits(packed.planes.data_ptr(), headers.data_ptr(), headers.shape[1], packed.n // BLOCK_ROWS)
 
 
 def supports(n: int, k: int) -> bool:
-    return n > 0 and n % 64 == 0 and k > 0 and k % UNIT == 0
+    return n > 0 and n % 64 == 0 and k > 0 and k % UNIT_K == 0
 
 
-def lists_at(k: int) -> int:
+def escapes_offset(k: int) -> int:
     """Return the byte offset of the escapes in a header."""
-    return -(-(STARTS_AT + 2 * (k // UNIT + 1)) // 16) * 16
+    return -(-(STARTS_OFFSET + 2 * (k // UNIT_K + 1)) // 16) * 16
 
 
-def stride_of(k: int, most: int) -> int:
+def header_bytes(k: int, max_escapes: int) -> int:
     """Return the bytes of a header. `max_escapes`: the most escapes that any block of 16 rows has."""
-    return lists_at(k) + -(-4 * most // 16) * 16
+    return escapes_offset(k) + -(-4 * max_escapes // 16) * 16
 
 
-def fits(n: int, k: int, most: int, most_bits: float = MOST_BITS) -> bool:
+def is_worth_packing(n: int, k: int, max_escapes: int, max_bits: float = MAX_BITS) -> bool:
     """Return whether the packed weight is small enough, and its headers are short enough for the kernels."""
-    stride = stride_of(k, most)
-    size = n * k * 3 // 2 + n // BLOCK * stride
-    return most < 1 << 16 and stride <= MOST_STRIDE and 8 * size < most_bits * n * k
+    stride = header_bytes(k, max_escapes)
+    size = n * k * 3 // 2 + n // BLOCK_ROWS * stride
+    return max_escapes < 1 << 16 and stride <= MAX_HEADER_BYTES and 8 * size < max_bits * n * k
 
 
-def pack(weight: Tensor, *, most_bits: float = MOST_BITS) -> Packed | None:
+def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     """Return the packed weight, or None if its shape is unsupported or it would need `max_bits` per weight or more.
 
     Waits for the device. Needs n * k / 128 bytes of scratch memory.
@@ -96,49 +96,49 @@ def pack(weight: Tensor, *, most_bits: float = MOST_BITS) -> Packed | None:
     assert weight.dtype is torch.bfloat16 and weight.is_contiguous()
     if not supports(n, k):
         return None
-    units, device = k // UNIT, weight.device
+    units, device = k // UNIT_K, weight.device
     planes = torch.empty(n // 64, units, 4, UNIT_BYTES, dtype=torch.uint8, device=device)
     bases = torch.empty(n, dtype=torch.uint8, device=device)
-    counts = torch.empty(n // BLOCK, units, dtype=torch.int32, device=device)
-    grid = (n // BLOCK, 1, 1)
+    counts = torch.empty(n // BLOCK_ROWS, units, dtype=torch.int32, device=device)
+    grid = (n // BLOCK_ROWS, 1, 1)
     _kernel("pack_units")(grid, PACK_THREADS, (weight, planes, bases, counts, k))
     ends = counts.cumsum(1, dtype=torch.int32)
     most = int(ends[:, -1].max())
-    if not fits(n, k, most, most_bits):
+    if not is_worth_packing(n, k, most, max_bits):
         return None
-    headers = torch.zeros(n // BLOCK, stride_of(k, most), dtype=torch.uint8, device=device)
+    headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, most), dtype=torch.uint8, device=device)
     _kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
     torch.cuda.current_stream().synchronize()  # with PDL, kernels read weights before preceding ones end
-    return Packed(planes, headers, n, k)
+    return UW12Weight(planes, headers, n, k)
 
 
-def unpack(packed: Packed, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """Write the unpacked rows, bf16 [n, k], into `out` and return it.
+def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
+    """Write the unpacked rows, bf16 [n, k], into `request` and return it.
 
-    The preceding kernel may still read `out`: writing starts after it has ended.
+    The preceding kernel may still read `request`: writing starts after it has ended.
     """
     assert out.shape == (packed.n, packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
-    grid = (-(-packed.k // UNPACK_WIDTH), packed.n // 64, 1)
-    arguments = (packed.planes, packed.headers, packed.stride, out, packed.k)
+    grid = (-(-packed.k // UNPACK_K), packed.n // 64, 1)
+    arguments = (packed.planes, packed.headers, packed.header_stride, out, packed.k)
     _kernel("unpack")(grid, UNPACK_THREADS, arguments, pdl=pdl)
     return out
 
 
-def gather(ids: Tensor, packed: Packed, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """Write the rows `ids` (int64, each below n) into `out`, bf16 [len(ids), k], and return it."""
+def gather_rows(ids: Tensor, packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
+    """Write the rows `ids` (int64, each below n) into `request`, bf16 [len(ids), k], and return it."""
     assert ids.dtype is torch.int64 and ids.is_contiguous()
     assert out.shape == (len(ids), packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     if len(ids):
-        arguments = (ids, packed.planes, packed.headers, packed.stride, out, packed.k)
+        arguments = (ids, packed.planes, packed.headers, packed.header_stride, out, packed.k)
         _kernel("gather")((len(ids), 1, 1), GATHER_THREADS, arguments, pdl=pdl)
     return out
 
 
 @cache
-def _kernel(name: str) -> Kernel:
+def _kernel(name: str) -> CudaKernel:
     return _module().kernel(name)
 
 
 @cache
-def _module() -> Module:
-    return Module(FILE, VARIANTS)
+def _module() -> CudaModule:
+    return CudaModule(FILE, VARIANTS)

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import begin, jit
+from emberline.kernels.triton.jit import jit, pdl_trigger_and_wait
 
-FEW_ROWS = 128  # up to this many rows, smaller blocks are faster, since they give more programs
+SMALL_BATCH_ROWS = 128  # up to this many rows, smaller blocks are faster, since they give more programs
 
 
 @jit
@@ -22,7 +22,7 @@ def _silu_mul(
     BLOCK: constexpr,
     PDL: constexpr,
 ) -> None:
-    begin(PDL)
+    pdl_trigger_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -34,14 +34,14 @@ def _silu_mul(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
-    """Write silu(gate) * up into `out` [T, F] and return it.
+    """Write silu(gate) * up into `request` [T, F] and return it.
 
-    `gate_up` [T, 2F] has `group` gate columns, then their `group` up columns, and so on; with group = F, two halves.
+    `gate_up` [T, 2F] has `group_key` gate columns, then their `group_key` up columns, and so on; with group = F, two halves.
     """
     rows, columns = out.shape
     assert gate_up.shape == (rows, 2 * columns) and columns % group == 0
     assert gate_up.stride(1) == out.stride(1) == 1
-    block = 1024 if rows <= FEW_ROWS else 2048
+    block = 1024 if rows <= SMALL_BATCH_ROWS else 2048
     if rows:
         _silu_mul[(rows, -(-columns // block))](
             gate_up, out, gate_up.stride(0), out.stride(0), columns, group, block, pdl, num_warps=4, launch_pdl=pdl

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import begin, jit, power_of_two
+from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
 BLOCK_M = 16  # default number of queries in a tile
-MOST_ROWS = 128  # (query, head) pairs of a program
+MAX_PROGRAM_ROWS = 128  # (query, head) pairs of a program
 
 
 @jit
@@ -32,7 +32,7 @@ def _paged_attention(
     BLOCK_SIZE: constexpr, QUERIES: constexpr, PARTS: constexpr, ROWS: constexpr, SPAN: constexpr,
     WINDOWED: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    begin(PDL)
+    pdl_trigger_and_wait(PDL)
     part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries have most keys, so they start first
     head = tl.program_id(0) % KV_HEADS
     tile = tiles + part // PARTS * 2
@@ -112,10 +112,10 @@ def _add_keys(
     return mixed, total, top
 
 
-def tile_queries(most: int, group: int) -> int:
-    """Return a fast `block_m` if the longest chunk has `max_queries` and `group` query heads share a KV head."""
-    padded = power_of_two(group)
-    return max(1, min(max(16, power_of_two(most * padded)), MOST_ROWS) // padded)
+def choose_tile_queries(max_queries: int, group: int) -> int:
+    """Return a fast `block_m` if the longest chunk has `max_queries` and `group_key` query heads share a KV head."""
+    padded = next_power_of_two(group)
+    return max(1, min(max(16, next_power_of_two(max_queries * padded)), MAX_PROGRAM_ROWS) // padded)
 
 
 def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -> NDArray[np.int32]:
@@ -150,8 +150,8 @@ def paged_attention(
     """
     out = torch.empty((len(qkv), q_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
     assert k_cache.stride() == v_cache.stride() and tiles.is_contiguous() and scale > 0
-    group, dim = q_heads // kv_heads, max(16, power_of_two(head_dim))
-    padded = power_of_two(group)
+    group, dim = q_heads // kv_heads, max(16, next_power_of_two(head_dim))
+    padded = next_power_of_two(group)
     exact = torch.float32 in (qkv.dtype, k_cache.dtype)
     queries = max(1, min(block_m, _max_rows(dim, exact) // padded))
     rows, parts = max(16, queries * padded), block_m // queries
@@ -168,7 +168,7 @@ def paged_attention(
 
 def _max_rows(dim: int, exact: bool) -> int:
     """Return the rows whose sums fit into registers; a larger tile is computed in parts."""
-    return min(MOST_ROWS, max(16, (4096 if exact else 16384) // dim))
+    return min(MAX_PROGRAM_ROWS, max(16, (4096 if exact else 16384) // dim))
 
 
 def _choose_shape(rows: int, dim: int, exact: bool) -> tuple[int, int, int]:

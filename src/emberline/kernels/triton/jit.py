@@ -16,13 +16,13 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 @jit
-def begin(PDL: constexpr) -> None:
+def pdl_trigger_and_wait(PDL: constexpr) -> None:
     """With programmatic dependent launch (PDL), let the next kernel start, then wait for the preceding one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
-def power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

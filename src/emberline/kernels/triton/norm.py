@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import begin, jit, power_of_two
+from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
-MOST_WARPS = 4224  # 32 for each of 132 SMs; a program keeps the weight in registers for all its rows
+MAX_GRID_WARPS = 4224  # 32 for each of 132 SMs; a program keeps the weight in registers for all its rows
 
 
 @jit
@@ -28,7 +28,7 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
     scale = tl.load(weight + column, inside, 0.0)
-    begin(PDL)
+    pdl_trigger_and_wait(PDL)
     first = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0)
     next_values = tl.load(x + first * x_stride + column, inside, 0.0)
@@ -42,17 +42,17 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """Return the normalised rows, in `out` if given, which may be x.
+    """Return the normalised rows, in `request` if given, which may be x.
 
     `weight` is float32. With `pdl` it is read before the preceding kernel ends, so that kernel must not write it.
     """
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if out is None else out
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and weight.dtype == torch.float32
-    block = power_of_two(max(columns, 32))
+    block = next_power_of_two(max(columns, 32))
     warps = min(max(block // 512, 1), 16)
     if rows:
-        _rms_norm[(min(rows, MOST_WARPS // warps),)](
+        _rms_norm[(min(rows, MAX_GRID_WARPS // warps),)](
             x, weight, out, rows, x.stride(0), out.stride(0), eps, columns, block, pdl, num_warps=warps, launch_pdl=pdl
         )
     return out

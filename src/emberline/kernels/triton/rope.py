@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import begin, jit, power_of_two
+from emberline.kernels.triton.jit import jit, next_power_of_two, pdl_trigger_and_wait
 
-HEADS = 16
+HEADS_PER_PROGRAM = 16
 
 
 @jit
@@ -22,7 +22,7 @@ def _rope_and_cache(
     HALF_PADDED: constexpr, REST_PADDED: constexpr, BLOCK_SIZE: constexpr, TILE: constexpr,
     NORM: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    begin(PDL)
+    pdl_trigger_and_wait(PDL)
     token = tl.program_id(0)
     slot = tl.load(slots + token)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
@@ -102,9 +102,9 @@ def rope_and_cache(
     assert has_norm == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
     if not len(qkv):
         return
-    _rope_and_cache[(len(qkv), -(-heads // HEADS))](
+    _rope_and_cache[(len(qkv), -(-heads // HEADS_PER_PROGRAM))](
         qkv, positions, cos_sin, k_cache, v_cache, slots,
         q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
-        q_heads, kv_heads, head_dim, half, power_of_two(half), power_of_two(head_dim - 2 * half), k_cache.shape[2],
-        HEADS, has_norm, pdl, num_warps=1, launch_pdl=pdl,
+        q_heads, kv_heads, head_dim, half, next_power_of_two(half), next_power_of_two(head_dim - 2 * half), k_cache.shape[2],
+        HEADS_PER_PROGRAM, has_norm, pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

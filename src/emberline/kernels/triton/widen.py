@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr, tensor
 
-from emberline.kernels.triton.jit import begin, jit
+from emberline.kernels.triton.jit import jit, pdl_trigger_and_wait
 
-PROGRAMS = 528  # four for each SM of an H200
+NUM_PROGRAMS = 528  # four for each SM of an H200
 
 
 @jit
@@ -16,7 +16,7 @@ def _widen(
     k_cache: tensor, v_cache: tensor, keys: tensor, values: tensor, tables: tensor, pieces: tensor, count: tensor,
     cache_stride: tensor, table_stride: tensor, HEADS: constexpr, SIZE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
-    begin(PDL)
+    pdl_trigger_and_wait(PDL)
     at = tl.arange(0, SIZE)
     for unit in range(tl.program_id(0), tl.load(count) * HEADS, tl.num_programs(0)):
         piece, head = unit // HEADS, unit % HEADS
@@ -27,13 +27,13 @@ def _widen(
         tl.store(values + target, tl.load(v_cache + source).to(values.dtype.element_ty))
 
 
-def widen(
+def widen_blocks(
     k_cache: Tensor,
     v_cache: Tensor,
     keys: Tensor,
     values: Tensor,
     tables: Tensor,
-    pieces: Tensor,
+    sources: Tensor,
     count: Tensor,
     *,
     pdl: bool = False,
@@ -46,7 +46,7 @@ def widen(
     _, heads, size, dim = k_cache.shape
     assert keys.is_contiguous() and values.is_contiguous() and keys.shape[1:] == k_cache.shape[1:]
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[1:] == (size * dim, dim, 1)
-    _widen[(PROGRAMS,)](
-        k_cache, v_cache, keys, values, tables, pieces, count, k_cache.stride(0), tables.stride(0), heads, size * dim,
+    _widen[(NUM_PROGRAMS,)](
+        k_cache, v_cache, keys, values, tables, sources, count, k_cache.stride(0), tables.stride(0), heads, size * dim,
         pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

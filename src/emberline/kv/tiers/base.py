@@ -15,12 +15,12 @@ from typing import Protocol
 
 from emberline.core.events import TierStats
 
-PAGE = 4096  # buffers start and end on page boundaries, for pinning and for direct disk I/O
+PAGE_BYTES = 4096  # buffers start and end on page boundaries, for pinning and for direct disk I/O
 
 
-def buffer_size(block_bytes: int) -> int:
+def buffer_bytes_for(block_bytes: int) -> int:
     """Return the size of a buffer for one block: its bytes rounded up to whole pages."""
-    return -(-block_bytes // PAGE) * PAGE
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Tier(Protocol):
@@ -30,14 +30,14 @@ class Tier(Protocol):
         """Return how many leading blocks of the chain the tier is known to hold. Never blocks."""
         ...
 
-    def guess(self, hashes: Sequence[bytes]) -> int:
+    def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading blocks are worth trying to load. Never blocks.
 
         This exceeds `lookup` for a tier that must be queried over the network to know what it holds.
         """
         ...
 
-    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         """Copy blocks into the buffers and return how many leading ones were copied; the rest is undefined."""
         ...
 
@@ -45,7 +45,7 @@ class Tier(Protocol):
         """Store copies of the blocks, evicting others if needed, and return how many were stored."""
         ...
 
-    def forget(self, hashes: Sequence[bytes]) -> None: ...
+    def discard(self, hashes: Sequence[bytes]) -> None: ...
 
     def refresh(self) -> None:
         """Update the tier's index with changes that other processes made to shared storage."""

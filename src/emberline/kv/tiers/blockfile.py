@@ -25,92 +25,98 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberline.kv.tiers.base import PAGE
-from emberline.kv.tiers.blockform import BlockForm
-from emberline.kv.tiers.gain import Reading
+from emberline.kv.tiers.base import PAGE_BYTES
+from emberline.kv.tiers.blockformat import BlockFormat
+from emberline.kv.tiers.coding_gain import BlockReadTiming
 
-STEPS = 32  # an encoded block is padded to one of so many lengths
-DIRECT = getattr(os, "O_DIRECT", 0)
+NUM_CODED_LENGTHS = 32  # an encoded block is padded to one of so many lengths
+O_DIRECT = getattr(os, "O_DIRECT", 0)
 # Another program may have created the file: follow no links, do not block on pipes.
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
-_Vector = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
+_VectorIO = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
 
 
 @dataclass(slots=True)
 class BlockFiles:
     """Writes and reads the files of blocks of one layout."""
 
-    form: BlockForm
-    direct: bool = field(default=bool(DIRECT))  # cleared when the file system rejects it
-    _scratch: list[memoryview] = field(default_factory=list)  # unused ones, kept for the next call
+    format: BlockFormat
+    uses_direct_io: bool = field(default=bool(O_DIRECT))  # cleared when the file system rejects it
+    _scratch_buffers: list[memoryview] = field(default_factory=list)  # unused ones, kept for the next call
 
     def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview, *, coded: bool = False) -> int:
         """Write a block to `temporary`, which may be an old file, rename it to `path`, and return its length."""
-        with self._room() as room:
-            payload = self.form.write(digest, buffer, room, coded=coded, worth=len(buffer) - self._step)
-            size = self._padded(len(payload))
+        with self._scratch_buffer() as room:
+            payload = self.format.write(
+                digest, buffer, room, coded=coded, max_coded_bytes=len(buffer) - self._length_step
+            )
+            size = self._padded_length(len(payload))
             body = buffer
             if payload is not buffer:
-                body = room[PAGE : PAGE + size]
+                body = room[PAGE_BYTES : PAGE_BYTES + size]
                 body[len(payload) :] = bytes(size - len(payload))
             try:
-                self._write(temporary, [room[:PAGE], body])
+                self._write(temporary, [room[:PAGE_BYTES], body])
                 temporary.rename(path)
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-            return PAGE + len(body)
+            return PAGE_BYTES + len(body)
 
-    def read(self, path: Path, digest: bytes, buffer: memoryview) -> Reading | None:
+    def read(self, path: Path, digest: bytes, buffer: memoryview) -> BlockReadTiming | None:
         """Read a block into the buffer and return the timing; None if the file is damaged or is another block.
 
         After None the buffer is undefined. Raises FileNotFoundError if the file is missing or was evicted meanwhile.
         """
-        began, handle = time.perf_counter(), self._open(path, READ)
+        began, handle = time.perf_counter(), self._open(path, READ_FLAGS)
         try:
-            with self._room() as room:
+            with self._scratch_buffer() as room:
                 status = os.fstat(handle)
-                plain = status.st_size == self.form.most_bytes
-                body = buffer if plain else room[PAGE : max(PAGE, status.st_size)]
-                complete = self.is_length(status.st_size)
-                complete = complete and self._vector(os.readv, handle, [room[:PAGE], body]) == status.st_size
+                plain = status.st_size == self.format.plain_bytes
+                body = buffer if plain else room[PAGE_BYTES : max(PAGE_BYTES, status.st_size)]
+                complete = self.is_valid_length(status.st_size)
+                complete = (
+                    complete and self._run_vector_io(os.readv, handle, [room[:PAGE_BYTES], body]) == status.st_size
+                )
                 if not os.path.samestat(status, path.lstat()):
                     raise FileNotFoundError(errno.ENOENT, "evicted while being read", str(path))
                 seconds = time.perf_counter() - began
-                if not complete or not self.form.read(digest, room[:PAGE], body, buffer):
+                if not complete or not self.format.read(digest, room[:PAGE_BYTES], body, buffer):
                     return None
             os.utime(handle)  # after a restart, blocks are evicted in the order of these times
-            return Reading(status.st_size, seconds, 0.0 if plain else time.perf_counter() - began - seconds)
+            return BlockReadTiming(status.st_size, seconds, 0.0 if plain else time.perf_counter() - began - seconds)
         finally:
             os.close(handle)
 
-    def is_length(self, size: int) -> bool:
+    def is_valid_length(self, size: int) -> bool:
         """Return whether a complete block file can have this length."""
-        coded = PAGE < size < self.form.most_bytes and self._padded(size - PAGE) == size - PAGE
-        return size == self.form.most_bytes or (coded and self.form.codec is not None)
+        coded = (
+            PAGE_BYTES < size < self.format.plain_bytes and self._padded_length(size - PAGE_BYTES) == size - PAGE_BYTES
+        )
+        return size == self.format.plain_bytes or (coded and self.format.codec is not None)
 
     @property
-    def _step(self) -> int:
-        return -(-self.form.buffer_bytes // (STEPS * PAGE)) * PAGE
+    def _length_step(self) -> int:
+        return -(-self.format.buffer_bytes // (NUM_CODED_LENGTHS * PAGE_BYTES)) * PAGE_BYTES
 
-    def _padded(self, size: int) -> int:
-        return -(-size // self._step) * self._step
+    def _padded_length(self, size: int) -> int:
+        return -(-size // self._length_step) * self._length_step
 
     @contextmanager
-    def _room(self) -> Iterator[memoryview]:
+    def _scratch_buffer(self) -> Iterator[memoryview]:
         try:
-            room = self._scratch.pop()
+            room = self._scratch_buffers.pop()
         except IndexError:
-            room = memoryview(mmap.mmap(-1, self.form.room_bytes))
+            room = memoryview(mmap.mmap(-1, self.format.scratch_bytes))
         yield room
-        self._scratch.append(room)
+        self._scratch_buffers.append(room)
 
     def _write(self, path: Path, parts: list[memoryview]) -> None:
-        handle = self._open(path, WRITE)
+        handle = self._open(path, WRITE_FLAGS)
         try:
-            size, written = sum(map(len, parts)), self._vector(os.writev, handle, parts)
+            size, written = sum(map(len, parts)), self._run_vector_io(os.writev, handle, parts)
             if written != size:  # a disk that fills up writes a part
                 raise OSError(errno.ENOSPC, f"only {written} of {size} bytes were written", str(path))
             if os.fstat(handle).st_size != size:
@@ -119,23 +125,23 @@ class BlockFiles:
             os.close(handle)
 
     def _open(self, path: Path, flags: int) -> int:
-        if self.direct:
+        if self.uses_direct_io:
             try:
-                return os.open(path, flags | DIRECT, 0o600)
+                return os.open(path, flags | O_DIRECT, 0o600)
             except OSError as e:
                 if e.errno != errno.EINVAL:
                     raise
-                self.direct = False
+                self.uses_direct_io = False
                 if flags & os.O_CREAT:  # some file systems create the file before they reject O_DIRECT
                     path.unlink(missing_ok=True)
         return os.open(path, flags, 0o600)
 
-    def _vector(self, call: _Vector, handle: int, buffers: list[memoryview]) -> int:
+    def _run_vector_io(self, call: _VectorIO, descriptor: int, buffers: list[memoryview]) -> int:
         try:
-            return call(handle, buffers)
+            return call(descriptor, buffers)
         except OSError as e:
-            if e.errno != errno.EINVAL or not self.direct:
+            if e.errno != errno.EINVAL or not self.uses_direct_io:
                 raise
-            self.direct = False  # O_DIRECT was accepted at open, but not for buffers of this alignment
-        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~DIRECT)
-        return call(handle, buffers)
+            self.uses_direct_io = False  # O_DIRECT was accepted at open, but not for buffers of this alignment
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~O_DIRECT)
+        return call(descriptor, buffers)

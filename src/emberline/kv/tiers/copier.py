@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emberline.core.plan import Copy
+from emberline.core.plan import BlockCopy
 from emberline.kv.cache import KVCache
 
 
-class Copier:
+class HostBlockCopier:
     def __init__(self, cache: KVCache) -> None:
         self._shape = cache.shape
         halves = (half.view(torch.uint8).flatten(2) for half in (cache.keys, cache.values))
         self._halves: list[NDArray[np.uint8]] = [half.numpy() for half in halves]  # [layer, block, byte]
 
-    def save(self, copies: Iterable[Copy]) -> None:
+    def save(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
             for half, buffer in zip(self._halves, self._view(copy.buffer), strict=True):
                 buffer[:] = half[:, copy.block]
 
-    def load(self, copies: Iterable[Copy]) -> None:
+    def load(self, copies: Iterable[BlockCopy]) -> None:
         for copy in copies:
             for half, buffer in zip(self._halves, self._view(copy.buffer), strict=True):
                 half[:, copy.block] = buffer

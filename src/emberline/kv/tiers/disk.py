@@ -33,20 +33,20 @@ from pathlib import Path
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TierStats
-from emberline.kv.checksum import Crc, crc_of
-from emberline.kv.codec import Codec
-from emberline.kv.tiers.base import buffer_size
+from emberline.kv.checksum import Crc, select_crc
+from emberline.kv.codec import KVCodec
+from emberline.kv.tiers.base import buffer_bytes_for
 from emberline.kv.tiers.blockfile import BlockFiles
-from emberline.kv.tiers.blockform import BlockForm, layout_hash
-from emberline.kv.tiers.gain import Gain
-from emberline.kv.tiers.policy import policy_of
+from emberline.kv.tiers.blockformat import BlockFormat, layout_hash
+from emberline.kv.tiers.coding_gain import CodingGain
+from emberline.kv.tiers.policy import make_policy
 
 log = logging.getLogger("emberline.kv")
 
-PAUSE = 30.0  # after an error the disk is not used for this time
-STALE = 600.0  # age at which an unfinished temporary file is deleted
-TEMPORARY = ".part"
-FULL = (errno.ENOSPC, errno.EDQUOT)
+RETRY_INTERVAL_S = 30.0  # after an error the disk is not used for this time
+STALE_FILE_S = 600.0  # age at which an unfinished temporary file is deleted
+TEMPORARY_SUFFIX = ".part"
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 MAX_EVICTIONS_PER_WRITE = 8  # on a full disk, where other programs may take the freed space
 
 
@@ -58,11 +58,11 @@ class DiskTier:
         directory: Path,
         layout: str,
         block_bytes: int,
-        quota: int,
+        quota_bytes: int,
         *,
         policy: str = "lru",
         crc: Crc | None = None,
-        codec: Codec | None = None,
+        codec: KVCodec | None = None,
         coding: str = "auto",
         clock: Clock | None = None,
     ) -> None:
@@ -71,29 +71,29 @@ class DiskTier:
         Raises InvalidRequest if the quota is too small for one block or the directory cannot be used.
         """
         digest = layout_hash(layout)
-        form = BlockForm(digest, buffer_size(block_bytes), crc or crc_of(None), codec)
+        form = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
         self._files = BlockFiles(form)
-        self._coding, self._gain = coding, Gain(form.buffer_bytes)
-        self._quota = quota
-        self.capacity = quota // form.most_bytes  # in plain blocks
+        self._coding, self._gain = coding, CodingGain(form.buffer_bytes)
+        self._quota_bytes = quota_bytes
+        self.capacity = quota_bytes // form.plain_bytes  # in plain blocks
         if self.capacity < 1:
             raise InvalidRequest(
-                f"kv_disk_size is {quota} bytes; one KV block of this model takes {form.most_bytes}",
+                f"kv_disk_size is {quota_bytes} bytes; one KV block of this model takes {form.plain_bytes}",
                 param="kv_disk_size",
                 hint="raise --kv-disk-size",
             )
         self._root = directory / digest.hex()
         self._clock = clock or SystemClock()
-        self._policy = policy_of(policy, self.capacity)
+        self._policy = make_policy(policy, self.capacity)
         self._lock = threading.Lock()  # guards everything below; not held while files are read or written
         self._sizes: dict[bytes, int] = {}  # file length of each block in the policy
-        self._used = 0  # sum of these
-        self._seen: dict[str, int] = {}  # modification time in ns of each folder at the last scan
+        self._used_bytes = 0  # sum of these
+        self._folder_mtimes: dict[str, int] = {}  # modification time in ns of each folder at the last scan
         self._off_until = float("-inf")
-        self._off = False
-        self._full = False  # whether the last write found the disk full
+        self._is_off = False
+        self._is_full = False  # whether the last write found the disk full
         self._stores_off_until = float("-inf")  # later than now on a full disk
-        self._count = 0
+        self._num_writes = 0
         self._stats = TierStats(capacity=self.capacity)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,9 +105,9 @@ class DiskTier:
             raise InvalidRequest(message, param="kv_disk", hint=hint) from e
 
     @property
-    def direct(self) -> bool:
+    def uses_direct_io(self) -> bool:
         """Whether reads and writes bypass the page cache."""
-        return self._files.direct
+        return self._files.uses_direct_io
 
     # -- the Tier interface ------------------------------------------------------------------------------------------
 
@@ -117,33 +117,35 @@ class DiskTier:
                 return 0
             return next((i for i, digest in enumerate(hashes) if digest not in self._policy), len(hashes))
 
-    def guess(self, hashes: Sequence[bytes]) -> int:
+    def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
         return self.lookup(hashes)
 
-    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        pairs = zip(hashes, into, strict=True)
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        pairs = zip(hashes, buffers, strict=True)
         return next((i for i, pair in enumerate(pairs) if not self._load(*pair)), len(hashes))
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         return sum(self._store(*pair) for pair in zip(hashes, buffers, strict=True))
 
-    def forget(self, hashes: Sequence[bytes]) -> None:
+    def discard(self, hashes: Sequence[bytes]) -> None:
         for digest in hashes:
-            self._drop(digest)
+            self._remove_entry(digest)
             self._unlink(digest)
 
     def refresh(self) -> None:
-        if not self._resting():
+        if not self._is_paused():
             try:
                 self._scan()
             except OSError as e:
-                self._fail(e)
+                self._turn_off(e)
 
     def stats(self) -> TierStats:
         with self._lock:
             self._stats.blocks = len(self._policy)
-            self._stats.capacity = self._quota * len(self._policy) // self._used if self._used else self.capacity
-            self._stats.on = not self._off
+            self._stats.capacity = (
+                self._quota_bytes * len(self._policy) // self._used_bytes if self._used_bytes else self.capacity
+            )
+            self._stats.on = not self._is_off
             return self._stats.copy()
 
     def close(self) -> None:
@@ -152,20 +154,20 @@ class DiskTier:
     # -- one block ---------------------------------------------------------------------------------------------------
 
     def _load(self, digest: bytes, buffer: memoryview) -> bool:
-        if self._resting():
+        if self._is_paused():
             return False
         began = time.perf_counter()
         try:
             found = self._files.read(self._path(digest), digest, buffer)
         except FileNotFoundError:  # another process evicted it
-            self._drop(digest)
+            self._remove_entry(digest)
             return False
         except OSError as e:
-            self._drop(digest)
-            self._fail(e)
+            self._remove_entry(digest)
+            self._turn_off(e)
             return False
         if found is None:
-            self._drop(digest)
+            self._remove_entry(digest)
             self._unlink(digest)
         with self._lock:
             if found is None:
@@ -173,27 +175,27 @@ class DiskTier:
                 return False
             if digest in self._policy:
                 self._policy.touch(digest)
-            self._gain.note(found)
+            self._gain.record(found)
             self._stats.loaded_blocks += 1
-            self._stats.loaded_bytes += found.size
+            self._stats.loaded_bytes += found.stored_bytes
             self._stats.load_seconds += time.perf_counter() - began
-        self._well()
+        self._turn_on()
         return True
 
     def _store(self, digest: bytes, buffer: memoryview) -> bool:
         began = time.perf_counter()
-        paused = self._resting() or self._clock.now() < self._stores_off_until
+        paused = self._is_paused() or self._clock.now() < self._stores_off_until
         size = None if paused else self._write(digest, buffer)
         if size is None:
             with self._lock:
                 self._stats.dropped_blocks += 1
             return False
         with self._lock:
-            self._insert(digest, size)
+            self._add_entry(digest, size)
             self._stats.stored_blocks += 1
             self._stats.stored_bytes += size
             self._stats.store_seconds += time.perf_counter() - began
-        self._well()
+        self._turn_on()
         return True
 
     def _write(self, digest: bytes, buffer: memoryview) -> int | None:
@@ -202,29 +204,29 @@ class DiskTier:
             try:
                 size = self._write_once(digest, buffer)
             except OSError as e:
-                if e.errno not in FULL:
-                    self._fail(e)
+                if e.errno not in DISK_FULL_ERRNOS:
+                    self._turn_off(e)
                     return None
-                self._note_full(e)
+                self._record_full(e)
                 if evicted == MAX_EVICTIONS_PER_WRITE or not self._evict_one(digest):
                     break
             else:
-                self._full = evicted > 0
+                self._is_full = evicted > 0
                 return size
-        self._stores_off_until = self._clock.now() + PAUSE
+        self._stores_off_until = self._clock.now() + RETRY_INTERVAL_S
         return None
 
     def _write_once(self, digest: bytes, buffer: memoryview) -> int:
         path = self._path(digest)
         self._make_folder(path.parent)  # before evicting: a deleted directory has nothing left to evict
-        spare = self._make_room(digest, self._files.form.most_bytes)
-        self._count += 1
-        temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._count}{TEMPORARY}")
+        spare = self._evict_for(digest, self._files.format.plain_bytes)
+        self._num_writes += 1
+        temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._num_writes}{TEMPORARY_SUFFIX}")
         if spare is not None:
             with contextlib.suppress(FileNotFoundError):  # another process took it first
                 os.utime(spare, follow_symlinks=False)  # otherwise it could count as stale
                 spare.rename(temporary)
-        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
+        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.is_worthwhile())
         return self._files.write(path, temporary, digest, buffer, coded=coded)
 
     def _evict_one(self, incoming: bytes) -> bool:
@@ -233,12 +235,12 @@ class DiskTier:
             evicted = self._policy.evict(incoming, lambda key: True) if len(self._policy) else None
             if evicted is None:
                 return False
-            self._used -= self._sizes.pop(evicted)
+            self._used_bytes -= self._sizes.pop(evicted)
             self._stats.evicted_blocks += 1
         self._unlink(evicted)
         return True
 
-    def _make_room(self, incoming: bytes, size: int) -> Path | None:
+    def _evict_for(self, incoming: bytes, size: int) -> Path | None:
         """Evict blocks until `size` more bytes fit the quota.
 
         Return the file of the last evicted block, which the caller overwrites or deletes, or None.
@@ -246,27 +248,27 @@ class DiskTier:
         spare: bytes | None = None
         while True:
             with self._lock:
-                if incoming in self._policy or self._used + size <= self._quota:
+                if incoming in self._policy or self._used_bytes + size <= self._quota_bytes:
                     return self._path(spare) if spare is not None else None
                 evicted = self._policy.evict(incoming, lambda key: True)
                 assert evicted is not None
-                self._used -= self._sizes.pop(evicted)
+                self._used_bytes -= self._sizes.pop(evicted)
                 self._stats.evicted_blocks += 1
             if spare is not None:
                 self._unlink(spare)
             spare = evicted
 
-    def _drop(self, digest: bytes) -> None:
+    def _remove_entry(self, digest: bytes) -> None:
         with self._lock:
             if digest in self._policy:
                 self._policy.remove(digest)
-                self._used -= self._sizes.pop(digest)
+                self._used_bytes -= self._sizes.pop(digest)
 
-    def _insert(self, digest: bytes, size: int) -> None:
+    def _add_entry(self, digest: bytes, size: int) -> None:
         """Add or update a block's entry. The caller holds the lock."""
         if digest not in self._policy:
             self._policy.insert(digest)
-        self._used += size - self._sizes.get(digest, 0)
+        self._used_bytes += size - self._sizes.get(digest, 0)
         self._sizes[digest] = size
 
     def _unlink(self, digest: bytes) -> None:
@@ -286,27 +288,27 @@ class DiskTier:
         here = self._folders()
         for folder in here:
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
-            if changed is not None and self._seen.get(folder.name) != changed:
+            if changed is not None and self._folder_mtimes.get(folder.name) != changed:
                 seen[folder.name] = changed
-                listed[folder.name] = self._list(Path(folder.path))
+                listed[folder.name] = self._list_blocks(Path(folder.path))
         empty: dict[bytes, tuple[float, int]] = {}
         names = {folder.name for folder in here}
-        listed |= {name: empty for name in self._seen if name not in names}  # folders that were deleted
-        self._seen = {name: changed for name, changed in self._seen.items() if name in names}
+        listed |= {name: empty for name in self._folder_mtimes if name not in names}  # folders that were deleted
+        self._folder_mtimes = {name: changed for name, changed in self._folder_mtimes.items() if name in names}
         with self._lock:
             gone = [key for key in self._policy if key not in listed.get(key.hex()[:2], (key,))]
         for digest in gone:
             if not self._path(digest).exists():  # and not written since
-                self._drop(digest)
+                self._remove_entry(digest)
         for (_, size), digest in sorted((found, digest) for here in listed.values() for digest, found in here.items()):
             with self._lock:
                 if digest in self._policy:
                     continue
-            if (spare := self._make_room(digest, size)) is not None:
+            if (spare := self._evict_for(digest, size)) is not None:
                 spare.unlink(missing_ok=True)
             with self._lock:
-                self._insert(digest, size)
-        self._seen |= seen
+                self._add_entry(digest, size)
+        self._folder_mtimes |= seen
 
     def _folders(self) -> list[os.DirEntry[str]]:
         try:
@@ -335,11 +337,11 @@ class DiskTier:
         with self._lock:
             gone = list(self._policy)
         for digest in gone:
-            self._drop(digest)
-        self._seen = {}
+            self._remove_entry(digest)
+        self._folder_mtimes = {}
         log.warning("KV disk directory was deleted, created again: path=%s blocks_lost=%d", self._root, len(gone))
 
-    def _list(self, folder: Path) -> dict[bytes, tuple[float, int]]:
+    def _list_blocks(self, folder: Path) -> dict[bytes, tuple[float, int]]:
         """Return the time of last use and the length of each block file in the folder.
 
         Deletes stale temporary files and files that cannot be complete blocks; leaves files of other names alone.
@@ -348,11 +350,11 @@ class DiskTier:
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
-                if entry.name.endswith(TEMPORARY):
-                    if time.time() - status.st_mtime > STALE:
+                if entry.name.endswith(TEMPORARY_SUFFIX):
+                    if time.time() - status.st_mtime > STALE_FILE_S:
                         Path(entry.path).unlink()
-                elif (digest := _digest(entry.name)) is not None:
-                    if self._files.is_length(status.st_size) and entry.name[:2] == folder.name:
+                elif (digest := _parse_digest(entry.name)) is not None:
+                    if self._files.is_valid_length(status.st_size) and entry.name[:2] == folder.name:
                         blocks[digest] = status.st_mtime, status.st_size
                     else:
                         Path(entry.path).unlink()
@@ -360,33 +362,33 @@ class DiskTier:
 
     # -- errors and recovery -----------------------------------------------------------------------------------------
 
-    def _resting(self) -> bool:
+    def _is_paused(self) -> bool:
         with self._lock:
             return self._clock.now() < self._off_until
 
-    def _fail(self, error: OSError) -> None:
+    def _turn_off(self, error: OSError) -> None:
         with self._lock:
-            first, self._off = not self._off, True
-            self._off_until = self._clock.now() + PAUSE
+            first, self._is_off = not self._is_off, True
+            self._off_until = self._clock.now() + RETRY_INTERVAL_S
             self._stats.errors += 1
         if first:
-            log.warning("KV disk is off, retrying every %.0f s: path=%s error=%s", PAUSE, self._root, error)
+            log.warning("KV disk is off, retrying every %.0f s: path=%s error=%s", RETRY_INTERVAL_S, self._root, error)
 
-    def _note_full(self, error: OSError) -> None:
+    def _record_full(self, error: OSError) -> None:
         with self._lock:
-            first, self._full = not self._full, True
+            first, self._is_full = not self._is_full, True
             self._stats.errors += first
         if first:
             log.warning("KV disk is full, evicting blocks below the quota: path=%s error=%s", self._root, error)
 
-    def _well(self) -> None:
+    def _turn_on(self) -> None:
         with self._lock:
-            was_off, self._off = self._off, False
+            was_off, self._is_off = self._is_off, False
         if was_off:
             log.warning("KV disk is on again: path=%s", self._root)
 
 
-def _digest(name: str) -> bytes | None:
+def _parse_digest(name: str) -> bytes | None:
     try:
         digest = bytes.fromhex(name)
     except ValueError:

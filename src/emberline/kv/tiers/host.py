@@ -12,35 +12,35 @@ from collections.abc import Callable, Sequence
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TierStats
-from emberline.kv.tiers.base import buffer_size
-from emberline.kv.tiers.policy import policy_of
+from emberline.kv.tiers.base import buffer_bytes_for
+from emberline.kv.tiers.policy import make_policy
 
-LEAST = 2  # one to fill, one to read
+MIN_BUFFERS = 2  # one to fill, one to read
 
 
 class HostTier:
     name = "host"
 
-    def __init__(self, block_bytes: int, memory: int, policy: str = "lru") -> None:
-        self.buffer_bytes = buffer_size(block_bytes)
-        self.capacity = memory // self.buffer_bytes
-        if self.capacity < LEAST:
+    def __init__(self, block_bytes: int, memory_bytes: int, policy: str = "lru") -> None:
+        self.buffer_bytes = buffer_bytes_for(block_bytes)
+        self.capacity = memory_bytes // self.buffer_bytes
+        if self.capacity < MIN_BUFFERS:
             raise InvalidRequest(
-                f"kv_host_memory is {memory} bytes, which hold {self.capacity} KV blocks of {self.buffer_bytes} bytes; "
-                f"at least {LEAST} are needed",
+                f"kv_host_memory is {memory_bytes} bytes, which hold {self.capacity} KV blocks of {self.buffer_bytes} bytes; "
+                f"at least {MIN_BUFFERS} are needed",
                 param="kv_host_memory",
-                hint=f"raise --kv-host-memory to at least {LEAST * self.buffer_bytes} bytes",
+                hint=f"raise --kv-host-memory to at least {MIN_BUFFERS * self.buffer_bytes} bytes",
             )
         # Pages of an mmap use no memory until they are written.
-        self.area = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))
+        self.memory = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))
         self.on_close: Callable[[], None] = lambda: None  # set by a GPU engine, to unpin the area
         self._free = list(range(self.capacity - 1, -1, -1))
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}
-        self._policy = policy_of(policy, self.capacity)
+        self._policy = make_policy(policy, self.capacity)
         self._lock = threading.Lock()
-        self._stored = self._loaded = self._evicted = 0
+        self._num_stored = self._num_loaded = self._num_evicted = 0
 
     # -- buffers: reserve, publish, pin ------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class HostTier:
         with self._lock:
             if digest in self._kept or digest in self._filling:
                 return None
-            if not self._free and not self._evict(digest):
+            if not self._free and not self._evict_for(digest):
                 return None
             slot = self._filling[digest] = self._free.pop()
             return self._buffer(slot)
@@ -59,7 +59,7 @@ class HostTier:
         with self._lock:
             self._kept[digest] = self._filling.pop(digest)
             self._policy.insert(digest)
-            self._stored += 1
+            self._num_stored += 1
             if pin:
                 self._pins[digest] = 1
 
@@ -95,18 +95,18 @@ class HostTier:
         with self._lock:
             return next((i for i, digest in enumerate(hashes) if digest not in self._kept), len(hashes))
 
-    def guess(self, hashes: Sequence[bytes]) -> int:
+    def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
         return self.lookup(hashes)
 
-    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        for i, (digest, buffer) in enumerate(zip(hashes, into, strict=True)):
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        for i, (digest, buffer) in enumerate(zip(hashes, buffers, strict=True)):
             kept = self.pin(digest)
             if kept is None:
                 return i
             buffer[:] = kept
             self.unpin(digest)
             with self._lock:
-                self._loaded += 1
+                self._num_loaded += 1
         return len(hashes)
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
@@ -118,7 +118,7 @@ class HostTier:
                 count += 1
         return count
 
-    def forget(self, hashes: Sequence[bytes]) -> None:
+    def discard(self, hashes: Sequence[bytes]) -> None:
         """Remove the blocks, except pinned ones, which are being read."""
         with self._lock:
             for digest in hashes:
@@ -134,17 +134,17 @@ class HostTier:
             return TierStats(
                 blocks=len(self._kept),
                 capacity=self.capacity,
-                loaded_blocks=self._loaded,
-                loaded_bytes=self._loaded * self.buffer_bytes,
-                stored_blocks=self._stored,
-                stored_bytes=self._stored * self.buffer_bytes,
-                evicted_blocks=self._evicted,
+                loaded_blocks=self._num_loaded,
+                loaded_bytes=self._num_loaded * self.buffer_bytes,
+                stored_blocks=self._num_stored,
+                stored_bytes=self._num_stored * self.buffer_bytes,
+                evicted_blocks=self._num_evicted,
             )
 
     def close(self) -> None:
         self.on_close()
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert that every buffer is free, being filled or kept, and that only kept ones are pinned."""
         with self._lock:
             slots = [*self._free, *self._filling.values(), *self._kept.values()]
@@ -157,13 +157,13 @@ class HostTier:
         with self._lock:
             return len(self._pins) + len(self._filling)
 
-    def _evict(self, incoming: bytes) -> bool:
+    def _evict_for(self, incoming: bytes) -> bool:
         digest = self._policy.evict(incoming, lambda key: key not in self._pins)
         if digest is None:
             return False
         self._free.append(self._kept.pop(digest))
-        self._evicted += 1
+        self._num_evicted += 1
         return True
 
     def _buffer(self, slot: int) -> memoryview:
-        return self.area[slot * self.buffer_bytes : (slot + 1) * self.buffer_bytes]
+        return self.memory[slot * self.buffer_bytes : (slot + 1) * self.buffer_bytes]

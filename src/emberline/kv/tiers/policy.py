@@ -15,10 +15,10 @@ from typing import Protocol
 
 from emberline.core.errors import InvalidRequest
 
-May = Callable[[bytes], bool]  # returns whether a block may be evicted now
+CanEvict = Callable[[bytes], bool]  # returns whether a block may be evicted now
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
     def __contains__(self, key: bytes) -> bool: ...
@@ -29,7 +29,7 @@ class Policy(Protocol):
         """Record a use of a stored block."""
         ...
 
-    def evict(self, incoming: bytes, may: May) -> bytes | None:
+    def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
         """Remove and return the block to evict for `incoming`, or None if no block may be evicted."""
         ...
 
@@ -56,8 +56,8 @@ class LRU:
     def touch(self, key: bytes) -> None:
         self._keys.move_to_end(key)
 
-    def evict(self, incoming: bytes, may: May) -> bytes | None:
-        return _drop(self._keys, may)
+    def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
+        return _evict_first(self._keys, can_evict)
 
     def insert(self, key: bytes) -> None:
         assert key not in self._keys
@@ -70,66 +70,66 @@ class LRU:
 class ARC:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._once: OrderedDict[bytes, None] = OrderedDict()
-        self._again: OrderedDict[bytes, None] = OrderedDict()
-        self._left_once: OrderedDict[bytes, None] = OrderedDict()  # evicted; only their hashes are kept
-        self._left_again: OrderedDict[bytes, None] = OrderedDict()
-        self._border = 0.0  # target length of `_used_once` ("p" in the paper)
+        self._used_once: OrderedDict[bytes, None] = OrderedDict()
+        self._used_again: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted_once: OrderedDict[bytes, None] = OrderedDict()  # evicted; only their hashes are kept
+        self._evicted_again: OrderedDict[bytes, None] = OrderedDict()
+        self._target_once = 0.0  # target length of `_used_once` ("p" in the paper)
 
     def __len__(self) -> int:
-        return len(self._once) + len(self._again)
+        return len(self._used_once) + len(self._used_again)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._once or key in self._again
+        return key in self._used_once or key in self._used_again
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._once
-        yield from self._again
+        yield from self._used_once
+        yield from self._used_again
 
     def touch(self, key: bytes) -> None:
-        self._once.pop(key, None)
-        self._again[key] = None
-        self._again.move_to_end(key)
+        self._used_once.pop(key, None)
+        self._used_again[key] = None
+        self._used_again.move_to_end(key)
 
-    def evict(self, incoming: bytes, may: May) -> bytes | None:
-        returns = incoming in self._left_again
-        if incoming in self._left_once:
-            step = max(len(self._left_again) / len(self._left_once), 1.0)
-            self._border = min(self._border + step, float(self._capacity))
+    def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
+        returns = incoming in self._evicted_again
+        if incoming in self._evicted_once:
+            step = max(len(self._evicted_again) / len(self._evicted_once), 1.0)
+            self._target_once = min(self._target_once + step, float(self._capacity))
         elif returns:
-            step = max(len(self._left_once) / len(self._left_again), 1.0)
-            self._border = max(self._border - step, 0.0)
-        over = len(self._once) > self._border or (returns and len(self._once) == self._border)
-        lists = [(self._once, self._left_once), (self._again, self._left_again)]
-        for stored, evicted in lists if self._once and over else reversed(lists):
-            if (key := _drop(stored, may)) is not None:
+            step = max(len(self._evicted_once) / len(self._evicted_again), 1.0)
+            self._target_once = max(self._target_once - step, 0.0)
+        over = len(self._used_once) > self._target_once or (returns and len(self._used_once) == self._target_once)
+        lists = [(self._used_once, self._evicted_once), (self._used_again, self._evicted_again)]
+        for stored, evicted in lists if self._used_once and over else reversed(lists):
+            if (key := _evict_first(stored, can_evict)) is not None:
                 evicted[key] = None
                 return key
         return None
 
     def insert(self, key: bytes) -> None:
         assert key not in self
-        returns = key in self._left_once or key in self._left_again
-        self._left_once.pop(key, None)
-        self._left_again.pop(key, None)
-        (self._again if returns else self._once)[key] = None
-        if len(self._once) + len(self._left_once) > self._capacity and self._left_once:
-            self._left_once.popitem(last=False)
-        if len(self) + len(self._left_once) + len(self._left_again) > 2 * self._capacity and self._left_again:
-            self._left_again.popitem(last=False)
+        returns = key in self._evicted_once or key in self._evicted_again
+        self._evicted_once.pop(key, None)
+        self._evicted_again.pop(key, None)
+        (self._used_again if returns else self._used_once)[key] = None
+        if len(self._used_once) + len(self._evicted_once) > self._capacity and self._evicted_once:
+            self._evicted_once.popitem(last=False)
+        if len(self) + len(self._evicted_once) + len(self._evicted_again) > 2 * self._capacity and self._evicted_again:
+            self._evicted_again.popitem(last=False)
 
     def remove(self, key: bytes) -> None:
-        del (self._once if key in self._once else self._again)[key]
+        del (self._used_once if key in self._used_once else self._used_again)[key]
 
 
-def policy_of(name: str, capacity: int) -> Policy:
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
     if name not in ("lru", "arc"):
         raise InvalidRequest(f"kv_policy is {name!r}; it must be lru or arc", param="kv_policy")
     return LRU() if name == "lru" else ARC(capacity)
 
 
-def _drop(keys: OrderedDict[bytes, None], may: May) -> bytes | None:
-    key = next((key for key in keys if may(key)), None)
+def _evict_first(keys: OrderedDict[bytes, None], can_evict: CanEvict) -> bytes | None:
+    key = next((key for key in keys if can_evict(key)), None)
     if key is not None:
         del keys[key]
     return key

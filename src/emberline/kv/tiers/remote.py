@@ -18,17 +18,24 @@ from collections.abc import Sequence
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.events import TierStats
-from emberline.kv.checksum import Crc, crc_of
-from emberline.kv.codec import Codec
-from emberline.kv.tiers.base import PAGE, buffer_size
-from emberline.kv.tiers.blockform import BlockForm, layout_hash
-from emberline.kv.tiers.gain import Gain, Reading
-from emberline.kv.tiers.storeclient import NO_ROOM, NOT_READY, NOT_THERE, StoreClient, StoreDown, StorePlace
+from emberline.kv.checksum import Crc, select_crc
+from emberline.kv.codec import KVCodec
+from emberline.kv.tiers.base import PAGE_BYTES, buffer_bytes_for
+from emberline.kv.tiers.blockformat import BlockFormat, layout_hash
+from emberline.kv.tiers.coding_gain import BlockReadTiming, CodingGain
+from emberline.kv.tiers.storeclient import (
+    NO_MEMORY,
+    NOT_FOUND,
+    NOT_READY,
+    StoreClient,
+    StoreListenAddress,
+    StoreUnavailable,
+)
 
 log = logging.getLogger("emberline.kv")
 
-HOPELESS = 5.0  # a missing block is not queried again for this time
-MOST_KNOWN = 1 << 16  # in the store, and as many that are missing
+RETRY_MISSING_AFTER_S = 5.0  # a missing block is not queried again for this time
+MAX_REMEMBERED_BLOCKS = 1 << 16  # in the store, and as many that are missing
 
 
 class RemoteTier:
@@ -39,29 +46,29 @@ class RemoteTier:
         master: str,
         layout: str,
         block_bytes: int,
-        memory: int,
-        place: StorePlace | None = None,
+        memory_bytes: int,
+        listen_address: StoreListenAddress | None = None,
         *,
         crc: Crc | None = None,
-        codec: Codec | None = None,
+        codec: KVCodec | None = None,
         coding: str = "auto",
         clock: Clock | None = None,
         client: StoreClient | None = None,
     ) -> None:
         """`master`: HOST:PORT. `memory_bytes`: contributed to the store. `coding`: auto, uw or none."""
         digest = layout_hash(layout)
-        self._form = BlockForm(digest, buffer_size(block_bytes), crc or crc_of(None), codec)
-        self._coding, self._gain = coding, Gain(self._form.buffer_bytes)
-        self._prefix = digest.hex()
+        self._format = BlockFormat(digest, buffer_bytes_for(block_bytes), crc or select_crc(None), codec)
+        self._coding, self._gain = coding, CodingGain(self._format.buffer_bytes)
+        self._key_prefix = digest.hex()
         self._clock = clock or SystemClock()
-        self._client = client or StoreClient(master, memory, self._form.room_bytes, place)
-        self._loading = threading.Lock()  # guards the value that the client returned last
+        self._client = client or StoreClient(master, memory_bytes, self._format.scratch_bytes, listen_address)
+        self._load_lock = threading.Lock()  # guards the value that the client returned last
         self._lock = threading.Lock()  # guards everything below
-        self._on = False
+        self._is_on = False
         self._warned = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._missing: OrderedDict[bytes, float] = OrderedDict()  # time of the query that missed, by hash
-        self._stats = TierStats(on=False, capacity=memory // self._form.most_bytes)
+        self._stats = TierStats(on=False, capacity=memory_bytes // self._format.plain_bytes)
         self.refresh()
 
     # -- the Tier interface ------------------------------------------------------------------------------------------
@@ -70,131 +77,131 @@ class RemoteTier:
         with self._lock:
             return next((i for i, digest in enumerate(hashes) if digest not in self._known), len(hashes))
 
-    def guess(self, hashes: Sequence[bytes]) -> int:
+    def lookup_optimistic(self, hashes: Sequence[bytes]) -> int:
         with self._lock:
-            if not self._on:
+            if not self._is_on:
                 return 0
-            since = self._clock.now() - HOPELESS
+            since = self._clock.now() - RETRY_MISSING_AFTER_S
             missing = (i for i, digest in enumerate(hashes) if self._missing.get(digest, since) > since)
             return next(missing, len(hashes))
 
-    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        pairs = zip(hashes, into, strict=True)
-        with self._loading:
+    def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        pairs = zip(hashes, buffers, strict=True)
+        with self._load_lock:
             return next((i for i, pair in enumerate(pairs) if not self._load(*pair)), len(hashes))
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         return sum(self._store(*pair) for pair in zip(hashes, buffers, strict=True))
 
-    def forget(self, hashes: Sequence[bytes]) -> None:
+    def discard(self, hashes: Sequence[bytes]) -> None:
         for digest in hashes:
-            self._note(digest, here=False)
-            if self._on:
-                with contextlib.suppress(StoreDown):
+            self._remember(digest, present=False)
+            if self._is_on:
+                with contextlib.suppress(StoreUnavailable):
                     self._client.remove(self._key(digest))
 
     def refresh(self) -> None:
-        if self._on:
+        if self._is_on:
             return
         try:
             self._client.check()
-        except StoreDown as error:
-            self._fail(error)
+        except StoreUnavailable as error:
+            self._turn_off(error)
             return
         with self._lock:
-            self._on, was_off, self._warned = True, self._warned, False
+            self._is_on, was_off, self._warned = True, self._warned, False
         if was_off:
-            log.warning("KV store is on again: key_prefix=%s", self._prefix)
+            log.warning("KV store is on again: key_prefix=%s", self._key_prefix)
 
     def stats(self) -> TierStats:
         with self._lock:
-            self._stats.blocks, self._stats.on = len(self._known), self._on
+            self._stats.blocks, self._stats.on = len(self._known), self._is_on
             return self._stats.copy()
 
     def close(self) -> None:
         with self._lock:
-            self._on = False
-        with contextlib.suppress(StoreDown):
+            self._is_on = False
+        with contextlib.suppress(StoreUnavailable):
             self._client.close()
 
     # -- one block ---------------------------------------------------------------------------------------------------
 
     def _load(self, digest: bytes, buffer: memoryview) -> bool:
-        if not self._on:
+        if not self._is_on:
             return False
         began = time.perf_counter()
         try:
             value = self._client.get(self._key(digest))
-        except StoreDown as error:
-            self._fail(error)
+        except StoreUnavailable as error:
+            self._turn_off(error)
             return False
         if isinstance(value, int):
-            self._note(digest, here=False)
+            self._remember(digest, present=False)
             with self._lock:
-                self._stats.errors += value not in (NOT_THERE, NOT_READY)
+                self._stats.errors += value not in (NOT_FOUND, NOT_READY)
             return False
         seconds, size = time.perf_counter() - began, len(value)
-        intact = size > PAGE and self._form.read(digest, value[:PAGE], value[PAGE:], buffer)
+        intact = size > PAGE_BYTES and self._format.read(digest, value[:PAGE_BYTES], value[PAGE_BYTES:], buffer)
         if not intact:
-            self.forget([digest])
+            self.discard([digest])
             with self._lock:
                 self._stats.damaged_blocks += 1
             return False
-        decoding = 0.0 if size == self._form.most_bytes else time.perf_counter() - began - seconds
-        self._note(digest, here=True)
+        decoding = 0.0 if size == self._format.plain_bytes else time.perf_counter() - began - seconds
+        self._remember(digest, present=True)
         with self._lock:
-            self._gain.note(Reading(size, seconds, decoding))
+            self._gain.record(BlockReadTiming(size, seconds, decoding))
             self._stats.loaded_blocks += 1
             self._stats.loaded_bytes += size
             self._stats.load_seconds += time.perf_counter() - began
         return True
 
     def _store(self, digest: bytes, buffer: memoryview) -> bool:
-        began, result, size = time.perf_counter(), NO_ROOM, 0
-        if self._on:
+        began, result, size = time.perf_counter(), NO_MEMORY, 0
+        if self._is_on:
             try:
-                result, size = self._client.put(self._key(digest), lambda room: self._fill(digest, buffer, room))
-            except StoreDown as error:
-                self._fail(error)
+                result, size = self._client.put(self._key(digest), lambda room: self._write_value(digest, buffer, room))
+            except StoreUnavailable as error:
+                self._turn_off(error)
         if result == 0:
-            self._note(digest, here=True)
+            self._remember(digest, present=True)
         with self._lock:
-            self._stats.dropped_blocks += result == NO_ROOM
-            self._stats.errors += result not in (0, NO_ROOM)
+            self._stats.dropped_blocks += result == NO_MEMORY
+            self._stats.errors += result not in (0, NO_MEMORY)
             if result == 0:
                 self._stats.stored_blocks += 1
                 self._stats.stored_bytes += size
                 self._stats.store_seconds += time.perf_counter() - began
         return result == 0
 
-    def _fill(self, digest: bytes, buffer: memoryview, room: memoryview) -> int:
-        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
-        payload = self._form.write(digest, buffer, room, coded=coded, worth=len(buffer) * 31 // 32)
+    def _write_value(self, digest: bytes, buffer: memoryview, target: memoryview) -> int:
+        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.is_worthwhile())
+        payload = self._format.write(digest, buffer, target, coded=coded, max_coded_bytes=len(buffer) * 31 // 32)
         if payload is buffer:
-            room[PAGE : PAGE + len(buffer)] = buffer
-        return PAGE + len(payload)
+            target[PAGE_BYTES : PAGE_BYTES + len(buffer)] = buffer
+        return PAGE_BYTES + len(payload)
 
     def _key(self, digest: bytes) -> str:
-        return f"{self._prefix}/{digest.hex()}"
+        return f"{self._key_prefix}/{digest.hex()}"
 
     # -- known and missing blocks, failures --------------------------------------------------------------------------
 
-    def _note(self, digest: bytes, *, here: bool) -> None:
+    def _remember(self, digest: bytes, *, present: bool) -> None:
         with self._lock:
             self._known.pop(digest, None)
             self._missing.pop(digest, None)
-            if here:
+            if present:
                 self._known[digest] = None
             else:
                 self._missing[digest] = self._clock.now()
             for remembered in (self._known, self._missing):
-                if len(remembered) > MOST_KNOWN:
+                if len(remembered) > MAX_REMEMBERED_BLOCKS:
                     remembered.popitem(last=False)
 
-    def _fail(self, error: StoreDown) -> None:
+    def _turn_off(self, error: StoreUnavailable) -> None:
         """Turn the tier off and forget what the store held: the blocks may be gone when it answers again."""
         with self._lock:
-            self._on = False
+            self._is_on = False
             self._known.clear()
             self._missing.clear()
             self._stats.errors += 1

@@ -24,16 +24,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from emberline.kv.confine import ListenerExposed, confined_to
-from emberline.kv.mooncake import Store, new_store, protocol
+from emberline.kv.mooncake import MooncakeStore, best_protocol, new_store
 
-LOCAL = 16 << 20  # local buffer that the Mooncake client requires
-MESSAGE = 4096
-EXPOSED = -10001  # setup result if listeners cannot be confined; below all of Mooncake's error codes
+CLIENT_BUFFER_BYTES = 16 << 20  # local buffer that the Mooncake client requires
+MAX_MESSAGE_BYTES = 4096
+LISTENER_EXPOSED = -10001  # setup result if listeners cannot be confined; below all of Mooncake's error codes
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class StoreProcessConfig:
     lines: tuple[int, int]  # descriptors of the two sockets
     shared: int  # descriptor of the shared memory
     room: int  # bytes of each of the two value buffers
@@ -46,32 +46,34 @@ class Task:
         return json.dumps(asdict(self))
 
 
-def run(task: Task, store: Store) -> None:
+def run_store(config: StoreProcessConfig, store: MooncakeStore) -> None:
     """Set the store up, report the result, and serve both sockets until the parent closes one."""
-    memory = mmap.mmap(task.shared, 2 * task.room)
+    memory = mmap.mmap(config.shared, 2 * config.room)
     begin = np.frombuffer(memory, np.uint8).ctypes.data
-    get, put = (socket.socket(fileno=line) for line in task.lines)
+    get, put = (socket.socket(fileno=line) for line in config.lines)
     try:
-        with confined_to(task.host):
-            answer = store.setup(task.host, "P2PHANDSHAKE", task.memory, LOCAL, protocol(), "", task.master)
+        with confined_to(config.host):
+            answer = store.setup(
+                config.host, "P2PHANDSHAKE", config.memory, CLIENT_BUFFER_BYTES, best_protocol(), "", config.master
+            )
     except ListenerExposed:
-        answer = EXPOSED
-    put.send(json.dumps([0, answer or store.register_buffer(begin, 2 * task.room)]).encode())
-    threading.Thread(target=_serve, args=(get, store, begin, task.room), daemon=True).start()
-    _serve(put, store, begin + task.room, task.room)
+        answer = LISTENER_EXPOSED
+    put.send(json.dumps([0, answer or store.register_buffer(begin, 2 * config.room)]).encode())
+    threading.Thread(target=_serve, args=(get, store, begin, config.room), daemon=True).start()
+    _serve(put, store, begin + config.room, config.room)
 
 
-def _serve(line: socket.socket, store: Store, room: int, size: int) -> None:
+def _serve(connection: socket.socket, store: MooncakeStore, buffer_address: int, buffer_bytes: int) -> None:
     calls: dict[str, Callable[[str, int], int]] = {
-        "get": lambda key, _: store.get_into(key, room, size),
-        "put": lambda key, length: store.put_from(key, room, length),
+        "get": lambda key, _: store.get_into(key, buffer_address, buffer_bytes),
+        "put": lambda key, length: store.put_from(key, buffer_address, length),
         "remove": lambda key, _: store.remove(key, True),
         "check": lambda key, _: store.is_exist(key),
         "close": lambda key, _: store.close(),
     }
-    while message := line.recv(MESSAGE):
+    while message := connection.recv(MAX_MESSAGE_BYTES):
         number, operation, key, length = json.loads(message)
-        line.send(json.dumps([number, calls[operation](key, length)]).encode())
+        connection.send(json.dumps([number, calls[operation](key, length)]).encode())
     os._exit(0)  # the parent is gone; the client's destructors could run for minutes
 
 
@@ -79,8 +81,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
     values = json.loads(sys.argv[1])
-    config = Task(**{**values, "lines": tuple(values["lines"])})
-    run(config, new_store(config.port))
+    config = StoreProcessConfig(**{**values, "lines": tuple(values["lines"])})
+    run_store(config, new_store(config.port))
 
 
 if __name__ == "__main__":

@@ -10,51 +10,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.progress import Progress
-from emberline.kv.transfer.region import Ids, Marks, Region
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.progress import PullProgress
+from emberline.kv.transfer.region import BlockIds, Generations, Region
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class PieceFetch:
     """Pieces to fetch, and the blocks of the receiver that they are written to."""
 
     ticket: Ticket
-    blocks: Ids  # blocks of the ticket, at the sender
-    generations: Marks  # generations of these blocks when they were published
-    pieces: Sequence[Piece]
+    blocks: BlockIds  # blocks of the ticket, at the sender
+    generations: Generations  # generations of these blocks when they were published
+    pieces: Sequence[TransferPiece]
     region: Region  # of the receiver
-    into: Ids  # blocks of the receiver
-    progress: Progress
+    target_blocks: BlockIds  # blocks of the receiver
+    progress: PullProgress
     deadline: float
 
-    def target(self, piece: Piece) -> list[memoryview] | None:
+    def in_place_target(self, piece: TransferPiece) -> list[memoryview] | None:
         """Return the memory that the piece can be received into directly, or None if it must be scattered."""
         same = self.region.layout.tokens == self.ticket.peer.layout.tokens
-        return self.region.in_place(piece, self.into) if same else None
+        return self.region.in_place_views(piece, self.target_blocks) if same else None
 
-    def scatter(self, piece: Piece, data: memoryview) -> None:
-        self.region.scatter(piece, self.into, self.ticket.peer.layout, data)
+    def scatter(self, piece: TransferPiece, data: memoryview) -> None:
+        self.region.scatter(piece, self.target_blocks, self.ticket.peer.layout, data)
 
-    def landed(self, piece: Piece) -> None:
-        self.progress.land(piece, piece.size(self.ticket.peer.layout))
+    def mark_arrived(self, piece: TransferPiece) -> None:
+        self.progress.mark_arrived(piece, piece.size(self.ticket.peer.layout))
 
 
-class Link(Protocol):
-    def state(self, ticket: Ticket, known: int, wait: float, deadline: float) -> Ticket:
+class TransferLink(Protocol):
+    def poll_ticket(self, ticket: Ticket, known_blocks: int, wait_s: float, deadline: float) -> Ticket:
         """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`.
 
         Renews the lease.
         """
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: PieceFetch) -> None:
         """Copy the pieces, verify each and mark it in the progress. Renews the lease meanwhile."""
 
     def renew(self, ticket: Ticket, deadline: float) -> None: ...
 
-    def end(self, ticket: Ticket, how: How, deadline: float) -> None: ...
+    def end(self, ticket: Ticket, reason: LeaseEndReason, deadline: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -62,5 +62,5 @@ class Link(Protocol):
 class Transport(Protocol):
     kind: str  # the transport's key in a peer's endpoints
 
-    def connect(self, peer: Peer, deadline: float) -> Link:
+    def connect(self, peer: Peer, deadline: float) -> TransferLink:
         """Connect to the peer and prepare everything that the first fetch needs."""

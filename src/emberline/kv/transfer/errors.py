@@ -29,7 +29,7 @@ class PeerUnreachable(TransferError):
     code = "peer_unreachable"
 
 
-class Elsewhere(PeerUnreachable):
+class PeerOnOtherHost(PeerUnreachable):
     """The endpoint can only be reached from the peer's host, which is not this one."""
 
 
@@ -42,12 +42,12 @@ class PeerChanged(TransferError):
     code = "peer_changed"
 
 
-class Incompatible(TransferError):
+class IncompatibleCaches(TransferError):
     status = 409
     code = "incompatible"
 
 
-class TicketOver(TransferError):
+class TicketEnded(TransferError):
     status = 410
     code = "ticket_over"
 
@@ -57,7 +57,7 @@ class BlockReused(TransferError):
     code = "block_reused"
 
 
-class Corrupted(TransferError):
+class TransferCorrupted(TransferError):
     code = "corrupted"
 
 
@@ -76,7 +76,7 @@ class TransferTimeout(TransferError):
     code = "transfer_timeout"
 
 
-def rebuilt(code: str, message: str, hint: str | None) -> TransferError:
+def error_from_code(code: str, message: str, hint: str | None) -> TransferError:
     """Return the exception for an error that the peer reported."""
     kinds = {kind.code: kind for kind in TransferError.__subclasses__()}
     return kinds.get(code, TransferError)(message, hint=hint)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
-from emberline.kv.transfer.errors import Incompatible
+from emberline.kv.transfer.errors import IncompatibleCaches
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class KVLayout:
     """The layout of one cache. Two caches can exchange blocks if they differ in `tokens` only.
 
     In memory, each part is [layers, blocks, heads, tokens, width]. A cache that stores all heads of a token together
@@ -42,7 +42,7 @@ class Layout:
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
 
-    def strips(self, part: int) -> tuple[int, int]:
+    def token_strips(self, part: int) -> tuple[int, int]:
         """Return the number of strips of consecutive tokens in a plane, and the bytes of a token in a strip."""
         width = self.turned if part == 0 and self.turned else self.width
         return self.heads * self.width // width, width
@@ -56,11 +56,11 @@ class Layout:
         parts = [f"{name}={value}" for name, value in asdict(self).items() if name != "tokens"]
         return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
-    def check_pair(self, other: Layout) -> None:
+    def check_compatible(self, other: KVLayout) -> None:
         """Raise IncompatibleCaches if blocks cannot be transferred between caches of these layouts."""
         if bool(self.turned) != bool(other.turned):
             ours, theirs = ("transposed" if layout.turned else "not transposed" for layout in (self, other))
-            raise Incompatible(
+            raise IncompatibleCaches(
                 f"the KV caches store keys differently: {ours} here, {theirs} at the peer",
                 hint="transfer between two GPU workers, or between two CPU workers",
             )
@@ -68,27 +68,29 @@ class Layout:
         for name in (*names, "model"):  # the model last: its fingerprint says less than the field that changed it
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                raise Incompatible(f"the KV caches differ in {name}: {ours!r} here, {theirs!r} at the peer")
+                raise IncompatibleCaches(f"the KV caches differ in {name}: {ours!r} here, {theirs!r} at the peer")
         small, large = sorted((self.tokens, other.tokens))
         if large % small:
-            raise Incompatible(
+            raise IncompatibleCaches(
                 f"the KV block sizes do not match: {self.tokens} tokens here, {other.tokens} at the peer",
                 hint="choose block sizes of which one divides the other",
             )
 
-    def blocks_for(self, count: int, other: Layout) -> int:
+    def blocks_for(self, count: int, other: KVLayout) -> int:
         """Return how many blocks of this layout hold `count` blocks of the other."""
         return -(-count * other.tokens // self.tokens)
 
     @staticmethod
-    def parsed(told: Any) -> Layout:
+    def parse(data: Any) -> KVLayout:
         try:
-            layout = Layout(**told)
+            layout = KVLayout(**data)
             numbers = (layout.layers, layout.parts, layout.heads, layout.tokens, layout.width)
             valid = all(type(number) is int and number > 0 for number in numbers)
             valid = valid and type(layout.turned) is int and layout.width % (layout.turned or layout.width) == 0
         except TypeError:
             valid = False
         if not valid or not all(type(text) is str for text in (layout.model, layout.dtype, layout.order)):
-            raise Incompatible("the peer's KV layout is malformed", hint="run the same Emberline release on both sides")
+            raise IncompatibleCaches(
+                "the peer's KV layout is malformed", hint="run the same Emberline release on both sides"
+            )
         return layout

@@ -16,14 +16,14 @@ from enum import StrEnum
 import numpy as np
 
 from emberline.core.clock import Clock
-from emberline.kv.transfer.errors import TicketOver
-from emberline.kv.transfer.region import Ids, Marks
+from emberline.kv.transfer.errors import TicketEnded
+from emberline.kv.transfer.region import BlockIds, Generations
 
-REMEMBERED = 4096  # ended leases whose reason is kept for error messages and repeated calls
-GLANCE = 0.25  # of a thread that waits for more blocks
+MAX_REMEMBERED_ENDS = 4096  # ended leases whose reason is kept for error messages and repeated calls
+EXPIRY_CHECK_INTERVAL_S = 0.25  # of a thread that waits for more blocks
 
 
-class How(StrEnum):
+class LeaseEndReason(StrEnum):
     ACKNOWLEDGED = "acknowledged"  # the receiver has all blocks
     RELEASED = "released"  # the receiver no longer needs the blocks
     CLOSED = "closed"  # the sender ended the lease
@@ -33,40 +33,46 @@ class How(StrEnum):
 @dataclass(slots=True)
 class Lease:
     id: str
-    blocks: Ids
-    generations: Marks
+    blocks: BlockIds
+    generations: Generations
     checksums: tuple[int, ...]
     complete: bool
-    seconds: float
-    began: float
-    until: float
-    limit: float  # latest time that a renewal can extend the lease to
+    duration_s: float
+    started_at: float
+    expires_at: float
+    max_expires_at: float  # latest time that a renewal can extend the lease to
     subject: str = ""
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedLease:
     id: str
     blocks: tuple[int, ...]
-    how: How
+    reason: LeaseEndReason
 
 
-class Leases:
+class LeaseTable:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._changed = threading.Condition()
         self._live: dict[str, Lease] = {}
-        self._over: OrderedDict[str, How] = OrderedDict()
-        self._uncollected: list[Ended] = []
+        self._ended: OrderedDict[str, LeaseEndReason] = OrderedDict()
+        self._ended_uncollected: list[EndedLease] = []
 
-    def begin(self, lease: Lease) -> None:
+    def add(self, lease: Lease) -> None:
         with self._changed:
-            assert lease.id not in self._live and lease.id not in self._over
+            assert lease.id not in self._live and lease.id not in self._ended
             self._live[lease.id] = lease
 
     def extend(
-        self, id: str, blocks: Ids, generations: Marks, checksums: tuple[int, ...], complete: bool, note: str = ""
+        self,
+        id: str,
+        blocks: BlockIds,
+        generations: Generations,
+        checksums: tuple[int, ...],
+        complete: bool,
+        note: str = "",
     ) -> Lease:
         with self._changed:
             lease = self._find(id)
@@ -88,50 +94,50 @@ class Leases:
         with self._changed:
             self._renew(self._find(id))
 
-    def wait(self, id: str, known: int, seconds: float) -> Lease:
+    def wait_for_blocks(self, id: str, known_blocks: int, timeout_s: float) -> Lease:
         """Wait until the lease has more than `known_blocks` blocks or is complete, or until the timeout."""
-        deadline = self._clock.now() + seconds
+        deadline = self._clock.now() + timeout_s
         with self._changed:
             while True:
                 lease, remaining = self._find(id), deadline - self._clock.now()
-                if lease.complete or len(lease.blocks) > known or remaining <= 0:
+                if lease.complete or len(lease.blocks) > known_blocks or remaining <= 0:
                     self._renew(lease)
                     return replace(lease)
-                self._changed.wait(min(remaining, GLANCE))
+                self._changed.wait(min(remaining, EXPIRY_CHECK_INTERVAL_S))
 
-    def end(self, id: str, how: How) -> None:
+    def end(self, id: str, reason: LeaseEndReason) -> None:
         """End the lease. Repeating a call is no error: the first reply may have been lost."""
         with self._changed:
-            if self._over.get(id) is not how:
-                self._end(self._find(id), how)
+            if self._ended.get(id) is not reason:
+                self._end(self._find(id), reason)
 
-    def end_all(self, how: How) -> None:
+    def end_all(self, reason: LeaseEndReason) -> None:
         with self._changed:
             for lease in list(self._live.values()):
-                self._end(lease, how)
+                self._end(lease, reason)
 
-    def collect(self) -> list[Ended]:
+    def collect(self) -> list[EndedLease]:
         """Return the leases that ended since the last call, also by expiry; the caller may reuse their blocks."""
         with self._changed:
             for lease in list(self._live.values()):
                 self._expire(lease)
-            ended, self._uncollected = self._uncollected, []
+            ended, self._ended_uncollected = self._ended_uncollected, []
             return ended
 
     def ages(self) -> list[tuple[float, int]]:
         """Return the age in seconds and the number of pinned blocks of each lease."""
         now = self._clock.now()
         with self._changed:
-            return [(now - lease.began, len(lease.blocks)) for lease in self._live.values()]
+            return [(now - lease.started_at, len(lease.blocks)) for lease in self._live.values()]
 
     def _renew(self, lease: Lease) -> None:
-        lease.until = min(max(lease.until, self._clock.now() + lease.seconds), lease.limit)
+        lease.expires_at = min(max(lease.expires_at, self._clock.now() + lease.duration_s), lease.max_expires_at)
 
     def _find(self, id: str) -> Lease:
         lease = self._live.get(id)
         if lease is None or self._expire(lease):
-            how = self._over.get(id)
-            raise TicketOver(f"the lease of the KV ticket was {how}" if how else "the sender has no such KV ticket")
+            how = self._ended.get(id)
+            raise TicketEnded(f"the lease of the KV ticket was {how}" if how else "the sender has no such KV ticket")
         return lease
 
     def _expire(self, lease: Lease) -> bool:
@@ -140,15 +146,15 @@ class Leases:
         A lease that is not complete lasts until its limit, because the engine that fills its blocks will complete or
         close it.
         """
-        if self._clock.now() < (lease.until if lease.complete else lease.limit):
+        if self._clock.now() < (lease.expires_at if lease.complete else lease.max_expires_at):
             return False
-        self._end(lease, How.EXPIRED)
+        self._end(lease, LeaseEndReason.EXPIRED)
         return True
 
-    def _end(self, lease: Lease, how: How) -> None:
+    def _end(self, lease: Lease, reason: LeaseEndReason) -> None:
         del self._live[lease.id]
-        self._over[lease.id] = how
-        if len(self._over) > REMEMBERED:
-            self._over.popitem(last=False)
-        self._uncollected.append(Ended(lease.id, tuple(lease.blocks.tolist()), how))
+        self._ended[lease.id] = reason
+        if len(self._ended) > MAX_REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+        self._ended_uncollected.append(EndedLease(lease.id, tuple(lease.blocks.tolist()), reason))
         self._changed.notify_all()

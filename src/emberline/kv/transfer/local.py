@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.kv.transfer.base import Fetch
+from emberline.kv.transfer.base import PieceFetch
 from emberline.kv.transfer.errors import PeerChanged, PeerUnreachable, TransferTimeout
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.region import Staging, move
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.region import StagingBuffer, copy_piece
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Peer, Ticket
 
@@ -21,24 +21,24 @@ class LocalLink:
         self._sender = sender
         self._clock = clock
 
-    def state(self, ticket: Ticket, known: int, wait: float, deadline: float) -> Ticket:
-        return self._sender.state(ticket.id, known, min(wait, max(0.0, deadline - self._clock.now())))
+    def poll_ticket(self, ticket: Ticket, known_blocks: int, wait_s: float, deadline: float) -> Ticket:
+        return self._sender.poll_ticket(ticket.id, known_blocks, min(wait_s, max(0.0, deadline - self._clock.now())))
 
-    def fetch(self, fetch: Fetch) -> None:
-        staging = Staging()
+    def fetch(self, fetch: PieceFetch) -> None:
+        staging = StagingBuffer()
         for piece in fetch.pieces:
-            fetch.progress.check()
+            fetch.progress.raise_if_cancelled()
             if self._clock.now() >= fetch.deadline:
                 raise TransferTimeout("the deadline passed before all pieces of the KV transfer were copied")
-            with self._sender.reading(fetch.ticket.id, piece) as lease:
-                move(piece, self._sender.region, lease.blocks, fetch.region, fetch.into, staging)
-            fetch.landed(piece)
+            with self._sender.read_under_lease(fetch.ticket.id, piece) as lease:
+                copy_piece(piece, self._sender.region, lease.blocks, fetch.region, fetch.target_blocks, staging)
+            fetch.mark_arrived(piece)
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
         self._sender.renew(ticket.id)
 
-    def end(self, ticket: Ticket, how: How, deadline: float) -> None:
-        self._sender.end(ticket.id, how)
+    def end(self, ticket: Ticket, reason: LeaseEndReason, deadline: float) -> None:
+        self._sender.end(ticket.id, reason)
 
     def close(self) -> None:
         pass
@@ -61,6 +61,6 @@ class LocalTransport:
         return LocalLink(sender, self._clock)
 
 
-def offer(sender: Sender, address: str) -> None:
+def advertise_local(sender: Sender, address: str) -> None:
     """Add a name to the sender's endpoints by which a LocalTransport of this process finds it."""
     sender.endpoints["local"] = address

@@ -27,57 +27,59 @@ import numpy as np
 
 from emberline.kv.confine import LOOPBACK, ListenerExposed, confined_to
 from emberline.kv.mooncake import MooncakeMissing, new_engine
-from emberline.kv.transfer.base import Fetch
-from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
+from emberline.kv.transfer.base import PieceFetch
+from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
 from emberline.kv.transfer.errors import (
     BadTransfer,
-    Corrupted,
     PeerLost,
     PeerUnreachable,
+    TransferCorrupted,
     TransferTimeout,
 )
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.link import Dial, Habits, StreamLink
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import HostRegion, Ids, runs
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import BlockIds, HostRegion, contiguous_ranges
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import Server, generation_mark
-from emberline.kv.transfer.tcp import dialling, listening
+from emberline.kv.transfer.server import TransferServer, generations_crc
+from emberline.kv.transfer.tcp import create_tcp_listener, tcp_connector
 from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
 
-AHEAD = 2  # buffers that one fetch may fill before the caller takes them
-ROOM = 4 << 20
-MOST_ROOMS = 32
-QUARANTINE = 60.0  # the buffer of a failed read is not reused for this time: twice the engine's own timeout
-Place = tuple[int, int]  # address and length
+MAX_READ_AHEAD = 2  # buffers that one fetch may fill before the caller takes them
+MIN_BUFFER_BYTES = 4 << 20
+MAX_BUFFERS = 32
+QUARANTINE_S = 60.0  # the buffer of a failed read is not reused for this time: twice the engine's own timeout
+MemoryRange = tuple[int, int]  # address and length
 
 
-class Rooms:
+class RegisteredBuffers:
     """A pool of registered buffers that pieces are read into. A buffer is idle, in use, or in quarantine."""
 
-    def __init__(self, register: Callable[[memoryview], None], most: int = MOST_ROOMS) -> None:
+    def __init__(self, register: Callable[[memoryview], None], max_buffers: int = MAX_BUFFERS) -> None:
         self._register = register
-        self._most = most
+        self._max_buffers = max_buffers
         self._lock = threading.Lock()
         self._idle: list[memoryview] = []
-        self._ill: list[tuple[float, memoryview]] = []  # time of the failed read, buffer
+        self._quarantined: list[tuple[float, memoryview]] = []  # time of the failed read, buffer
         self._count = 0
 
-    def take(self, size: int) -> memoryview:
+    def acquire(self, num_bytes: int) -> memoryview:
         with self._lock:
             now = time.monotonic()
-            self._idle += [room for since, room in self._ill if now - since > QUARANTINE]
-            self._ill = [entry for entry in self._ill if now - entry[0] <= QUARANTINE]
-            found = next((i for i, room in enumerate(self._idle) if len(room) >= size), None)
+            self._idle += [room for since, room in self._quarantined if now - since > QUARANTINE_S]
+            self._quarantined = [entry for entry in self._quarantined if now - entry[0] <= QUARANTINE_S]
+            found = next((i for i, room in enumerate(self._idle) if len(room) >= num_bytes), None)
             if found is not None:
                 return self._idle.pop(found)
-            if self._count >= self._most:
-                raise PeerUnreachable(f"all {self._most} buffers for Mooncake are in use or held by failed reads")
+            if self._count >= self._max_buffers:
+                raise PeerUnreachable(
+                    f"all {self._max_buffers} buffers for Mooncake are in use or held by failed reads"
+                )
             self._count += 1
         try:
-            room = memoryview(mmap.mmap(-1, -(-max(size, ROOM) // mmap.PAGESIZE) * mmap.PAGESIZE))
+            room = memoryview(mmap.mmap(-1, -(-max(num_bytes, MIN_BUFFER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE))
             self._register(room)
         except (OSError, PeerUnreachable):  # out of memory, or of memory that may be locked
             with self._lock:
@@ -85,15 +87,15 @@ class Rooms:
             raise
         return room
 
-    def give(self, room: memoryview, *, well: bool) -> None:
+    def release(self, buffer: memoryview, *, reusable: bool) -> None:
         with self._lock:
-            if well:
-                self._idle.append(room)
+            if reusable:
+                self._idle.append(buffer)
             else:
-                self._ill.append((time.monotonic(), room))
+                self._quarantined.append((time.monotonic(), buffer))
 
 
-class Mooncake:
+class MooncakeEngine:
     """Mooncake's Transfer Engine in this process, shared by all its senders and receivers."""
 
     def __init__(self, host: str = LOOPBACK, protocol: str = "tcp", port: int = 0) -> None:
@@ -113,8 +115,10 @@ class Mooncake:
             raise PeerUnreachable(f"Mooncake does not start with {protocol} at {address}", hint="run emberline doctor")
         self.host = host
         self.session = f"{host}:{self._engine.get_rpc_port()}"
-        self.rooms = Rooms(self.register)
-        self._kept: dict[int, memoryview] = {}  # by address; keeps the memory alive while the engine may access it
+        self.buffers = RegisteredBuffers(self.register)
+        self._registered: dict[
+            int, memoryview
+        ] = {}  # by address; keeps the memory alive while the engine may access it
 
     def register(self, view: memoryview) -> None:
         if self._engine.register_memory(_address(view), len(view)) != 0:
@@ -122,20 +126,20 @@ class Mooncake:
                 f"Mooncake cannot register {len(view)} bytes of memory",
                 hint="raise the limit of locked memory (ulimit -l)",
             )
-        self._kept[_address(view)] = view
+        self._registered[_address(view)] = view
 
-    def forget(self, view: memoryview) -> None:
+    def unregister(self, view: memoryview) -> None:
         """Withdraw the memory from the engine, so that peers can no longer access it."""
         if self._engine.unregister_memory(_address(view)) == 0:
-            del self._kept[_address(view)]
+            del self._registered[_address(view)]
 
-    def read(self, session: str, room: memoryview, places: Sequence[Place]) -> bool:
+    def read(self, session: str, buffer: memoryview, ranges: Sequence[MemoryRange]) -> bool:
         """Read these ranges of the peer's memory into the buffer, one after the other. May take 30 s."""
-        position, targets = _address(room), []
-        for _, length in places:
+        position, targets = _address(buffer), []
+        for _, length in ranges:
             targets.append(position)
             position += length
-        addresses, lengths = [address for address, _ in places], [length for _, length in places]
+        addresses, lengths = [address for address, _ in ranges], [length for _, length in ranges]
         try:
             return self._engine.batch_transfer_sync_read(session, targets, addresses, lengths) == 0
         except Exception:
@@ -143,42 +147,50 @@ class Mooncake:
             return False
 
 
-class MooncakeServer(Server):
-    def __init__(self, sender: Sender, engine: Mooncake, listener: socket.socket, patience: float) -> None:
+class MooncakeServer(TransferServer):
+    def __init__(self, sender: Sender, engine: MooncakeEngine, listener: socket.socket, io_timeout_s: float) -> None:
         assert isinstance(sender.region, HostRegion)
         self._engine, self._region = engine, sender.region
         for part in self._region.parts:
             engine.register(part)
-        super().__init__(sender, listener, patience=patience)
+        super().__init__(sender, listener, io_timeout_s=io_timeout_s)
 
     def stop(self) -> None:
         super().stop()
         for part in self._region.parts:
-            self._engine.forget(part)
+            self._engine.unregister(part)
 
-    def _attach(self, channel: Channel, transfer: int) -> None:
+    def _attach(self, channel: MessageChannel, transfer: int) -> None:
         region = self._region
         body = {"session": self._engine.session, "bases": [*map(_address, region.parts)], "blocks": region.blocks}
-        channel.tell(Kind.OKAY, transfer, body, time.monotonic() + self._patience)
+        channel.send_json(MessageKind.OKAY, transfer, body, time.monotonic() + self._io_timeout_s)
 
 
-def serve_mooncake(sender: Sender, engine: Mooncake, port: int = 0, *, patience: float = PATIENCE) -> MooncakeServer:
+def serve_mooncake(
+    sender: Sender, engine: MooncakeEngine, port: int = 0, *, io_timeout_s: float = IO_TIMEOUT_S
+) -> MooncakeServer:
     """Serve leases at the engine's host. A receiver asks at this endpoint for the addresses of the memory."""
-    listener = listening(engine.host, port)
+    listener = create_tcp_listener(engine.host, port)
     sender.endpoints["mooncake"] = f"{engine.host}:{listener.getsockname()[1]}"
-    return MooncakeServer(sender, engine, listener, patience)
+    return MooncakeServer(sender, engine, listener, io_timeout_s)
 
 
 class MooncakeLink(StreamLink):
     def __init__(
-        self, peer: Peer, layout: Layout, dial: Dial, habits: Habits, engine: Mooncake, deadline: float
+        self,
+        peer: Peer,
+        layout: KVLayout,
+        connect: Connector,
+        options: LinkOptions,
+        engine: MooncakeEngine,
+        deadline: float,
     ) -> None:
         self._engine = engine
-        super().__init__(peer, layout, dial, habits, deadline)
+        super().__init__(peer, layout, connect, options, deadline)
 
     def _prepare(self, deadline: float) -> None:
         with self._channel(deadline) as channel:
-            reply = self._told(channel, Kind.ATTACH, {}, deadline)
+            reply = self._exchange(channel, MessageKind.ATTACH, {}, deadline)
         try:
             self._session, self._blocks = str(reply["session"]), int(reply["blocks"])
             self._bases = [int(base) for base in reply["bases"]]
@@ -187,136 +199,136 @@ class MooncakeLink(StreamLink):
         if len(self._bases) != self._peer.layout.parts or self._blocks < 1:
             raise BadTransfer("the sender's description of its memory does not match its KV layout")
 
-    def fetch(self, fetch: Fetch) -> None:
+    def fetch(self, fetch: PieceFetch) -> None:
         layout = self._peer.layout
-        reads = [(piece.size(layout), self._places(piece, fetch.blocks)) for piece in fetch.pieces]
-        reader = Reader(self._engine, self._session, reads)
+        reads = [(piece.size(layout), self._remote_ranges(piece, fetch.blocks)) for piece in fetch.pieces]
+        reader = MooncakePieceReader(self._engine, self._session, reads)
         try:
-            with fetch.progress.stopping(reader.wake):
+            with fetch.progress.stop_on_cancel(reader.interrupt):
                 for piece in fetch.pieces:
-                    with self._taken(reader, fetch) as buffer:
+                    with self._next_buffer(reader, fetch) as buffer:
                         data = buffer[: piece.size(layout)]
-                        self._vouched(fetch, piece, data)
+                        self._confirm_piece(fetch, piece, data)
                         fetch.scatter(piece, data)
-                    fetch.landed(piece)
+                    fetch.mark_arrived(piece)
         finally:
-            reader.leave()
+            reader.close()
 
     @contextmanager
-    def _taken(self, reader: Reader, fetch: Fetch) -> Iterator[memoryview]:
+    def _next_buffer(self, reader: MooncakePieceReader, fetch: PieceFetch) -> Iterator[memoryview]:
         try:
-            buffer = reader.take(min(fetch.deadline - time.monotonic(), self._habits.patience))
+            buffer = reader.take(min(fetch.deadline - time.monotonic(), self._options.io_timeout_s))
         except Empty:
-            fetch.progress.check()
+            fetch.progress.raise_if_cancelled()
             if fetch.deadline <= time.monotonic():
                 raise TransferTimeout("the deadline passed before the sender's memory was read") from None
-            raise PeerLost(f"KV peer {self._peer.name} sent nothing for {self._habits.patience:g} s") from None
+            raise PeerLost(f"KV peer {self._peer.name} sent nothing for {self._options.io_timeout_s:g} s") from None
         if buffer is None:
             raise PeerLost(f"Mooncake cannot read the memory of KV peer {self._peer.name}")
         try:
             yield buffer
         finally:
-            reader.give(buffer)
+            reader.release(buffer)
 
-    def _vouched(self, fetch: Fetch, piece: Piece, data: memoryview) -> None:
+    def _confirm_piece(self, fetch: PieceFetch, piece: TransferPiece, data: memoryview) -> None:
         """Have the sender confirm, after the read, that the blocks still have the published content."""
-        request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._habits.checked}
-        reply = self._ask(Kind.VOUCH, request, fetch.deadline)
-        if reply.get("mark") != generation_mark(fetch.generations[piece.first : piece.last]):
-            raise Corrupted(f"{piece} arrived with another generation than the ticket's")
-        if self._habits.checked and reply.get("crc") != self._habits.crc(data, 0):
-            raise Corrupted(f"{piece} arrived with a wrong checksum")
+        request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._options.use_checksums}
+        reply = self._call(MessageKind.CONFIRM_READ, request, fetch.deadline)
+        if reply.get("mark") != generations_crc(fetch.generations[piece.first_block : piece.end_block]):
+            raise TransferCorrupted(f"{piece} arrived with another generation than the ticket's")
+        if self._options.use_checksums and reply.get("crc") != self._options.crc(data, 0):
+            raise TransferCorrupted(f"{piece} arrived with a wrong checksum")
 
-    def _places(self, piece: Piece, blocks: Ids) -> list[Place]:
+    def _remote_ranges(self, piece: TransferPiece, blocks: BlockIds) -> list[MemoryRange]:
         """Return the ranges of the sender's memory that make up the piece, in wire order."""
-        ids, size = blocks[piece.first : piece.last], self._peer.layout.plane_bytes
+        ids, size = blocks[piece.first_block : piece.end_block], self._peer.layout.plane_bytes
         if ids.min() < 0 or ids.max() >= self._blocks:
             raise BadTransfer(f"the KV ticket names blocks outside the sender's {self._blocks}")
-        ranges, layer_bytes = runs(ids), size * self._blocks
-        layers = range(piece.top, piece.bottom)
+        ranges, layer_bytes = contiguous_ranges(ids), size * self._blocks
+        layers = range(piece.first_layer, piece.end_layer)
         starts = (base + layer * layer_bytes for layer in layers for base in self._bases)
         return [(start + size * a, size * (b - a)) for start in starts for a, b in ranges]
 
 
-class Reader:
+class MooncakePieceReader:
     """A thread that reads the pieces of a fetch in order, up to MAX_READ_AHEAD before they are taken.
 
     The thread may run longer than the caller waits; it then releases its buffers itself.
     """
 
-    def __init__(self, engine: Mooncake, session: str, jobs: Sequence[tuple[int, list[Place]]]) -> None:
+    def __init__(self, engine: MooncakeEngine, session: str, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
         self._engine, self._session = engine, session
-        self._found: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._may = threading.Semaphore(AHEAD)
+        self._results: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._permits = threading.Semaphore(MAX_READ_AHEAD)
         self._lock = threading.Lock()
-        self._left = False
-        self._woken = False
-        threading.Thread(target=self._work, args=(jobs,), name="mooncake-read", daemon=True).start()
+        self._closed = False
+        self._interrupted = False
+        threading.Thread(target=self._read_pieces, args=(reads,), name="mooncake-read", daemon=True).start()
 
-    def take(self, seconds: float) -> memoryview | None:
+    def take(self, timeout_s: float) -> memoryview | None:
         """Return the buffer with the next piece, or None if the read failed.
 
         Raises queue.Empty after the timeout, or if interrupted.
         """
-        buffer = self._found.get(timeout=max(0.0, seconds))
-        if not self._woken:
+        buffer = self._results.get(timeout=max(0.0, timeout_s))
+        if not self._interrupted:
             return buffer
         if buffer is not None:
-            self.give(buffer)
+            self.release(buffer)
         raise Empty
 
-    def give(self, room: memoryview) -> None:
-        self._engine.rooms.give(room, well=True)
-        self._may.release()
+    def release(self, buffer: memoryview) -> None:
+        self._engine.buffers.release(buffer, reusable=True)
+        self._permits.release()
 
-    def wake(self) -> None:
-        self._woken = True
-        self._found.put(None)
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self._results.put(None)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         with self._lock:
-            self._left = True
-        self._may.release()
+            self._closed = True
+        self._permits.release()
         with suppress(Empty):
             while True:
-                if (buffer := self._found.get_nowait()) is not None:
-                    self._engine.rooms.give(buffer, well=True)
+                if (buffer := self._results.get_nowait()) is not None:
+                    self._engine.buffers.release(buffer, reusable=True)
 
-    def _work(self, jobs: Sequence[tuple[int, list[Place]]]) -> None:
-        for size, places in jobs:
-            self._may.acquire()
-            if self._left or (buffer := self._read(size, places)) is None:
+    def _read_pieces(self, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
+        for size, places in reads:
+            self._permits.acquire()
+            if self._closed or (buffer := self._read(size, places)) is None:
                 break
             with self._lock:
-                if not self._left:
-                    self._found.put(buffer)
+                if not self._closed:
+                    self._results.put(buffer)
                     continue
-            self._engine.rooms.give(buffer, well=True)
-        self._found.put(None)
+            self._engine.buffers.release(buffer, reusable=True)
+        self._results.put(None)
 
-    def _read(self, size: int, places: list[Place]) -> memoryview | None:
+    def _read(self, num_bytes: int, ranges: list[MemoryRange]) -> memoryview | None:
         try:
-            buffer = self._engine.rooms.take(size)
+            buffer = self._engine.buffers.acquire(num_bytes)
         except PeerUnreachable as error:
             log.warning("Mooncake read not started: reason=%s", error)
             return None
-        if self._engine.read(self._session, buffer, places):
+        if self._engine.read(self._session, buffer, ranges):
             return buffer
-        self._engine.rooms.give(buffer, well=False)
+        self._engine.buffers.release(buffer, reusable=False)
         return None
 
 
 class MooncakeTransport:
     kind = "mooncake"
 
-    def __init__(self, layout: Layout, engine: Mooncake, habits: Habits | None = None) -> None:
+    def __init__(self, layout: KVLayout, engine: MooncakeEngine, options: LinkOptions | None = None) -> None:
         self._layout = layout
         self._engine = engine
-        self._habits = habits or Habits(streams=1)
+        self._options = options or LinkOptions(connections=1)
 
     def connect(self, peer: Peer, deadline: float) -> MooncakeLink:
-        dial = dialling(peer.endpoints["mooncake"])
-        return MooncakeLink(peer, self._layout, dial, self._habits, self._engine, deadline)
+        dial = tcp_connector(peer.endpoints["mooncake"])
+        return MooncakeLink(peer, self._layout, dial, self._options, self._engine, deadline)
 
 
 def _address(view: memoryview) -> int:

@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Piece:
+class TransferPiece:
     """Layers [first_layer, end_layer) of the ticket's blocks [first_block, end_block)."""
 
-    top: int
-    bottom: int
-    first: int
-    last: int
+    first_layer: int
+    end_layer: int
+    first_block: int
+    end_block: int
 
-    def size(self, layout: Layout) -> int:
-        return (self.bottom - self.top) * (self.last - self.first) * layout.layer_bytes
+    def size(self, layout: KVLayout) -> int:
+        return (self.end_layer - self.first_layer) * (self.end_block - self.first_block) * layout.layer_bytes
 
     def fits(self, layers: int, blocks: int) -> bool:
-        return 0 <= self.top < self.bottom <= layers and 0 <= self.first < self.last <= blocks
+        return 0 <= self.first_layer < self.end_layer <= layers and 0 <= self.first_block < self.end_block <= blocks
 
 
-def cut(layers: range, blocks: range, layout: Layout, most: int) -> Iterator[Piece]:
+def cut_pieces(layers: range, blocks: range, layout: KVLayout, max_bytes: int) -> Iterator[TransferPiece]:
     """Yield pieces of about `max_bytes` at most: several small layers, or parts of a large layer."""
     if not layers or not blocks:
         return
-    layer_step = max(1, most // (layout.layer_bytes * len(blocks)))
-    block_step = max(1, most // layout.layer_bytes)
+    layer_step = max(1, max_bytes // (layout.layer_bytes * len(blocks)))
+    block_step = max(1, max_bytes // layout.layer_bytes)
     for layer in range(layers.start, layers.stop, layer_step):
         for block in range(blocks.start, blocks.stop, block_step):
-            yield Piece(layer, min(layer + layer_step, layers.stop), block, min(block + block_step, blocks.stop))
+            yield TransferPiece(
+                layer, min(layer + layer_step, layers.stop), block, min(block + block_step, blocks.stop)
+            )

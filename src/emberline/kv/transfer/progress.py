@@ -10,29 +10,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from emberline.kv.transfer.errors import BadTransfer, TransferCancelled
-from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.ticket import Ticket
 
 
-class Progress:
+class PullProgress:
     def __init__(self) -> None:
         self.ticket: Ticket | None = None  # newest state of the ticket
-        self.blocks = 0  # blocks of the ticket that were divided into pieces
-        self.bytes = 0
-        self.moving = 0.0  # seconds spent copying
-        self.hidden = 0.0  # of these, seconds while the peer still computed: they delayed no request
-        self.proven = 0  # leading blocks that arrived while the lease was valid
-        self.verified = 0  # blocks whose checksum was compared after they arrived
+        self.planned_blocks = 0  # blocks of the ticket that were divided into pieces
+        self.arrived_bytes = 0
+        self.transfer_seconds = 0.0  # seconds spent copying
+        self.overlapped_seconds = 0.0  # of these, seconds while the peer still computed: they delayed no request
+        self.confirmed_blocks = 0  # leading blocks that arrived while the lease was valid
+        self.verified_blocks = 0  # blocks whose checksum was compared after they arrived
         self.complete = False  # whether all blocks arrived while the lease was valid
         self._purpose: tuple[object, ...] = ()
-        self._missing: dict[Piece, None] = {}
+        self._missing: dict[TransferPiece, None] = {}
         self._lock = threading.Lock()
         self._running = False
         self._cancelled = False
-        self._stops: list[Callable[[], None]] = []
+        self._stop_callbacks: list[Callable[[], None]] = []
 
     @property
-    def missing(self) -> list[Piece]:
+    def missing_pieces(self) -> list[TransferPiece]:
         """The pieces that have not arrived, in order."""
         with self._lock:
             return list(self._missing)
@@ -41,52 +41,56 @@ class Progress:
         """Make the pull raise TransferCancelled soon. Its blocks must not be reused before it has raised."""
         with self._lock:
             self._cancelled = True
-            for stop in self._stops:  # under the lock: a fetch that ended may reuse its connection for another call
+            for (
+                stop
+            ) in self._stop_callbacks:  # under the lock: a fetch that ended may reuse its connection for another call
                 stop()
 
-    def check(self) -> None:
+    def raise_if_cancelled(self) -> None:
         if self._cancelled:
             raise TransferCancelled("the KV transfer was cancelled")
 
     # -- for the receiver and its transports -----------------------------------------------------------------------
 
     @contextmanager
-    def running(self, ticket: Ticket, into: Sequence[int], layers: range, first: int) -> Iterator[Ticket]:
+    def start_pull(
+        self, ticket: Ticket, target_blocks: Sequence[int], layers: range, first_block: int
+    ) -> Iterator[Ticket]:
         """Yield the newest state of the ticket for the duration of a pull.
 
         Raises BadTransfer if a pull with this progress is running, or an earlier one had other arguments.
         """
         with self._lock:
-            purpose = (ticket.id, tuple(into), layers, first)
+            purpose = (ticket.id, tuple(target_blocks), layers, first_block)
             if self._running or self._purpose not in ((), purpose):
                 raise BadTransfer("this progress belongs to another pull", hint="use one PullProgress for each pull")
             self._running, self._purpose = True, purpose
             self.ticket = self.ticket or ticket
         try:
-            self.check()
+            self.raise_if_cancelled()
             yield self.ticket
         finally:
             with self._lock:
                 self._running = False
 
-    def plan(self, ticket: Ticket, pieces: Iterable[Piece]) -> None:
+    def add_pieces(self, ticket: Ticket, pieces: Iterable[TransferPiece]) -> None:
         with self._lock:
             self._missing.update(dict.fromkeys(pieces))
-            self.ticket, self.blocks = ticket, len(ticket.blocks)
+            self.ticket, self.planned_blocks = ticket, len(ticket.blocks)
 
-    def land(self, piece: Piece, size: int) -> None:
+    def mark_arrived(self, piece: TransferPiece, size: int) -> None:
         with self._lock:
             del self._missing[piece]
-            self.bytes += size
+            self.arrived_bytes += size
 
     @contextmanager
-    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+    def stop_on_cancel(self, stop: Callable[[], None]) -> Iterator[None]:
         """Let `cancel` call `stop`, which must end the calling thread's wait without blocking."""
         with self._lock:
-            self._stops.append(stop)
+            self._stop_callbacks.append(stop)
         try:
-            self.check()
+            self.raise_if_cancelled()
             yield
         finally:
             with self._lock:
-                self._stops.remove(stop)
+                self._stop_callbacks.remove(stop)

@@ -18,26 +18,26 @@ import numpy as np
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.kv.checksum import Crc
-from emberline.kv.transfer.base import Fetch, Link, Transport
+from emberline.kv.transfer.base import PieceFetch, TransferLink, Transport
 from emberline.kv.transfer.errors import (
     BadTransfer,
-    Corrupted,
-    Elsewhere,
     PeerChanged,
+    PeerOnOtherHost,
     PeerUnreachable,
+    TransferCorrupted,
     TransferError,
     TransferTimeout,
 )
-from emberline.kv.transfer.lease import How
-from emberline.kv.transfer.piece import Piece, cut
-from emberline.kv.transfer.progress import Progress
-from emberline.kv.transfer.region import Ids, Region
+from emberline.kv.transfer.lease import LeaseEndReason
+from emberline.kv.transfer.piece import TransferPiece, cut_pieces
+from emberline.kv.transfer.progress import PullProgress
+from emberline.kv.transfer.region import BlockIds, Region
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 log = logging.getLogger("emberline.transfer")
 
-PIECE = 4 << 20  # large enough that fixed costs are small, small enough for the last-level CPU cache
-WAIT = 1.0  # longest wait for more blocks of a growing ticket in one call
+MAX_PIECE_BYTES = 4 << 20  # large enough that fixed costs are small, small enough for the last-level CPU cache
+TICKET_POLL_S = 1.0  # longest wait for more blocks of a growing ticket in one call
 
 
 class Receiver:
@@ -48,65 +48,67 @@ class Receiver:
         *,
         clock: Clock | None = None,
         crc: Crc = zlib.crc32,
-        piece_bytes: int = PIECE,
+        max_piece_bytes: int = MAX_PIECE_BYTES,
     ) -> None:
         """`transports`: in order of preference."""
         self.region = region
         self._transports = transports
         self._clock = clock or SystemClock()
         self._crc = crc
-        self._piece_bytes = piece_bytes
-        self.reached: Counter[str] = Counter()  # peers connected, by transport
-        self.passed_over: Counter[str] = Counter()  # peers that a preferred transport failed to reach, by transport
-        self._links: dict[str, Link] = {}  # by the peer's incarnation, so that a restarted peer gets a new link
+        self._max_piece_bytes = max_piece_bytes
+        self.connected_transports: Counter[str] = Counter()  # peers connected, by transport
+        self.failed_transports: Counter[str] = (
+            Counter()
+        )  # peers that a preferred transport failed to reach, by transport
+        self._links: dict[str, TransferLink] = {}  # by the peer's incarnation, so that a restarted peer gets a new link
         self._lock = threading.Lock()
 
-    def pair(self, peer: Peer, deadline: float) -> None:
+    def connect(self, peer: Peer, deadline: float) -> None:
         """Connect to a peer before the first pull. Raises TransferError if the two caches cannot be connected."""
         self._link(peer, deadline)
 
     def pull(
         self,
         ticket: Ticket,
-        into: Sequence[int],
+        target_blocks: Sequence[int],
         deadline: float,
         *,
         layers: range | None = None,
-        progress: Progress | None = None,
+        progress: PullProgress | None = None,
         follow: bool = True,
-        first: int = 0,
-    ) -> Progress:
+        first_block: int = 0,
+    ) -> PullProgress:
         """Copy the ticket's blocks into `target_blocks`; with `follow`, also those published later.
 
         `target_blocks` holds all blocks of the ticket, but those before its block `first_block` are not written.
         Repeating a pull is harmless, and after an error the same progress continues. The lease lasts until
         `acknowledge` or `release`.
         """
-        progress = progress or Progress()
+        progress = progress or PullProgress()
         wanted = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]
         if not wanted or (layers is not None and layers != wanted):
             raise BadTransfer(f"the cache has {self.region.layout.layers} layers; a pull asks for {layers}")
-        with progress.running(ticket, into, wanted, first) as newest:
+        with progress.start_pull(ticket, target_blocks, wanted, first_block) as newest:
             if not progress.complete:
-                with self._reached(ticket.peer, deadline) as link:
-                    self._pull(link, newest, into, deadline, wanted, progress, follow, first)
+                with self._connected_link(ticket.peer, deadline) as link:
+                    self._pull(link, newest, target_blocks, deadline, wanted, progress, follow, first_block)
         return progress
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
         """Renew the lease, so that the sender keeps the blocks."""
-        with self._reached(ticket.peer, deadline) as link:
+        with self._connected_link(ticket.peer, deadline) as link:
             link.renew(ticket, deadline)
 
     def acknowledge(self, ticket: Ticket, deadline: float) -> None:
-        with self._reached(ticket.peer, deadline) as link:
-            link.end(ticket, How.ACKNOWLEDGED, deadline)
+        with self._connected_link(ticket.peer, deadline) as link:
+            link.end(ticket, LeaseEndReason.ACKNOWLEDGED, deadline)
 
     def release(self, ticket: Ticket, deadline: float) -> None:
         """End the lease of a ticket that is no longer needed, whether or not it was pulled."""
-        with self._reached(ticket.peer, deadline) as link:
-            link.end(ticket, How.RELEASED, deadline)
+        with self._connected_link(ticket.peer, deadline) as link:
+            link.end(ticket, LeaseEndReason.RELEASED, deadline)
 
-    def forget(self, peer: Peer) -> None:
+    def disconnect(self, peer: Peer) -> None:
         """Close the connections to a peer; a running pull raises PeerLost."""
         with self._lock:
             link = self._links.pop(peer.incarnation, None)
@@ -121,90 +123,98 @@ class Receiver:
 
     def _pull(
         self,
-        link: Link,
+        link: TransferLink,
         ticket: Ticket,
-        into: Sequence[int],
+        target_blocks: Sequence[int],
         deadline: float,
         layers: range,
-        progress: Progress,
+        progress: PullProgress,
         follow: bool,
-        first: int,
+        first_block: int,
     ) -> None:
-        peer_layout, ids = ticket.peer.layout, np.asarray(into, np.int64)
+        peer_layout, ids = ticket.peer.layout, np.asarray(target_blocks, np.int64)
         while True:
-            progress.check()
-            self._check_room(ticket, into)
-            new = range(max(progress.blocks, first), len(ticket.blocks))
-            progress.plan(ticket, cut(layers, new, peer_layout, self._piece_bytes))
+            progress.raise_if_cancelled()
+            self._check_target_blocks(ticket, target_blocks)
+            new = range(max(progress.planned_blocks, first_block), len(ticket.blocks))
+            progress.add_pieces(ticket, cut_pieces(layers, new, peer_layout, self._max_piece_bytes))
             blocks, generations = np.asarray(ticket.blocks, np.int64), np.asarray(ticket.generations, np.uint64)
             began = self._clock.now()
-            link.fetch(Fetch(ticket, blocks, generations, progress.missing, self.region, ids, progress, deadline))
-            assert not progress.missing
+            link.fetch(
+                PieceFetch(ticket, blocks, generations, progress.missing_pieces, self.region, ids, progress, deadline)
+            )
+            assert not progress.missing_pieces
             took = self._clock.now() - began
-            progress.moving += took
+            progress.transfer_seconds += took
             if ticket.complete:
                 break
             remaining = deadline - self._clock.now()
             if remaining <= 0:
                 arrived = len(ticket.blocks)
                 raise TransferTimeout(f"the deadline passed after {arrived} KV blocks; the peer had not published all")
-            wait, known = min(remaining, WAIT, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
-            ticket = ticket.grown(link.state(ticket, known, wait, deadline))
-            progress.hidden += took if len(ticket.blocks) > known else 0.0  # the last copy overlaps with no prefill
+            wait, known = min(remaining, TICKET_POLL_S, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
+            ticket = ticket.merge_update(link.poll_ticket(ticket, known, wait, deadline))
+            progress.overlapped_seconds += (
+                took if len(ticket.blocks) > known else 0.0
+            )  # the last copy overlaps with no prefill
             if not ticket.checksums:
-                progress.proven = known  # the lease was valid after they arrived
+                progress.confirmed_blocks = known  # the lease was valid after they arrived
             if not follow and len(ticket.blocks) == known and not ticket.complete:
                 break
         link.renew(ticket, deadline)
         if ticket.checksums and len(layers) == peer_layout.layers:
-            progress.verified += self._verify(ticket, ids, first)
-        progress.proven = len(ticket.blocks)
+            progress.verified_blocks += self._verify_checksums(ticket, ids, first_block)
+        progress.confirmed_blocks = len(ticket.blocks)
         progress.complete = ticket.complete
 
-    def _check_room(self, ticket: Ticket, into: Sequence[int]) -> None:
+    def _check_target_blocks(self, ticket: Ticket, target_blocks: Sequence[int]) -> None:
         needed = self.region.layout.blocks_for(len(ticket.blocks), ticket.peer.layout)
-        if needed > len(into):
-            raise BadTransfer(f"the KV ticket fills {needed} blocks; only {len(into)} are allocated for it")
-        if len(set(into)) != len(into) or not all(0 <= block < self.region.blocks for block in into):
+        if needed > len(target_blocks):
+            raise BadTransfer(f"the KV ticket fills {needed} blocks; only {len(target_blocks)} are allocated for it")
+        if len(set(target_blocks)) != len(target_blocks) or not all(
+            0 <= block < self.region.blocks for block in target_blocks
+        ):
             raise BadTransfer("the target blocks of a pull are not distinct blocks of this cache")
 
-    def _verify(self, ticket: Ticket, into: Ids, first: int) -> int:
+    def _verify_checksums(self, ticket: Ticket, target_blocks: BlockIds, first_block: int) -> int:
         """Compare each arrived block with its published checksum; return their number.
 
         Raises TransferCorrupted for a block that differs.
         """
         peer_layout = ticket.peer.layout
         buffer = memoryview(bytearray(peer_layout.block_bytes))
-        for i, published in enumerate(ticket.checksums[first:], first):
-            whole = Piece(0, peer_layout.layers, i, i + 1)
-            self.region.gather(whole, into, peer_layout, buffer)
+        for i, published in enumerate(ticket.checksums[first_block:], first_block):
+            whole = TransferPiece(0, peer_layout.layers, i, i + 1)
+            self.region.gather(whole, target_blocks, peer_layout, buffer)
             if self._crc(buffer, 0) != published:
-                raise Corrupted(f"block {i} of the KV ticket arrived with another checksum than the published one")
-        return len(ticket.checksums[first:])
+                raise TransferCorrupted(
+                    f"block {i} of the KV ticket arrived with another checksum than the published one"
+                )
+        return len(ticket.checksums[first_block:])
 
     @contextmanager
-    def _reached(self, peer: Peer, deadline: float) -> Iterator[Link]:
+    def _connected_link(self, peer: Peer, deadline: float) -> Iterator[TransferLink]:
         """Yield the link to a peer. Close it if the peer is gone: a link may map memory of the peer's process."""
         try:
             yield self._link(peer, deadline)
         except (PeerUnreachable, PeerChanged):
-            self.forget(peer)
+            self.disconnect(peer)
             raise
 
-    def _link(self, peer: Peer, deadline: float) -> Link:
+    def _link(self, peer: Peer, deadline: float) -> TransferLink:
         with self._lock:
             link = self._links.get(peer.incarnation)
         if link is not None:
             return link
-        self.region.layout.check_pair(peer.layout)
-        link = self._connected(peer, deadline)
+        self.region.layout.check_compatible(peer.layout)
+        link = self._connect(peer, deadline)
         with self._lock:
             kept = self._links.setdefault(peer.incarnation, link)
         if kept is not link:  # another thread connected first
             link.close()
         return kept
 
-    def _connected(self, peer: Peer, deadline: float) -> Link:
+    def _connect(self, peer: Peer, deadline: float) -> TransferLink:
         errors: dict[str, TransferError] = {}
         for transport in self._transports:
             if transport.kind in peer.endpoints:
@@ -213,8 +223,8 @@ class Receiver:
                 except TransferError as error:
                     errors[transport.kind] = error
                 else:
-                    self._pass_over(peer, errors)
-                    self.reached[transport.kind] += 1
+                    self._record_failed_transports(peer, errors)
+                    self.connected_transports[transport.kind] += 1
                     return link
         for failure in errors.values():
             if not isinstance(failure, PeerUnreachable):  # the peer answered with the actual reason
@@ -222,10 +232,10 @@ class Receiver:
         reasons = "; ".join(failure.message for failure in errors.values()) or "no transport in common"
         raise PeerUnreachable(f"KV peer {peer.name} cannot be reached: {reasons}")
 
-    def _pass_over(self, peer: Peer, why: Mapping[str, TransferError]) -> None:
+    def _record_failed_transports(self, peer: Peer, errors: Mapping[str, TransferError]) -> None:
         """Count and log the preferred transports that failed before one connected."""
-        for kind, error in why.items():
-            if not isinstance(error, Elsewhere):
+        for kind, error in errors.items():
+            if not isinstance(error, PeerOnOtherHost):
                 facts = peer.name, kind, error.message
                 log.warning("KV transport failed, using the next: peer=%s transport=%s reason=%s", *facts)
-                self.passed_over[kind] += 1
+                self.failed_transports[kind] += 1

@@ -16,31 +16,31 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.piece import TransferPiece
 
-Ids = NDArray[np.int64]
-Marks = NDArray[np.uint64]
-Buffer = bytes | bytearray | memoryview  # or another object that memoryview accepts
-LONG = 32 << 10  # average contiguous bytes from which a piece is sent in place
+BlockIds = NDArray[np.int64]
+Generations = NDArray[np.uint64]
+BufferLike = bytes | bytearray | memoryview  # or another object that memoryview accepts
+MIN_IN_PLACE_BYTES = 32 << 10  # average contiguous bytes from which a piece is sent in place
 
 
 class Region(ABC):
-    def __init__(self, layout: Layout, blocks: int, generations: Marks | None = None) -> None:
+    def __init__(self, layout: KVLayout, blocks: int, generations: Generations | None = None) -> None:
         """`generations`: an array in shared memory, if other processes read it."""
         self.layout = layout
         self.blocks = blocks
         self.generations = np.zeros(blocks, np.uint64) if generations is None else generations
         assert len(self.generations) == blocks
 
-    def renew(self, block: int) -> None:
+    def bump_generation(self, block: int) -> None:
         """Record that the block is about to get new content."""
         self.generations[block] += 1
 
-    def current(self, blocks: Ids) -> Marks:
+    def current_generations(self, blocks: BlockIds) -> Generations:
         return self.generations[blocks]
 
-    def holds(self, blocks: Ids, generations: Marks) -> bool:
+    def is_unchanged(self, blocks: BlockIds, generations: Generations) -> bool:
         """Return whether each block still has the given generation."""
         return self.generations[blocks].tobytes() == generations.tobytes()
 
@@ -48,29 +48,31 @@ class Region(ABC):
     def fence(self) -> None:
         """Make later calls of `scatter` wait for all work on the cache that the owner has started."""
 
-    def in_place(self, piece: Piece, blocks: Ids) -> list[memoryview] | None:
+    def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
         """Return the memory of a piece of `blocks`, or None if it should be gathered and scattered."""
         return None
 
     @abstractmethod
-    def gather(self, piece: Piece, blocks: Ids, wire: Layout, out: memoryview) -> None:
-        """Copy a piece of these blocks to `out` in the order that a sender of layout `wire` uses."""
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
+        """Copy a piece of these blocks to `request` in the order that a sender of layout `disturb_connections` uses."""
 
     @abstractmethod
-    def scatter(self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview) -> None:
-        """Copy a piece received from a sender of layout `wire` into these blocks; complete on return."""
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
+        """Copy a piece received from a sender of layout `disturb_connections` into these blocks; complete on return."""
 
-    def places(self, piece: Piece, blocks: Ids, wire: Layout, part: int) -> tuple[int, Ids]:
+    def element_indices(
+        self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, part: int
+    ) -> tuple[int, BlockIds]:
         """Return the bytes of an element and the indices, in wire order, of the plane's elements in the piece.
 
         A plane, one part of one layer, is treated as an array of such elements.
         """
         ours, theirs = self.layout.tokens, wire.tokens
         if ours == theirs:
-            return self.layout.plane_bytes, blocks[piece.first : piece.last]
-        count, width = self.layout.strips(part)
+            return self.layout.plane_bytes, blocks[piece.first_block : piece.end_block]
+        count, width = self.layout.token_strips(part)
         grain = min(ours, theirs)  # tokens of a strip that are adjacent in both layouts
-        first = np.arange(piece.first * theirs, piece.last * theirs, grain).reshape(-1, 1, theirs // grain)
+        first = np.arange(piece.first_block * theirs, piece.end_block * theirs, grain).reshape(-1, 1, theirs // grain)
         block, token = np.divmod(first, ours)
         strip = np.arange(count).reshape(1, -1, 1)
         index = (blocks[block] * count + strip) * (ours // grain) + token // grain
@@ -80,7 +82,7 @@ class Region(ABC):
 class HostRegion(Region):
     """A region in host memory."""
 
-    def __init__(self, layout: Layout, parts: Sequence[Buffer], generations: Marks | None = None) -> None:
+    def __init__(self, layout: KVLayout, parts: Sequence[BufferLike], generations: Generations | None = None) -> None:
         """`parts`: memory of keys and values, each layers x blocks x plane bytes."""
         assert len(parts) == layout.parts
         flat = [memoryview(part).cast("B") for part in parts]
@@ -93,75 +95,82 @@ class HostRegion(Region):
     def fence(self) -> None:
         """Do nothing: on a CPU, a step has ended before the next one is planned."""
 
-    def views(self, piece: Piece, blocks: Ids) -> list[memoryview]:
+    def views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview]:
         """Return the memory of a piece of `blocks`, in wire order."""
-        return self._views(piece, runs(blocks[piece.first : piece.last]))
+        return self._views(piece, contiguous_ranges(blocks[piece.first_block : piece.end_block]))
 
-    def in_place(self, piece: Piece, blocks: Ids) -> list[memoryview] | None:
-        ranges = runs(blocks[piece.first : piece.last])
-        scattered = self.layout.plane_bytes * (piece.last - piece.first) < LONG * len(ranges)
+    def in_place_views(self, piece: TransferPiece, blocks: BlockIds) -> list[memoryview] | None:
+        ranges = contiguous_ranges(blocks[piece.first_block : piece.end_block])
+        scattered = self.layout.plane_bytes * (piece.end_block - piece.first_block) < MIN_IN_PLACE_BYTES * len(ranges)
         return None if scattered else self._views(piece, ranges)
 
-    def gather(self, piece: Piece, blocks: Ids, wire: Layout, out: memoryview) -> None:
+    def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
         for plane, row, size, index in self._rows(piece, blocks, wire, out):
             # mode="clip" avoids a buffered copy; no index is out of range.
             np.take(np.frombuffer(plane, f"V{size}"), index, out=row, mode="clip")
 
-    def scatter(self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview) -> None:
+    def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
         for plane, row, size, index in self._rows(piece, blocks, wire, data):
             np.frombuffer(plane, f"V{size}")[index] = row
 
     def _rows(
-        self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview
-    ) -> Iterator[tuple[memoryview, NDArray[np.void], int, Ids]]:
+        self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
+    ) -> Iterator[tuple[memoryview, NDArray[np.void], int, BlockIds]]:
         """Yield each plane, its part of the data, the bytes of an element, and the plane's element indices."""
-        places = [self.places(piece, blocks, wire, part) for part in range(self.layout.parts)]
-        length = len(data) // ((piece.bottom - piece.top) * self.layout.parts)
-        for i, plane in enumerate(self._of(piece)):
+        places = [self.element_indices(piece, blocks, wire, part) for part in range(self.layout.parts)]
+        length = len(data) // ((piece.end_layer - piece.first_layer) * self.layout.parts)
+        for i, plane in enumerate(self._planes_of(piece)):
             size, index = places[i % len(places)]
             yield plane, np.frombuffer(data[i * length : (i + 1) * length], f"V{size}"), size, index
 
-    def _views(self, piece: Piece, found: list[tuple[int, int]]) -> list[memoryview]:
+    def _views(self, piece: TransferPiece, found: list[tuple[int, int]]) -> list[memoryview]:
         size = self.layout.plane_bytes
-        return [plane[size * a : size * b] for plane in self._of(piece) for a, b in found]
+        return [plane[size * a : size * b] for plane in self._planes_of(piece) for a, b in found]
 
-    def _of(self, piece: Piece) -> Iterator[memoryview]:
-        for planes in self._planes[piece.top : piece.bottom]:
+    def _planes_of(self, piece: TransferPiece) -> Iterator[memoryview]:
+        for planes in self._planes[piece.first_layer : piece.end_layer]:
             yield from planes
 
 
-class Staging:
+class StagingBuffer:
     """A buffer reused by one thread at a time: touching fresh pages would cost as much as the copy."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
 
-    def room(self, size: int) -> memoryview:
-        if len(self._memory) < size:
-            self._memory = memoryview(bytearray(size))
-        return self._memory[:size]
+    def reserve(self, num_bytes: int) -> memoryview:
+        if len(self._memory) < num_bytes:
+            self._memory = memoryview(bytearray(num_bytes))
+        return self._memory[:num_bytes]
 
 
-def move(piece: Piece, source: Region, blocks: Ids, target: Region, into: Ids, staging: Staging) -> None:
+def copy_piece(
+    piece: TransferPiece,
+    source: Region,
+    source_blocks: BlockIds,
+    target: Region,
+    target_blocks: BlockIds,
+    staging: StagingBuffer,
+) -> None:
     """Copy a piece from one region to another; numpy releases the GIL meanwhile."""
     wire = source.layout
-    target_views = target.in_place(piece, into) if wire.tokens == target.layout.tokens else None
-    source_views = source.in_place(piece, blocks) if target_views else None
+    target_views = target.in_place_views(piece, target_blocks) if wire.tokens == target.layout.tokens else None
+    source_views = source.in_place_views(piece, source_blocks) if target_views else None
     if target_views and source_views:
-        _copy(source_views, target_views)
+        _copy_views(source_views, target_views)
     else:
-        buffer = staging.room(piece.size(wire))
-        source.gather(piece, blocks, wire, buffer)
-        target.scatter(piece, into, wire, buffer)
+        buffer = staging.reserve(piece.size(wire))
+        source.gather(piece, source_blocks, wire, buffer)
+        target.scatter(piece, target_blocks, wire, buffer)
 
 
-def runs(blocks: Ids) -> list[tuple[int, int]]:
+def contiguous_ranges(blocks: BlockIds) -> list[tuple[int, int]]:
     """Return the runs of consecutive block numbers as half-open ranges."""
     cuts = ((blocks[1:] - blocks[:-1] != 1).nonzero()[0] + 1).tolist()
     return [(int(blocks[a]), int(blocks[b - 1]) + 1) for a, b in pairwise([0, *cuts, len(blocks)])]
 
 
-def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
+def _copy_views(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
     """Copy the concatenated source views to the target views, which may be split differently."""
     sources, targets = iter(source), iter(target)
     have = want = memoryview(b"")

@@ -18,21 +18,21 @@ import numpy as np
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.kv.checksum import Crc
-from emberline.kv.transfer.errors import BadTransfer, BlockReused, TicketOver
-from emberline.kv.transfer.lease import Ended, How, Lease, Leases
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Ids, Marks, Region
+from emberline.kv.transfer.errors import BadTransfer, BlockReused, TicketEnded
+from emberline.kv.transfer.lease import EndedLease, Lease, LeaseEndReason, LeaseTable
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import BlockIds, Generations, Region
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 
 @dataclass(slots=True)
-class Traffic:
+class SenderStats:
     """Counters since the start, updated by any thread."""
 
     bytes: int = 0
     pieces: int = 0
     failures: Counter[str] = field(default_factory=Counter)  # by error code
-    ended: Counter[How] = field(default_factory=Counter)
+    ended_leases: Counter[LeaseEndReason] = field(default_factory=Counter)
 
 
 class Sender:
@@ -43,19 +43,19 @@ class Sender:
         *,
         clock: Clock | None = None,
         crc: Crc = zlib.crc32,
-        seal: bool = False,
+        publish_checksums: bool = False,
     ) -> None:
         """`publish_checksums`: tickets carry a checksum per block, which receivers compare afterwards."""
         self.region = region
         self.crc = crc
         self.endpoints: dict[str, str] = {}  # address by transport; each server adds its own
-        self.traffic = Traffic()
+        self.stats = SenderStats()
         self._name = name
         self._incarnation = secrets.token_hex(16)
         self._clock = clock or SystemClock()
-        self._leases = Leases(self._clock)
-        self._seal = seal
-        self._counting = threading.Lock()
+        self._leases = LeaseTable(self._clock)
+        self._publish_checksums = publish_checksums
+        self._stats_lock = threading.Lock()
 
     @property
     def peer(self) -> Peer:
@@ -66,7 +66,7 @@ class Sender:
     def publish(
         self,
         blocks: Sequence[int],
-        lease: float,
+        lease_s: float,
         *,
         complete: bool = True,
         deadline: float = inf,
@@ -77,11 +77,11 @@ class Sender:
         The caller must keep the blocks unchanged until `collect` returns the lease. No renewal extends the lease beyond
         `deadline`, a time on this process's clock.
         """
-        assert lease > 0
-        now, described = self._clock.now(), self._described(blocks)
-        expires_at = min(now + lease, deadline)
-        new_lease = Lease(secrets.token_hex(16), *described, complete, lease, now, expires_at, deadline, subject)
-        self._leases.begin(new_lease)
+        assert lease_s > 0
+        now, described = self._clock.now(), self._describe_blocks(blocks)
+        expires_at = min(now + lease_s, deadline)
+        new_lease = Lease(secrets.token_hex(16), *described, complete, lease_s, now, expires_at, deadline, subject)
+        self._leases.add(new_lease)
         return self._ticket(new_lease)
 
     def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
@@ -90,81 +90,81 @@ class Sender:
         Raises TicketEnded if the lease has ended.
         """
         assert complete or not note
-        return self._ticket(self._leases.extend(ticket.id, *self._described(blocks), complete, note))
+        return self._ticket(self._leases.extend(ticket.id, *self._describe_blocks(blocks), complete, note))
 
     def close(self, ticket: Ticket) -> None:
         """End the lease from the sender's side. Raises TicketEnded if it has ended already."""
-        self._leases.end(ticket.id, How.CLOSED)
+        self._leases.end(ticket.id, LeaseEndReason.CLOSED)
 
-    def collect(self) -> list[Ended]:
+    def collect(self) -> list[EndedLease]:
         """Return the leases that ended since the last call, each once; the caller may reuse their blocks."""
         ended = self._leases.collect()
-        self.traffic.ended.update(lease.how for lease in ended)
+        self.stats.ended_leases.update(lease.reason for lease in ended)
         return ended
 
     def stop(self) -> None:
-        self._leases.end_all(How.CLOSED)
+        self._leases.end_all(LeaseEndReason.CLOSED)
 
-    def pinned(self) -> list[tuple[float, int]]:
+    def lease_ages(self) -> list[tuple[float, int]]:
         """Return the age in seconds and the number of pinned blocks of each lease."""
         return self._leases.ages()
 
     # -- for transports --------------------------------------------------------------------------------------------
 
-    def state(self, id: str, known: int = 0, wait: float = 0.0) -> Ticket:
+    def poll_ticket(self, id: str, known_blocks: int = 0, wait_s: float = 0.0) -> Ticket:
         """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`."""
-        return self._ticket(self._leases.wait(id, known, wait))
+        return self._ticket(self._leases.wait_for_blocks(id, known_blocks, wait_s))
 
     def renew(self, id: str) -> None:
         self._leases.renew(id)
 
-    def end(self, id: str, how: How) -> None:
+    def end(self, id: str, reason: LeaseEndReason) -> None:
         """End the lease for a receiver. Releasing an ended lease is no error: the receiver could not know."""
-        if how not in (How.ACKNOWLEDGED, How.RELEASED):
-            raise BadTransfer(f"a receiver cannot end a lease as {how}; it must be acknowledged or released")
-        with suppress(TicketOver) if how is How.RELEASED else nullcontext():
-            self._leases.end(id, how)
+        if reason not in (LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED):
+            raise BadTransfer(f"a receiver cannot end a lease as {reason}; it must be acknowledged or released")
+        with suppress(TicketEnded) if reason is LeaseEndReason.RELEASED else nullcontext():
+            self._leases.end(id, reason)
 
     @contextmanager
-    def reading(self, id: str, piece: Piece) -> Iterator[Lease]:
+    def read_under_lease(self, id: str, piece: TransferPiece) -> Iterator[Lease]:
         """Yield the lease while the caller reads a piece of its blocks, then renew it.
 
         Raises BlockReused or TicketEnded at the end if the blocks may have changed meanwhile.
         """
-        yield self._readable(id, piece)
-        self._readable(id, piece)
+        yield self._check_readable(id, piece)
+        self._check_readable(id, piece)
         self._leases.renew(id)
-        with self._counting:
-            self.traffic.pieces += 1
-            self.traffic.bytes += piece.size(self.region.layout)
+        with self._stats_lock:
+            self.stats.pieces += 1
+            self.stats.bytes += piece.size(self.region.layout)
 
-    def failed(self, code: str) -> None:
-        with self._counting:
-            self.traffic.failures[code] += 1
+    def record_failure(self, code: str) -> None:
+        with self._stats_lock:
+            self.stats.failures[code] += 1
 
-    def _readable(self, id: str, piece: Piece) -> Lease:
+    def _check_readable(self, id: str, piece: TransferPiece) -> Lease:
         lease = self._leases.find(id)
         if not piece.fits(self.region.layout.layers, len(lease.blocks)):
             raise BadTransfer(f"{piece} does not fit a KV ticket with {len(lease.blocks)} blocks")
-        part = slice(piece.first, piece.last)
-        if not self.region.holds(lease.blocks[part], lease.generations[part]):
+        part = slice(piece.first_block, piece.end_block)
+        if not self.region.is_unchanged(lease.blocks[part], lease.generations[part]):
             raise BlockReused("a published KV block was overwritten during its lease")
         return lease
 
-    def _described(self, blocks: Sequence[int]) -> tuple[Ids, Marks, tuple[int, ...]]:
+    def _describe_blocks(self, blocks: Sequence[int]) -> tuple[BlockIds, Generations, tuple[int, ...]]:
         """Return the blocks, their generations, and their checksums if tickets carry them."""
         assert all(0 <= block < self.region.blocks for block in blocks)
         ids = np.asarray(blocks, np.int64)
-        checksums = tuple(self._sum(ids, i) for i in range(len(blocks) if self._seal else 0))
-        return ids, self.region.current(ids), checksums
+        checksums = tuple(self._block_checksum(ids, i) for i in range(len(blocks) if self._publish_checksums else 0))
+        return ids, self.region.current_generations(ids), checksums
 
-    def _sum(self, blocks: Ids, at: int) -> int:
+    def _block_checksum(self, blocks: BlockIds, index: int) -> int:
         layout = self.region.layout
         buffer = memoryview(bytearray(layout.block_bytes))
-        self.region.gather(Piece(0, layout.layers, at, at + 1), blocks, layout, buffer)
+        self.region.gather(TransferPiece(0, layout.layers, index, index + 1), blocks, layout, buffer)
         return self.crc(buffer, 0)
 
     def _ticket(self, lease: Lease) -> Ticket:
         blocks, generations = tuple(lease.blocks.tolist()), tuple(lease.generations.tolist())
         optional = lease.checksums, lease.subject, lease.note
-        return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.seconds, *optional)
+        return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.duration_s, *optional)

@@ -14,57 +14,64 @@ from hmac import compare_digest
 from typing import Any
 from zlib import crc32
 
-from emberline.kv.checksum import chained
-from emberline.kv.codec import Codec
-from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
+from emberline.kv.checksum import crc_of_views
+from emberline.kv.codec import KVCodec
+from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind, TransferMessage
 from emberline.kv.transfer.errors import BadTransfer, PeerChanged, PeerLost, TransferError
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.lease import How, Lease
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Marks, Staging
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.lease import Lease, LeaseEndReason
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import Generations, StagingBuffer
 from emberline.kv.transfer.sender import Sender
 
 log = logging.getLogger("emberline.transfer")
 
-DATA = struct.Struct("<IIIIIQ")  # the piece's bounds, the CRC-32 of its generations, the number of bytes that follow
-IDLE = 600.0
-MOST_PULL = 3600.0
-MOST_WAIT = 10.0  # longest wait of one request for more blocks of a ticket
-MOST_CONNECTIONS = 256
+DATA_HEADER = struct.Struct(
+    "<IIIIIQ"
+)  # the piece's bounds, the CRC-32 of its generations, the number of bytes that follow
+IDLE_TIMEOUT_S = 600.0
+MAX_PULL_S = 3600.0
+MAX_POLL_WAIT_S = 10.0  # longest wait of one request for more blocks of a ticket
+MAX_CONNECTIONS = 256
 
 
-def generation_mark(generations: Marks) -> int:
+def generations_crc(generations: Generations) -> int:
     return crc32(generations.tobytes())
 
 
-class Server:
+class TransferServer:
     def __init__(
-        self, sender: Sender, listener: socket.socket, *, codecs: Sequence[Codec] = (), patience: float = PATIENCE
+        self,
+        sender: Sender,
+        listener: socket.socket,
+        *,
+        codecs: Sequence[KVCodec] = (),
+        io_timeout_s: float = IO_TIMEOUT_S,
     ) -> None:
         self._sender = sender
         self._listener = listener
         self._codecs = {codec.name: codec for codec in codecs}
-        self._patience = patience
+        self._io_timeout_s = io_timeout_s
         self._lock = threading.Lock()
-        self._open: dict[Channel, threading.Thread] = {}
+        self._connections: dict[MessageChannel, threading.Thread] = {}
         self._stopping = False
-        self._door = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
-        self._door.start()
+        self._accept_thread = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._accept_thread.start()
 
     @property
-    def num_open(self) -> int:
+    def num_connections(self) -> int:
         with self._lock:
-            return len(self._open)
+            return len(self._connections)
 
     def stop(self) -> None:
         """Close the listener and all connections, and wait for their threads."""
         self._stopping = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._door.join()
+        self._accept_thread.join()
         self._listener.close()
         with self._lock:
-            connections = list(self._open.items())
+            connections = list(self._connections.items())
         for channel, _ in connections:
             channel.stop()
         for _, thread in connections:
@@ -74,135 +81,139 @@ class Server:
         while not self._stopping:
             try:
                 sock, _ = self._listener.accept()
-                self._admit(sock)
+                self._start_connection(sock)
             except (OSError, RuntimeError) as error:
                 if not self._stopping:
                     log.error("Cannot accept a KV transfer connection: error=%s", error)
                     time.sleep(0.1)  # probably out of descriptors or threads; closing connections free some
 
-    def _admit(self, sock: socket.socket) -> None:
-        if self.num_open >= MOST_CONNECTIONS:
+    def _start_connection(self, sock: socket.socket) -> None:
+        if self.num_connections >= MAX_CONNECTIONS:
             sock.close()
             return
-        channel = Channel(sock, self._patience)
+        channel = MessageChannel(sock, self._io_timeout_s)
         thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
         with self._lock:
-            self._open[channel] = thread
+            self._connections[channel] = thread
         try:
             thread.start()
         except RuntimeError:
             with self._lock:
-                del self._open[channel]
+                del self._connections[channel]
             channel.close()
             raise
 
-    def _serve(self, channel: Channel) -> None:
+    def _serve(self, channel: MessageChannel) -> None:
         try:
-            codec = self._greet(channel)
+            codec = self._handshake(channel)
             while not self._stopping:
-                self._answer(channel, self._next(channel), codec)
+                self._serve_request(channel, self._receive_request(channel), codec)
         except TransferError as error:
             if not isinstance(error, PeerLost):  # a receiver may disconnect at any time
-                self._sender.failed(error.code)
+                self._sender.record_failure(error.code)
                 log.warning("KV transfer connection closed after an error: code=%s reason=%s", error.code, error)
         except Exception:
             log.exception("KV transfer connection failed unexpectedly")
         finally:
             with self._lock:
-                del self._open[channel]
+                del self._connections[channel]
             channel.close()
 
-    def _next(self, channel: Channel) -> Message:
-        channel.rest(IDLE)
-        return channel.receive(time.monotonic() + self._patience)
+    def _receive_request(self, channel: MessageChannel) -> TransferMessage:
+        channel.wait_for_message(IDLE_TIMEOUT_S)
+        return channel.receive(time.monotonic() + self._io_timeout_s)
 
-    def _greet(self, channel: Channel) -> Codec | None:
-        deadline = time.monotonic() + self._patience
+    def _handshake(self, channel: MessageChannel) -> KVCodec | None:
+        deadline = time.monotonic() + self._io_timeout_s
         hello = channel.receive(deadline)
         try:
-            body, own = hello.read(), self._sender.peer
-            if hello.kind != Kind.HELLO:
+            body, own = hello.read_json(), self._sender.peer
+            if hello.kind != MessageKind.HELLO:
                 raise BadTransfer(f"the first message of a connection has kind {hello.kind}; it must be HELLO")
             if not compare_digest(str(body.get("incarnation")).encode(), own.incarnation.encode()):
                 raise PeerChanged(f"KV peer {own.name} was restarted", hint="get its new incarnation from the router")
-            own.layout.check_pair(Layout.parsed(body.get("layout")))
+            own.layout.check_compatible(KVLayout.parse(body.get("layout")))
             codec = next((self._codecs[name] for name in body.get("codecs", ()) if name in self._codecs), None)
         except TransferError as error:
-            self._refuse(channel, hello.transfer, error)
+            self._send_error(channel, hello.transfer, error)
             raise
         welcome = {"layout": dataclasses.asdict(own.layout), "codec": codec.name if codec else None}
-        channel.tell(Kind.WELCOME, hello.transfer, welcome, deadline)
+        channel.send_json(MessageKind.WELCOME, hello.transfer, welcome, deadline)
         return codec
 
-    def _answer(self, channel: Channel, asked: Message, codec: Codec | None) -> None:
+    def _serve_request(self, channel: MessageChannel, request: TransferMessage, codec: KVCodec | None) -> None:
         """Answer one request. An error that leaves the connection usable is sent to the peer."""
         try:
-            body = asked.read()
-            if asked.kind == Kind.PULL:
-                self._pull(channel, asked.transfer, body, codec)
-            elif asked.kind == Kind.ATTACH:
-                self._attach(channel, asked.transfer)
+            body = request.read_json()
+            if request.kind == MessageKind.PULL:
+                self._send_pieces(channel, request.transfer, body, codec)
+            elif request.kind == MessageKind.ATTACH:
+                self._attach(channel, request.transfer)
             else:
-                reply = self._said(asked.kind, body, channel.staging)
-                channel.tell(Kind.OKAY, asked.transfer, reply, time.monotonic() + self._patience)
+                reply = self._handle_request(request.kind, body, channel.staging)
+                channel.send_json(MessageKind.OKAY, request.transfer, reply, time.monotonic() + self._io_timeout_s)
         except (TransferError, KeyError, TypeError, ValueError) as error:
-            if channel.broken:
+            if channel.is_broken:
                 raise
             reported = error if isinstance(error, TransferError) else BadTransfer(f"malformed request: {error!r}")
-            self._sender.failed(reported.code)
-            self._refuse(channel, asked.transfer, reported)
+            self._sender.record_failure(reported.code)
+            self._send_error(channel, request.transfer, reported)
 
-    def _said(self, kind: int, told: dict[str, Any], staging: Staging) -> dict[str, Any]:
-        if kind == Kind.STATE:
-            wait = min(float(told["wait"]), MOST_WAIT)
-            return self._sender.state(told["id"], int(told["known"]), wait).as_dict()
-        if kind == Kind.RENEW:
-            self._sender.renew(told["id"])
-        elif kind == Kind.END:
-            self._sender.end(told["id"], How(told["how"]))
-        elif kind == Kind.VOUCH:
-            return self._vouch(told["id"], Piece(*map(int, told["piece"])), staging if told["checked"] else None)
+    def _handle_request(self, kind: int, body: dict[str, Any], staging: StagingBuffer) -> dict[str, Any]:
+        if kind == MessageKind.STATE:
+            wait = min(float(body["wait"]), MAX_POLL_WAIT_S)
+            return self._sender.poll_ticket(body["id"], int(body["known"]), wait).as_dict()
+        if kind == MessageKind.RENEW:
+            self._sender.renew(body["id"])
+        elif kind == MessageKind.END:
+            self._sender.end(body["id"], LeaseEndReason(body["how"]))
+        elif kind == MessageKind.CONFIRM_READ:
+            return self._confirm_read(
+                body["id"], TransferPiece(*map(int, body["piece"])), staging if body["checked"] else None
+            )
         else:
             raise BadTransfer(f"unknown kind of KV transfer request: {kind}")
         return {}
 
-    def _vouch(self, id: str, piece: Piece, staging: Staging | None) -> dict[str, Any]:
+    def _confirm_read(self, id: str, piece: TransferPiece, staging: StagingBuffer | None) -> dict[str, Any]:
         """Confirm that a piece that the receiver read from this memory by itself was unchanged until now.
 
         The reply has the CRC of its generations and, if `staging` is given, the CRC of its bytes.
         """
-        with self._sender.reading(id, piece) as lease:
+        with self._sender.read_under_lease(id, piece) as lease:
             views = self._payload(piece, lease, staging, None) if staging is not None else []
             return {
-                "mark": generation_mark(lease.generations[piece.first : piece.last]),
-                "crc": chained(self._sender.crc, views),
+                "mark": generations_crc(lease.generations[piece.first_block : piece.end_block]),
+                "crc": crc_of_views(self._sender.crc, views),
             }
 
-    def _pull(self, channel: Channel, transfer: int, told: dict[str, Any], codec: Codec | None) -> None:
+    def _send_pieces(self, channel: MessageChannel, transfer: int, body: dict[str, Any], codec: KVCodec | None) -> None:
         """Send each piece: a DATA message, its bytes, and PIECE_END if the blocks did not change meanwhile."""
-        deadline, codec = time.monotonic() + min(float(told["seconds"]), MOST_PULL), codec if told["coded"] else None
-        for piece in (Piece(*map(int, part)) for part in told["pieces"]):
-            with self._sender.reading(told["id"], piece) as lease:
+        deadline, codec = time.monotonic() + min(float(body["seconds"]), MAX_PULL_S), codec if body["coded"] else None
+        for piece in (TransferPiece(*map(int, part)) for part in body["pieces"]):
+            with self._sender.read_under_lease(body["id"], piece) as lease:
                 payload = self._payload(piece, lease, channel.staging, codec)
-                generations_sum = generation_mark(lease.generations[piece.first : piece.last])
-                header = DATA.pack(*dataclasses.astuple(piece), generations_sum, sum(map(len, payload)))
-                channel.send(Kind.DATA, transfer, header, deadline, payload)
-                crc = chained(self._sender.crc, payload) if told["checked"] and codec is None else 0
-            channel.send(Kind.SEALED, transfer, struct.pack("<I", crc), deadline)
+                generations_sum = generations_crc(lease.generations[piece.first_block : piece.end_block])
+                header = DATA_HEADER.pack(*dataclasses.astuple(piece), generations_sum, sum(map(len, payload)))
+                channel.send(MessageKind.DATA, transfer, header, deadline, payload)
+                crc = crc_of_views(self._sender.crc, payload) if body["checked"] and codec is None else 0
+            channel.send(MessageKind.PIECE_END, transfer, struct.pack("<I", crc), deadline)
 
-    def _payload(self, piece: Piece, lease: Lease, staging: Staging, codec: Codec | None) -> list[memoryview]:
+    def _payload(
+        self, piece: TransferPiece, lease: Lease, staging: StagingBuffer, codec: KVCodec | None
+    ) -> list[memoryview]:
         region = self._sender.region
-        if codec is None and (views := region.in_place(piece, lease.blocks)):
+        if codec is None and (views := region.in_place_views(piece, lease.blocks)):
             return views
         size = piece.size(region.layout)
-        memory = staging.room(size + (codec.room(size) if codec else 0))
+        memory = staging.reserve(size + (codec.max_encoded_bytes(size) if codec else 0))
         plain, coded = memory[:size], memory[size:]
         region.gather(piece, lease.blocks, region.layout, plain)
         return [plain if codec is None else coded[: codec.encode(plain, coded)]]
 
-    def _attach(self, channel: Channel, transfer: int) -> None:
+    def _attach(self, channel: MessageChannel, transfer: int) -> None:
         raise BadTransfer("this KV transport does not share memory")
 
-    def _refuse(self, channel: Channel, transfer: int, error: TransferError) -> None:
+    def _send_error(self, channel: MessageChannel, transfer: int, error: TransferError) -> None:
         body = {"code": error.code, "message": error.message, "hint": error.hint}
-        channel.tell(Kind.ERROR, transfer, body, time.monotonic() + self._patience)
+        channel.send_json(MessageKind.ERROR, transfer, body, time.monotonic() + self._io_timeout_s)

@@ -19,28 +19,28 @@ from pathlib import Path
 import numpy as np
 
 from emberline.kv.transfer import unix
-from emberline.kv.transfer.base import Fetch
-from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
+from emberline.kv.transfer.base import PieceFetch
+from emberline.kv.transfer.channel import IO_TIMEOUT_S, MessageChannel, MessageKind
 from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerLost, PeerUnreachable, TransferTimeout
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.link import Habits, StreamLink
-from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import HostRegion, Staging, move
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.link import LinkOptions, StreamLink
+from emberline.kv.transfer.piece import TransferPiece
+from emberline.kv.transfer.region import HostRegion, StagingBuffer, copy_piece
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import Server
+from emberline.kv.transfer.server import TransferServer
 from emberline.kv.transfer.ticket import Peer
 
 
-class Segment:
+class SharedSegment:
     """Memory of a region that other processes can map: first the generations, then the parts."""
 
-    def __init__(self, layout: Layout, blocks: int) -> None:
-        self.size = sum(_spans(layout, blocks))
+    def __init__(self, layout: KVLayout, blocks: int) -> None:
+        self.size = sum(_section_sizes(layout, blocks))
         self.fd, self._read_only = _memory_file(self.size)
         self.memory = mmap.mmap(self.fd, self.size)
-        self.region = _region(layout, blocks, self.memory)
+        self.region = _region_in(layout, blocks, self.memory)
 
-    def reader(self) -> int:
+    def open_read_only(self) -> int:
         """Return a new read-only descriptor of the memory."""
         if self._read_only is not None:
             return os.dup(self._read_only)
@@ -63,57 +63,57 @@ def _memory_file(size: int) -> tuple[int, int | None]:
         Path(path).unlink()
 
 
-class ShmServer(Server):
-    def __init__(self, sender: Sender, segment: Segment, listener: socket.socket, patience: float) -> None:
+class ShmServer(TransferServer):
+    def __init__(self, sender: Sender, segment: SharedSegment, listener: socket.socket, io_timeout_s: float) -> None:
         self._segment = segment
-        super().__init__(sender, listener, patience=patience)
+        super().__init__(sender, listener, io_timeout_s=io_timeout_s)
 
-    def _attach(self, channel: Channel, transfer: int) -> None:
-        unix.check_user(channel)
-        deadline, fd = time.monotonic() + self._patience, self._segment.reader()
+    def _attach(self, channel: MessageChannel, transfer: int) -> None:
+        unix.check_same_user(channel)
+        deadline, fd = time.monotonic() + self._io_timeout_s, self._segment.open_read_only()
         try:
-            channel.tell(Kind.OKAY, transfer, {"blocks": self._segment.region.blocks}, deadline)
+            channel.send_json(MessageKind.OKAY, transfer, {"blocks": self._segment.region.blocks}, deadline)
             socket.send_fds(channel.socket, [b"\0"], [fd])
         finally:
             os.close(fd)
 
 
-def serve_shm(sender: Sender, segment: Segment, *, patience: float = PATIENCE) -> ShmServer:
+def serve_shm(sender: Sender, segment: SharedSegment, *, io_timeout_s: float = IO_TIMEOUT_S) -> ShmServer:
     """Serve `sender`, which publishes from the segment's region, at a new Unix socket."""
     assert sender.region is segment.region
-    listener, sender.endpoints["shm"] = unix.listening()
-    return ShmServer(sender, segment, listener, patience)
+    listener, sender.endpoints["shm"] = unix.create_unix_listener()
+    return ShmServer(sender, segment, listener, io_timeout_s)
 
 
 class ShmLink(StreamLink):
     def _prepare(self, deadline: float) -> None:
-        self._source = self._mapped(deadline)
+        self._source = self._map_region(deadline)
 
-    def fetch(self, fetch: Fetch) -> None:
-        ticket, staging, renewed = fetch.ticket, Staging(), time.monotonic()
+    def fetch(self, fetch: PieceFetch) -> None:
+        ticket, staging, renewed = fetch.ticket, StagingBuffer(), time.monotonic()
         for piece in fetch.pieces:
-            fetch.progress.check()
+            fetch.progress.raise_if_cancelled()
             now = time.monotonic()
             if now >= fetch.deadline:
                 raise TransferTimeout("the deadline passed before all pieces of the KV transfer were copied")
             if now - renewed > ticket.lease / 3:
                 self.renew(ticket, fetch.deadline)
                 renewed = now
-            move(piece, self._source, fetch.blocks, fetch.region, fetch.into, staging)
-            self._check(fetch, piece)
-            fetch.landed(piece)
+            copy_piece(piece, self._source, fetch.blocks, fetch.region, fetch.target_blocks, staging)
+            self._check_unchanged(fetch, piece)
+            fetch.mark_arrived(piece)
 
-    def _check(self, fetch: Fetch, piece: Piece) -> None:
+    def _check_unchanged(self, fetch: PieceFetch, piece: TransferPiece) -> None:
         """Raise BlockReused if a block changed. Checking after the copy suffices: generations only increase."""
-        part = slice(piece.first, piece.last)
-        if not self._source.holds(fetch.blocks[part], fetch.generations[part]):
+        part = slice(piece.first_block, piece.end_block)
+        if not self._source.is_unchanged(fetch.blocks[part], fetch.generations[part]):
             raise BlockReused("a published KV block was reused before it was copied")
 
-    def _mapped(self, deadline: float) -> HostRegion:
+    def _map_region(self, deadline: float) -> HostRegion:
         with self._channel(deadline) as channel:
-            blocks, fd = self._attached(channel, deadline)
+            blocks, fd = self._receive_descriptor(channel, deadline)
         try:
-            size = sum(_spans(self._peer.layout, blocks))
+            size = sum(_section_sizes(self._peer.layout, blocks))
             if blocks < 1 or size != os.fstat(fd).st_size:
                 raise BadTransfer(f"the sender's shared memory does not have the size of {blocks} blocks")
             memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
@@ -121,43 +121,43 @@ class ShmLink(StreamLink):
             raise PeerUnreachable(f"the sender's shared memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        return _region(self._peer.layout, blocks, memory)
+        return _region_in(self._peer.layout, blocks, memory)
 
-    def _attached(self, channel: Channel, deadline: float) -> tuple[int, int]:
+    def _receive_descriptor(self, channel: MessageChannel, deadline: float) -> tuple[int, int]:
         """Return the number of blocks and the descriptor of their memory."""
-        reply = self._told(channel, Kind.ATTACH, {}, deadline)
+        reply = self._exchange(channel, MessageKind.ATTACH, {}, deadline)
         try:
             _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
             return int(reply["blocks"]), fds[0]
         except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
-            channel.broken = True
+            channel.is_broken = True
             raise PeerLost(f"the sender did not pass the descriptor of its memory: {error!r}") from error
 
 
 class ShmTransport:
     kind = "shm"
 
-    def __init__(self, layout: Layout, habits: Habits | None = None) -> None:
+    def __init__(self, layout: KVLayout, options: LinkOptions | None = None) -> None:
         self._layout = layout
-        self._habits = habits or Habits(streams=1)
+        self._options = options or LinkOptions(connections=1)
 
     def connect(self, peer: Peer, deadline: float) -> ShmLink:
-        return ShmLink(peer, self._layout, unix.dialling(peer.endpoints["shm"]), self._habits, deadline)
+        return ShmLink(peer, self._layout, unix.unix_connector(peer.endpoints["shm"]), self._options, deadline)
 
 
-def _spans(layout: Layout, blocks: int) -> list[int]:
+def _section_sizes(layout: KVLayout, blocks: int) -> list[int]:
     """Return the bytes of the generations and of each part, rounded up to whole pages."""
     sizes = [8 * blocks] + [layout.layers * blocks * layout.plane_bytes] * layout.parts
     return [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
 
 
-def _region(layout: Layout, blocks: int, memory: mmap.mmap) -> HostRegion:
-    first, *others = _cuts(memoryview(memory), _spans(layout, blocks))
+def _region_in(layout: KVLayout, blocks: int, memory: mmap.mmap) -> HostRegion:
+    first, *others = _split_view(memoryview(memory), _section_sizes(layout, blocks))
     size = layout.layers * blocks * layout.plane_bytes
     return HostRegion(layout, [part[:size] for part in others], np.frombuffer(first[: 8 * blocks], np.uint64))
 
 
-def _cuts(view: memoryview, sizes: list[int]) -> Iterator[memoryview]:
+def _split_view(view: memoryview, sizes: list[int]) -> Iterator[memoryview]:
     start = 0
     for size in sizes:
         yield view[start : start + size]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from emberline.kv.codec import Codec
-from emberline.kv.transfer.channel import PATIENCE
+from emberline.kv.codec import KVCodec
+from emberline.kv.transfer.channel import IO_TIMEOUT_S
 from emberline.kv.transfer.errors import PeerUnreachable
-from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.link import Dial, Habits, StreamLink
+from emberline.kv.transfer.layout import KVLayout
+from emberline.kv.transfer.link import Connector, LinkOptions, StreamLink
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.server import Server
+from emberline.kv.transfer.server import TransferServer
 from emberline.kv.transfer.ticket import Peer
 
 
@@ -23,34 +23,34 @@ def serve_tcp(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
-    codecs: Sequence[Codec] = (),
-    patience: float = PATIENCE,
+    codecs: Sequence[KVCodec] = (),
+    io_timeout_s: float = IO_TIMEOUT_S,
     advertise: str | None = None,
-) -> Server:
+) -> TransferServer:
     """Listen, and add the address to the sender's endpoints; `advertise`: the host that peers connect to."""
-    listener = listening(host, port)
+    listener = create_tcp_listener(host, port)
     sender.endpoints["tcp"] = f"{advertise or host}:{listener.getsockname()[1]}"
-    return Server(sender, listener, codecs=codecs, patience=patience)
+    return TransferServer(sender, listener, codecs=codecs, io_timeout_s=io_timeout_s)
 
 
 class TcpTransport:
     kind = "tcp"
 
-    def __init__(self, layout: Layout, habits: Habits | None = None) -> None:
+    def __init__(self, layout: KVLayout, options: LinkOptions | None = None) -> None:
         """`layout`: that of the receiver's region."""
         self._layout = layout
-        self._habits = habits or Habits()
+        self._options = options or LinkOptions()
 
     def connect(self, peer: Peer, deadline: float) -> StreamLink:
-        return StreamLink(peer, self._layout, dialling(peer.endpoints["tcp"]), self._habits, deadline)
+        return StreamLink(peer, self._layout, tcp_connector(peer.endpoints["tcp"]), self._options, deadline)
 
 
-def listening(host: str, port: int) -> socket.socket:
+def create_tcp_listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=128)
 
 
-def dialling(address: str) -> Dial:
+def tcp_connector(address: str) -> Connector:
     """Return a function that connects to HOST:PORT. Raises PeerUnreachable if the address is malformed."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from emberline.kv.transfer.errors import BadTransfer
-from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.layout import KVLayout
 from emberline.tokens.blockhash import block_hash, root_hash
 
 
-def subject_of(layout: Layout, salt: str, prompt: Sequence[int]) -> str:
+def ticket_subject(layout: KVLayout, salt: str, prompt: Sequence[int]) -> str:
     """Return the hash of model, tenant salt and prompt that a ticket carries.
 
     It does not depend on block size.
@@ -26,14 +26,14 @@ def subject_of(layout: Layout, salt: str, prompt: Sequence[int]) -> str:
 class Peer:
     name: str
     incarnation: str  # random, new with every start: tickets of an earlier incarnation are invalid
-    layout: Layout
+    layout: KVLayout
     endpoints: Mapping[str, str]  # address by transport
 
     @staticmethod
-    def parsed(told: Any) -> Peer:
+    def parse(data: Any) -> Peer:
         try:
-            layout = Layout.parsed(told["layout"])
-            return Peer(str(told["name"]), str(told["incarnation"]), layout, dict(told["endpoints"]))
+            layout = KVLayout.parse(data["layout"])
+            return Peer(str(data["name"]), str(data["incarnation"]), layout, dict(data["endpoints"]))
         except (TypeError, KeyError, ValueError) as error:
             raise BadTransfer(f"the description of the KV peer is malformed: {error!r}") from error
 
@@ -50,29 +50,29 @@ class Ticket:
     subject: str = ""  # hash of the prompt that the blocks belong to; receivers compare it with their request
     note: str = ""  # JSON note about the finished prefill, on a complete ticket
 
-    def grown(self, more: Ticket) -> Ticket:
+    def merge_update(self, newer: Ticket) -> Ticket:
         """Return the newer state of this ticket, after checking that it only adds blocks."""
         count = len(self.blocks)
-        if more.blocks[:count] != self.blocks or more.generations[:count] != self.generations:
+        if newer.blocks[:count] != self.blocks or newer.generations[:count] != self.generations:
             raise BadTransfer("an update of a KV ticket changes blocks that it had listed before")
-        return replace(more, peer=self.peer)
+        return replace(newer, peer=self.peer)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def parsed(told: Any) -> Ticket:
+    def parse(data: Any) -> Ticket:
         try:
             ticket = Ticket(
-                Peer.parsed(told["peer"]),
-                str(told["id"]),
-                tuple(map(int, told["blocks"])),
-                tuple(map(int, told["generations"])),
-                bool(told["complete"]),
-                float(told["lease"]),
-                tuple(map(int, told["checksums"])),
-                str(told["subject"]),
-                str(told["note"]),
+                Peer.parse(data["peer"]),
+                str(data["id"]),
+                tuple(map(int, data["blocks"])),
+                tuple(map(int, data["generations"])),
+                bool(data["complete"]),
+                float(data["lease"]),
+                tuple(map(int, data["checksums"])),
+                str(data["subject"]),
+                str(data["note"]),
             )
         except (TypeError, KeyError, ValueError) as error:
             raise BadTransfer(f"a KV ticket is malformed: {error!r}") from error

@@ -15,17 +15,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from emberline.kv.transfer.channel import Channel
-from emberline.kv.transfer.errors import BadTransfer, Elsewhere
-from emberline.kv.transfer.link import Dial
+from emberline.kv.transfer.channel import MessageChannel
+from emberline.kv.transfer.errors import BadTransfer, PeerOnOtherHost
+from emberline.kv.transfer.link import Connector
 
-CREDENTIALS = struct.Struct("3i")  # process, user, group: Linux's SO_PEERCRED
-LOCAL_PEERCRED = (0, 1)  # macOS: level and option
-XUCRED = struct.Struct("2I")  # start of macOS's xucred: version, user
+LINUX_CREDENTIALS = struct.Struct("3i")  # process, user, group: Linux's SO_PEERCRED
+MACOS_PEER_OPTION = (0, 1)  # macOS: level and option
+MACOS_CREDENTIALS = struct.Struct("2I")  # start of macOS's xucred: version, user
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 
 
-def listening() -> tuple[socket.socket, str]:
+def create_unix_listener() -> tuple[socket.socket, str]:
     """Return a listening socket with a new random name, and the name."""
     address = f"emberline-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -40,7 +40,7 @@ def listening() -> tuple[socket.socket, str]:
     return listener, address
 
 
-def dialling(address: str) -> Dial:
+def unix_connector(address: str) -> Connector:
     def dial(seconds: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(seconds)
@@ -48,13 +48,13 @@ def dialling(address: str) -> Dial:
             sock.connect(address if address.startswith("/") else "\0" + address)
         except OSError as error:
             sock.close()
-            raise Elsewhere(f"no process on this host listens at Unix socket {address}: {error}") from error
+            raise PeerOnOtherHost(f"no process on this host listens at Unix socket {address}: {error}") from error
         return sock
 
     return dial
 
 
-def check_user(channel: Channel) -> None:
+def check_same_user(channel: MessageChannel) -> None:
     """Raise BadTransfer unless the peer process, which will map the cache, belongs to the same user."""
     if _peer_user(channel.socket) != os.getuid():
         raise BadTransfer("the KV cache can only be mapped by processes of the same user")
@@ -62,6 +62,6 @@ def check_user(channel: Channel) -> None:
 
 def _peer_user(connection: socket.socket) -> int:
     if hasattr(socket, "SO_PEERCRED"):
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        return int(CREDENTIALS.unpack(found)[1])
-    return int(XUCRED.unpack_from(connection.getsockopt(*LOCAL_PEERCRED, 128))[1])
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, LINUX_CREDENTIALS.size)
+        return int(LINUX_CREDENTIALS.unpack(found)[1])
+    return int(MACOS_CREDENTIALS.unpack_from(connection.getsockopt(*MACOS_PEER_OPTION, 128))[1])

@@ -23,21 +23,21 @@ from emberline.api.errors import openai_error
 from emberline.api.sse import dumps
 from emberline.core.errors import EmberlineError, InvalidRequest, NotFound
 from emberline.core.offload import offload
-from emberline.gateway.call import Reply
-from emberline.gateway.dialects.problems import read_error
-from emberline.gateway.gateway import Gateway, Request
-from emberline.gateway.paths import Target, target_of
-from emberline.gateway.streams.splitter import Splitter, payload_of
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.dialects.errors import parse_error
+from emberline.gateway.gateway import Gateway, InboundRequest
+from emberline.gateway.paths import RequestTarget, parse_path
+from emberline.gateway.request import GatewayReply
+from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Receive, Scope, Send
 from emberline.server.gateway.realtime_socket import RealtimeSocket
 
 log = logging.getLogger("emberline.gateway")
 
-MOST = 100  # per socket
-LAST_WORDS = 2.0  # after a request's deadline, for the client to read the error
-EVENTS = "text/event-stream"
-SPOKEN = {  # subprotocol, which a browser sends in place of a header -> header, and the prefix of its value
+MAX_OPEN_REQUESTS = 100  # per socket
+ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read the error
+EVENT_STREAM_TYPE = "text/event-stream"
+SUBPROTOCOL_HEADERS = {  # subprotocol, which a browser sends in place of a header -> header, and the prefix of its value
     "cf-aig-authorization": ("cf-aig-authorization", "Bearer "),
     "openai-insecure-api-key": ("authorization", "Bearer "),
     "xi-api-key": ("xi-api-key", ""),
@@ -67,14 +67,14 @@ class GatewaySocket:
         connect = await self._receive()
         assert connect["type"] == "websocket.connect"
         try:
-            self._headers, plain, chosen = said(self._scope)
+            self._headers, plain, chosen = read_handshake(self._scope)
             target = self._target()
             if target.kind == "native":
                 await RealtimeSocket(self._gateway, target, self._receive, self._send).run(
                     self._path, self._scope["query_string"].decode("latin-1"), self._headers, plain, chosen
                 )
                 return
-            await self._gateway.entered(target, self._headers)
+            await self._gateway.authenticate(target, self._headers)
         except EmberlineError as e:
             await self._refuse(e)
             return
@@ -87,11 +87,11 @@ class GatewaySocket:
                 task.cancel()
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
-    def _target(self) -> Target:
+    def _target(self) -> RequestTarget:
         match self._path.strip("/").split("/"):
             case ["v1", account, gateway, provider]:
-                return Target("native", account, gateway, provider)
-        target = target_of(self._path)
+                return RequestTarget("native", account, gateway, provider)
+        target = parse_path(self._path)
         if target.kind not in ("universal", "native"):
             raise NotFound(
                 f"the path {self._path[:200]!r} does not take WebSockets",
@@ -110,9 +110,10 @@ class GatewaySocket:
         id = ""
         try:
             id, body = await offload.run_by_size(len(message), read_message, message)
-            if len(self._open) >= MOST:
+            if len(self._open) >= MAX_OPEN_REQUESTS:
                 raise InvalidRequest(
-                    f"too many requests on this WebSocket: {MOST} are open", hint="wait for a universal.done message"
+                    f"too many requests on this WebSocket: {MAX_OPEN_REQUESTS} are open",
+                    hint="wait for a universal.done message",
                 )
             if id and id in self._open:
                 raise InvalidRequest(
@@ -128,10 +129,10 @@ class GatewaySocket:
 
     async def _answer(self, body: bytes, id: str) -> None:
         headers = {**self._headers, **({"cf-aig-event-id": id} if id else {})}
-        reply = await self._gateway.answer(Request("POST", self._path, "", headers, body))
+        reply = await self._gateway.answer(InboundRequest("POST", self._path, "", headers, body))
         metadata = _metadata(reply, id)
         try:
-            async with asyncio.timeout(max(reply.patience, 0.0) + LAST_WORDS):
+            async with asyncio.timeout(max(reply.send_timeout_s, 0.0) + ERROR_SEND_TIMEOUT_S):
                 await self._send_reply(reply, metadata)
         except TimeoutError:
             log.warning("WebSocket reply cut off, the client did not read it in time: path=%s", self._path)
@@ -145,16 +146,16 @@ class GatewaySocket:
         finally:
             await reply.close()
 
-    async def _send_reply(self, reply: Reply, metadata: Json) -> None:
+    async def _send_reply(self, reply: GatewayReply, metadata: Json) -> None:
         if isinstance(reply.body, bytes):
             if reply.status >= 400:
-                error = {"code": reply.error, "message": read_error(reply.body).message}
+                error = {"code": reply.error, "message": parse_error(reply.body).message}
                 await self._send_response("universal.error", metadata, reply.body, error=error)
                 return
             await self._send_response("universal.created", metadata, reply.body)
         else:
             await self._send_message("universal.created", metadata)
-            splitter = Splitter() if metadata["contentType"].startswith(EVENTS) else None
+            splitter = RawEventSplitter() if metadata["contentType"].startswith(EVENT_STREAM_TYPE) else None
             async for chunk in reply.body:
                 for part in [chunk] if splitter is None else _payloads(splitter.push(chunk)):
                     await self._send_response("universal.stream", {"eventId": metadata["eventId"]}, part)
@@ -166,7 +167,7 @@ class GatewaySocket:
 
     async def _send_response(self, type: str, metadata: Json, body: bytes, **more: Any) -> None:
         """Send a message with a provider's response; a large one is encoded in another process."""
-        text = await offload.run_by_size(len(body), shown_message, type, metadata, body, more)
+        text = await offload.run_by_size(len(body), encode_message, type, metadata, body, more)
         await self._send({"type": "websocket.send", "text": text})
 
     async def _send_message(self, type: str, metadata: Json, **more: Any) -> None:
@@ -174,7 +175,7 @@ class GatewaySocket:
         await self._send({"type": "websocket.send", "text": text})
 
 
-def said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
+def read_handshake(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
     """Return the headers of a handshake, its subprotocols, and the subprotocol to accept.
 
     The headers include keys that were sent as subprotocols, and the subprotocols do not. One must be accepted if any
@@ -187,10 +188,10 @@ def said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
     }
     offered: list[str] = scope.get("subprotocols", [])
     for name, dot, value in (each.partition(".") for each in offered):
-        if dot and name in SPOKEN:
-            header, prefix = SPOKEN[name]
+        if dot and name in SUBPROTOCOL_HEADERS:
+            header, prefix = SUBPROTOCOL_HEADERS[name]
             headers[header] = prefix + value
-    plain = [each for each in offered if each.partition(".")[0] not in SPOKEN]
+    plain = [each for each in offered if each.partition(".")[0] not in SUBPROTOCOL_HEADERS]
     return headers, plain, next(iter([*plain, *offered]), None)
 
 
@@ -198,7 +199,7 @@ def read_message(message: str | bytes) -> tuple[str, bytes]:
     """Return the eventId of a request, and the request as an encoded list of one step."""
     try:
         request = _MESSAGE.decode(message).request
-    except NOT_JSON as e:
+    except JSON_DECODE_ERRORS as e:
         raise InvalidRequest(
             f"the message is not a valid universal.create: {e}",
             hint='send {"type": "universal.create", "request": {...}}',
@@ -207,7 +208,7 @@ def read_message(message: str | bytes) -> tuple[str, bytes]:
     return id, msgspec.json.encode([request])
 
 
-def shown_message(type: str, metadata: Json, body: bytes, more: Json) -> str:
+def encode_message(type: str, metadata: Json, body: bytes, more: Json) -> str:
     return msgspec.json.encode({"type": type, "metadata": metadata, **more, "response": _to_json(body)}).decode()
 
 
@@ -221,7 +222,7 @@ def _event_id(request: dict[str, msgspec.Raw]) -> str:
     return id
 
 
-def _metadata(reply: Reply, id: str) -> Json:
+def _metadata(reply: GatewayReply, id: str) -> Json:
     head = reply.headers
     return {
         "eventId": id or head.get("cf-aig-event-id", ""),
@@ -234,7 +235,7 @@ def _metadata(reply: Reply, id: str) -> Json:
 
 
 def _payloads(events: list[bytes]) -> list[bytes]:
-    found = (payload_of(event)[1] for event in events)
+    found = (parse_event(event)[1] for event in events)
     return [payload for payload in found if payload and payload != b"[DONE]"]
 
 
@@ -242,7 +243,7 @@ def _to_json(body: bytes) -> Any:
     """Return decoded JSON; else the body as text; else, if it is not UTF-8, as base64."""
     try:
         return msgspec.json.decode(body)
-    except NOT_JSON:
+    except JSON_DECODE_ERRORS:
         pass
     try:
         return body.decode()

@@ -25,94 +25,104 @@ from emberline.core.errors import (
     Overloaded,
     ShuttingDown,
     WorkerLost,
-    WorkersBroke,
+    WorkersCrashed,
 )
-from emberline.router.ask import Ask
-from emberline.router.call import Call
-from emberline.router.dialect import CHAIN, PRIVATE, TENANT, Garbled
-from emberline.router.native import RESUME
-from emberline.router.policy import AGAIN, Decision, Why
-from emberline.router.suspects import Suspects
-from emberline.router.track import read_link
-from emberline.router.upstream import Broken, Reply, Unreached, Upstream
-from emberline.router.usage import Usage
+from emberline.router.dialect import CHAIN_HEADER, PRIVATE_HEADER_PREFIX, TENANT_HEADER, InvalidWorkerReply
+from emberline.router.native import RESUME_PATH
+from emberline.router.policy import RETRY_HINT, RoutingDecision, RoutingReason
+from emberline.router.reply_usage import ReplyUsage
+from emberline.router.request_summary import RequestSummary
+from emberline.router.stream_tracker import parse_block_position
+from emberline.router.suspect_requests import SuspectRequests
+from emberline.router.upstream_request import UpstreamRequest
+from emberline.router.worker_client import HTTPClientResponse, UpstreamBroken, UpstreamUnreachable, WorkerClient
+from emberline.server.access import tenant_id
 from emberline.server.exchange import Exchange
-from emberline.server.keys import tenant_of
-from emberline.server.routing.dispatch import Dispatch
-from emberline.server.routing.leg import Leg
-from emberline.server.routing.prefill import Prefill
-from emberline.server.routing.trip import Setback, Trip
+from emberline.server.routing.dispatcher import Dispatcher
+from emberline.server.routing.remote_prefill import RemotePrefill
+from emberline.server.routing.routed_request import AttemptFailure, RoutedRequest
+from emberline.server.routing.worker_attempt import WorkerAttempt
 
 log = logging.getLogger("emberline.router")
 
-WHOLE = 1 << 20  # up to this size a reply is read completely before it is passed on, so that it can be retried
-EXTENSION_S = 1.0  # rescheduling a timer for every token would cost too much CPU time
-PAUSE = 0.1
-MOST_WAITING = 1024  # requests that wait for a worker at the same time
-HANDOVER_S = 2.0  # for a draining worker to offer blocks that it has computed
-LAST_WORDS = 5.0  # for sending the error event to a client that may have stopped reading
-HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+MAX_BUFFERED_REPLY_BYTES = (
+    1 << 20
+)  # up to this size a reply is read completely before it is passed on, so that it can be retried
+DEADLINE_EXTENSION_INTERVAL_S = 1.0  # rescheduling a timer for every token would cost too much CPU time
+FIRST_RETRY_PAUSE_S = 0.1
+MAX_WAITING_REQUESTS = 1024  # requests that wait for a worker at the same time
+HANDOVER_TIMEOUT_S = 2.0  # for a draining worker to offer blocks that it has computed
+ERROR_SEND_TIMEOUT_S = 5.0  # for sending the error event to a client that may have stopped reading
+HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
-                 "expect", CHAIN})  # fmt: skip
-GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+                 "expect", CHAIN_HEADER})  # fmt: skip
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
 class Relay:
-    def __init__(self, dispatch: Dispatch, upstream: Upstream, config: RouterConfig) -> None:
-        self._dispatch = dispatch
-        self._upstream = upstream
+    def __init__(self, dispatcher: Dispatcher, client: WorkerClient, config: RouterConfig) -> None:
+        self._dispatcher = dispatcher
+        self._client = client
         self._config = config
-        self._metrics = dispatch.metrics
-        self._suspects = Suspects()
-        self._waiting = 0
+        self._metrics = dispatcher.metrics
+        self._suspects = SuspectRequests()
+        self._waiting_requests = 0
 
-    async def run(self, x: Exchange, ask: Ask, body: bytes) -> None:
+    async def run(self, x: Exchange, summary: RequestSummary, body: bytes) -> None:
         """Answer the exchange; raise an EmberlineError for the caller to reply with, or to close the
         connection for."""
-        routed = self._trip(x, self._dispatch.named(ask), body)
+        routed = self._new_request(x, self._dispatcher.with_default_model(summary), body)
         try:
-            async with asyncio.timeout(None) as routed.limit:
-                self._extend(routed, anew=True)
-                await self._travel(routed)
+            async with asyncio.timeout(None) as routed.output_timeout:
+                self._extend_deadline(routed, force=True)
+                await self._try_workers(routed)
         except TimeoutError:  # no failure of the worker: the client may read slowly
-            await self._broke(routed, self._exceeded(routed))
+            await self._end_broken_reply(routed, self._deadline_error(routed))
         except asyncio.CancelledError:
-            if routed.started and not x.has_left:  # the router shuts down
+            if routed.has_reply_started and not x.client_disconnected:  # the router shuts down
                 error = ShuttingDown()
-                x.outcome = error.status
+                x.logged_status = error.status
                 with contextlib.suppress(EmberlineError):
-                    await self._broke(routed, error)
+                    await self._end_broken_reply(routed, error)
             raise
         finally:
             await routed.close()
             routed.end_trace()
 
-    def _trip(self, x: Exchange, ask: Ask, body: bytes) -> Trip:
+    def _new_request(self, x: Exchange, summary: RequestSummary, body: bytes) -> RoutedRequest:
         decoded = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
-        headers = {name: value for name, value in decoded if name not in HOP and not name.startswith(PRIVATE)}
+        headers = {
+            name: value
+            for name, value in decoded
+            if name not in HOP_BY_HOP_HEADERS and not name.startswith(PRIVATE_HEADER_PREFIX)
+        }
         if self._config.kv_events:
-            headers[CHAIN] = "1"
-        if tenant := tenant_of(x):
-            headers[TENANT] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
-        call = Call(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
+            headers[CHAIN_HEADER] = "1"
+        if tenant := tenant_id(x):
+            headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
+        call = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
         identity = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
-        is_known_suspect = self._suspects.knows(ask.digest, self._now())
-        limits, is_generation = (config.attempts, config.migrations), x.path in GENERATING
-        return Trip(x, ask, call, *identity, deadline, *limits, is_generation, is_known_suspect, config.foreign_key)
+        is_known_suspect = self._suspects.contains(summary.digest, self._now())
+        limits, is_generation = (config.attempts, config.migrations), x.path in GENERATION_PATHS
+        return RoutedRequest(
+            x, summary, call, *identity, deadline, *limits, is_generation, is_known_suspect, config.foreign_key
+        )
 
-    def _extend(self, trip: Trip, *, anew: bool = False) -> None:
+    def _extend_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
         """Give the next part of the reply `token_timeout` from now, within the request's deadline."""
         now = self._now()
-        if trip.limit is None or (now < trip.extended + EXTENSION_S and not anew):
+        if routed.output_timeout is None or (
+            now < routed.timeout_extended_at + DEADLINE_EXTENSION_INTERVAL_S and not force
+        ):
             return
-        trip.extended, config = now, self._config
-        deadline = min(trip.deadline, now + config.token_timeout if trip.shows_tokens else math.inf)
-        trip.limit.reschedule(None if math.isinf(deadline) else deadline)
+        routed.timeout_extended_at, config = now, self._config
+        deadline = min(routed.deadline, now + config.token_timeout if routed.has_visible_progress else math.inf)
+        routed.output_timeout.reschedule(None if math.isinf(deadline) else deadline)
 
-    def _exceeded(self, trip: Trip) -> DeadlineExceeded:
+    def _deadline_error(self, routed: RoutedRequest) -> DeadlineExceeded:
         config = self._config
-        if self._now() < trip.deadline:
+        if self._now() < routed.deadline:
             return DeadlineExceeded(
                 f"no token arrived within {config.token_timeout:.0f} s", hint="raise --token-timeout"
             )
@@ -120,251 +130,290 @@ class Relay:
             f"the request was not complete within {config.request_timeout:.0f} s", hint="raise --request-timeout"
         )
 
-    async def _travel(self, trip: Trip) -> None:
-        while (decision := self._next(trip) or await self._wait(trip)) is not None:
-            trip.x.note["worker"] = decision.worker.name
-            failure = await self._attempt(trip, decision)
+    async def _try_workers(self, routed: RoutedRequest) -> None:
+        while (decision := self._next_decision(routed) or await self._wait_for_worker(routed)) is not None:
+            routed.exchange.log_fields["worker"] = decision.worker.name
+            failure = await self._attempt_worker(routed, decision)
             if failure is None:
                 return
-            log.info("attempt failed: path=%s worker=%s reason=%s", trip.x.path, decision.worker.name, failure.reason)
-            trip.fell_back(failure, decision, self._now())
-        await self._give_up(trip)
+            log.info(
+                "attempt failed: path=%s worker=%s reason=%s",
+                routed.exchange.path,
+                decision.worker.name,
+                failure.reason,
+            )
+            routed.record_failed_attempt(failure, decision, self._now())
+        await self._give_up(routed)
 
-    def _next(self, trip: Trip) -> Decision | None:
+    def _next_decision(self, routed: RoutedRequest) -> RoutingDecision | None:
         """Return the next worker to try; None if none is available or the limit of attempts is reached.
 
         Raises the client's error if no worker can take the first attempt."""
         try:
-            if trip.goes_on:
-                excluded = trip.tried
-                if trip.author is not None:
-                    excluded = excluded | self._dispatch.unable(trip.ask.model, trip.author)
-                decision = self._dispatch.choose(trip.ask, excluded, urgent=trip.started, suspect=trip.suspect)
-                trip.tries += 1
-                if trip.setback is None:
+            if routed.can_try_worker:
+                excluded = routed.tried_worker_ids
+                if routed.output_worker is not None:
+                    excluded = excluded | self._dispatcher.workers_unable_to_continue(
+                        routed.summary.model, routed.output_worker
+                    )
+                decision = self._dispatcher.choose_worker(
+                    routed.summary, excluded, ignore_limits=routed.has_reply_started, is_suspect=routed.is_suspect
+                )
+                routed.attempts_since_output += 1
+                if routed.last_failure is None:
                     return decision
-                if not trip.started:
-                    self._metrics.retries[trip.setback.reason] += 1
-                return replace(decision, why=Why.AGAIN)
+                if not routed.has_reply_started:
+                    self._metrics.retries[routed.last_failure.reason] += 1
+                return replace(decision, reason=RoutingReason.RETRY)
         except EmberlineError as e:
-            if trip.setback is None and not isinstance(e, EngineUnavailable):
+            if routed.last_failure is None and not isinstance(e, EngineUnavailable):
                 self._metrics.refused += isinstance(e, Overloaded)
                 raise
-            trip.nobody, trip.since = e, trip.since or self._now()
-        drained, trip.origin = trip.origin, None
-        return self._dispatch.again(drained) if drained is not None else None
+            routed.no_worker_error, routed.interrupted_at = e, routed.interrupted_at or self._now()
+        drained, routed.drained_decision = routed.drained_decision, None
+        return self._dispatcher.reuse_if_available(drained) if drained is not None else None
 
-    async def _wait(self, trip: Trip) -> Decision | None:
+    async def _wait_for_worker(self, routed: RoutedRequest) -> RoutingDecision | None:
         """Wait for a worker, at most `migration_wait` seconds, and return it.
 
         Return None if the request may not wait or no worker becomes available. Workers that were tried before may be
         tried again."""
-        self._waiting += 1
+        self._waiting_requests += 1
         try:
-            while self._waiting <= MOST_WAITING and trip.may_wait(self._config.migration_wait, self._now()):
-                await asyncio.sleep(PAUSE + (self._now() - trip.since) / 4)
-                trip.waited()
-                if (decision := self._next(trip)) is not None:
+            while self._waiting_requests <= MAX_WAITING_REQUESTS and routed.can_wait_for_worker(
+                self._config.migration_wait, self._now()
+            ):
+                await asyncio.sleep(FIRST_RETRY_PAUSE_S + (self._now() - routed.interrupted_at) / 4)
+                routed.allow_retries_after_wait()
+                if (decision := self._next_decision(routed)) is not None:
                     return decision
             return None
         finally:
-            self._waiting -= 1
+            self._waiting_requests -= 1
 
-    async def _attempt(self, trip: Trip, decision: Decision) -> Setback | None:
-        trip.legs += 1
-        trip.watched = decision.worker.dialect == "native"
-        self._extend(trip, anew=True)
-        with self._dispatch.opened(trip.ask, decision) as attempt:
-            trip.trace(attempt, "resume" if trip.started else "plain")
-            attempt.movable = trip.may_move
+    async def _attempt_worker(self, routed: RoutedRequest, decision: RoutingDecision) -> AttemptFailure | None:
+        routed.total_attempts += 1
+        routed.worker_times_out_itself = decision.worker.dialect == "native"
+        self._extend_deadline(routed, force=True)
+        with self._dispatcher.open_attempt(routed.summary, decision) as attempt:
+            routed.start_attempt_trace(attempt, "resume" if routed.has_reply_started else "plain")
+            attempt.is_movable = routed.can_migrate_on_drain
             try:
-                had_started = trip.started
-                failure = await self._split(trip, attempt)
-                if failure is not None or trip.started != had_started:
+                had_started = routed.has_reply_started
+                failure = await self._start_prefill(routed, attempt)
+                if failure is not None or routed.has_reply_started != had_started:
                     return failure
-                url, call = self._dispatch.url(decision.worker), await trip.call(decision.worker, self._now())
+                url, call = (
+                    self._dispatcher.worker_url(decision.worker),
+                    await routed.build_worker_request(decision.worker, self._now()),
+                )
                 if call is None:
                     attempt.outcome = "refused"
-                    return Setback("unable")
-                async with attempt.asked(self._upstream, url, call) as reply:
-                    return await self._answer(trip, reply, attempt, resumed=call.target == RESUME)
-            except (Unreached, Broken, Garbled, EngineUnavailable) as e:
+                    return AttemptFailure("unable")
+                async with attempt.open_reply(self._client, url, call) as reply:
+                    return await self._relay_reply(routed, reply, attempt, is_resume=call.target == RESUME_PATH)
+            except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable) as e:
                 log.debug("attempt failed: worker=%s error=%s", decision.worker.name, e)
-                if attempt.lost in ("drained", "prefill"):  # the worker itself is healthy
-                    attempt.outcome = "moved" if attempt.lost == "drained" else "refused"
-                    return Setback(attempt.lost)
+                if attempt.abort_reason in ("drained", "prefill"):  # the worker itself is healthy
+                    attempt.outcome = "moved" if attempt.abort_reason == "drained" else "refused"
+                    return AttemptFailure(attempt.abort_reason)
                 attempt.outcome = "failed"
-                if isinstance(e, Unreached | EngineUnavailable):
-                    return Setback("unreached")
-                return Setback(attempt.lost or ("garbled" if isinstance(e, Garbled) else "broken"), crash=True)
+                if isinstance(e, UpstreamUnreachable | EngineUnavailable):
+                    return AttemptFailure("unreached")
+                return AttemptFailure(
+                    attempt.abort_reason or ("garbled" if isinstance(e, InvalidWorkerReply) else "broken"),
+                    is_crash=True,
+                )
 
-    async def _split(self, trip: Trip, leg: Leg) -> Setback | None:
+    async def _start_prefill(self, routed: RoutedRequest, attempt: WorkerAttempt) -> AttemptFailure | None:
         """Have another worker compute the prompt if that is worthwhile, and wait for its ticket.
 
         If that worker rejects the request itself, its reply is passed to the client."""
-        worker = leg.decision.worker
-        dialect = trip.speak(worker)
-        is_required = worker.role == "decode" and not dialect.computes
-        if not trip.generates or not (trip.may_split or is_required) or (trip.started and worker.dialect != "native"):
+        worker = attempt.decision.worker
+        dialect = routed.dialect_for(worker)
+        is_required = worker.role == "decode" and not dialect.decode_worker_can_prefill
+        if (
+            not routed.is_generation
+            or not (routed.can_split_prefill or is_required)
+            or (routed.has_reply_started and worker.dialect != "native")
+        ):
             return None
-        trip.may_split = False
+        routed.can_split_prefill = False
         timeout_s = self._config.ticket_timeout
         decision = None
-        if trip.origin is not None:
-            decision = self._dispatch.handover(trip.ask, trip.said_tokens, leg.decision, trip.origin.worker)
+        if routed.drained_decision is not None:
+            decision = self._dispatcher.choose_handover_source(
+                routed.summary, routed.output_token_count, attempt.decision, routed.drained_decision.worker
+            )
         if decision is not None:
-            timeout_s = HANDOVER_S
+            timeout_s = HANDOVER_TIMEOUT_S
         else:
-            decision = self._dispatch.split(trip.ask, leg.decision, must=is_required)
+            decision = self._dispatcher.choose_prefill_worker(routed.summary, attempt.decision, is_required=is_required)
         if decision is None:
-            return Setback("no prefill") if is_required else None
-        await trip.close()
-        missing_tokens = leg.decision.load.prefill
-        worker.relieved(leg.key)
-        deadline = min(trip.deadline, self._now() + self._config.token_timeout)
-        peer = self._dispatch.peer(decision.worker, trip.ask.model)
-        prepared = await trip.written(dialect.prefill, peer, deadline - self._now())
-        prefill = trip.prefill = Prefill(
-            self._dispatch, self._upstream, trip.ask, decision, dialect, prepared, deadline
+            return AttemptFailure("no prefill") if is_required else None
+        await routed.close()
+        missing_tokens = attempt.decision.load.prefill_tokens
+        worker.remove_prefill_load(attempt.id)
+        deadline = min(routed.deadline, self._now() + self._config.token_timeout)
+        peer = self._dispatcher.engine_peer(decision.worker, routed.summary.model)
+        prepared = await routed.run_dialect(dialect.build_prefill_request, peer, deadline - self._now())
+        prefill = routed.prefill = RemotePrefill(
+            self._dispatcher, self._client, routed.summary, decision, dialect, prepared, deadline
         )
-        trip.trace(prefill.leg, "prefill")
+        routed.start_attempt_trace(prefill.attempt, "prefill")
         if is_required:
-            prefill.needed_by(leg)
-        refusal = await prefill.begun(decision.wait + timeout_s)
-        if refusal is not None and not trip.started:
-            leg.outcome = "refused"
-            await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
+            prefill.set_dependent_attempt(attempt)
+        refusal = await prefill.wait_for_ticket(decision.wait_s + timeout_s)
+        if refusal is not None and not routed.has_reply_started:
+            attempt.outcome = "refused"
+            await routed.exchange.reply(refusal.status, refusal.body, *_reply_headers(refusal.headers))
         elif prefill.ticket is None:
-            worker.owes(leg.key, missing_tokens)
+            worker.add_prefill_load(attempt.id, missing_tokens)
         return None
 
-    async def _answer(self, trip: Trip, reply: Reply, leg: Leg, *, resumed: bool) -> Setback | None:
-        cannot_resume = resumed and reply.status in (401, 403, 404)  # no resume endpoint there, or another cluster key
-        if cannot_resume or reply.status in (429, 500, 502, 503) or (trip.started and reply.status != 200):
+    async def _relay_reply(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, is_resume: bool
+    ) -> AttemptFailure | None:
+        cannot_resume = is_resume and reply.status in (
+            401,
+            403,
+            404,
+        )  # no resume endpoint there, or another cluster key
+        if cannot_resume or reply.status in (429, 500, 502, 503) or (routed.has_reply_started and reply.status != 200):
             # The request itself may cause a 500, which therefore must not open the worker's circuit breaker.
-            leg.outcome = "failed" if reply.status in (502, 503) else "refused"
-            body = await reply.whole()
-            if cannot_resume and trip.prefill is not None:
-                trip.prefill.failed = "unable"
-            reason = "unable" if cannot_resume and not trip.started else f"status {reply.status}"
-            return Setback(reason, reply.status == 500, reply.status, dict(reply.headers), body)
+            attempt.outcome = "failed" if reply.status in (502, 503) else "refused"
+            body = await reply.read_all()
+            if cannot_resume and routed.prefill is not None:
+                routed.prefill.failure = "unable"
+            reason = "unable" if cannot_resume and not routed.has_reply_started else f"status {reply.status}"
+            return AttemptFailure(reason, reply.status == 500, reply.status, dict(reply.headers), body)
         content_length = reply.headers.get("content-length", "")
-        if content_length.isdigit() and int(content_length) <= WHOLE:
-            await self._whole(trip, reply, leg)
+        if content_length.isdigit() and int(content_length) <= MAX_BUFFERED_REPLY_BYTES:
+            await self._relay_buffered(routed, reply, attempt)
         elif reply.headers.get("content-type", "").startswith("text/event-stream"):
-            await self._stream(trip, reply, leg)
+            await self._relay_stream(routed, reply, attempt)
         else:
-            await self._pieces(trip, reply, leg)
-        leg.outcome = "answered"
-        if trip.prefill is not None:
-            trip.prefill.leave()
+            await self._relay_chunks(routed, reply, attempt)
+        attempt.outcome = "answered"
+        if routed.prefill is not None:
+            routed.prefill.release()
         return None
 
-    async def _whole(self, trip: Trip, reply: Reply, leg: Leg) -> None:
-        body = await reply.whole()
-        if trip.started:
-            raise Garbled("the worker continued a stream with a reply that is not a stream")
-        self._dispatch.came(leg, 0)
-        leg.usage = Usage.read(body[-2048:])
-        if CHAIN in reply.headers:
-            self._dispatch.told(leg, read_link(reply.headers[CHAIN]))
-        await trip.x.reply(reply.status, body, *_head(reply.headers, trip, leg))
+    async def _relay_buffered(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+        body = await reply.read_all()
+        if routed.has_reply_started:
+            raise InvalidWorkerReply("the worker continued a stream with a reply that is not a stream")
+        self._dispatcher.record_reply_bytes(attempt, 0)
+        attempt.usage = ReplyUsage.parse(body[-2048:])
+        if CHAIN_HEADER in reply.headers:
+            self._dispatcher.record_prompt_end(attempt, parse_block_position(reply.headers[CHAIN_HEADER]))
+        await routed.exchange.reply(reply.status, body, *_reply_headers(reply.headers, routed, attempt))
 
-    async def _pieces(self, trip: Trip, reply: Reply, leg: Leg) -> None:
-        if trip.started:
-            raise Garbled("the worker continued a stream with a reply that is not an event stream")
+    async def _relay_chunks(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+        if routed.has_reply_started:
+            raise InvalidWorkerReply("the worker continued a stream with a reply that is not an event stream")
         while data := await reply.read():
-            self._extend(trip)
-            if not trip.started:
-                await self._begin(trip, reply, leg, sized=True)
-            self._dispatch.came(leg, 0)
-            await trip.x.send(data)
-        if not trip.started:
-            await self._begin(trip, reply, leg, sized=True)
-        await trip.x.send(last=True)
+            self._extend_deadline(routed)
+            if not routed.has_reply_started:
+                await self._start_reply(routed, reply, attempt, keep_length=True)
+            self._dispatcher.record_reply_bytes(attempt, 0)
+            await routed.exchange.send(data)
+        if not routed.has_reply_started:
+            await self._start_reply(routed, reply, attempt, keep_length=True)
+        await routed.exchange.send(last=True)
 
-    async def _stream(self, trip: Trip, reply: Reply, leg: Leg) -> None:
-        x, tracker = trip.x, trip.track
+    async def _relay_stream(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
+        x, tracker = routed.exchange, routed.tracker
         while data := await reply.read():
-            count_before = tracker.count
+            count_before = tracker.event_count
             if not (output := tracker.push(data)):
                 continue
-            self._extend(trip)
-            if leg.first is None:
-                await self._first(trip, reply, leg)
-            self._dispatch.came(leg, tracker.count - count_before)
+            self._extend_deadline(routed)
+            if attempt.first_byte_at is None:
+                await self._handle_first_output(routed, reply, attempt)
+            self._dispatcher.record_reply_bytes(attempt, tracker.event_count - count_before)
             await x.send(output)
-        if tracker.movable:
-            raise Broken("the stream ended before its final event")
-        leg.usage = Usage.read(tracker.first[:2048], tracker.last[-2048:])
-        if not trip.started:  # the stream contained no complete event
-            await self._begin(trip, reply, leg)
-        await x.send(tracker.rest(), last=True)
+        if tracker.is_movable:
+            raise UpstreamBroken("the stream ended before its final event")
+        attempt.usage = ReplyUsage.parse(tracker.first_chunk[:2048], tracker.last_chunk[-2048:])
+        if not routed.has_reply_started:  # the stream contained no complete event
+            await self._start_reply(routed, reply, attempt)
+        await x.send(tracker.take_rest(), last=True)
 
-    async def _first(self, trip: Trip, reply: Reply, leg: Leg) -> None:
+    async def _handle_first_output(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
+    ) -> None:
         """Start the reply if necessary, and record that this worker now serves the request."""
-        if not trip.started:
-            await self._begin(trip, reply, leg)
-        if trip.moving:
-            self._metrics.migrations[trip.moving, "went on"] += 1
-        if trip.prefill is not None:
-            trip.prefill.leave()
-        if trip.track.link is not None:
-            self._dispatch.told(leg, trip.track.link)
-        trip.progressed(leg.decision.worker)
-        leg.movable = trip.may_move and trip.track.movable
+        if not routed.has_reply_started:
+            await self._start_reply(routed, reply, attempt)
+        if routed.migration_reason:
+            self._metrics.migrations[routed.migration_reason, "went on"] += 1
+        if routed.prefill is not None:
+            routed.prefill.release()
+        if routed.tracker.prompt_end is not None:
+            self._dispatcher.record_prompt_end(attempt, routed.tracker.prompt_end)
+        routed.record_output_from(attempt.decision.worker)
+        attempt.is_movable = routed.can_migrate_on_drain and routed.tracker.is_movable
 
-    async def _begin(self, trip: Trip, reply: Reply, leg: Leg, *, sized: bool = False) -> None:
+    async def _start_reply(
+        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, keep_length: bool = False
+    ) -> None:
         """Send status and headers to the client.
 
         `keep_length`: the body is passed on unchanged, with its content-length."""
-        content_type, headers = _head(reply.headers, trip, leg)
+        content_type, headers = _reply_headers(reply.headers, routed, attempt)
         # A compressed body is relayed uncompressed, so its content-length does not apply.
-        if sized and "content-length" in reply.headers and "content-encoding" not in reply.headers:
+        if keep_length and "content-length" in reply.headers and "content-encoding" not in reply.headers:
             headers["content-length"] = reply.headers["content-length"]
-        await trip.x.start(reply.status, content_type, headers)
+        await routed.exchange.start_reply(reply.status, content_type, headers)
 
-    async def _give_up(self, trip: Trip) -> None:
-        failure, x = trip.setback, trip.x
+    async def _give_up(self, routed: RoutedRequest) -> None:
+        failure, x = routed.last_failure, routed.exchange
         if failure is None:
-            assert trip.nobody is not None
-            raise trip.nobody
-        log.info("request abandoned: path=%s attempts=%d reason=%s", x.path, trip.legs, failure.reason)
-        if trip.suspect and trip.ask.digest:
-            self._suspects.add(trip.ask.digest, self._now())
-        if trip.started:
-            if trip.moving and not trip.track.ended:
-                self._metrics.migrations[trip.moving, "given up"] += 1
-            await self._broke(trip, _harm(trip) if trip.guilty else self._lost(trip))
-        elif trip.guilty:
-            raise _harm(trip)
+            assert routed.no_worker_error is not None
+            raise routed.no_worker_error
+        log.info("request abandoned: path=%s attempts=%d reason=%s", x.path, routed.total_attempts, failure.reason)
+        if routed.is_suspect and routed.summary.digest:
+            self._suspects.add(routed.summary.digest, self._now())
+        if routed.has_reply_started:
+            if routed.migration_reason and not routed.tracker.has_ended:
+                self._metrics.migrations[routed.migration_reason, "given up"] += 1
+            await self._end_broken_reply(
+                routed, _workers_broke_error(routed) if routed.exceeds_crash_limit else self._worker_lost_error(routed)
+            )
+        elif routed.exceeds_crash_limit:
+            raise _workers_broke_error(routed)
         elif failure.status:
-            await x.reply(failure.status, failure.body, *_head(failure.headers or {}))
+            await x.reply(failure.status, failure.body, *_reply_headers(failure.headers or {}))
         else:
-            raise _nobody(trip, failure)
+            raise _no_worker_error(routed, failure)
 
-    def _lost(self, trip: Trip) -> WorkerLost:
-        difference = self._dispatch.difference(trip.ask.model, trip.author) if trip.author is not None else ""
+    def _worker_lost_error(self, routed: RoutedRequest) -> WorkerLost:
+        difference = (
+            self._dispatcher.describe_numerics_difference(routed.summary.model, routed.output_worker)
+            if routed.output_worker is not None
+            else ""
+        )
         if not difference:
-            return WorkerLost(trip.lost)
-        message = f"{trip.lost}; the ready workers compute {trip.ask.model!r} differently: {difference}"
+            return WorkerLost(routed.loss_message)
+        message = f"{routed.loss_message}; the ready workers compute {routed.summary.model!r} differently: {difference}"
         return WorkerLost(message, hint="retry the request; start all workers of a model with the same settings")
 
-    async def _broke(self, trip: Trip, error: EmberlineError) -> None:
+    async def _end_broken_reply(self, routed: RoutedRequest, error: EmberlineError) -> None:
         """End a reply with an error event if the output ends between two events of a stream.
 
         Otherwise raise the error, so that the caller replies with it or closes the connection and the client sees that
         the reply is incomplete."""
-        x, tracker = trip.x, trip.track
-        if not trip.started or not tracker.started or tracker.torn:
+        x, tracker = routed.exchange, routed.tracker
+        if not routed.has_reply_started or not tracker.has_output or tracker.is_mid_event:
             raise error
-        if not tracker.ended:
+        if not tracker.has_ended:
             self._metrics.broken += 1
-            x.note["error"] = error.code
+            x.log_fields["error"] = error.code
         log.warning("stream ended with an error: path=%s error=%s", x.path, error)
         try:
-            async with asyncio.timeout(LAST_WORDS):
-                await x.send(b"" if tracker.ended else _last_words(x.path, error, tracker.count), last=True)
+            async with asyncio.timeout(ERROR_SEND_TIMEOUT_S):
+                await x.send(b"" if tracker.has_ended else _error_event(x.path, error, tracker.event_count), last=True)
         except TimeoutError:
             raise error from None
 
@@ -372,39 +421,49 @@ class Relay:
         return asyncio.get_running_loop().time()
 
 
-def _head(headers: Mapping[str, str], trip: Trip | None = None, leg: Leg | None = None) -> tuple[str, dict[str, str]]:
+def _reply_headers(
+    headers: Mapping[str, str], routed: RoutedRequest | None = None, attempt: WorkerAttempt | None = None
+) -> tuple[str, dict[str, str]]:
     """Return the content-type and the other headers for the client.
 
     They are the worker's, without hop-by-hop headers and content-encoding, with the names of the workers."""
-    kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP}
+    kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
     kept.pop("content-encoding", None)
-    if leg is not None:
-        kept[f"{PRIVATE}worker"] = leg.decision.worker.name
-    if trip is not None and trip.prefill is not None and trip.prefill.ticket is not None:
-        kept[f"{PRIVATE}prefill"] = trip.prefill.worker.name
+    if attempt is not None:
+        kept[f"{PRIVATE_HEADER_PREFIX}worker"] = attempt.decision.worker.name
+    if routed is not None and routed.prefill is not None and routed.prefill.ticket is not None:
+        kept[f"{PRIVATE_HEADER_PREFIX}prefill"] = routed.prefill.worker.name
     return kept.pop("content-type", "application/octet-stream"), kept
 
 
-def _nobody(trip: Trip, setback: Setback) -> EngineUnavailable:
-    if trip.suspect:
-        message = f"{trip.crashes} workers failed while serving this request, and no other worker is free to risk it"
-        return EngineUnavailable(message, hint=AGAIN)
-    attempts = "1 attempt" if trip.legs == 1 else f"{trip.legs} attempts"
-    message = f"no worker answered in {attempts}; the last attempt failed with {setback.reason!r}"
+def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUnavailable:
+    if routed.is_suspect:
+        message = (
+            f"{routed.crash_count} workers failed while serving this request, and no other worker is free to risk it"
+        )
+        return EngineUnavailable(message, hint=RETRY_HINT)
+    attempts = "1 attempt" if routed.total_attempts == 1 else f"{routed.total_attempts} attempts"
+    message = f"no worker answered in {attempts}; the last attempt failed with {failure.reason!r}"
     return EngineUnavailable(message, hint="retry in a few seconds")
 
 
-def _harm(trip: Trip) -> WorkersBroke:
-    workers = "another worker" if trip.accused else f"{trip.crashes} workers"
+def _workers_broke_error(routed: RoutedRequest) -> WorkersCrashed:
+    workers = "another worker" if routed.is_known_suspect else f"{routed.crash_count} workers"
     hint = "the request may be the cause: see the workers' logs, and do not send it again unchanged"
-    return WorkersBroke(f"{workers} failed while serving this request", hint=hint)
+    return WorkersCrashed(f"{workers} failed while serving this request", hint=hint)
 
 
-def _last_words(path: str, error: EmberlineError, number: int) -> bytes:
+def _error_event(path: str, error: EmberlineError, event_count: int) -> bytes:
     """Return the error event of the path's API protocol, and the protocol's final event."""
     if path == "/v1/messages":
-        return sse.event("error", anthropic_error(error).body)
+        return sse.named_event("error", anthropic_error(error).body)
     if path == "/v1/responses":
-        event = {"type": "error", "code": error.code, "message": str(error), "param": None, "sequence_number": number}
-        return sse.event("error", event)
-    return sse.data(openai_error(error).body) + sse.DONE
+        event = {
+            "type": "error",
+            "code": error.code,
+            "message": str(error),
+            "param": None,
+            "sequence_number": event_count,
+        }
+        return sse.named_event("error", event)
+    return sse.data_event(openai_error(error).body) + sse.DONE_EVENT

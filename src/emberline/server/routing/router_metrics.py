@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from emberline.cluster.membership import Health, Member
-from emberline.router.kvindex import KVIndex, State
-from emberline.router.policy import Decision, Why
+from emberline.cluster.membership import ClusterMember, WorkerHealth
+from emberline.router.kvindex import KVIndex, KVIndexState
+from emberline.router.policy import RoutingDecision, RoutingReason
 from emberline.router.worker import Worker
-from emberline.server.metrics import SECONDS, Family, Histogram
+from emberline.server.metrics import LATENCY_BUCKETS_S, Histogram, MetricFamily
 
-Seen = tuple[Worker, Member, Health]
+WorkerView = tuple[Worker, ClusterMember, WorkerHealth]
 
-GONE = "(gone)"  # label of all removed workers together
+FORGOTTEN_WORKER = "(gone)"  # label of all removed workers together
 
 
 class RouterMetrics:
@@ -26,63 +26,71 @@ class RouterMetrics:
         self.prefills: Counter[str] = Counter()  # prefills for other workers by their end
         self.refused = 0  # requests for which every worker was full
         self.broken = 0  # replies that broke after their first byte
-        self.known_tokens = 0.0  # prompt tokens probably cached at the chosen worker
+        self.cached_tokens = 0.0  # prompt tokens probably cached at the chosen worker
         self.prompt_tokens = 0.0  # estimated
-        self._first = Histogram("emberline:router_first_byte_seconds", "From sending to a reply's first byte.", SECONDS)
-        self._whole = Histogram("emberline:router_request_seconds", "From sending to a reply's end.", SECONDS)
+        self._first_byte_seconds = Histogram(
+            "emberline:router_first_byte_seconds", "From sending to a reply's first byte.", LATENCY_BUCKETS_S
+        )
+        self._request_seconds = Histogram(
+            "emberline:router_request_seconds", "From sending to a reply's end.", LATENCY_BUCKETS_S
+        )
 
-    def decided(self, decision: Decision) -> None:
-        self.decisions[decision.why.value] += 1
-        if decision.why in (Why.SPLIT, Why.AGAIN):  # a prompt is counted once
+    def record_decision(self, decision: RoutingDecision) -> None:
+        self.decisions[decision.reason.value] += 1
+        if decision.reason in (RoutingReason.SPLIT, RoutingReason.RETRY):  # a prompt is counted once
             return
-        self.known_tokens += decision.known
-        self.prompt_tokens += decision.known + decision.load.prefill
+        self.cached_tokens += decision.cached_tokens
+        self.prompt_tokens += decision.cached_tokens + decision.load.prefill_tokens
 
-    def closed(self, worker: str, outcome: str, seconds: float, first: float | None) -> None:
+    def record_attempt(self, worker: str, outcome: str, seconds: float, first_byte_s: float | None) -> None:
         self.outcomes[worker, outcome] += 1
-        self._first.observe(first)
+        self._first_byte_seconds.observe(first_byte_s)
         if outcome == "answered":
-            self._whole.observe(seconds)
+            self._request_seconds.observe(seconds)
 
-    def forget(self, worker: str) -> None:
+    def merge_forgotten_worker(self, worker: str) -> None:
         """Move a removed worker's counts to a common label, so that sums stay and labels do not grow."""
         for name, outcome in [key for key in self.outcomes if key[0] == worker]:
-            self.outcomes[GONE, outcome] += self.outcomes.pop((name, outcome))
+            self.outcomes[FORGOTTEN_WORKER, outcome] += self.outcomes.pop((name, outcome))
 
-    def families(self, seen: Sequence[Seen], prefixes: int, kv: KVIndex | None = None) -> Iterator[Family]:
-        yield from _gauges(seen)
-        if kv is not None:
-            yield from _followed(seen, kv)
+    def families(
+        self, views: Sequence[WorkerView], prefix_count: int, kv_index: KVIndex | None = None
+    ) -> Iterator[MetricFamily]:
+        yield from _worker_gauges(views)
+        if kv_index is not None:
+            yield from _kv_index_gauges(views, kv_index)
         for name, help_, labels, counts in (
             ("requests", "Attempts by worker and outcome.", ("worker", "outcome"), self.outcomes),
-            ("decisions", "Why workers were chosen.", ("why",), _single(self.decisions)),
-            ("retries", "Requests retried at another worker, by reason.", ("reason",), _single(self.retries)),
+            ("decisions", "Why workers were chosen.", ("why",), _as_tuples(self.decisions)),
+            ("retries", "Requests retried at another worker, by reason.", ("reason",), _as_tuples(self.retries)),
             ("migrations", "Streams moved, by reason and outcome.", ("reason", "outcome"), self.migrations),
-            ("prefills", "Prompts computed for other workers, by outcome.", ("outcome",), _single(self.prefills)),
+            ("prefills", "Prompts computed for other workers, by outcome.", ("outcome",), _as_tuples(self.prefills)),
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
-            yield Family.of(f"emberline:router_{name}_total", help_, "counter", samples)
+            yield MetricFamily.from_samples(f"emberline:router_{name}_total", help_, "counter", samples)
         for name, help_, counter in (
             ("refused", "Requests refused because all workers were full.", self.refused),
             ("broken", "Replies that broke after their first byte.", self.broken),
             ("prompt_tokens", "Prompt tokens routed, estimated.", self.prompt_tokens),
-            ("known_prompt_tokens", "Prompt tokens probably in the chosen worker's cache.", self.known_tokens),
+            ("known_prompt_tokens", "Prompt tokens probably in the chosen worker's cache.", self.cached_tokens),
         ):
             full = f"emberline:router_{name}_total"
-            yield Family(full, help_, "counter", [f"{full} {counter}"])
-        size = f"emberline:router_prefixes {prefixes}"
-        yield Family("emberline:router_prefixes", "Prompt prefixes remembered.", "gauge", [size])
-        yield self._first.family('at="router"')
-        yield self._whole.family('at="router"')
+            yield MetricFamily(full, help_, "counter", [f"{full} {counter}"])
+        size = f"emberline:router_prefixes {prefix_count}"
+        yield MetricFamily("emberline:router_prefixes", "Prompt prefixes remembered.", "gauge", [size])
+        yield self._first_byte_seconds.family('at="router"')
+        yield self._request_seconds.family('at="router"')
 
 
-def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex | None = None) -> dict[str, Any]:
+def build_status(
+    views: Iterable[WorkerView], metrics: RouterMetrics, now: float, kv_index: KVIndex | None = None
+) -> dict[str, Any]:
     """Return the body of /cluster/status."""
-    seen = list(seen)
-    worker_by_engine = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
-    rows = [_row(worker, member, health, metrics, now, worker_by_engine) for worker, member, health in seen]
-    if kv is not None:
-        rows = [row | kv.facts(worker.id) for row, (worker, _, _) in zip(rows, seen, strict=True)]
+    views = list(views)
+    worker_by_engine = {peer: worker.name for worker, _, _ in views for peer in worker.engine_ids.values()}
+    rows = [_worker_row(worker, member, health, metrics, now, worker_by_engine) for worker, member, health in views]
+    if kv_index is not None:
+        rows = [row | kv_index.status_fields(worker.id) for row, (worker, _, _) in zip(rows, views, strict=True)]
     return {
         "workers": rows,
         "decisions": dict(metrics.decisions),
@@ -94,83 +102,98 @@ def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex
     }
 
 
-def _row(
-    worker: Worker, member: Member, health: Health, metrics: RouterMetrics, now: float, engines: Mapping[str, str]
+def _worker_row(
+    worker: Worker,
+    member: ClusterMember,
+    health: WorkerHealth,
+    metrics: RouterMetrics,
+    now: float,
+    worker_by_engine: Mapping[str, str],
 ) -> dict[str, Any]:
     """`worker_by_engine`: worker names by the incarnation of their engines."""
-    heartbeat = member.beat
+    heartbeat = member.heartbeat
     return {
         "name": worker.name,
-        "incarnation": member.card.incarnation,
-        "role": member.card.role,
+        "incarnation": member.registration.incarnation,
+        "role": member.registration.role,
         "models": sorted(worker.models),
         "numerics": worker.numerics,
         "health": health.value,
         "breaker": worker.breaker.state,
-        "open": worker.open,
+        "open": worker.open_requests,
         "max_running": worker.max_running,
-        "limit": worker.limit,
-        "prefill_tokens": round(worker.prefill),
-        "decode_tokens": round(worker.decode),
-        "kv_room_tokens": round(worker.room) if worker.kv_tokens else None,
+        "limit": worker.max_requests,
+        "prefill_tokens": round(worker.prefill_tokens),
+        "decode_tokens": round(worker.decode_tokens),
+        "kv_room_tokens": round(worker.kv_free_tokens) if worker.kv_capacity_tokens else None,
         "answered": metrics.outcomes[worker.name, "answered"],
         "failed": metrics.outcomes[worker.name, "failed"],
         "left": metrics.outcomes[worker.name, "left"],
         "moved": metrics.outcomes[worker.name, "moved"],
-        "seconds_since_beat": round(now - member.heard, 2),
-        "uptime_seconds": round(now - member.joined, 1),
+        "seconds_since_beat": round(now - member.last_heartbeat_at, 2),
+        "uptime_seconds": round(now - member.joined_at, 1),
         **{
             name: getattr(heartbeat, name)
             for name in heartbeat.__struct_fields__
             if name not in ("name", "incarnation")
         },
-        "paired": sorted({engines[peer] for peer in heartbeat.paired if peer in engines}),
-        "refused": {engines.get(peer, peer): why for peer, why in heartbeat.refused.items()},
+        "paired": sorted({worker_by_engine[peer] for peer in heartbeat.paired if peer in worker_by_engine}),
+        "refused": {worker_by_engine.get(peer, peer): why for peer, why in heartbeat.refused.items()},
     }
 
 
-def _gauges(seen: Sequence[Seen]) -> Iterator[Family]:
+def _worker_gauges(views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
     for name, help_, values in (
-        ("ready", "1 when the worker accepts requests.", [int(health is Health.READY) for _, _, health in seen]),
-        ("open", "Requests open at the worker.", [worker.open for worker, _, _ in seen]),
-        ("prefill_tokens", "Prompt tokens in flight, estimated.", [worker.prefill for worker, _, _ in seen]),
-        ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode for worker, _, _ in seen]),
+        ("ready", "1 when the worker accepts requests.", [int(health is WorkerHealth.READY) for _, _, health in views]),
+        ("open", "Requests open at the worker.", [worker.open_requests for worker, _, _ in views]),
+        ("prefill_tokens", "Prompt tokens in flight, estimated.", [worker.prefill_tokens for worker, _, _ in views]),
+        ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode_tokens for worker, _, _ in views]),
         (
             "breaker_open",
             "1 while the worker's circuit breaker is not closed.",
-            [int(w.breaker.state != "closed") for w, _, _ in seen],
+            [int(w.breaker.state != "closed") for w, _, _ in views],
         ),
-        ("kv_usage", "Share of the worker's KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
-        ("kv_room_tokens", "Free tokens of the worker's KV cache, estimated.", [worker.room for worker, _, _ in seen]),
+        ("kv_usage", "Share of the worker's KV blocks in use.", [member.heartbeat.kv_usage for _, member, _ in views]),
+        (
+            "kv_room_tokens",
+            "Free tokens of the worker's KV cache, estimated.",
+            [worker.kv_free_tokens for worker, _, _ in views],
+        ),
         (
             "prefix_queries",
             "Prompt tokens the worker looked up in its prefix cache.",
-            [member.beat.prefix_queries for _, member, _ in seen],
+            [member.heartbeat.prefix_queries for _, member, _ in views],
         ),
         (
             "prefix_hits",
             "Prompt tokens the worker found in its prefix cache.",
-            [member.beat.prefix_hits for _, member, _ in seen],
+            [member.heartbeat.prefix_hits for _, member, _ in views],
         ),
     ):
-        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
-        yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
+        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in views]
+        yield MetricFamily.from_samples(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
 
 
-def _followed(seen: Sequence[Seen], kv: KVIndex) -> Iterator[Family]:
+def _kv_index_gauges(views: Sequence[WorkerView], kv_index: KVIndex) -> Iterator[MetricFamily]:
     for name, help_, values in (
         (
             "kv_exact",
             "1 while the router knows all KV blocks of the worker.",
-            [kv.state(w.id) is State.EXACT for w, _, _ in seen],
+            [kv_index.state(w.id) is KVIndexState.EXACT for w, _, _ in views],
         ),
-        ("kv_blocks", "KV blocks that the router knows the worker to hold.", [kv.held(w.id) for w, _, _ in seen]),
+        (
+            "kv_blocks",
+            "KV blocks that the router knows the worker to hold.",
+            [kv_index.block_count(w.id) for w, _, _ in views],
+        ),
     ):
-        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
-        yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, map(int, values), strict=True))
+        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in views]
+        yield MetricFamily.from_samples(
+            f"emberline:worker_{name}", help_, "gauge", zip(labels, map(int, values), strict=True)
+        )
 
 
-def _single(counts: Counter[str]) -> dict[tuple[str, ...], int]:
+def _as_tuples(counts: Counter[str]) -> dict[tuple[str, ...], int]:
     return {(key,): count for key, count in counts.items()}
 
 

@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline import __version__
-from emberline.api import reasoning, toolstyle
+from emberline.api import reasoning
+from emberline.api import tool_style as toolstyle
 from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
 from emberline.core.errors import DownloadError, UnsupportedModel
+from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.engine.messages import Facts
-from emberline.engine.stream import AsyncEngine
-from emberline.hub.source import resolve
-from emberline.server.metrics import Metrics
+from emberline.engine.messages import LoadedModelInfo
+from emberline.hub.source import resolve_model
+from emberline.server.metrics import ModelMetrics
 from emberline.server.pages import load_pages
-from emberline.server.tracing import Tracing
-from emberline.server.worker import protocol
-from emberline.server.worker.catalog import Catalog, Served
-from emberline.server.worker.embeddings import Embeddings
+from emberline.server.tracing import RequestTracing
+from emberline.server.worker import protocols
+from emberline.server.worker.catalog import LoadedModel, ModelCatalog
+from emberline.server.worker.embedding_model import EmbeddingModel
 from emberline.server.worker.engine_app import EngineApp
 from emberline.server.worker.generator import Generator
-from emberline.server.worker.prompts import Prompts
+from emberline.server.worker.prompt_builder import PromptBuilder
 from emberline.server.worker.response_store import ResponseStore
-from emberline.server.worker.sampling_defaults import FILE, sampling_defaults
+from emberline.server.worker.sampling_defaults import GENERATION_CONFIG_FILE, load_sampling_defaults
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
@@ -35,15 +36,15 @@ log = logging.getLogger("emberline.server")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PreloadedParts:
     """Parts that need no engine and are loaded while the engine starts."""
 
-    models: dict[str, Text]
-    embeddings: Embeddings | None
+    models: dict[str, ModelTextFiles]
+    embedding_model: EmbeddingModel | None
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ModelTextFiles:
     """The tokenizer and chat template of one model."""
 
     directory: Path
@@ -51,54 +52,56 @@ class Text:
     template: ChatTemplate | None
 
 
-def read_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Parts:
-    protocol.prepare()
+def load_parts(config: ServerConfig, directories: Mapping[str, Path]) -> PreloadedParts:
+    protocols.warm_up()
     models = {
-        name: Text(directory, Tokenizer.load(directory), _load_template(directory, config))
+        name: ModelTextFiles(directory, Tokenizer.load(directory), _load_template(directory, config))
         for name, directory in directories.items()
     }
     for text in models.values():
         Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
-    return Parts(models, _load_embedding_model(config.embedder))
+    return PreloadedParts(models, _load_embedding_model(config.embedder))
 
 
-def _load_embedding_model(name: str | None) -> Embeddings | None:
+def _load_embedding_model(name: str | None) -> EmbeddingModel | None:
     """Load the embedding model; None if it is turned off, or if the default one cannot be downloaded."""
     if name is None:
         return None
     try:
-        directory = resolve(name)
+        directory = resolve_model(name)
     except DownloadError as error:
         if name != DEFAULT_EMBEDDER:
             raise
         log.warning("Embedding model unavailable, /v1/embeddings is off: model=%s reason=%s", name, error)
         return None
-    return Embeddings(name, directory, core_count())
+    return EmbeddingModel(name, directory, core_count())
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class AssembledServer:
     app: EngineApp
-    catalog: Catalog
-    embeddings: Embeddings | None
-    store: ResponseStore | None = None
+    catalog: ModelCatalog
+    embedding_model: EmbeddingModel | None
+    response_store: ResponseStore | None = None
 
     def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
+        if self.response_store is not None:
+            self.response_store.close()
         for model in self.catalog:
             model.guard.close()
-        if self.embeddings is not None:
-            self.embeddings.stop()
+        if self.embedding_model is not None:
+            self.embedding_model.stop()
 
 
-def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine, tracing: Tracing | None) -> Assembled:
-    catalog = Catalog(
-        _assemble_model(config, name, text, engine, engine.ready[name]) for name, text in parts.models.items()
+def assemble(
+    config: ServerConfig, parts: PreloadedParts, engine: AsyncEngine, tracing: RequestTracing | None
+) -> AssembledServer:
+    catalog = ModelCatalog(
+        _assemble_model(config, name, text, engine, engine.model_info[name]) for name, text in parts.models.items()
     )
     store = _open_response_store(config)
-    app = EngineApp(config, engine, catalog, parts.embeddings, load_pages(), tracing, store)
-    return Assembled(app, catalog, parts.embeddings, store)
+    app = EngineApp(config, engine, catalog, parts.embedding_model, load_pages(), tracing, store)
+    return AssembledServer(app, catalog, parts.embedding_model, store)
 
 
 def _open_response_store(config: ServerConfig) -> ResponseStore | None:
@@ -109,29 +112,31 @@ def _open_response_store(config: ServerConfig) -> ResponseStore | None:
     return ResponseStore(path, config.response_store_size)
 
 
-def _assemble_model(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, facts: Facts) -> Served:
+def _assemble_model(
+    config: ServerConfig, name: str, text: ModelTextFiles, engine: AsyncEngine, facts: LoadedModelInfo
+) -> LoadedModel:
     sources = "".join(text.template.sources.values()) if text.template else ""
-    tool_style = toolstyle.style_for(sources, config.tool_style)
+    tool_style = toolstyle.select_tool_style(sources, config.tool_style)
     tokenizer_file = text.directory / "tokenizer.json"
     guard = GrammarGuard(tokenizer_file, facts.vocab_size, facts.eos)
-    metrics = Metrics(name)
+    metrics = ModelMetrics(name)
     generator = Generator(
         engine,
-        Prompts(text.tokenizer, text.template, tool_style, facts.max_context),
+        PromptBuilder(text.tokenizer, text.template, tool_style, facts.max_context),
         guard,
         metrics,
         served_name=name,
         tool_style=tool_style,
-        reasoning=reasoning.style_for(sources),
+        reasoning=reasoning.select_reasoning_style(sources),
         timeout=config.request_timeout,
         token_timeout=config.token_timeout,
-        ends=frozenset(facts.eos),
+        eos_token_ids=frozenset(facts.eos),
     )
     fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
-    defaults = sampling_defaults(text.directory, config.generation_config)
+    defaults = load_sampling_defaults(text.directory, config.generation_config)
     if defaults:
-        log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, FILE, defaults)
-    return Served(name, generator, guard, metrics, fingerprint, defaults)
+        log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, GENERATION_CONFIG_FILE, defaults)
+    return LoadedModel(name, generator, guard, metrics, fingerprint, defaults)
 
 
 def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

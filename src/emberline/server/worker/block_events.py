@@ -6,36 +6,36 @@ from urllib.parse import parse_qs
 
 from emberline.api.sse import dumps
 from emberline.core.errors import InvalidRequest
-from emberline.engine.stream import AsyncEngine
+from emberline.engine.async_engine import AsyncEngine
 from emberline.server.exchange import Exchange
 
-BEAT = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 
 
-class BlockEvents:
+class BlockEventStream:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def follow(self, exchange: Exchange) -> None:
+    async def handle(self, exchange: Exchange) -> None:
         """Stream the batches after the one that `?incarnation=...&since=...` names, then new ones as they arise."""
         query = {name: values[-1] for name, values in parse_qs(exchange.query).items()}
         since = query.get("since", "0")
         if not (since.isascii() and since.isdigit() and len(since) < 20):
             what = f"since is {since[:40]!r}; it must be the number of a batch, such as 0"
             raise InvalidRequest(what, param="since")
-        await exchange.body(0)
-        await exchange.while_connected(self._stream(exchange, query.get("incarnation", ""), int(since)))
+        await exchange.read_body(0)
+        await exchange.run_while_connected(self._stream(exchange, query.get("incarnation", ""), int(since)))
 
     async def _stream(self, exchange: Exchange, incarnation: str, seq: int) -> None:
-        self._engine.watch()
-        ledger = self._engine.ledger
-        await exchange.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
-        while not ledger.closed:
-            batches = ledger.after(incarnation, seq)
+        self._engine.watch_blocks()
+        ledger = self._engine.block_events
+        await exchange.start_reply(200, "application/x-ndjson", {"cache-control": "no-cache"})
+        while not ledger.is_closed:
+            batches = ledger.batches_after(incarnation, seq)
             if batches:
                 incarnation, seq = batches[-1].incarnation, batches[-1].seq
-            for batch in batches or [ledger.sign()]:
+            for batch in batches or [ledger.heartbeat()]:
                 await exchange.send(dumps(batch) + b"\n")
-            if (incarnation, seq) == (ledger.incarnation, ledger.seq) or not ledger.complete:
-                await ledger.news(BEAT)
+            if (incarnation, seq) == (ledger.incarnation, ledger.seq) or not ledger.is_complete:
+                await ledger.wait_for_change(HEARTBEAT_INTERVAL_S)
         await exchange.send(last=True)

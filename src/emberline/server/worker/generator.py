@@ -8,22 +8,22 @@ from contextlib import aclosing
 
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.reasoning import ReasoningStyle
-from emberline.api.toolstyle import ToolStyle
+from emberline.api.tool_style import ToolStyle
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
+from emberline.engine.async_engine import AsyncEngine
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.engine.stream import AsyncEngine
-from emberline.server.metrics import Metrics
-from emberline.server.worker.choice import output_error
-from emberline.server.worker.errand import Errand
-from emberline.server.worker.groups import Group, Groups
-from emberline.server.worker.journey import Journey
-from emberline.server.worker.order import Order
-from emberline.server.worker.past import Past
-from emberline.server.worker.phases import Phases
-from emberline.server.worker.preparation import Preparation
-from emberline.server.worker.prompts import Prompts
-from emberline.tokens.blockhash import last_full, root_hash
+from emberline.server.metrics import ModelMetrics
+from emberline.server.worker.call_preparer import CallPreparer
+from emberline.server.worker.choice import error_from_output
+from emberline.server.worker.delta_assembler import DeltaAssembler, DeltaGroup
+from emberline.server.worker.generation import Generation
+from emberline.server.worker.phase_spans import PhaseSpans
+from emberline.server.worker.prepared_call import PreparedCall
+from emberline.server.worker.prompt_builder import PromptBuilder
+from emberline.server.worker.request_context import RequestContext
+from emberline.server.worker.resumed_output import ResumedOutput
+from emberline.tokens.blockhash import last_full_block, root_hash
 
 Call = ChatCall | CompletionCall
 
@@ -32,104 +32,106 @@ class Generator:
     def __init__(
         self,
         engine: AsyncEngine,
-        prompts: Prompts,
+        prompt_builder: PromptBuilder,
         guard: GrammarGuard,
-        metrics: Metrics,
+        metrics: ModelMetrics,
         *,
         served_name: str,
         tool_style: ToolStyle,
         reasoning: ReasoningStyle | None,
         timeout: float = math.inf,
         token_timeout: float = 600.0,
-        ends: frozenset[int] = frozenset(),
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.engine = engine
-        self.prompts = prompts
+        self.prompt_builder = prompt_builder
         self.served_name = served_name
-        self._preparer = Preparation(prompts, guard, tool_style, reasoning, ends)
+        self._preparer = CallPreparer(prompt_builder, guard, tool_style, reasoning, eos_token_ids)
         self._metrics = metrics
         self._timeout = timeout
         self._token_timeout = token_timeout
 
-    def ignored(self, call: Call) -> list[str]:
+    def find_ignored_fields(self, call: Call) -> list[str]:
         """Return the request fields without effect on this model. Raises InvalidRequest for any but hints."""
-        return self.prompts.ignored(call) if isinstance(call, ChatCall) else []
+        return self.prompt_builder.find_ignored_fields(call) if isinstance(call, ChatCall) else []
 
-    async def count(self, call: ChatCall) -> int:
-        text = await self.prompts.rendered(call)
-        return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
+    async def count_prompt_tokens(self, call: ChatCall) -> int:
+        text = await self.prompt_builder.render_off_loop(call)
+        return len(await self.prompt_builder.encode(text, add_special=call.add_special_tokens, param="messages"))
 
-    async def run(self, call: Call, journey: Journey) -> AsyncGenerator[Group, None]:
+    async def generate(self, call: Call, context: RequestContext) -> AsyncGenerator[DeltaGroup, None]:
         """Yield the reply as groups of deltas; closing the generator aborts the request."""
-        prepared = await self._preparer.order(call, journey.id, journey.created)
-        generation = self._generation(prepared, journey)
-        chain = self._last_block(prepared) if journey.chained else ""
-        phase_spans = self._phase_spans(prepared, journey)
-        assembler = Groups(prepared, self.prompts.tokenizer, self._metrics, journey.handoff, phase_spans)
-        if journey.handoff.started and not journey.handoff.said:
-            yield assembler.opening()
+        prepared = await self._preparer.prepare(call, context.id, context.created)
+        generation = self._generation(prepared, context)
+        chain = self._last_block(prepared) if context.reports_chain else ""
+        phase_spans = self._phase_spans(prepared, context)
+        assembler = DeltaAssembler(prepared, self.prompt_builder.tokenizer, self._metrics, context.handoff, phase_spans)
+        if context.handoff.started and not context.handoff.groups:
+            yield assembler.replay_start()
         try:
-            async with aclosing(generation.steps(assembler.choices)) as steps:
+            async with aclosing(generation.outputs(assembler.choices)) as steps:
                 async for step in steps:
-                    group = assembler.take(step, self.engine.now())
-                    choice = assembler.choices[step.job.first + step.output.index]
-                    if choice.stopped_early and not step.told:
-                        choice.stopped_early = False
-                        self.engine.abort_one(step.output.id, step.output.index)
-                    if chain and not group.told:
+                    group = assembler.process_output(step, self.engine.now())
+                    choice = assembler.choices[step.prompt.first_choice + step.output.index]
+                    if choice.needs_engine_abort and not step.is_replayed:
+                        choice.needs_engine_abort = False
+                        self.engine.abort_completion(step.output.id, step.output.index)
+                    if chain and not group.is_replayed:
                         group.chain, chain = chain, ""
                     if group.deltas or group.output:
                         yield group
         finally:
             if phase_spans is not None:
                 phase_spans.close(self.engine.now())
-        yield assembler.ending()
+        yield assembler.final_usage()
 
-    async def prefill(self, call: Call, journey: Journey) -> AsyncGenerator[Output, None]:
+    async def prefill(self, call: Call, context: RequestContext) -> AsyncGenerator[Output, None]:
         """Compute the prompt only, for another worker that continues the request, and yield the engine's outputs."""
-        prepared = await self._preparer.order(call, journey.id, journey.created)
-        prompt = prepared.jobs[0]
-        if len(prepared.jobs) > 1 or prepared.params.n > 1 or prompt.echo:
-            given = f"{len(prepared.jobs)} prompts, n={prepared.params.n}, echo={prompt.echo}"
+        prepared = await self._preparer.prepare(call, context.id, context.created)
+        prompt = prepared.prompts[0]
+        if len(prepared.prompts) > 1 or prepared.params.n > 1 or prompt.echo:
+            given = f"{len(prepared.prompts)} prompts, n={prepared.params.n}, echo={prompt.echo}"
             raise InvalidRequest(f"a separate prefill takes one prompt, n=1 and no echo; got {given}", param="n")
-        self._metrics.asked(len(prompt.ids), 1, prepared.params.max_tokens)
-        phase_spans = self._phase_spans(prepared, journey)
+        self._metrics.record_request(len(prompt.token_ids), 1, prepared.params.max_tokens)
+        phase_spans = self._phase_spans(prepared, context)
         try:
-            async with aclosing(self._generation(prepared, journey).prefill()) as outputs:
+            async with aclosing(self._generation(prepared, context).prefill_outputs()) as outputs:
                 async for output in outputs:
                     if phase_spans is not None:
-                        phase_spans.take(0, output)
+                        phase_spans.record_output(0, output)
                     if output.error is not None:
-                        raise output_error(output.error)
+                        raise error_from_output(output.error)
                     if output.finish is not None:
-                        self._metrics.began(len(prompt.ids), output.cached_tokens)
-                        self._metrics.ended(output.finish.value, output.timing, len(output.tokens))
+                        self._metrics.record_admission(len(prompt.token_ids), output.cached_tokens)
+                        self._metrics.record_completion(output.finish.value, output.timing, len(output.tokens))
                     yield output
         finally:
             if phase_spans is not None:
                 phase_spans.close(self.engine.now())
 
-    def _phase_spans(self, prepared: Order, journey: Journey) -> Phases | None:
+    def _phase_spans(self, prepared: PreparedCall, journey: RequestContext) -> PhaseSpans | None:
         if journey.span is None:
             return None
-        return Phases(journey.span, self.served_name, [len(prompt.ids) for prompt in prepared.jobs])
+        return PhaseSpans(journey.span, self.served_name, [len(prompt.token_ids) for prompt in prepared.prompts])
 
-    def _last_block(self, prepared: Order) -> str:
+    def _last_block(self, prepared: PreparedCall) -> str:
         """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
-        facts = self.engine.ready[self.served_name]
-        end = last_full(root_hash(facts.layout, prepared.caller.salt), prepared.jobs[0].ids, facts.block_size)
+        facts = self.engine.model_info[self.served_name]
+        end = last_full_block(
+            root_hash(facts.layout, prepared.common.cache_salt), prepared.prompts[0].token_ids, facts.block_size
+        )
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
-    def _generation(self, prepared: Order, journey: Journey) -> Errand:
-        tokenizer, handoff = self.prompts.tokenizer, journey.handoff
-        return Errand(
+    def _generation(self, prepared: PreparedCall, journey: RequestContext) -> Generation:
+        tokenizer, handoff = self.prompt_builder.tokenizer, journey.handoff
+        return Generation(
             self.engine,
             prepared,
             model=self.served_name,
-            max_context=self.prompts.max_context,
+            max_context=self.prompt_builder.max_context,
             timeout=min(self._timeout, journey.timeout),
             token_timeout=self._token_timeout,
-            past=Past(handoff.said, len(prepared.jobs) * prepared.params.n, tokenizer.vocab_size),
+            resumed=ResumedOutput(handoff.groups, len(prepared.prompts) * prepared.params.n, tokenizer.vocab_size),
             source=handoff.source,
-            merging=not journey.tracked,  # a router that may move the stream relies on one event for each token
+            merges_outputs=not journey.is_tracked,  # a router that may move the stream relies on one event for each token
         )

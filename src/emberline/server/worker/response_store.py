@@ -19,7 +19,7 @@ import msgspec
 from emberline.core.errors import EmberlineError, InvalidRequest
 
 BUSY_TIMEOUT_S = 5.0
-DEFAULT_BYTES = 256 << 20
+DEFAULT_MAX_BYTES = 256 << 20
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -30,7 +30,7 @@ CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created);
 """
 
 
-class StoreUnavailable(EmberlineError):
+class ResponseStoreUnavailable(EmberlineError):
     status = 503
     code = "response_store_unavailable"
 
@@ -49,7 +49,7 @@ class StoredResponse:
 class ResponseStore:
     """A store whose methods block on the disk; call them in a thread."""
 
-    def __init__(self, path: Path | None, max_bytes: int = DEFAULT_BYTES) -> None:
+    def __init__(self, path: Path | None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """`path`: None for a temporary file that SQLite deletes with the process. Raises InvalidRequest on failure."""
         if max_bytes < 1:
             what = f"response_store_size is {max_bytes}; it must be above 0"
@@ -100,4 +100,4 @@ class ResponseStore:
                 return self._db.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             hint = "send store: false to generate without storing"
-            raise StoreUnavailable(f"the response store failed: {error}", hint=hint) from error
+            raise ResponseStoreUnavailable(f"the response store failed: {error}", hint=hint) from error

@@ -12,9 +12,9 @@ from emberline.core.params import SamplingParams
 
 log = logging.getLogger("emberline.server")
 
-FILE = "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 # From the file's names to those of SamplingParams. `do_sample` is not read: requests are sampled by default.
-NAMES = {
+PARAM_NAMES = {
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -22,10 +22,10 @@ NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-INTEGERS = ("top_k", "max_new_tokens")
+INTEGER_SETTINGS = ("top_k", "max_new_tokens")
 
 
-def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
+def load_sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
     """Return the defaults by the names of SamplingParams.
 
     `source`: auto (the checkpoint's own file), none, or a directory with another file. Raises InvalidRequest if that
@@ -35,14 +35,18 @@ def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for name, value in _read(directory, source).items():
-        if name not in NAMES or value is None:
+        if name not in PARAM_NAMES or value is None:
             continue
         try:
-            setting: dict[str, Any] = {NAMES[name]: _number(name, value)}
+            setting: dict[str, Any] = {PARAM_NAMES[name]: _number(name, value)}
             SamplingParams(**setting)
         except (InvalidRequest, TypeError, ValueError):
             log.warning(
-                "Sampling default ignored, invalid value: file=%s model=%s %s=%.100r", FILE, directory.name, name, value
+                "Sampling default ignored, invalid value: file=%s model=%s %s=%.100r",
+                GENERATION_CONFIG_FILE,
+                directory.name,
+                name,
+                value,
             )
         else:
             found |= setting
@@ -51,11 +55,11 @@ def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
 
 def _read(directory: Path, source: str) -> dict[str, Any]:
     if source == "auto":
-        return read_optional(directory / FILE)
+        return read_optional(directory / GENERATION_CONFIG_FILE)
     try:
-        return read_object(Path(source) / FILE)
+        return read_object(Path(source) / GENERATION_CONFIG_FILE)
     except (ModelFileError, OSError) as error:
-        hint = f"--generation-config takes auto, none, or a directory that contains {FILE}"
+        hint = f"--generation-config takes auto, none, or a directory that contains {GENERATION_CONFIG_FILE}"
         raise InvalidRequest(
             f"cannot read --generation-config {source!r}: {error}", param="generation_config", hint=hint
         ) from error
@@ -64,4 +68,4 @@ def _read(directory: Path, source: str) -> dict[str, Any]:
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(name)
-    return max(int(value), 0) if name in INTEGERS else float(value)
+    return max(int(value), 0) if name in INTEGER_SETTINGS else float(value)

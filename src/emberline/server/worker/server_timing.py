@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberline.core.events import Timing
 
 
-def server_timing(timing: Timing | None) -> dict[str, str]:
+def server_timing_header(timing: Timing | None) -> dict[str, str]:
     """Return the header; for a prompt computed by another worker, with that worker's prefill time and the pull's."""
     if timing is None or timing.queue is None or timing.prefill is None:
         return {}

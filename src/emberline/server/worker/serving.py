@@ -14,14 +14,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, TransferConfig, WorkerConfig
+from emberline.core.config import EngineConfig, ServerConfig, TimeSharingConfig, TransferConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
-from emberline.engine.messages import Facts
-from emberline.engine.stream import AsyncEngine, State
-from emberline.hub.source import resolve
-from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
-from emberline.server.listening import answer_while_loading, bind, check_exposed, is_exposed, listen
+from emberline.engine.async_engine import AsyncEngine, EngineState
+from emberline.engine.messages import LoadedModelInfo
+from emberline.hub.source import resolve_model
+from emberline.server.cross_site import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listener import (
+    answer_while_loading,
+    bind_listener,
+    check_exposure,
+    is_exposed,
+    serve_until_stopped,
+)
 
 if TYPE_CHECKING:
     from emberline.cluster.registrar import Registrar
@@ -29,58 +35,60 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("emberline.server")
 
-HANDING_ON = 5.0
+LEASE_DRAIN_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
 
-async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetConfig, began: float) -> None:
+async def serve(
+    config: ServerConfig, engine_config: EngineConfig, fleet_config: TimeSharingConfig, start_time: float
+) -> None:
     """Serve until a signal stops the process. `start_time`: start of the process on the monotonic clock."""
-    listener = bind(config.host, config.port)
+    listener = bind_listener(config.host, config.port)
     port = listener.getsockname()[1]
     config = _check_access(config, listener)
     if config.worker is not None:
-        config = replace(config, worker=reachable(config.worker, config.host, port))
+        config = replace(config, worker=with_reachable_url(config.worker, config.host, port))
         assert config.worker is not None
-        check_place(config.worker, config.host, port)
+        check_worker_address(config.worker, config.host, port)
     server = await answer_while_loading(listener)
-    directories = await _in_thread(lambda: {name: resolve(source) for name, source in config.models.items()})
+    directories = await _in_thread(lambda: {name: resolve_model(source) for name, source in config.models.items()})
     if config.worker is not None:
         engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
     configs = {
         name: replace(engine_config.with_kv_ports(i), model=str(directory))
         for i, (name, directory) in enumerate(directories.items())
     }
-    engine = AsyncEngine(configs, rules, stall_timeout=config.stall_timeout)
+    engine = AsyncEngine(configs, fleet_config, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
     assembled = registrar = None
     try:
-        from emberline.server.tracing import tracing
-        from emberline.server.worker.assembly import assemble, read_parts
+        from emberline.server.tracing import open_tracing
+        from emberline.server.worker.assembly import assemble, load_parts
 
-        parts = await asyncio.to_thread(read_parts, config, directories)
+        parts = await asyncio.to_thread(load_parts, config, directories)
         await starting
         service = "emberline-server" if config.worker is None else "emberline-worker"
-        async with tracing(config.trace, service, _name(config.worker, port)) as spans:
+        async with open_tracing(config.trace, service, _name(config.worker, port)) as spans:
             assembled = assemble(config, parts, engine, spans)
-            _log_models(engine.ready)
+            _log_models(engine.model_info)
             if config.worker is not None:
                 registrar = _make_registrar(config.worker, config, port, assembled.app)
 
             def ready() -> None:
-                _log_ready(config.host, port, engine.ready, began)
+                _log_ready(config.host, port, engine.model_info, start_time)
                 if registrar is not None:
                     registrar.start()
 
             async def leaving() -> None:
-                engine.ledger.close()
+                engine.block_events.close()
                 if registrar is not None:
                     await registrar.leave()
 
             guarded = CrossSiteGuard(assembled.app, _cross_site(config, listener))
-            await listen(guarded, listener, ready, leaving, server=server)
-            await handed_on(engine)
+            await serve_until_stopped(guarded, listener, ready, leaving, server=server)
+            await wait_for_leases(engine)
     finally:
         if registrar is not None:
             await registrar.stop()
@@ -113,13 +121,13 @@ def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig
     cluster_key = config.worker.cluster_key if config.worker is not None else None
     hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")
     authenticated = bool(config.api_keys or cluster_key)
-    check_exposed(listener, authenticated=authenticated, is_open=config.open, hint=hint)
+    check_exposure(listener, is_authenticated=authenticated, allows_anyone=config.open, hint=hint)
     return replace(config, closed=is_exposed(listener) and not config.open and not config.api_keys)
 
 
 def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
     hostname = urlsplit(config.worker.url).hostname if config.worker is not None and config.worker.url else None
-    return CrossSitePolicy.of(
+    return CrossSitePolicy.build(
         config.cors_origins,
         (*config.allowed_hosts, *([hostname] if hostname else [])),
         loopback=not is_exposed(listener),
@@ -127,10 +135,10 @@ def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolic
     )
 
 
-async def handed_on(engine: AsyncEngine) -> None:
+async def wait_for_leases(engine: AsyncEngine) -> None:
     """Wait until other workers have pulled the KV blocks leased to them; after the timeout they recompute them."""
-    deadline = engine.now() + HANDING_ON
-    while engine.state is State.READY and engine.now() < deadline:
+    deadline = engine.now() + LEASE_DRAIN_TIMEOUT_S
+    while engine.state is EngineState.READY and engine.now() < deadline:
         transfer = Stats.total(engine.stats.values()).transfer
         if transfer is None or not transfer.leases:
             return
@@ -139,25 +147,27 @@ async def handed_on(engine: AsyncEngine) -> None:
 
 def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
     from emberline.cluster.registrar import Registrar
-    from emberline.server.worker.presence import Presence
+    from emberline.server.worker.worker_reporter import WorkerReporter
 
     name, url = _name(worker, port), _url(worker, config.host, port)
-    reporter = Presence(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served)
-    return Registrar(worker.router, worker.cluster_key, reporter.card, reporter.beat, reporter.meet)
+    reporter = WorkerReporter(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served_models)
+    return Registrar(
+        worker.router, worker.cluster_key, reporter.build_registration, reporter.build_heartbeat, reporter.update_peers
+    )
 
 
-def check_place(worker: WorkerConfig, host: str, port: int) -> None:
+def check_worker_address(worker: WorkerConfig, host: str, port: int) -> None:
     """Raise InvalidRequest if a router would reject this worker's name or address, before the model is loaded."""
-    from emberline.cluster.card import Card, ModelCard
+    from emberline.cluster.registration import ModelRegistration, WorkerRegistration
 
     try:
-        Card(_name(worker, port), "none yet", _url(worker, host, port), (ModelCard("any"),))
+        WorkerRegistration(_name(worker, port), "none yet", _url(worker, host, port), (ModelRegistration("any"),))
     except ValueError as error:
         hint = "check --worker-name and --worker-url"
         raise InvalidRequest(f"invalid worker name or URL: {error}", param="worker", hint=hint) from error
 
 
-def reachable(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
+def with_reachable_url(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
     """Return the config with a URL that the router can reach, if the worker listens on all interfaces.
 
     Raises InvalidRequest if this machine's address towards the router cannot be found.
@@ -191,7 +201,7 @@ def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
     return TransferConfig(_name(worker, port), host, advertise=hostname, required=worker.role != "both")
 
 
-def _log_models(ready: Mapping[str, Facts]) -> None:
+def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
     for name, facts in ready.items():
         log.info(
             "Model loaded: model=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
@@ -204,7 +214,7 @@ def _log_models(ready: Mapping[str, Facts]) -> None:
         )
 
 
-def _log_ready(host: str, port: int, ready: Mapping[str, Facts], began: float) -> None:
+def _log_ready(host: str, port: int, ready: Mapping[str, LoadedModelInfo], began: float) -> None:
     """Log that the server is ready, with the time of each phase over all models; imports happen once."""
     phases: dict[str, float] = {}
     for facts in ready.values():

@@ -11,15 +11,15 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.offload import offload
-from emberline.net.notjson import NOT_JSON
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 from emberline.server.exchange import Exchange
 from emberline.server.worker.response_store import ResponseStore, StoredResponse
 
-PATH = "/v1/responses"
-BELOW = f"{PATH}/"
-ITEMS = "/input_items"
-CANCEL = "/cancel"
-MAX_ITEMS = 100
+RESPONSES_PATH = "/v1/responses"
+RESPONSE_PATH_PREFIX = f"{RESPONSES_PATH}/"
+INPUT_ITEMS_SUFFIX = "/input_items"
+CANCEL_SUFFIX = "/cancel"
+MAX_LISTED_ITEMS = 100
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -31,7 +31,7 @@ class _RequestFields(msgspec.Struct):
     input: Any = None
 
 
-class ReadRequest(msgspec.Struct):
+class StorageFields(msgspec.Struct):
     """The fields of a request that storing concerns, as a child process returns them."""
 
     previous_response_id: str | None
@@ -41,52 +41,52 @@ class ReadRequest(msgspec.Struct):
 
 class StoredResponses:
     def __init__(self, store: ResponseStore | None, tenant_of: Callable[[Exchange], str]) -> None:
-        """`store`: None if responses are not stored. `tenant_of` returns the tenant of a request with an API key."""
+        """`store`: None if responses are not stored. `tenant_id` returns the tenant of a request with an API key."""
         self._store = store
         self._tenant_of = tenant_of
 
     @property
-    def keeps(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._store is not None
 
-    async def completed(self, body: bytes, tenant: str) -> tuple[bytes, Memory | None]:
+    async def expand_request(self, body: bytes, tenant: str) -> tuple[bytes, ResponseSaver | None]:
         """Return the body with the conversation that it continues, and what saves the reply; None: it is not stored.
 
         Raises NotFound if previous_response_id is unknown, InvalidRequest if responses are not stored.
         """
-        fields = await offload.run_by_size(len(body), read_request, body)
+        fields = await offload.run_by_size(len(body), read_storage_fields, body)
         if fields is None:
             return body, None  # the protocol's parser rejects the body and names the field
         given = fields.items
         if fields.previous_response_id is not None:
             before = await self._get(tenant, fields.previous_response_id, "previous_response_id")
-            body, given = await offload.run_by_size(len(body), joined, body, before.items, given)
+            body, given = await offload.run_by_size(len(body), prepend_conversation, body, before.items, given)
         is_stored = fields.store is not False and self._store is not None
-        return body, Memory(self._store, tenant, given) if is_stored and self._store is not None else None
+        return body, ResponseSaver(self._store, tenant, given) if is_stored and self._store is not None else None
 
-    async def answer(self, exchange: Exchange) -> None:
+    async def handle(self, exchange: Exchange) -> None:
         """Handle GET and DELETE of a response, GET of its input items, and POST to cancel it, which always fails."""
-        id_ = exchange.path.removeprefix(BELOW)
+        id_ = exchange.path.removeprefix(RESPONSE_PATH_PREFIX)
         if exchange.method == "DELETE":
             await self._get(self._tenant_of(exchange), id_)
             assert self._store is not None
             await asyncio.to_thread(self._store.delete, self._tenant_of(exchange), id_)
-            await exchange.json({"id": id_, "object": "response", "deleted": True})
-        elif exchange.method == "POST" and id_.endswith(CANCEL):
-            await self._get(self._tenant_of(exchange), id_.removesuffix(CANCEL))
+            await exchange.reply_json({"id": id_, "object": "response", "deleted": True})
+        elif exchange.method == "POST" and id_.endswith(CANCEL_SUFFIX):
+            await self._get(self._tenant_of(exchange), id_.removesuffix(CANCEL_SUFFIX))
             hint = "the response has ended; background responses, which can be cancelled, are not supported"
             raise InvalidRequest("Cannot cancel a synchronous response.", hint=hint)  # the message of OpenAI and vLLM
         elif exchange.method not in ("GET", "HEAD"):
             raise MethodNotAllowed(
-                f"{PATH}/ID accepts GET and DELETE, not {exchange.method[:20]}", allowed="GET, DELETE"
+                f"{RESPONSES_PATH}/ID accepts GET and DELETE, not {exchange.method[:20]}", allowed="GET, DELETE"
             )
-        elif id_.endswith(ITEMS):
-            found = await self._get(self._tenant_of(exchange), id_.removesuffix(ITEMS))
-            await exchange.json(_list_items(found.input, exchange.query))
+        elif id_.endswith(INPUT_ITEMS_SUFFIX):
+            found = await self._get(self._tenant_of(exchange), id_.removesuffix(INPUT_ITEMS_SUFFIX))
+            await exchange.reply_json(_list_items(found.input, exchange.query))
         else:
             if "stream=true" in exchange.query:
                 raise InvalidRequest("a stored response cannot be streamed", param="stream", hint="remove stream=true")
-            await exchange.json((await self._get(self._tenant_of(exchange), id_)).body)
+            await exchange.reply_json((await self._get(self._tenant_of(exchange), id_)).body)
 
     async def _get(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
         if self._store is None:
@@ -98,31 +98,31 @@ class StoredResponses:
         return found
 
 
-class Memory:
+class ResponseSaver:
     """Saves one reply."""
 
-    def __init__(self, store: ResponseStore, tenant: str, given: bytes) -> None:
+    def __init__(self, store: ResponseStore, tenant: str, items: bytes) -> None:
         """`items`: the whole conversation as JSON, a list of items."""
         self._store = store
         self._tenant = tenant
-        self._items = given
+        self._items = items
 
-    async def keep(self, body: dict[str, Any]) -> None:
+    async def save(self, body: dict[str, Any]) -> None:
         await asyncio.to_thread(self._store.put, self._tenant, body, msgspec.Raw(self._items))
 
 
-def read_request(body: bytes) -> ReadRequest | None:
+def read_storage_fields(body: bytes) -> StorageFields | None:
     """Return the request's fields about storing; None if the body is not a valid request."""
     try:
         fields = msgspec.json.decode(body, type=_RequestFields)
-    except NOT_JSON:
+    except JSON_DECODE_ERRORS:
         return None
-    return ReadRequest(fields.previous_response_id, fields.store, msgspec.json.encode(_as_items(fields.input)))
+    return StorageFields(fields.previous_response_id, fields.store, msgspec.json.encode(_as_items(fields.input)))
 
 
-def joined(body: bytes, before: list[dict[str, Any]], given: bytes) -> tuple[bytes, bytes]:
+def prepend_conversation(body: bytes, before: list[dict[str, Any]], given_items: bytes) -> tuple[bytes, bytes]:
     """Return the body with the earlier conversation before its input, and the whole conversation."""
-    items = msgspec.json.encode([*before, *_ITEMS.decode(given)])
+    items = msgspec.json.encode([*before, *_ITEMS.decode(given_items)])
     return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
 
 
@@ -136,8 +136,8 @@ def _as_items(given: Any) -> list[dict[str, Any]]:
 def _list_items(items: list[dict[str, Any]], query: str) -> dict[str, Any]:
     given = {name: values[-1] for name, values in parse_qs(query).items()}
     limit, order = given.get("limit", "20"), given.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_ITEMS):
-        raise InvalidRequest(f"limit is {limit[:20]!r}; it must be in [1, {MAX_ITEMS}]", param="limit")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED_ITEMS):
+        raise InvalidRequest(f"limit is {limit[:20]!r}; it must be in [1, {MAX_LISTED_ITEMS}]", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:20]!r}; it must be asc or desc", param="order")
     with_ids = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emberline.core.events import TransferStats
-from emberline.server.metrics import Family
+from emberline.server.metrics import MetricFamily
 
 
-def families(labels: str, stats: TransferStats) -> Iterator[Family]:
+def transfer_families(labels: str, stats: TransferStats) -> Iterator[MetricFamily]:
     for name, help_, total in (
         ("vllm:nixl_xfer_time_seconds", "Total time of pulls from other engines in seconds.", stats.pull_seconds),
         ("vllm:nixl_bytes_transferred", "Bytes pulled from other engines.", float(stats.pulled_bytes)),
     ):
         lines = [f"{name}_sum{{{labels}}} {total}", f"{name}_count{{{labels}}} {stats.pulls}"]
-        yield Family(name, help_, "summary", lines)
+        yield MetricFamily(name, help_, "summary", lines)
     for name, help_, counter in (
         ("vllm:nixl_num_failed_transfers", "Failed pulls.", sum(stats.pull_failures.values())),
         ("vllm:nixl_num_kv_expired_reqs", "Expired leases.", stats.ended.get("expired", 0)),
@@ -35,16 +35,16 @@ def families(labels: str, stats: TransferStats) -> Iterator[Family]:
             stats.hidden_seconds,
         ),
     ):
-        yield Family.of(f"{name}_total", help_, "counter", [(labels, counter)])
+        yield MetricFamily.from_samples(f"{name}_total", help_, "counter", [(labels, counter)])
     for name, help_, gauge in (
         ("leases", "Published prompts with an open lease.", stats.leases),
         ("pinned_blocks", "KV blocks held by open leases.", stats.pinned_blocks),
         ("oldest_lease_seconds", "Age of the oldest open lease in seconds.", stats.oldest_lease),
         ("quarantined_blocks", "KV blocks that an abandoned pull may still write.", stats.quarantined_blocks),
     ):
-        yield Family.of(f"emberline:kv_transfer_{name}", help_, "gauge", [(labels, gauge)])
+        yield MetricFamily.from_samples(f"emberline:kv_transfer_{name}", help_, "gauge", [(labels, gauge)])
     ages = [(f'{labels},seconds="{age}"', blocks) for age, blocks in sorted(stats.pinned_by_age.items())]
-    yield Family.of(
+    yield MetricFamily.from_samples(
         "emberline:kv_transfer_pinned_blocks_by_age",
         "KV blocks held by open leases, by the age of the lease.",
         "gauge",
@@ -62,4 +62,4 @@ def families(labels: str, stats: TransferStats) -> Iterator[Family]:
         ("leases_ended", "Ended leases by cause.", "how", stats.ended),
     ):
         samples = [(f'{labels},{label}="{key}"', count) for key, count in sorted(counts.items())]
-        yield Family.of(f"emberline:kv_transfer_{name}_total", help_, "counter", samples)
+        yield MetricFamily.from_samples(f"emberline:kv_transfer_{name}_total", help_, "counter", samples)

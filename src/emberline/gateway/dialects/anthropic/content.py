@@ -7,32 +7,32 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.dialects import seals
-from emberline.gateway.dialects.fields import Fields, parse_content, unknown
-from emberline.gateway.dialects.inner import (
-    File,
-    Image,
+from emberline.gateway.dialects import signatures
+from emberline.gateway.dialects.canonical import (
+    CanonicalMessage,
+    FileContent,
+    ImageContent,
     Json,
-    Message,
-    Opaque,
+    OpaqueContent,
     Part,
-    Text,
-    Thinking,
-    ToolCall,
-    ToolResult,
+    ReasoningContent,
+    TextContent,
+    ToolCallContent,
+    ToolResultContent,
 )
-from emberline.net.notjson import NOT_JSON
+from emberline.gateway.dialects.field_reader import FieldReader, parse_content, unknown_value_error
+from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-_NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")
+_INVALID_ID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_-]")
 
 
-def parse_message(raw: object, path: str) -> Message:
-    fields = Fields(raw, path)
-    role = fields.need("role", str)
+def parse_message(raw: object, path: str) -> CanonicalMessage:
+    fields = FieldReader(raw, path)
+    role = fields.require("role", str)
     if role not in ("user", "assistant", "system"):
-        raise unknown(role, f"{path}.role", "user, assistant, system")
-    parts, shape = parse_blocks(fields.raw("content"), f"{path}.content")
-    return Message(role, parts, shape, fields.left)  # type: ignore[arg-type]  # checked above
+        raise unknown_value_error(role, f"{path}.role", "user, assistant, system")
+    parts, shape = parse_blocks(fields.take_any("content"), f"{path}.content")
+    return CanonicalMessage(role, parts, shape, fields.unread)  # type: ignore[arg-type]  # checked above
 
 
 def parse_blocks(content: object, path: str) -> tuple[list[Part], str]:
@@ -40,32 +40,32 @@ def parse_blocks(content: object, path: str) -> tuple[list[Part], str]:
 
 
 def _parse_block(raw: object, path: str) -> Part:
-    fields = Fields(raw, path)
-    kind = fields.need("type", str)
+    fields = FieldReader(raw, path)
+    kind = fields.require("type", str)
     match kind:
         case "text":
-            return Text(fields.need("text", str), fields.left)
+            return TextContent(fields.require("text", str), fields.unread)
         case "thinking":
-            signature, origin = seals.found(fields.take("signature", str, ""), "anthropic")
-            return Thinking(fields.take("thinking", str, ""), origin, signature, extra=fields.left)
+            signature, origin = signatures.decode_signature(fields.take("signature", str, ""), "anthropic")
+            return ReasoningContent(fields.take("thinking", str, ""), origin, signature, extra=fields.unread)
         case "redacted_thinking":
-            return Thinking("", "anthropic", fields.need("data", str), redacted=True, extra=fields.left)
+            return ReasoningContent("", "anthropic", fields.require("data", str), redacted=True, extra=fields.unread)
         case "tool_use":
             arguments = msgspec.json.encode(fields.take("input", dict, {})).decode()
-            return ToolCall(fields.need("id", str), fields.need("name", str), arguments, fields.left)
+            return ToolCallContent(fields.require("id", str), fields.require("name", str), arguments, fields.unread)
         case "tool_result":
-            parts, shape = parse_blocks(fields.raw("content"), f"{path}.content")
-            id, failed = fields.need("tool_use_id", str), fields.take("is_error", bool)
-            return ToolResult(id, parts, is_error=failed, shape=shape, extra=fields.left)
-        case "image" | "document" if isinstance(fields.left.get("source"), dict):
+            parts, shape = parse_blocks(fields.take_any("content"), f"{path}.content")
+            id, failed = fields.require("tool_use_id", str), fields.take("is_error", bool)
+            return ToolResultContent(id, parts, is_error=failed, shape=shape, extra=fields.unread)
+        case "image" | "document" if isinstance(fields.unread.get("source"), dict):
             return _parse_source(kind, fields)
         case _:
-            return Opaque(kind, fields.whole)
+            return OpaqueContent(kind, fields.whole)
 
 
-def _parse_source(kind: str, fields: Fields) -> Part:
-    whole = dict(fields.left, type=kind)
-    match fields.left.pop("source"):
+def _parse_source(kind: str, fields: FieldReader) -> Part:
+    whole = dict(fields.unread, type=kind)
+    match fields.unread.pop("source"):
         case {"type": "base64", "data": str(data), "media_type": str(mime), **rest} if not rest:
             given: Json = {"data": data, "mime": mime}
         case {"type": "url", "url": str(url), **rest} if not rest:
@@ -75,42 +75,42 @@ def _parse_source(kind: str, fields: Fields) -> Part:
         case {"type": "text", "data": str(data), "media_type": "text/plain", **rest} if kind == "document" and not rest:
             given = {"data": data, "mime": "text/plain", "plain": True}
         case _:
-            return Opaque(kind, whole)
+            return OpaqueContent(kind, whole)
     if kind == "image":
-        return Image(**given, extra=fields.left)
-    return File(**given, name=fields.take("title", str, ""), extra=fields.left)
+        return ImageContent(**given, extra=fields.unread)
+    return FileContent(**given, name=fields.take("title", str, ""), extra=fields.unread)
 
 
 def render_content(parts: list[Part], shape: str) -> str | list[Json]:
     match parts:
-        case [Text(text=text, extra=extra)] if shape != "list" and not extra:
+        case [TextContent(text=text, extra=extra)] if shape != "list" and not extra:
             return text
     return [render_part(part) for part in parts]
 
 
 def render_part(part: Part) -> Json:
     match part:
-        case Text():
+        case TextContent():
             return {"type": "text", "text": part.text, **part.extra}
-        case Thinking(redacted=True):
-            return {"type": "redacted_thinking", "data": part.seal, **part.extra}
-        case Thinking():
-            signature = seals.shown(part.seal, part.family, "anthropic")
+        case ReasoningContent(redacted=True):
+            return {"type": "redacted_thinking", "data": part.signature, **part.extra}
+        case ReasoningContent():
+            signature = signatures.encode_signature(part.signature, part.origin, "anthropic")
             return {"type": "thinking", "thinking": part.text, "signature": signature, **part.extra}
-        case ToolCall():
-            call = {"id": tool_id(part.id), "name": part.name, "input": arguments_of(part)}
+        case ToolCallContent():
+            call = {"id": safe_tool_id(part.id), "name": part.name, "input": parse_arguments(part)}
             return {"type": "tool_use", **call, **part.extra}
-        case ToolResult():
-            return _render_result(part)
-        case Image() | File():
+        case ToolResultContent():
+            return _render_tool_result(part)
+        case ImageContent() | FileContent():
             return _render_source(part)
-        case Opaque():
+        case OpaqueContent():
             return part.raw
     raise AssertionError(f"{type(part).__name__} was not adapted for Anthropic")
 
 
-def _render_result(result: ToolResult) -> Json:
-    block: Json = {"type": "tool_result", "tool_use_id": tool_id(result.id)}
+def _render_tool_result(result: ToolResultContent) -> Json:
+    block: Json = {"type": "tool_result", "tool_use_id": safe_tool_id(result.id)}
     if result.parts or result.shape in ("text", "list"):
         block["content"] = render_content(result.parts, result.shape)
     if result.is_error is not None:
@@ -118,31 +118,31 @@ def _render_result(result: ToolResult) -> Json:
     return {**block, **result.extra}
 
 
-def _render_source(part: Image | File) -> Json:
-    if part.data and isinstance(part, File) and part.plain:
+def _render_source(part: ImageContent | FileContent) -> Json:
+    if part.data and isinstance(part, FileContent) and part.plain:
         source = {"type": "text", "media_type": "text/plain", "data": part.data}
     elif part.data:
         source = {"type": "base64", "media_type": part.mime, "data": part.data}
     else:
         source = {"type": "url", "url": part.url} if part.url else {"type": "file", "file_id": part.file_id}
-    result: Json = {"type": "document" if isinstance(part, File) else "image", "source": source}
-    if isinstance(part, File) and part.name:
+    result: Json = {"type": "document" if isinstance(part, FileContent) else "image", "source": source}
+    if isinstance(part, FileContent) and part.name:
         result["title"] = part.name
     return {**result, **part.extra}
 
 
-def tool_id(id: str) -> str:
+def safe_tool_id(id: str) -> str:
     """Return the id with the characters replaced that Anthropic rejects; equal ids stay equal."""
-    return _NOT_IN_IDS.sub("_", id)
+    return _INVALID_ID_CHARACTERS.sub("_", id)
 
 
-def arguments_of(call: ToolCall) -> Json:
+def parse_arguments(call: ToolCallContent) -> Json:
     """Return the call's arguments; {} if they are not a JSON object, as after a reply that was cut off."""
-    return object_of(call.arguments) or {}
+    return parse_object(call.arguments) or {}
 
 
-def object_of(text: str) -> dict[str, Any] | None:
+def parse_object(text: str) -> dict[str, Any] | None:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except NOT_JSON:
+    except JSON_DECODE_ERRORS:
         return None

@@ -10,17 +10,17 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
-from emberline.gateway.dialects.anthropic.citations import parse
-from emberline.gateway.dialects.calls import Calls
-from emberline.gateway.dialects.citations import known
+from emberline.gateway.dialects.anthropic.citations import parse_citation
+from emberline.gateway.dialects.canonical import Json
+from emberline.gateway.dialects.citations import parse_citations
+from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.events import EventDecoder
-from emberline.gateway.dialects.finish import ANTHROPIC
-from emberline.gateway.dialects.inner import Json
-from emberline.gateway.dialects.problems import raised
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC
+from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
+from emberline.gateway.errors import UpstreamBroken
 
 
-class _Piece(msgspec.Struct):
+class _Delta(msgspec.Struct):
     """The `delta` object of a block or of the message."""
 
     type: str = ""
@@ -53,112 +53,117 @@ class _Message(msgspec.Struct):
 class _Event(msgspec.Struct):
     type: str
     index: int = -1
-    delta: _Piece | None = None
+    delta: _Delta | None = None
     content_block: _Block | None = None
     message: _Message | None = None
     usage: Json | None = None
     error: Any = None
 
 
-_EVENTS = EventDecoder(_Event, "Anthropic's")
+_DECODER = EventDecoder(_Event, "Anthropic's")
 
 
-class Reader:
+class AnthropicEventReader:
     def __init__(self) -> None:
-        self._kinds: dict[int, str] = {}  # index -> type
-        self._calls = Calls()
-        self._told = 0  # characters of text so far
-        self._begins = 0  # characters of text before the block
-        self._cited: list[Any] = []  # of the block
+        self._open_blocks: dict[int, str] = {}  # index -> type
+        self._calls = ToolCallSlots()
+        self._text_length = 0  # characters of text so far
+        self._block_offset = 0  # characters of text before the block
+        self._block_citations: list[Any] = []  # of the block
         self._usage = Usage()
-        self._finished = False
+        self._has_finished = False
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
-        decoded = _EVENTS.decode(event)
+        decoded = _DECODER.decode(event)
         if decoded.type == "content_block_delta" and decoded.delta is not None:  # fast path: nearly all events are
-            yield from self._piece(decoded.index, decoded.delta)
+            yield from self._read_delta(decoded.index, decoded.delta)
             return
         match decoded:
             case _Event(type="content_block_start", content_block=_Block() as block):
-                yield from self._start(decoded.index, block)
+                yield from self._start_block(decoded.index, block)
             case _Event(type="content_block_stop"):
-                yield from self._stop(decoded.index)
+                yield from self._stop_block(decoded.index)
             case _Event(type="message_start", message=_Message() as message):
-                yield deltas.Opened(message.id, message.model)
-                yield from self._count(message.usage)
-            case _Event(type="message_delta", delta=_Piece() as piece):
-                yield from self._finish(piece)
-                yield from self._count(decoded.usage)
+                yield deltas.StreamStart(message.id, message.model)
+                yield from self._read_usage(message.usage)
+            case _Event(type="message_delta", delta=_Delta() as piece):
+                yield from self._read_finish(piece)
+                yield from self._read_usage(decoded.usage)
             case _Event(type="message_stop"):
-                yield deltas.Ended()
+                yield deltas.StreamEnd()
             case _Event(type="error"):
-                raise raised({"error": decoded.error})
+                raise stream_error({"error": decoded.error})
             case _Event(type="content_block_delta" | "content_block_start" | "message_start" | "message_delta"):
-                raise Broken(f"an event of the stream lacks its content: {decoded.type}")
+                raise UpstreamBroken(f"an event of the stream lacks its content: {decoded.type}")
         # All other events, such as ping, are not part of the reply.
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _start(self, index: int, block: _Block) -> Iterator[deltas.Delta]:
-        if index in self._kinds or index in self._calls:
-            raise Broken(f"block {index} of the stream is started twice")
-        self._kinds[index] = block.type
-        self._begins, self._cited = self._told, []
+    def _start_block(self, index: int, block: _Block) -> Iterator[deltas.Delta]:
+        if index in self._open_blocks or index in self._calls:
+            raise UpstreamBroken(f"block {index} of the stream is started twice")
+        self._open_blocks[index] = block.type
+        self._block_offset, self._block_citations = self._text_length, []
         match block:
             case _Block(type="text", text=str(text)) if text:
-                self._told += len(text)
-                yield deltas.TextPiece(text)
+                self._text_length += len(text)
+                yield deltas.TextDelta(text)
             case _Block(type="thinking", thinking=str(text)) if text:
-                yield deltas.ThinkingPiece(text)
+                yield deltas.ReasoningDelta(text)
             case _Block(type="redacted_thinking", data=str(data)):
-                yield deltas.Sealed(data, "anthropic", redacted=True)
+                yield deltas.SignatureDelta(data, "anthropic", redacted=True)
             case _Block(type="tool_use", id=str(id), name=str(name)):
                 yield self._calls.open(index, id, name)
                 if block.input:
-                    yield self._calls.piece(index, msgspec.json.encode(block.input).decode())
+                    yield self._calls.add_arguments(index, msgspec.json.encode(block.input).decode())
             case _Block(type="tool_use"):
-                raise Broken(f"tool_use block {index} of the stream has no id or name")
+                raise UpstreamBroken(f"tool_use block {index} of the stream has no id or name")
 
-    def _piece(self, index: int, piece: _Piece) -> Iterator[deltas.Delta]:
-        kind = self._kinds.get(index)
+    def _read_delta(self, index: int, piece: _Delta) -> Iterator[deltas.Delta]:
+        kind = self._open_blocks.get(index)
         if kind is None:
-            raise Broken(f"the stream has a delta for block {index}, which is not open")
+            raise UpstreamBroken(f"the stream has a delta for block {index}, which is not open")
         match piece:
-            case _Piece(type="text_delta", text=str(text)):
-                self._told += len(text)
-                yield deltas.TextPiece(text)
-            case _Piece(type="input_json_delta", partial_json=str(text)):
+            case _Delta(type="text_delta", text=str(text)):
+                self._text_length += len(text)
+                yield deltas.TextDelta(text)
+            case _Delta(type="input_json_delta", partial_json=str(text)):
                 if text and kind == "tool_use":
-                    yield self._calls.piece(index, text)
-            case _Piece(type="thinking_delta", thinking=str(text)):
-                yield deltas.ThinkingPiece(text)
-            case _Piece(type="signature_delta", signature=str(signature)):
-                yield deltas.Sealed(signature, "anthropic")
-            case _Piece(type="citations_delta"):
-                self._cited.append(
+                    yield self._calls.add_arguments(index, text)
+            case _Delta(type="thinking_delta", thinking=str(text)):
+                yield deltas.ReasoningDelta(text)
+            case _Delta(type="signature_delta", signature=str(signature)):
+                yield deltas.SignatureDelta(signature, "anthropic")
+            case _Delta(type="citations_delta"):
+                self._block_citations.append(
                     piece.citation
                 )  # a citation refers to the whole block, so it waits for the block's end
-            case _Piece(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
-                raise Broken(f"a delta of the stream lacks its content: {piece.type}")
+            case _Delta(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
+                raise UpstreamBroken(f"a delta of the stream lacks its content: {piece.type}")
 
-    def _stop(self, index: int) -> Iterable[deltas.Delta]:
-        kind = self._kinds.pop(index, None)
+    def _stop_block(self, index: int) -> Iterable[deltas.Delta]:
+        kind = self._open_blocks.pop(index, None)
         if kind is None:
-            raise Broken(f"the stream stops block {index}, which is not open")
+            raise UpstreamBroken(f"the stream stops block {index}, which is not open")
         if kind == "tool_use":
-            return self._calls.rest(index)
-        return map(deltas.Cited, known(self._cited, partial(parse, start=self._begins, end=self._told)))
+            return self._calls.close(index)
+        return map(
+            deltas.CitationDelta,
+            parse_citations(
+                self._block_citations, partial(parse_citation, start=self._block_offset, end=self._text_length)
+            ),
+        )
 
-    def _finish(self, piece: _Piece) -> Iterator[deltas.Delta]:
-        if piece.stop_reason is None or self._finished:
+    def _read_finish(self, piece: _Delta) -> Iterator[deltas.Delta]:
+        if piece.stop_reason is None or self._has_finished:
             return
-        self._finished = True
+        self._has_finished = True
         if piece.stop_details and isinstance(explanation := piece.stop_details.get("explanation"), str):
-            yield deltas.RefusalPiece(explanation)
-        yield deltas.Finished(ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
+            yield deltas.RefusalDelta(explanation)
+        yield deltas.Finish(FROM_ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
 
-    def _count(self, decoded: Json | None) -> Iterator[deltas.Delta]:
-        if (usage := Usage.read("anthropic", decoded)) is not None:
-            self._usage = self._usage.joined(usage)
-            yield deltas.Counted(self._usage)
+    def _read_usage(self, decoded: Json | None) -> Iterator[deltas.Delta]:
+        if (usage := Usage.parse("anthropic", decoded)) is not None:
+            self._usage = self._usage.merge_later(usage)
+            yield deltas.UsageUpdate(self._usage)

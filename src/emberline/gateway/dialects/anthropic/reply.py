@@ -3,53 +3,64 @@
 from __future__ import annotations
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import counts
+from emberline.gateway.dialects import usage
 from emberline.gateway.dialects.anthropic import citations
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
-from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.citations import pieces
-from emberline.gateway.dialects.fields import Fields
-from emberline.gateway.dialects.finish import ANTHROPIC, TO_ANTHROPIC
-from emberline.gateway.dialects.inner import Answer, Choice, Image, Json, Opaque, Part, Refusal, Text
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.canonical import (
+    CanonicalChoice,
+    CanonicalReply,
+    ImageContent,
+    Json,
+    OpaqueContent,
+    Part,
+    RefusalContent,
+    TextContent,
+)
+from emberline.gateway.dialects.change_report import ChangeReport
+from emberline.gateway.dialects.citations import split_at_citations
+from emberline.gateway.dialects.field_reader import FieldReader
+from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC, TO_ANTHROPIC
+from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.errors import UpstreamBroken
 
-_IDLE = ("type", "role", "usage")
+_IGNORED_FIELDS = ("type", "role", "usage")
 
 
-def parse(body: Json, changes: Changes) -> Answer:
-    fields = Fields(body, "")
+def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
+    fields = FieldReader(body, "")
     id, model = fields.take("id", str, ""), fields.take("model", str, "")
-    parts, _ = parse_blocks(fields.need("content", list), "content")
-    citations.lift(parts)
-    reason = ANTHROPIC.get(fields.take("stop_reason", str, "end_turn"), "stop")
+    parts, _ = parse_blocks(fields.require("content", list), "content")
+    citations.extract_from_parts(parts)
+    reason = FROM_ANTHROPIC.get(fields.take("stop_reason", str, "end_turn"), "stop")
     details = fields.take("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):
-        parts.append(Refusal(details["explanation"]))
-    choice = Choice(parts, reason, fields.take("stop_sequence", str))
-    changes.reply_left(fields.left, _IDLE)
-    return Answer("anthropic", id, model, [choice], usage=Usage.found("anthropic", body))
+        parts.append(RefusalContent(details["explanation"]))
+    choice = CanonicalChoice(parts, reason, fields.take("stop_sequence", str))
+    changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
+    return CanonicalReply("anthropic", id, model, [choice], usage=Usage.find_in("anthropic", body))
 
 
-def render(answer: Answer, context: Asked) -> Json:
+def render(answer: CanonicalReply, context: ReplyContext) -> Json:
     if not answer.choices:
-        raise Broken("the provider's reply has no choices")
-    context.name(answer)
+        raise UpstreamBroken("the provider's reply has no choices")
+    context.set_identity(answer)
     choice = answer.choices[0]
-    stop_reason, stop_sequence = rendered_stop(choice.reason or "stop", choice.stop_sequence, _refuses(choice.parts))
+    stop_reason, stop_sequence = render_stop(
+        choice.finish_reason or "stop", choice.stop_sequence, _has_refusal(choice.parts)
+    )
     return {
         "id": answer.id,
         "type": "message",
         "role": "assistant",
         "model": answer.model,
-        "content": [block for part in choice.parts for block in _render(part)],
+        "content": [block for part in choice.parts for block in _render_blocks(part)],
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
-        "usage": counts.anthropic(answer.usage or Usage()),
+        "usage": usage.render_anthropic_usage(answer.usage or Usage()),
     }
 
 
-def rendered_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tuple[str, str | None]:
+def render_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tuple[str, str | None]:
     """Return stop_reason and stop_sequence; a stop at an unknown sequence is reported as end_turn."""
     if refuses:
         return "refusal", None
@@ -58,17 +69,20 @@ def rendered_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tupl
     return TO_ANTHROPIC[reason], stop_sequence  # type: ignore[index]  # a Reason
 
 
-def _refuses(parts: list[Part]) -> bool:
-    return any(isinstance(part, Refusal) for part in parts)
+def _has_refusal(parts: list[Part]) -> bool:
+    return any(isinstance(part, RefusalContent) for part in parts)
 
 
-def _render(part: Part) -> list[Json]:
+def _render_blocks(part: Part) -> list[Json]:
     match part:
-        case Opaque() | Image():
+        case OpaqueContent() | ImageContent():
             return []
-        case Refusal():
-            return _render(Text(part.text))
-        case Text():
-            rows = [(text, [citations.render(citation) for citation in cited]) for text, cited in pieces(part)]
+        case RefusalContent():
+            return _render_blocks(TextContent(part.text))
+        case TextContent():
+            rows = [
+                (text, [citations.render_citation(citation) for citation in cited])
+                for text, cited in split_at_citations(part)
+            ]
             return [{"type": "text", "text": text, "citations": cited or None} for text, cited in rows]
     return [render_part(part)]

@@ -5,190 +5,198 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from emberline.gateway.dialects.adapt import merged
+from emberline.gateway.dialects.adapt import merge_adjacent
 from emberline.gateway.dialects.anthropic.content import (
-    object_of,
     parse_blocks,
     parse_message,
+    parse_object,
     render_content,
-    tool_id,
+    safe_tool_id,
 )
-from emberline.gateway.dialects.anthropic.thinking import EFFORTS, parse_reasoning, render_reasoning
-from emberline.gateway.dialects.anthropic.words import WORDS
-from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.fields import Fields, each, unknown
-from emberline.gateway.dialects.inner import (
-    Conversation,
+from emberline.gateway.dialects.anthropic.field_names import FIELD_NAMES
+from emberline.gateway.dialects.anthropic.thinking import CLAUDE_EFFORTS, parse_reasoning, render_reasoning
+from emberline.gateway.dialects.canonical import (
+    CanonicalMessage,
+    CanonicalRequest,
+    CanonicalTool,
+    CanonicalToolChoice,
     Json,
-    Message,
-    Opaque,
+    OpaqueContent,
     ResponseFormat,
-    Tool,
-    ToolCall,
-    ToolChoice,
+    ToolCallContent,
 )
-from emberline.gateway.dialects.recipient import Recipient
-from emberline.gateway.dialects.schemas import ANTHROPIC, closed, restricted
+from emberline.gateway.dialects.change_report import ChangeReport
+from emberline.gateway.dialects.field_reader import FieldReader, parse_each, unknown_value_error
+from emberline.gateway.dialects.schemas import ANTHROPIC_KEYWORDS, close_objects, restrict_keywords
+from emberline.gateway.dialects.target_model import TargetModel
 
 DEFAULT_MAX_TOKENS = 4096
-_NO_ARGUMENTS: Json = {"type": "object", "properties": {}}
+_EMPTY_SCHEMA: Json = {"type": "object", "properties": {}}
 
 
-def parse(body: Json) -> Conversation:
-    fields = Fields(body, "")
-    request = Conversation("anthropic", fields.take("model", str, ""))
-    request.messages = each(fields.need("messages", list), "messages", parse_message)
-    if (system := fields.raw("system")) is not None:
+def parse(body: Json) -> CanonicalRequest:
+    fields = FieldReader(body, "")
+    request = CanonicalRequest("anthropic", fields.take("model", str, ""))
+    request.messages = parse_each(fields.require("messages", list), "messages", parse_message)
+    if (system := fields.take_any("system")) is not None:
         request.system, _ = parse_blocks(system, "system")
-        request.kept["system"] = system
-    WORDS.take(fields, request)
+        request.source_fields["system"] = system
+    FIELD_NAMES.read_direct_fields(fields, request)
     parse_reasoning(fields, request)
     if (config := fields.take("output_config", dict)) is not None:
-        known = ("format", "effort") if config.get("effort") in EFFORTS else ("format",)
-        request.keep("output_config", config, read=known)
-        request.response_format = _parse_format(config.get("format"), "output_config.format")
+        known = ("format", "effort") if config.get("effort") in CLAUDE_EFFORTS else ("format",)
+        request.keep_source_field("output_config", config, understood=known)
+        request.response_format = _parse_response_format(config.get("format"), "output_config.format")
     if (response_format := fields.take("output_format", dict)) is not None:  # older name of output_config.format
-        request.kept["output_format"] = response_format
-        request.response_format = request.response_format or _parse_format(response_format, "output_format")
+        request.source_fields["output_format"] = response_format
+        request.response_format = request.response_format or _parse_response_format(response_format, "output_format")
     _parse_tools(fields, request)
     if (metadata := fields.take("metadata", dict)) is not None:
-        request.keep("metadata", metadata, read=("user_id",))
+        request.keep_source_field("metadata", metadata, understood=("user_id",))
         user = metadata.get("user_id")
         request.user = user if isinstance(user, str) else None
-    request.extra = fields.left
+    request.extra = fields.unread
     return request
 
 
-def _parse_format(raw: object, path: str) -> ResponseFormat | None:
+def _parse_response_format(raw: object, path: str) -> ResponseFormat | None:
     match raw:
         case {"type": "json_schema", "schema": dict(schema)}:
             return ResponseFormat("schema", schema)
         case None:
             return None
-    raise unknown(raw, path, "json_schema")
+    raise unknown_value_error(raw, path, "json_schema")
 
 
-def _parse_tools(fields: Fields, request: Conversation) -> None:
-    request.tools = fields.each("tools", _parse_tool)
+def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
+    request.tools = fields.take_list("tools", _parse_tool)
     if (choice := fields.take("tool_choice", dict)) is None:
         return
-    request.kept["tool_choice"] = choice
+    request.source_fields["tool_choice"] = choice
     if (alone := choice.get("disable_parallel_tool_use")) is not None:
         request.parallel_tools = not alone
     match choice:
         case {"type": "auto" | "none" as mode}:
-            request.tool_choice = ToolChoice(mode)
+            request.tool_choice = CanonicalToolChoice(mode)
         case {"type": "any"}:
-            request.tool_choice = ToolChoice("required")
+            request.tool_choice = CanonicalToolChoice("required")
         case {"type": "tool", "name": str(name)}:
-            request.tool_choice = ToolChoice("named", [name])
+            request.tool_choice = CanonicalToolChoice("named", [name])
         case _:
-            raise unknown(choice.get("type"), "tool_choice.type", "auto, any, tool, none")
+            raise unknown_value_error(choice.get("type"), "tool_choice.type", "auto, any, tool, none")
 
 
-def _parse_tool(raw: object, path: str) -> Tool | Opaque:
-    fields = Fields(raw, path)
-    if fields.left.get("type", "custom") not in ("custom", None):
-        return Opaque(str(fields.left["type"]), fields.left)
-    name, description = fields.need("name", str), fields.take("description", str)
-    return Tool(name, description, fields.take("input_schema", dict), fields.take("strict", bool), fields.left)
+def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
+    fields = FieldReader(raw, path)
+    if fields.unread.get("type", "custom") not in ("custom", None):
+        return OpaqueContent(str(fields.unread["type"]), fields.unread)
+    name, description = fields.require("name", str), fields.take("description", str)
+    return CanonicalTool(
+        name, description, fields.take("input_schema", dict), fields.take("strict", bool), fields.unread
+    )
 
 
-def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
     body: Json = {"model": target_model.model or request.model}
     if request.dialect == "anthropic":
         body["messages"] = [_render_message(message) for message in request.messages]
-        body |= WORDS.said(request)
+        body |= FIELD_NAMES.render_direct_fields(request)
         if request.tools:
             body["tools"] = [_render_tool(tool) for tool in request.tools]
-        return {**body, **request.kept, **request.extra}
+        return {**body, **request.source_fields, **request.extra}
     _hoist_system(request, target_model, changes)
-    _check_calls(request, changes)
-    body["messages"] = [_render_message(message) for message in merged(request.messages, roles=("user", "assistant"))]
+    _report_changed_calls(request, changes)
+    body["messages"] = [
+        _render_message(message) for message in merge_adjacent(request.messages, roles=("user", "assistant"))
+    ]
     if request.system:
         body["system"] = render_content(request.system, "auto")
     if request.max_output is None:
         request.max_output = target_model.max_output or DEFAULT_MAX_TOKENS
-        changes.say("max_output", f"anthropic requires a limit, set to {request.max_output}")
+        changes.report("max_output", f"anthropic requires a limit, set to {request.max_output}")
     if request.tools:
-        _unforce(request, target_model, changes)
-        body["tools"] = [_render_tool(_fit_tool(tool, target_model, changes)) for tool in request.tools]
-        _render_choice(request, body, changes)
+        _relax_forced_choice(request, target_model, changes)
+        body["tools"] = [_render_tool(_adapt_tool(tool, target_model, changes)) for tool in request.tools]
+        _render_tool_choice(request, body, changes)
     body |= render_reasoning(request, target_model, changes)
-    _limit_sampling(request, target_model, "thinking" in body, changes)
-    body |= WORDS.said(request)
+    _remove_rejected_sampling(request, target_model, "thinking" in body, changes)
+    body |= FIELD_NAMES.render_direct_fields(request)
     if request.response_format:
-        _render_format(request.response_format, target_model, body, changes)
+        _render_response_format(request.response_format, target_model, body, changes)
     if request.user:
         body["metadata"] = {"user_id": request.user}
-    changes.dropped(request.metadata or None, "metadata", "anthropic")
+    changes.report_unsupported(request.metadata or None, "metadata", "anthropic")
     for name in ("seed", "presence_penalty", "frequency_penalty", "logprobs", "verbosity"):
-        changes.dropped(getattr(request, name), name, "anthropic")
+        changes.report_unsupported(getattr(request, name), name, "anthropic")
     return body
 
 
-def _render_message(message: Message) -> Json:
+def _render_message(message: CanonicalMessage) -> Json:
     result: Json = {"role": message.role}
     if message.parts or message.shape != "absent":
         result["content"] = render_content(message.parts, message.shape)
     return {**result, **message.extra}
 
 
-def _hoist_system(request: Conversation, target_model: Recipient, changes: Changes) -> None:
+def _hoist_system(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
     """Move system messages to `system`, except later ones that the model accepts in place."""
-    rest: list[Message] = []
+    rest: list[CanonicalMessage] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
             rest.append(message)
         elif not rest:
             request.system += message.parts
-        elif target_model.claude_hears_system_later and rest[-1].role in ("user", "tool"):
-            rest.append(Message("system", message.parts, "auto"))
+        elif target_model.claude_supports_late_system and rest[-1].role in ("user", "tool"):
+            rest.append(CanonicalMessage("system", message.parts, "auto"))
         else:
             request.system += message.parts
-            changes.say("system", "later system messages were moved to the beginning", within=".role")
+            changes.report("system", "later system messages were moved to the beginning", subfield=".role")
     request.messages = rest
 
 
-def _check_calls(request: Conversation, changes: Changes) -> None:
+def _report_changed_calls(request: CanonicalRequest, changes: ChangeReport) -> None:
     for message in request.messages:
         for part in message.parts:
-            if isinstance(part, ToolCall):
-                if object_of(part.arguments) is None:
-                    changes.say(
-                        "messages", "arguments that are not a JSON object were replaced by {}", within=".tool_calls"
+            if isinstance(part, ToolCallContent):
+                if parse_object(part.arguments) is None:
+                    changes.report(
+                        "messages", "arguments that are not a JSON object were replaced by {}", subfield=".tool_calls"
                     )
-                if tool_id(part.id) != part.id:
-                    changes.say("messages", "characters that anthropic rejects were replaced", within=".tool_call_id")
+                if safe_tool_id(part.id) != part.id:
+                    changes.report(
+                        "messages", "characters that anthropic rejects were replaced", subfield=".tool_call_id"
+                    )
 
 
-def _fit_tool(tool: Tool | Opaque, target_model: Recipient, changes: Changes) -> Tool | Opaque:
-    if isinstance(tool, Opaque) or not tool.strict:
+def _adapt_tool(
+    tool: CanonicalTool | OpaqueContent, target_model: TargetModel, changes: ChangeReport
+) -> CanonicalTool | OpaqueContent:
+    if isinstance(tool, OpaqueContent) or not tool.strict:
         return tool
-    if target_model.claude_has_schemas:
-        return replace(tool, schema=_kept_to(tool.schema or _NO_ARGUMENTS, "tools[]", changes))
-    changes.say("tools[]", "this model does not support strict schemas", within=".strict")
+    if target_model.claude_supports_schemas:
+        return replace(tool, schema=_enforceable_schema(tool.schema or _EMPTY_SCHEMA, "tools[]", changes))
+    changes.report("tools[]", "this model does not support strict schemas", subfield=".strict")
     return replace(tool, strict=None)
 
 
-def _render_tool(tool: Tool | Opaque) -> Json:
-    if isinstance(tool, Opaque):
+def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
+    if isinstance(tool, OpaqueContent):
         return tool.raw
     result: Json = {"name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
-    result["input_schema"] = tool.schema if tool.schema is not None else _NO_ARGUMENTS
+    result["input_schema"] = tool.schema if tool.schema is not None else _EMPTY_SCHEMA
     result |= {} if tool.strict is None else {"strict": tool.strict}
     return {**result, **tool.extra}
 
 
-def _unforce(request: Conversation, target_model: Recipient, changes: Changes) -> None:
+def _relax_forced_choice(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> None:
     choice = request.tool_choice
-    if target_model.claude_is_never_forced and choice and choice.mode in ("required", "named"):
-        request.tool_choice = ToolChoice("auto", choice.names)
-        changes.say("tool_choice", "this model cannot be forced to call a tool")
+    if target_model.claude_rejects_forced_tools and choice and choice.mode in ("required", "named"):
+        request.tool_choice = CanonicalToolChoice("auto", choice.names)
+        changes.report("tool_choice", "this model cannot be forced to call a tool")
 
 
-def _render_choice(request: Conversation, body: Json, changes: Changes) -> None:
+def _render_tool_choice(request: CanonicalRequest, body: Json, changes: ChangeReport) -> None:
     choice = request.tool_choice
     result: Json | None = None
     if choice:
@@ -198,60 +206,68 @@ def _render_choice(request: Conversation, body: Json, changes: Changes) -> None:
             result["name"] = choice.names[0]
         elif choice.names:  # Anthropic cannot restrict the choice to several tools: the others are removed
             body["tools"] = [tool for tool in body["tools"] if tool["name"] in choice.names]
-            changes.say("tool_choice", "tools that are not allowed were removed")
+            changes.report("tool_choice", "tools that are not allowed were removed")
     if request.parallel_tools is not None and (choice is None or choice.mode != "none"):
         result = {**(result or {"type": "auto"}), "disable_parallel_tool_use": not request.parallel_tools}
     if result:
         body["tool_choice"] = result
 
 
-def _limit_sampling(request: Conversation, target_model: Recipient, is_thinking: bool, changes: Changes) -> None:
+def _remove_rejected_sampling(
+    request: CanonicalRequest, target_model: TargetModel, is_thinking: bool, changes: ChangeReport
+) -> None:
     """Remove the sampling fields that Claude rejects.
 
     Later models reject all of them, earlier ones some, and more while thinking.
     """
-    if target_model.claude is None:
+    if target_model.claude_version is None:
         return
     if request.temperature is not None and request.temperature > 1:
         request.temperature = 1.0
-        changes.say("temperature", "anthropic accepts 0 to 1")
+        changes.report("temperature", "anthropic accepts 0 to 1")
     refused: list[str] = []
-    if not target_model.claude_has_sampling:
+    if not target_model.claude_supports_sampling:
         refused = ["temperature", "top_p", "top_k"]
     elif is_thinking:
         refused = ["temperature", "top_k"]
-    elif request.temperature is not None and target_model.claude >= (4, 1):
+    elif request.temperature is not None and target_model.claude_version >= (4, 1):
         refused = ["top_p"]
     for name in refused:
         if getattr(request, name) is not None:
             setattr(request, name, None)
             why = (
                 "beside temperature"
-                if name == "top_p" and target_model.claude_has_sampling
+                if name == "top_p" and target_model.claude_supports_sampling
                 else "this model takes none"
             )
-            changes.say(
+            changes.report(
                 name,
                 "this model does not accept it while thinking"
-                if is_thinking and target_model.claude_has_sampling
+                if is_thinking and target_model.claude_supports_sampling
                 else why,
             )
 
 
-def _render_format(response_format: ResponseFormat, target_model: Recipient, body: Json, changes: Changes) -> None:
+def _render_response_format(
+    response_format: ResponseFormat, target_model: TargetModel, body: Json, changes: ChangeReport
+) -> None:
     if response_format.kind == "text":
         return
     if response_format.kind == "json":
-        changes.say("response_format", "anthropic requires a schema; ask for JSON in the prompt")
-    elif not target_model.claude_has_schemas:
-        changes.say("response_format", "this model does not support schemas; ask for JSON in the prompt")
+        changes.report("response_format", "anthropic requires a schema; ask for JSON in the prompt")
+    elif not target_model.claude_supports_schemas:
+        changes.report("response_format", "this model does not support schemas; ask for JSON in the prompt")
     else:
-        schema = _kept_to(response_format.schema, "response_format", changes)
+        schema = _enforceable_schema(response_format.schema, "response_format", changes)
         body.setdefault("output_config", {})["format"] = {"type": "json_schema", "schema": schema}
 
 
-def _kept_to(schema: Json | None, field: str, changes: Changes) -> Any:
+def _enforceable_schema(schema: Json | None, field: str, changes: ChangeReport) -> Any:
     """Return the schema in the form that Claude can enforce: known keywords only, and closed objects."""
     lost = "anthropic does not support this schema keyword"
-    schema = restricted(schema, ANTHROPIC, lambda word: changes.say(field, lost, within=f".{word}"))
-    return closed(schema, lambda word: changes.say(field, "set to false, as anthropic requires", within=f".{word}"))
+    schema = restrict_keywords(
+        schema, ANTHROPIC_KEYWORDS, lambda word: changes.report(field, lost, subfield=f".{word}")
+    )
+    return close_objects(
+        schema, lambda word: changes.report(field, "set to false, as anthropic requires", subfield=f".{word}")
+    )

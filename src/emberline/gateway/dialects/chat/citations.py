@@ -5,46 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from emberline.gateway.dialects.citations import lifted, spread, text_of
-from emberline.gateway.dialects.inner import Citation, Json, Message, Part, Text
+from emberline.gateway.dialects.canonical import CanonicalMessage, Citation, Json, Part, TextContent
+from emberline.gateway.dialects.citations import assign_citations, extract_citations, string_field
 
 
-def parse(raw: object) -> Citation | None:
+def parse_citation(raw: object) -> Citation | None:
     match raw:
         case {"type": "url_citation", "url_citation": dict(data)}:
-            return page(data)
+            return parse_url_citation(data)
     return None
 
 
-def page(data: Mapping[Any, Any]) -> Citation | None:
+def parse_url_citation(data: Mapping[Any, Any]) -> Citation | None:
     """Parse the fields that Chat Completions and Responses share; `content` is OpenRouter's addition."""
     url, start, end = data.get("url"), data.get("start_index"), data.get("end_index")
     if not isinstance(url, str):
         return None
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
         start = end = 0
-    return Citation(url, text_of(data, "title"), text_of(data, "content"), start, end)
+    return Citation(url, string_field(data, "title"), string_field(data, "content"), start, end)
 
 
-def lift(message: Message) -> None:
-    spread(message.parts, lifted(message.extra, "annotations", parse))
+def extract_from_message(message: CanonicalMessage) -> None:
+    assign_citations(message.parts, extract_citations(message.extra, "annotations", parse_citation))
 
 
-def told(citation: Citation) -> Json:
+def render_url_citation(citation: Citation) -> Json:
     segment = {"start_index": citation.start, "end_index": citation.end}
     return {**segment, "url": citation.url, "title": citation.title}
 
 
-def render(citation: Citation) -> Json:
-    return {"type": "url_citation", "url_citation": told(citation)}
+def render_citation(citation: Citation) -> Json:
+    return {"type": "url_citation", "url_citation": render_url_citation(citation)}
 
 
-def render_all(parts: Iterable[Part]) -> list[Json]:
+def render_annotations(parts: Iterable[Part]) -> list[Json]:
     """Return the annotations of all text parts, with offsets in the joined text."""
     result: list[Json] = []
     begin = 0
     for part in parts:
-        if isinstance(part, Text):
-            result += [render(citation.moved(begin)) for citation in part.citations]
+        if isinstance(part, TextContent):
+            result += [render_citation(citation.with_offset(begin)) for citation in part.citations]
             begin += len(part.text)
     return result

@@ -9,14 +9,14 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.chat import citations
-from emberline.gateway.dialects.chat.content import thought_of
-from emberline.gateway.dialects.citations import known
+from emberline.gateway.dialects.chat.content import mistral_reasoning_text
+from emberline.gateway.dialects.citations import parse_citations
+from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.events import EventDecoder
-from emberline.gateway.dialects.finish import CHAT
-from emberline.gateway.dialects.inner import Json
-from emberline.gateway.dialects.problems import raised
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.finish_reasons import FROM_CHAT
+from emberline.gateway.errors import UpstreamBroken
 
 
 class _Function(msgspec.Struct):
@@ -24,18 +24,18 @@ class _Function(msgspec.Struct):
     arguments: str | None = None
 
 
-class _Call(msgspec.Struct):
+class _ToolCall(msgspec.Struct):
     index: int | None = None
     id: str | None = None
     function: _Function | None = None
 
 
-class _Piece(msgspec.Struct):
+class _Delta(msgspec.Struct):
     content: str | list[Json] | None = None  # a list for Mistral's thinking
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ToolCall] | None = None
     annotations: Any = None
 
 
@@ -45,7 +45,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     index: int = 0
-    delta: _Piece | None = None
+    delta: _Delta | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 
@@ -60,80 +60,83 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-_EVENTS = EventDecoder(_Chunk, "OpenAI's chat")
+_DECODER = EventDecoder(_Chunk, "OpenAI's chat")
 
 
-class Reader:
+class ChatEventReader:
     def __init__(self) -> None:
-        self._opened = False
-        self._calls: dict[int, list[tuple[int, str]]] = {}  # choice -> (index, id) of each slot
-        self._finished: set[int] = set()
+        self._has_started = False
+        self._call_slots: dict[int, list[tuple[int, str]]] = {}  # choice -> (index, id) of each slot
+        self._finished_choices: set[int] = set()
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
-            yield deltas.Ended()
+            yield deltas.StreamEnd()
             return
-        chunk = _EVENTS.decode(event)
+        chunk = _DECODER.decode(event)
         if chunk.error is not None:
-            raise raised({"error": chunk.error})
-        if not self._opened and (chunk.id or chunk.choices):  # Azure first sends a chunk with filter results
-            self._opened = True
-            yield deltas.Opened(chunk.id or "", chunk.model or "", int(chunk.created or 0))
+            raise stream_error({"error": chunk.error})
+        if not self._has_started and (chunk.id or chunk.choices):  # Azure first sends a chunk with filter results
+            self._has_started = True
+            yield deltas.StreamStart(chunk.id or "", chunk.model or "", int(chunk.created or 0))
         for choice in chunk.choices or ():
             if choice.delta is not None:
-                yield from self._piece(choice, choice.delta)
+                yield from self._read_delta(choice, choice.delta)
             if choice.finish_reason == "error":
-                raise Broken(f"the provider finished choice {choice.index} with finish_reason 'error'")
-            if choice.finish_reason is not None and choice.index not in self._finished:
-                self._finished.add(choice.index)
-                reason = CHAT.get(choice.finish_reason, "stop")
-                if reason == "stop" and self._calls.get(choice.index):
+                raise UpstreamBroken(f"the provider finished choice {choice.index} with finish_reason 'error'")
+            if choice.finish_reason is not None and choice.index not in self._finished_choices:
+                self._finished_choices.add(choice.index)
+                reason = FROM_CHAT.get(choice.finish_reason, "stop")
+                if reason == "stop" and self._call_slots.get(choice.index):
                     reason = "tool_calls"  # some providers send "stop"
-                yield deltas.Finished(reason, choice=choice.index)
+                yield deltas.Finish(reason, choice=choice.index)
         decoded = chunk.usage or (chunk.x_groq or {}).get("usage")
-        if decoded and (usage := Usage.read("openai-chat", decoded)):
-            yield deltas.Counted(usage)
+        if decoded and (usage := Usage.parse("openai-chat", decoded)):
+            yield deltas.UsageUpdate(usage)
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _piece(self, choice: _Choice, piece: _Piece) -> Iterator[deltas.Delta]:
+    def _read_delta(self, choice: _Choice, piece: _Delta) -> Iterator[deltas.Delta]:
         choice_index = choice.index
         if isinstance(piece.content, str):
             if piece.content:
-                yield deltas.TextPiece(
+                yield deltas.TextDelta(
                     piece.content, choice_index, choice.logprobs.content if choice.logprobs else None
                 )
         elif piece.content:
             for row in piece.content:
-                if text := thought_of(row):
-                    yield deltas.ThinkingPiece(text, choice_index)
+                if text := mistral_reasoning_text(row):
+                    yield deltas.ReasoningDelta(text, choice_index)
                 elif isinstance(decoded := row.get("text"), str):
-                    yield deltas.TextPiece(decoded, choice_index)
+                    yield deltas.TextDelta(decoded, choice_index)
         if thought := piece.reasoning_content or piece.reasoning:
-            yield deltas.ThinkingPiece(thought, choice_index)
+            yield deltas.ReasoningDelta(thought, choice_index)
         if piece.refusal:
-            yield deltas.RefusalPiece(piece.refusal, choice_index)
+            yield deltas.RefusalDelta(piece.refusal, choice_index)
         for call in piece.tool_calls or ():
-            yield from self._call(choice_index, call)
-        if piece.annotations and choice_index not in self._finished:
-            yield from (deltas.Cited(citation, choice_index) for citation in known(piece.annotations, citations.parse))
+            yield from self._read_tool_call(choice_index, call)
+        if piece.annotations and choice_index not in self._finished_choices:
+            yield from (
+                deltas.CitationDelta(citation, choice_index)
+                for citation in parse_citations(piece.annotations, citations.parse_citation)
+            )
 
-    def _call(self, choice: int, call: _Call) -> Iterator[deltas.Delta]:
-        slots = self._calls.setdefault(choice, [])
+    def _read_tool_call(self, choice: int, call: _ToolCall) -> Iterator[deltas.Delta]:
+        slots = self._call_slots.setdefault(choice, [])
         function = call.function or _Function()
-        slot = self._slot(slots, call)
+        slot = self._find_slot(slots, call)
         if slot is None:
             if not function.name:
-                raise Broken("a tool call of the stream has no function name")
+                raise UpstreamBroken("a tool call of the stream has no function name")
             slot = len(slots)
             slots.append((slot if call.index is None else call.index, call.id or ""))
-            yield deltas.ToolOpened(slot, call.id or f"call_{choice}_{slot}", function.name, choice)
+            yield deltas.ToolCallStart(slot, call.id or f"call_{choice}_{slot}", function.name, choice)
         if function.arguments:
-            yield deltas.ToolPiece(slot, function.arguments, choice)
+            yield deltas.ToolCallArguments(slot, function.arguments, choice)
 
     @staticmethod
-    def _slot(slots: list[tuple[int, str]], call: _Call) -> int | None:
+    def _find_slot(slots: list[tuple[int, str]], call: _ToolCall) -> int | None:
         """Return the slot of the tool call that continues, None for a new call.
 
         Some providers send index 0 or no index for every call, and only the id differs.

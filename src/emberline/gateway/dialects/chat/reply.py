@@ -5,43 +5,68 @@ from __future__ import annotations
 from functools import partial
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import counts
-from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects import usage
+from emberline.gateway.dialects.canonical import (
+    CanonicalChoice,
+    CanonicalReply,
+    Json,
+    OpaqueContent,
+    Part,
+    ReasoningContent,
+    RefusalContent,
+    TextContent,
+    ToolCallContent,
+)
+from emberline.gateway.dialects.change_report import ChangeReport
 from emberline.gateway.dialects.chat import citations
-from emberline.gateway.dialects.chat.content import google_extra, parse_assistant, render_call, thought_of
-from emberline.gateway.dialects.fields import Fields, each
-from emberline.gateway.dialects.finish import CHAT, TO_CHAT, settled
-from emberline.gateway.dialects.inner import Answer, Choice, Json, Opaque, Part, Refusal, Text, Thinking, ToolCall
+from emberline.gateway.dialects.chat.content import (
+    google_extra_content,
+    mistral_reasoning_text,
+    parse_assistant,
+    render_tool_call,
+)
+from emberline.gateway.dialects.field_reader import FieldReader, parse_each
+from emberline.gateway.dialects.finish_reasons import FROM_CHAT, TO_CHAT, correct_finish_reason
+from emberline.gateway.dialects.reply_context import ReplyContext
 
-_IDLE = ("object", "system_fingerprint", "service_tier", "usage", "metadata", "index", "x_groq", "stop_reason", "role")
+_IGNORED_FIELDS = (
+    "object",
+    "system_fingerprint",
+    "service_tier",
+    "usage",
+    "metadata",
+    "index",
+    "x_groq",
+    "stop_reason",
+    "role",
+)
 
 
-def parse(body: Json, changes: Changes) -> Answer:
-    fields = Fields(body, "")
+def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
+    fields = FieldReader(body, "")
     id, model, created = fields.take("id", str, ""), fields.take("model", str, ""), fields.take("created", float, 0)
-    choices = each(fields.need("choices", list), "choices", partial(_parse_choice, changes=changes))
-    changes.reply_left(fields.left, _IDLE)
-    return Answer("openai-chat", id, model, choices, int(created), Usage.found("openai-chat", body))
+    choices = parse_each(fields.require("choices", list), "choices", partial(_parse_choice, changes=changes))
+    changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
+    return CanonicalReply("openai-chat", id, model, choices, int(created), Usage.find_in("openai-chat", body))
 
 
-def _parse_choice(raw: object, path: str, changes: Changes) -> Choice:
-    fields = Fields(raw, path)
-    message = parse_assistant(Fields(fields.need("message", dict), f"{path}.message"))
-    citations.lift(message)
+def _parse_choice(raw: object, path: str, changes: ChangeReport) -> CanonicalChoice:
+    fields = FieldReader(raw, path)
+    message = parse_assistant(FieldReader(fields.require("message", dict), f"{path}.message"))
+    citations.extract_from_message(message)
     for index, part in enumerate(message.parts):
-        if isinstance(part, Opaque) and (thought := thought_of(part.raw)):
-            message.parts[index] = Thinking(thought, "openai-chat")
-    reason = CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
+        if isinstance(part, OpaqueContent) and (thought := mistral_reasoning_text(part.raw)):
+            message.parts[index] = ReasoningContent(thought, "openai-chat")
+    reason = FROM_CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
     logprobs = fields.take("logprobs", dict)
     tokens = logprobs.get("content") if logprobs else None
-    changes.reply_left(message.extra, _IDLE)
-    changes.reply_left(fields.left, _IDLE)
-    return Choice(message.parts, settled(reason, message.parts), logprobs=tokens)
+    changes.report_reply_fields(message.extra, _IGNORED_FIELDS)
+    changes.report_reply_fields(fields.unread, _IGNORED_FIELDS)
+    return CanonicalChoice(message.parts, correct_finish_reason(reason, message.parts), logprobs=tokens)
 
 
-def render(answer: Answer, context: Asked) -> Json:
-    context.name(answer)
+def render(answer: CanonicalReply, context: ReplyContext) -> Json:
+    context.set_identity(answer)
     body: Json = {
         "id": answer.id,
         "object": "chat.completion",
@@ -50,26 +75,28 @@ def render(answer: Answer, context: Asked) -> Json:
         "choices": [_render_choice(index, choice) for index, choice in enumerate(answer.choices)],
     }
     if answer.usage is not None:
-        body["usage"] = counts.chat(answer.usage)
+        body["usage"] = usage.render_chat_usage(answer.usage)
     return body
 
 
-def _render_choice(index: int, choice: Choice) -> Json:
+def _render_choice(index: int, choice: CanonicalChoice) -> Json:
     logprobs = None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
-    reason = TO_CHAT[choice.reason or "stop"]
-    return {"index": index, "message": _message(choice.parts), "logprobs": logprobs, "finish_reason": reason}
+    reason = TO_CHAT[choice.finish_reason or "stop"]
+    return {"index": index, "message": _render_message(choice.parts), "logprobs": logprobs, "finish_reason": reason}
 
 
-def _message(parts: list[Part]) -> Json:
+def _render_message(parts: list[Part]) -> Json:
     """Render a choice: text joined in `content`; reasoning, refusal and calls in separate fields."""
-    texts, thoughts, refusals = ["".join(p.text for p in parts if isinstance(p, k)) for k in (Text, Thinking, Refusal)]
+    texts, thoughts, refusals = [
+        "".join(p.text for p in parts if isinstance(p, k)) for k in (TextContent, ReasoningContent, RefusalContent)
+    ]
     calls: list[Json] = []
     signature = ""
     for part in parts:
-        if isinstance(part, Thinking) and part.family == "gemini":
-            signature = part.seal
-        elif isinstance(part, ToolCall):
-            calls.append(render_call(part) | google_extra(signature))
+        if isinstance(part, ReasoningContent) and part.origin == "gemini":
+            signature = part.signature
+        elif isinstance(part, ToolCallContent):
+            calls.append(render_tool_call(part) | google_extra_content(signature))
             signature = ""
     result: Json = {"role": "assistant", "content": texts or (None if calls or refusals else "")}
     result["refusal"] = refusals or None
@@ -77,6 +104,6 @@ def _message(parts: list[Part]) -> Json:
         result["reasoning_content"] = thoughts
     if calls:
         result["tool_calls"] = calls
-    if annotations := citations.render_all(parts):
+    if annotations := citations.render_annotations(parts):
         result["annotations"] = annotations
     return result

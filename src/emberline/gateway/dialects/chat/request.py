@@ -4,58 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.gateway.dialects.adapt import merged
-from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
-from emberline.gateway.dialects.chat.content import parse_message, render_message
-from emberline.gateway.dialects.chat.words import WORDS
-from emberline.gateway.dialects.effort import EFFORTS, effort_of, nearest
-from emberline.gateway.dialects.fields import Fields, Parse, each, unknown
-from emberline.gateway.dialects.inner import (
-    Conversation,
+from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.canonical import (
+    CanonicalMessage,
+    CanonicalRequest,
+    CanonicalTool,
+    CanonicalToolChoice,
     Effort,
     Json,
-    Message,
-    Opaque,
+    OpaqueContent,
     Part,
-    Reasoning,
+    ReasoningOptions,
     ResponseFormat,
-    Text,
-    Tool,
-    ToolChoice,
-    ToolResult,
+    TextContent,
+    ToolResultContent,
 )
-from emberline.gateway.dialects.recipient import Recipient
+from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
+from emberline.gateway.dialects.chat.content import parse_message, render_message
+from emberline.gateway.dialects.chat.field_names import FIELD_NAMES
+from emberline.gateway.dialects.effort import EFFORTS, effort_for_budget, nearest_effort
+from emberline.gateway.dialects.field_reader import FieldReader, ValueParser, parse_each, unknown_value_error
+from emberline.gateway.dialects.target_model import TargetModel
 
-_LIMITS = ("max_completion_tokens", "max_tokens")
+_MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 
 
-def parse(body: Json) -> Conversation:
-    fields = Fields(body, "")
-    request = Conversation("openai-chat", fields.take("model", str, ""))
-    request.messages = each(fields.need("messages", list), "messages", parse_message)
-    WORDS.take(fields, request)
-    for name in reversed(_LIMITS):
+def parse(body: Json) -> CanonicalRequest:
+    fields = FieldReader(body, "")
+    request = CanonicalRequest("openai-chat", fields.take("model", str, ""))
+    request.messages = parse_each(fields.require("messages", list), "messages", parse_message)
+    FIELD_NAMES.read_direct_fields(fields, request)
+    for name in reversed(_MAX_TOKENS_FIELDS):
         if (limit := fields.take(name, int)) is not None:
-            request.max_output = request.kept[name] = limit
-    if (stop := fields.left.get("stop")) is not None:
-        request.stop = [fields.take("stop", str, "")] if isinstance(stop, str) else fields.texts("stop")
-        request.kept["stop"] = stop
+            request.max_output = request.source_fields[name] = limit
+    if (stop := fields.unread.get("stop")) is not None:
+        request.stop = [fields.take("stop", str, "")] if isinstance(stop, str) else fields.take_strings("stop")
+        request.source_fields["stop"] = stop
     if (shown := fields.take("logprobs", bool)) is not None:
-        request.kept["logprobs"] = shown
+        request.source_fields["logprobs"] = shown
         if shown:
             request.logprobs = fields.take("top_logprobs", int)
-            request.kept |= {} if request.logprobs is None else {"top_logprobs": request.logprobs}
+            request.source_fields |= {} if request.logprobs is None else {"top_logprobs": request.logprobs}
             request.logprobs = request.logprobs or 0
     if (options := fields.take("stream_options", dict)) is not None:
         request.include_usage = bool(options.get("include_usage"))
-        request.keep("stream_options", options, read=("include_usage",))
+        request.keep_source_field("stream_options", options, understood=("include_usage",))
     if (effort := fields.take("reasoning_effort", str)) is not None:
-        request.reasoning = Reasoning(parse_effort(effort, "reasoning_effort"))
+        request.reasoning = ReasoningOptions(parse_effort(effort, "reasoning_effort"))
     parse_tools(fields, request, _parse_tool)
     if (response_format := fields.take("response_format", dict)) is not None:
-        request.response_format = _parse_format(response_format)
-        request.kept["response_format"] = response_format
-    request.extra = fields.left
+        request.response_format = _parse_response_format(response_format)
+        request.source_fields["response_format"] = response_format
+    request.extra = fields.unread
     return request
 
 
@@ -63,80 +63,90 @@ def parse_effort(effort: str, path: str) -> Effort:
     for known in EFFORTS:
         if effort == known:
             return known
-    raise unknown(effort, path, ", ".join(EFFORTS))
+    raise unknown_value_error(effort, path, ", ".join(EFFORTS))
 
 
-def parse_tools(fields: Fields, request: Conversation, parse_tool: Parse[Tool | Opaque]) -> None:
-    request.tools = fields.each("tools", parse_tool)
-    if (choice := fields.raw("tool_choice")) is not None:
-        request.tool_choice = parse_choice(choice)
-        request.kept["tool_choice"] = choice
+def parse_tools(
+    fields: FieldReader, request: CanonicalRequest, parse_tool: ValueParser[CanonicalTool | OpaqueContent]
+) -> None:
+    request.tools = fields.take_list("tools", parse_tool)
+    if (choice := fields.take_any("tool_choice")) is not None:
+        request.tool_choice = parse_tool_choice(choice)
+        request.source_fields["tool_choice"] = choice
 
 
-def _parse_tool(raw: object, path: str) -> Tool | Opaque:
-    fields = Fields(raw, path)
+def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
+    fields = FieldReader(raw, path)
     kind = fields.take("type", str, "function")
     if kind != "function":
-        return Opaque(kind, fields.whole)
-    function = Fields(fields.need("function", dict), f"{path}.function")
-    name, description = function.need("name", str), function.take("description", str)
-    tool = Tool(name, description, function.take("parameters", dict), function.take("strict", bool), fields.left)
-    if function.left:
-        tool.extra["function"] = function.left
+        return OpaqueContent(kind, fields.whole)
+    function = FieldReader(fields.require("function", dict), f"{path}.function")
+    name, description = function.require("name", str), function.take("description", str)
+    tool = CanonicalTool(
+        name, description, function.take("parameters", dict), function.take("strict", bool), fields.unread
+    )
+    if function.unread:
+        tool.extra["function"] = function.unread
     return tool
 
 
-def parse_choice(raw: object) -> ToolChoice:
+def parse_tool_choice(raw: object) -> CanonicalToolChoice:
     match raw:
         case "auto" | "none" | "required":
-            return ToolChoice(raw)
+            return CanonicalToolChoice(raw)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            return ToolChoice("named", [name])
+            return CanonicalToolChoice("named", [name])
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            return ToolChoice(mode, _names(tools))
+            return CanonicalToolChoice(mode, _tool_names(tools))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(tools)}:
-            return ToolChoice(mode, _names(tools))
-    raise unknown(raw, "tool_choice", "auto, none, required, a function, allowed_tools")
+            return CanonicalToolChoice(mode, _tool_names(tools))
+    raise unknown_value_error(raw, "tool_choice", "auto, none, required, a function, allowed_tools")
 
 
-def _names(tools: list[Any]) -> list[str]:
-    rows = [Fields(tool, "tool_choice.tools") for tool in tools]
-    return [Fields(row.take("function", dict, row.left), "tool_choice.tools").need("name", str) for row in rows]
+def _tool_names(tools: list[Any]) -> list[str]:
+    rows = [FieldReader(tool, "tool_choice.tools") for tool in tools]
+    return [
+        FieldReader(row.take("function", dict, row.unread), "tool_choice.tools").require("name", str) for row in rows
+    ]
 
 
-def _parse_format(raw: Json) -> ResponseFormat:
+def _parse_response_format(raw: Json) -> ResponseFormat:
     match raw:
         case {"type": "text"}:
             return ResponseFormat("text")
         case {"type": "json_object"}:
             return ResponseFormat("json")
         case {"type": "json_schema", "json_schema": dict(response_format)}:
-            fields = Fields(response_format, "response_format.json_schema")
+            fields = FieldReader(response_format, "response_format.json_schema")
             schema, name = fields.take("schema", dict), fields.take("name", str, "")
             return ResponseFormat("schema", schema, name, fields.take("strict", bool), fields.take("description", str))
-    raise unknown(raw.get("type"), "response_format.type", "text, json_object, json_schema")
+    raise unknown_value_error(raw.get("type"), "response_format.type", "text, json_object, json_schema")
 
 
-def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
     own = request.dialect == "openai-chat"
-    messages = request.messages if own else _fit_results(merged(request.messages, roles=("assistant",)), changes)
+    messages = (
+        request.messages
+        if own
+        else _move_media_out_of_results(merge_adjacent(request.messages, roles=("assistant",)), changes)
+    )
     rows = [row for message in messages for row in render_message(message)]
     if request.system:
-        rows = [*render_message(Message("system", request.system, "auto")), *rows]
+        rows = [*render_message(CanonicalMessage("system", request.system, "auto")), *rows]
     body: Json = {"model": target_model.model or request.model, "messages": rows}
     if not own:
-        changes.dropped(request.top_k, "top_k", "openai-chat")
+        changes.report_unsupported(request.top_k, "top_k", "openai-chat")
         request.top_k = None
         if not request.tools:
             request.parallel_tools = None  # OpenAI rejects the field if there are no tools
-    body |= WORDS.said(request)
+    body |= FIELD_NAMES.render_direct_fields(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
     if own:
         body |= {} if request.reasoning is None else {"reasoning_effort": request.reasoning.effort}
-        return {**body, **request.kept, **request.extra}
+        return {**body, **request.source_fields, **request.extra}
     if request.max_output is not None:
-        body[target_model.max_tokens_name] = request.max_output
+        body[target_model.max_tokens_field] = request.max_output
     if request.stop:
         body["stop"] = request.stop
     if request.logprobs is not None:
@@ -144,52 +154,52 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
     if request.stream:
         body["stream_options"] = {"include_usage": True}  # not passed on to a client that did not request it
     if request.tool_choice and request.tools:
-        body["tool_choice"] = _render_choice(request.tool_choice)
+        body["tool_choice"] = _render_tool_choice(request.tool_choice)
     if request.response_format:
-        body["response_format"] = _render_format(request.response_format)
+        body["response_format"] = _render_response_format(request.response_format)
     if request.reasoning:
         body |= _render_effort(request.reasoning, target_model, changes)
-    if request.dialect in OPENAI:
-        body |= {name: value for name, value in request.extra.items() if name in OPENAI_SHARED}
+    if request.dialect in OPENAI_DIALECTS:
+        body |= {name: value for name, value in request.extra.items() if name in SHARED_OPENAI_FIELDS}
     return body
 
 
-def _fit_results(messages: list[Message], changes: Changes) -> list[Message]:
+def _move_media_out_of_results(messages: list[CanonicalMessage], changes: ChangeReport) -> list[CanonicalMessage]:
     """Move images and files out of tool results into the user's message: chat allows only text there."""
     for message in messages:
         shown: list[Part] = []
         for part in message.parts:
-            if isinstance(part, ToolResult) and not all(isinstance(inner, Text) for inner in part.parts):
-                shown += [inner for inner in part.parts if not isinstance(inner, Text)]
-                part.parts = [inner for inner in part.parts if isinstance(inner, Text)]
-                changes.say("messages", "media in tool results was moved to a user message", within=".tool_result")
+            if isinstance(part, ToolResultContent) and not all(isinstance(inner, TextContent) for inner in part.parts):
+                shown += [inner for inner in part.parts if not isinstance(inner, TextContent)]
+                part.parts = [inner for inner in part.parts if isinstance(inner, TextContent)]
+                changes.report("messages", "media in tool results was moved to a user message", subfield=".tool_result")
         message.parts += shown
     return messages
 
 
-def _render_effort(reasoning: Reasoning, target_model: Recipient, changes: Changes) -> Json:
-    effort = rendered_effort(reasoning, target_model, changes)
+def _render_effort(reasoning: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Json:
+    effort = choose_effort(reasoning, target_model, changes)
     if reasoning.effort is None and reasoning.budget is None:
-        changes.say("reasoning", "chat has only an effort level")
+        changes.report("reasoning", "chat has only an effort level")
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def rendered_effort(reasoning: Reasoning, target_model: Recipient, changes: Changes) -> Effort | None:
+def choose_effort(reasoning: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Effort | None:
     effort, known = reasoning.effort, target_model.gpt_efforts
     if known == ():
-        changes.say("reasoning", "this model has no reasoning")
+        changes.report("reasoning", "this model has no reasoning")
         return None
     if effort is None and reasoning.budget is not None:
-        effort = effort_of(reasoning.budget)
-        changes.say("reasoning", f"a budget of {reasoning.budget} tokens was replaced by effort {effort}")
+        effort = effort_for_budget(reasoning.budget)
+        changes.report("reasoning", f"a budget of {reasoning.budget} tokens was replaced by effort {effort}")
     if effort is None or known is None or effort in known:
         return effort
-    changes.say("reasoning", f"effort {effort} was replaced by {nearest(effort, known)}")
-    return nearest(effort, known)
+    changes.report("reasoning", f"effort {effort} was replaced by {nearest_effort(effort, known)}")
+    return nearest_effort(effort, known)
 
 
-def _render_tool(tool: Tool | Opaque) -> Json:
-    if isinstance(tool, Opaque):
+def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
+    if isinstance(tool, OpaqueContent):
         return tool.raw
     function: Json = {"name": tool.name}
     fields = (("description", tool.description), ("parameters", tool.schema), ("strict", tool.strict))
@@ -197,7 +207,7 @@ def _render_tool(tool: Tool | Opaque) -> Json:
     return {"type": "function", **tool.extra, "function": {**function, **tool.extra.get("function", {})}}
 
 
-def _render_choice(choice: ToolChoice) -> str | Json:
+def _render_tool_choice(choice: CanonicalToolChoice) -> str | Json:
     if choice.mode == "named":
         return {"type": "function", "function": {"name": choice.names[0]}}
     if choice.names:
@@ -206,7 +216,7 @@ def _render_choice(choice: ToolChoice) -> str | Json:
     return choice.mode
 
 
-def _render_format(response_format: ResponseFormat) -> Json:
+def _render_response_format(response_format: ResponseFormat) -> Json:
     if response_format.kind != "schema":
         return {"type": "text" if response_format.kind == "text" else "json_object"}
     schema: Json = {"name": response_format.name or "reply", "schema": response_format.schema}

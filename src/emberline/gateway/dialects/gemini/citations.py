@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from emberline.gateway.dialects.citations import text_of
-from emberline.gateway.dialects.inner import Citation, Json, Part, Text
+from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
+from emberline.gateway.dialects.citations import string_field
 
 
 class Grounding:
@@ -15,8 +15,8 @@ class Grounding:
     def __init__(self) -> None:
         self._chunks: list[Any] = []
         self._supports: list[Any] = []
-        self._recited: list[Any] = []
-        self._left: Json = {}
+        self._citation_rows: list[Any] = []
+        self._other_metadata: Json = {}
 
     def add(self, grounding: object, citation_metadata: object) -> None:
         """Add the values of `groundingMetadata` and `citationMetadata`."""
@@ -26,41 +26,43 @@ class Grounding:
             anew = chunks[: len(self._chunks)] == self._chunks  # the event repeats all earlier chunks
             self._chunks = chunks if anew else self._chunks + chunks
             self._supports += _rows(fields.pop("groundingMetadata.groundingSupports", None))
-            self._left |= fields
+            self._other_metadata |= fields
         if isinstance(citation_metadata, dict):  # Vertex AI calls the rows `citations`
-            self._recited += _rows(citation_metadata.get("citationSources") or citation_metadata.get("citations"))
+            self._citation_rows += _rows(citation_metadata.get("citationSources") or citation_metadata.get("citations"))
 
     def citations(self, parts: Sequence[Part]) -> list[Citation]:
         """Return the citations, with character offsets in the joined text of `parts`."""
-        texts = [part.text.encode() if isinstance(part, Text) else b"" for part in parts]
+        texts = [part.text.encode() if isinstance(part, TextContent) else b"" for part in parts]
         whole_text = b"".join(texts)
         result = []
-        for segment, source in self._places():
+        for segment, source in self._cited_segments():
             part = _index(segment, "partIndex")
             begin = sum(map(len, texts[:part])) if part < len(texts) else 0  # a stream's text is passed as one part
-            start, end = [_characters(whole_text, begin + _index(segment, name)) for name in ("startIndex", "endIndex")]
-            quote = text_of(source, "text")
-            result.append(Citation(source["uri"], text_of(source, "title"), quote, start, max(start, end)))
+            start, end = [
+                _character_count(whole_text, begin + _index(segment, name)) for name in ("startIndex", "endIndex")
+            ]
+            quote = string_field(source, "text")
+            result.append(Citation(source["uri"], string_field(source, "title"), quote, start, max(start, end)))
         return list(dict.fromkeys(result))
 
-    def left(self) -> Json:
+    def unused_metadata(self) -> Json:
         """Return the metadata that no citation uses."""
-        used = [source for _, source in self._places()]
+        used = [source for _, source in self._cited_segments()]
         idle = [chunk for index, chunk in enumerate(self._chunks) if self._source(index) not in used]
-        nameless = [row for row in self._recited if row not in used]
-        return self._left | {"groundingMetadata.groundingChunks": idle, "citationMetadata": nameless}
+        nameless = [row for row in self._citation_rows if row not in used]
+        return self._other_metadata | {"groundingMetadata.groundingChunks": idle, "citationMetadata": nameless}
 
-    def _places(self) -> Iterator[tuple[Json, Json]]:
+    def _cited_segments(self) -> Iterator[tuple[Json, Json]]:
         for support in self._supports:
             match support:
                 case {"segment": dict(segment), "groundingChunkIndices": list(indices)}:
                     yield from ((segment, source) for index in indices if (source := self._source(index)) is not None)
-        yield from ((row, row) for row in self._recited if isinstance(row, dict) and text_of(row, "uri"))
+        yield from ((row, row) for row in self._citation_rows if isinstance(row, dict) and string_field(row, "uri"))
 
     def _source(self, index: object) -> Json | None:
         match self._chunks[index] if isinstance(index, int) and 0 <= index < len(self._chunks) else None:
             case {"web": dict(source)} | {"retrievedContext": dict(source)} | {"maps": dict(source)}:
-                return source if text_of(source, "uri") else None
+                return source if string_field(source, "uri") else None
         return None
 
 
@@ -73,11 +75,11 @@ def _index(data: Json, name: str) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _characters(text: bytes, count: int) -> int:
+def _character_count(text: bytes, count: int) -> int:
     return len(text[:count].decode(errors="ignore"))
 
 
-def render(texts: Iterable[tuple[int, Text]]) -> Json:
+def render_grounding(texts: Iterable[tuple[int, TextContent]]) -> Json:
     """Return the candidate's groundingMetadata for (part index, text) pairs; {} without citations."""
     chunks: dict[tuple[str, str], int] = {}
     supports: dict[tuple[int, int, int], Json] = {}

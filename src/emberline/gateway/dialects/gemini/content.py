@@ -11,88 +11,92 @@ import binascii
 
 import msgspec
 
-from emberline.gateway.dialects import seals
-from emberline.gateway.dialects.anthropic.content import arguments_of, object_of
-from emberline.gateway.dialects.fields import Fields, unknown
-from emberline.gateway.dialects.inner import (
-    Audio,
-    File,
-    Image,
+from emberline.gateway.dialects import signatures
+from emberline.gateway.dialects.anthropic.content import parse_arguments, parse_object
+from emberline.gateway.dialects.canonical import (
+    AudioContent,
+    CanonicalMessage,
+    ChatDialect,
+    FileContent,
+    ImageContent,
     Json,
-    Message,
-    Opaque,
+    OpaqueContent,
     Part,
-    Spoken,
-    Text,
-    Thinking,
-    ToolCall,
-    ToolResult,
+    ReasoningContent,
+    TextContent,
+    ToolCallContent,
+    ToolResultContent,
 )
-from emberline.gateway.dialects.media import mime_of
+from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_error
+from emberline.gateway.dialects.media import guess_mime_type
 
-MADE = "gemini-"  # prefix of ids that Gemini did not assign
-FOREIGN_SEAL = "skip_thought_signature_validator"  # Google's documented value for calls that Gemini did not make
+GENERATED_ID_PREFIX = "gemini-"  # prefix of ids that Gemini did not assign
+FOREIGN_CALL_SIGNATURE = (
+    "skip_thought_signature_validator"  # Google's documented value for calls that Gemini did not make
+)
 
 
 class ContentsParser:
     """Parses the contents of one request or one reply."""
 
     def __init__(self, prefix: str = "") -> None:
-        self._prefix = MADE + prefix
-        self._calls = 0
-        self._open: list[ToolCall] = []  # calls without a result
+        self._id_prefix = GENERATED_ID_PREFIX + prefix
+        self._call_count = 0
+        self._open_calls: list[ToolCallContent] = []  # calls without a result
 
-    def message(self, raw: object, path: str) -> Message:
-        fields = Fields(raw, path)
-        role = fields.left.get("role") or "user"
+    def parse_message(self, raw: object, path: str) -> CanonicalMessage:
+        fields = FieldReader(raw, path)
+        role = fields.unread.get("role") or "user"
         if role not in ("user", "model", "function", "system"):
-            raise unknown(role, f"{path}.role", "user, model")
+            raise unknown_value_error(role, f"{path}.role", "user, model")
         rows = fields.take("parts", list, [])
-        parts = [part for index, row in enumerate(rows) for part in self.part(row, f"{path}.parts[{index}]")]
-        return Message("assistant" if role == "model" else "user", parts, "list", fields.left)
+        parts = [part for index, row in enumerate(rows) for part in self.parse_part(row, f"{path}.parts[{index}]")]
+        return CanonicalMessage("assistant" if role == "model" else "user", parts, "list", fields.unread)
 
-    def part(self, raw: object, path: str) -> list[Part]:
-        fields = Fields(raw, path)
+    def parse_part(self, raw: object, path: str) -> list[Part]:
+        fields = FieldReader(raw, path)
         if (text := fields.take("text", str)) is not None:
-            if fields.left.get("thought"):
-                del fields.left["thought"]
-                signature, origin = found_seal(fields.take("thoughtSignature", str, ""))
-                return [Thinking(text, origin, signature, extra=fields.left)]
-            return [Text(text, fields.left)]
+            if fields.unread.get("thought"):
+                del fields.unread["thought"]
+                signature, origin = decode_gemini_signature(fields.take("thoughtSignature", str, ""))
+                return [ReasoningContent(text, origin, signature, extra=fields.unread)]
+            return [TextContent(text, fields.unread)]
         if (call := fields.take("functionCall", dict)) is not None:
-            return [self._call(Fields(call, f"{path}.functionCall"), fields)]
+            return [self._parse_call(FieldReader(call, f"{path}.functionCall"), fields)]
         if (result := fields.take("functionResponse", dict)) is not None:
-            return [self._result(Fields(result, f"{path}.functionResponse"), fields)]
+            return [self._parse_result(FieldReader(result, f"{path}.functionResponse"), fields)]
         for name, place in (("inlineData", "data"), ("fileData", "fileUri")):
             if (media := fields.take(name, dict)) is not None:
-                return [_parse_media(Fields(media, f"{path}.{name}"), place, fields.left)]
-        kind = next(iter(fields.left), "part")
-        return [Opaque(kind, fields.left)]
+                return [_parse_media(FieldReader(media, f"{path}.{name}"), place, fields.unread)]
+        kind = next(iter(fields.unread), "part")
+        return [OpaqueContent(kind, fields.unread)]
 
-    def _call(self, call: Fields, fields: Fields) -> ToolCall:
-        id = call.take("id", str) or f"{self._prefix}{self._calls}"
-        self._calls += 1
+    def _parse_call(self, call: FieldReader, fields: FieldReader) -> ToolCallContent:
+        id = call.take("id", str) or f"{self._id_prefix}{self._call_count}"
+        self._call_count += 1
         arguments = msgspec.json.encode(call.take("args", dict, {})).decode()
-        result = ToolCall(id, call.need("name", str), arguments, fields.left | call.left)
-        self._open.append(result)
+        result = ToolCallContent(id, call.require("name", str), arguments, fields.unread | call.unread)
+        self._open_calls.append(result)
         return result
 
-    def _result(self, result: Fields, fields: Fields) -> ToolResult:
-        id, name = result.take("id", str, ""), result.need("name", str)
-        answered = next((call for call in self._open if (call.id == id if id else call.name == name)), None)
+    def _parse_result(self, result: FieldReader, fields: FieldReader) -> ToolResultContent:
+        id, name = result.take("id", str, ""), result.require("name", str)
+        answered = next((call for call in self._open_calls if (call.id == id if id else call.name == name)), None)
         if answered is not None:
-            self._open.remove(answered)
+            self._open_calls.remove(answered)
             id = answered.id
         response = result.take("response", dict, {})
-        text, shape = _told(response)
-        parts: list[Part] = [Text(text)]
+        text, shape = _unwrap_response(response)
+        parts: list[Part] = [TextContent(text)]
         for row in result.take("parts", list, []):
-            parts += self.part(row, f"{result.path}.parts")
+            parts += self.parse_part(row, f"{result.path}.parts")
         failed = True if shape == "error" else None
-        return ToolResult(id or f"{MADE}{name}", parts, name, failed, shape, fields.left | result.left)
+        return ToolResultContent(
+            id or f"{GENERATED_ID_PREFIX}{name}", parts, name, failed, shape, fields.unread | result.unread
+        )
 
 
-def _told(response: Json) -> tuple[str, str]:
+def _unwrap_response(response: Json) -> tuple[str, str]:
     """Return the text of a function response, and the shape in which it was wrapped."""
     if len(response) == 1:
         for name in ("output", "result", "error"):
@@ -101,35 +105,35 @@ def _told(response: Json) -> tuple[str, str]:
     return msgspec.json.encode(response).decode(), "object"
 
 
-def _parse_media(fields: Fields, place: str, extra: Json) -> Part:
-    given, mime = fields.need(place, str), fields.take("mimeType", str, "")
+def _parse_media(fields: FieldReader, place: str, extra: Json) -> Part:
+    given, mime = fields.require(place, str), fields.take("mimeType", str, "")
     name = fields.take("displayName", str, "")
-    kept = extra | fields.left
+    kept = extra | fields.unread
     data, url = (given, "") if place == "data" else ("", given)
     if mime.startswith("image/") and not name:
-        return Image(url, data, mime, extra=kept)
+        return ImageContent(url, data, mime, extra=kept)
     if mime.startswith("audio/") and data and not name:
-        return Audio(data, mime, kept)
-    return File(url, data, mime, name=name, extra=kept)
+        return AudioContent(data, mime, kept)
+    return FileContent(url, data, mime, name=name, extra=kept)
 
 
-def found_seal(signature: str) -> tuple[str, Spoken]:
+def decode_gemini_signature(signature: str) -> tuple[str, ChatDialect]:
     """Return a signature and its origin; those of other origins are wrapped in base64."""
     try:
-        return _foreign(base64.b64decode(signature, validate=True).decode()) or (signature, "gemini")
+        return _decode_foreign_signature(base64.b64decode(signature, validate=True).decode()) or (signature, "gemini")
     except (binascii.Error, UnicodeDecodeError):
         return signature, "gemini"
 
 
-def _foreign(text: str) -> tuple[str, Spoken] | None:
-    signature, origin = seals.found(text, "gemini")
+def _decode_foreign_signature(text: str) -> tuple[str, ChatDialect] | None:
+    signature, origin = signatures.decode_signature(text, "gemini")
     return (signature, origin) if origin != "gemini" else None
 
 
-def shown_seal(signature: str, origin: Spoken) -> str:
+def encode_gemini_signature(signature: str, origin: ChatDialect) -> str:
     if not signature or origin == "gemini":
         return signature
-    return base64.b64encode(seals.shown(signature, origin, "gemini").encode()).decode()
+    return base64.b64encode(signatures.encode_signature(signature, origin, "gemini").encode()).decode()
 
 
 def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
@@ -140,11 +144,11 @@ def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
     rows: list[Json] = []
     signature = ""
     for part in parts:
-        if isinstance(part, Thinking) and not part.text and not part.extra:
-            signature = part.seal
+        if isinstance(part, ReasoningContent) and not part.text and not part.extra:
+            signature = part.signature
             continue
         row = _render_part(part, names)
-        if isinstance(part, ToolCall) and signature:
+        if isinstance(part, ToolCallContent) and signature:
             row["thoughtSignature"] = signature
             signature = ""
         rows.append(row)
@@ -153,45 +157,47 @@ def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
 
 def _render_part(part: Part, names: dict[str, str]) -> Json:
     match part:
-        case Text():
+        case TextContent():
             return {"text": part.text, **part.extra}
-        case Thinking():
-            signed = {"thoughtSignature": shown_seal(part.seal, part.family)} if part.seal else {}
+        case ReasoningContent():
+            signed = (
+                {"thoughtSignature": encode_gemini_signature(part.signature, part.origin)} if part.signature else {}
+            )
             return {"text": part.text, "thought": True, **signed, **part.extra}
-        case ToolCall():
-            signature = {name: part.extra[name] for name in part.extra if name in _BESIDE}
-            inside = {name: value for name, value in part.extra.items() if name not in _BESIDE}
-            call = {**_id(part.id), "name": part.name, "args": arguments_of(part), **inside}
+        case ToolCallContent():
+            signature = {name: part.extra[name] for name in part.extra if name in _PART_FIELDS}
+            inside = {name: value for name, value in part.extra.items() if name not in _PART_FIELDS}
+            call = {**_id_field(part.id), "name": part.name, "args": parse_arguments(part), **inside}
             return {"functionCall": call, **signature}
-        case ToolResult():
-            return _render_result(part, names)
-        case Image() | Audio() | File():
+        case ToolResultContent():
+            return _render_tool_result(part, names)
+        case ImageContent() | AudioContent() | FileContent():
             return _render_media(part)
-        case Opaque():
+        case OpaqueContent():
             return part.raw
     raise AssertionError(f"{type(part).__name__} was not adapted for Gemini")
 
 
-_BESIDE = ("thoughtSignature", "partMetadata")  # fields of the part itself; all others belong to the call in it
+_PART_FIELDS = ("thoughtSignature", "partMetadata")  # fields of the part itself; all others belong to the call in it
 
 
-def _id(id: str) -> Json:
-    return {} if not id or id.startswith(MADE) else {"id": id}
+def _id_field(id: str) -> Json:
+    return {} if not id or id.startswith(GENERATED_ID_PREFIX) else {"id": id}
 
 
-def _render_result(result: ToolResult, names: dict[str, str]) -> Json:
-    texts = [part.text for part in result.parts if isinstance(part, Text)]
-    rest = [_render_part(part, names) for part in result.parts if not isinstance(part, Text)]
+def _render_tool_result(result: ToolResultContent, names: dict[str, str]) -> Json:
+    texts = [part.text for part in result.parts if isinstance(part, TextContent)]
+    rest = [_render_part(part, names) for part in result.parts if not isinstance(part, TextContent)]
     text = "\n".join(texts)
     if result.shape == "object":
-        response: Json = object_of(text) or {}
+        response: Json = parse_object(text) or {}
     else:
         default_type = "error" if result.is_error else "output"
         response = {result.shape if result.shape in ("output", "result", "error") else default_type: text}
-    beside = {name: result.extra[name] for name in result.extra if name in _BESIDE}
-    inside = {name: value for name, value in result.extra.items() if name not in _BESIDE}
+    beside = {name: result.extra[name] for name in result.extra if name in _PART_FIELDS}
+    inside = {name: value for name, value in result.extra.items() if name not in _PART_FIELDS}
     function_response = {
-        **_id(result.id),
+        **_id_field(result.id),
         "name": result.name or names.get(result.id, result.id),
         "response": response,
         **inside,
@@ -199,19 +205,19 @@ def _render_result(result: ToolResult, names: dict[str, str]) -> Json:
     return {"functionResponse": function_response | ({"parts": rest} if rest else {}), **beside}
 
 
-def _render_media(part: Image | Audio | File) -> Json:
-    if isinstance(part, Audio) or part.data:
+def _render_media(part: ImageContent | AudioContent | FileContent) -> Json:
+    if isinstance(part, AudioContent) or part.data:
         media: Json = {"mimeType": part.mime, "data": part.data}
         result: Json = {"inlineData": media}
     else:
-        mime = part.mime or mime_of(part.url)
+        mime = part.mime or guess_mime_type(part.url)
         media = {"fileUri": part.url} | ({"mimeType": mime} if mime else {})
         result = {"fileData": media}
-    if isinstance(part, File) and part.name:
+    if isinstance(part, FileContent) and part.name:
         media["displayName"] = part.name
-    inside = {name: value for name, value in part.extra.items() if name not in _AROUND}
+    inside = {name: value for name, value in part.extra.items() if name not in _MEDIA_PART_FIELDS}
     media |= inside
-    return {**result, **{name: value for name, value in part.extra.items() if name in _AROUND}}
+    return {**result, **{name: value for name, value in part.extra.items() if name in _MEDIA_PART_FIELDS}}
 
 
-_AROUND = ("videoMetadata", "mediaResolution", "thoughtSignature", "partMetadata", "thought")
+_MEDIA_PART_FIELDS = ("videoMetadata", "mediaResolution", "thoughtSignature", "partMetadata", "thought")

@@ -12,12 +12,12 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.canonical import Json, TextContent
+from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.gemini.citations import Grounding
-from emberline.gateway.dialects.gemini.content import MADE
-from emberline.gateway.dialects.gemini.reply import blocked, logprobs_of, reason_of
-from emberline.gateway.dialects.inner import Json, Text
-from emberline.gateway.dialects.problems import raised
+from emberline.gateway.dialects.gemini.content import GENERATED_ID_PREFIX
+from emberline.gateway.dialects.gemini.reply import block_message, parse_finish_reason, parse_logprobs
 
 
 class _Call(msgspec.Struct):
@@ -55,77 +55,77 @@ class _Event(msgspec.Struct, rename="camel"):
     error: Any = None
 
 
-_EVENTS = EventDecoder(_Event, "Gemini's")
+_DECODER = EventDecoder(_Event, "Gemini's")
 
 
-class Reader:
+class GeminiEventReader:
     def __init__(self) -> None:
         self._id = ""
-        self._opened = False
-        self._calls: dict[int, int] = {}  # choice -> number of tool calls
-        self._finished: set[int] = set()
+        self._has_started = False
+        self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
+        self._finished_choices: set[int] = set()
         self._texts: dict[int, list[str]] = {}  # choice -> its text deltas
         self._groundings: dict[int, Grounding] = {}
         self._usage: Usage | None = None
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
-        decoded = _EVENTS.decode(event)
+        decoded = _DECODER.decode(event)
         if decoded.error is not None:
-            raise raised({"error": decoded.error})
-        if not self._opened:
-            self._opened = True
+            raise stream_error({"error": decoded.error})
+        if not self._has_started:
+            self._has_started = True
             self._id = decoded.response_id or ""
-            yield deltas.Opened(self._id, decoded.model_version or "")
+            yield deltas.StreamStart(self._id, decoded.model_version or "")
         for row in decoded.candidates or ():
-            yield from self._candidate(row, row.index or 0)
+            yield from self._read_candidate(row, row.index or 0)
         if not decoded.candidates and (decoded.prompt_feedback or {}).get("blockReason"):
-            yield deltas.RefusalPiece(blocked(decoded.prompt_feedback or {}))
-            self._finished.add(0)
-            yield deltas.Finished("filter")
-        if (usage := Usage.read("gemini", decoded.usage_metadata)) is not None:
-            self._usage = usage if self._usage is None else self._usage.joined(usage)
+            yield deltas.RefusalDelta(block_message(decoded.prompt_feedback or {}))
+            self._finished_choices.add(0)
+            yield deltas.Finish("filter")
+        if (usage := Usage.parse("gemini", decoded.usage_metadata)) is not None:
+            self._usage = usage if self._usage is None else self._usage.merge_later(usage)
 
     def end(self) -> Iterator[deltas.Delta]:
-        if self._finished:
+        if self._finished_choices:
             if self._usage is not None:
-                yield deltas.Counted(self._usage)
-            yield deltas.Ended()
+                yield deltas.UsageUpdate(self._usage)
+            yield deltas.StreamEnd()
 
-    def _candidate(self, row: _Candidate, choice: int) -> Iterator[deltas.Delta]:
-        logprobs = logprobs_of(row.logprobs_result)
+    def _read_candidate(self, row: _Candidate, choice: int) -> Iterator[deltas.Delta]:
+        logprobs = parse_logprobs(row.logprobs_result)
         for part in (row.content.parts if row.content else None) or ():
             if part.function_call is not None:
-                yield from self._call(part.function_call, part.thought_signature, choice)
+                yield from self._read_call(part.function_call, part.thought_signature, choice)
             elif part.thought:
-                yield deltas.ThinkingPiece(part.text or "", choice)
+                yield deltas.ReasoningDelta(part.text or "", choice)
                 if part.thought_signature:
-                    yield deltas.Sealed(part.thought_signature, "gemini", choice=choice)
+                    yield deltas.SignatureDelta(part.thought_signature, "gemini", choice=choice)
             elif part.text:
                 self._texts.setdefault(choice, []).append(part.text)
-                yield deltas.TextPiece(part.text, choice, logprobs)
+                yield deltas.TextDelta(part.text, choice, logprobs)
                 logprobs = None
         if row.grounding_metadata or row.citation_metadata:
             grounding = self._groundings.setdefault(choice, Grounding())
             grounding.add(row.grounding_metadata, row.citation_metadata)
-        if row.finish_reason and choice not in self._finished:
-            self._finished.add(choice)
-            reason = reason_of(row.finish_reason)
-            if reason == "stop" and self._calls.get(choice):
+        if row.finish_reason and choice not in self._finished_choices:
+            self._finished_choices.add(choice)
+            reason = parse_finish_reason(row.finish_reason)
+            if reason == "stop" and self._call_counts.get(choice):
                 reason = "tool_calls"  # Gemini has no reason for tool calls
-            yield from self._cited(choice)
-            yield deltas.Finished(reason, choice=choice)
+            yield from self._read_citations(choice)
+            yield deltas.Finish(reason, choice=choice)
 
-    def _cited(self, choice: int) -> Iterator[deltas.Delta]:
+    def _read_citations(self, choice: int) -> Iterator[deltas.Delta]:
         """Yield all citations at the end, when the text is complete in which their offsets count."""
         if choice in self._groundings:
-            text = Text("".join(self._texts.get(choice, ())))
-            yield from (deltas.Cited(each, choice) for each in self._groundings[choice].citations([text]))
+            text = TextContent("".join(self._texts.get(choice, ())))
+            yield from (deltas.CitationDelta(each, choice) for each in self._groundings[choice].citations([text]))
 
-    def _call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.Delta]:
-        slot = self._calls.get(choice, 0)
-        self._calls[choice] = slot + 1
+    def _read_call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.Delta]:
+        slot = self._call_counts.get(choice, 0)
+        self._call_counts[choice] = slot + 1
         if signature:
-            yield deltas.Sealed(signature, "gemini", choice=choice)
-        id = call.id or f"{MADE}{self._id + '-' if self._id else ''}{slot}"
-        yield deltas.ToolOpened(slot, id, call.name, choice)
-        yield deltas.ToolPiece(slot, msgspec.json.encode(call.args or {}).decode(), choice)
+            yield deltas.SignatureDelta(signature, "gemini", choice=choice)
+        id = call.id or f"{GENERATED_ID_PREFIX}{self._id + '-' if self._id else ''}{slot}"
+        yield deltas.ToolCallStart(slot, id, call.name, choice)
+        yield deltas.ToolCallArguments(slot, msgspec.json.encode(call.args or {}).decode(), choice)

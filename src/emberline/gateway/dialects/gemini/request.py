@@ -5,121 +5,121 @@ The model, and whether the reply is streamed, are in the URL and not in the body
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.adapt import merged
-from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.fields import Fields, each, unknown
-from emberline.gateway.dialects.gemini.content import FOREIGN_SEAL, ContentsParser, render_parts
-from emberline.gateway.dialects.gemini.names import camel
-from emberline.gateway.dialects.gemini.thinking import parse_reasoning, render_reasoning
-from emberline.gateway.dialects.gemini.words import WORDS
-from emberline.gateway.dialects.inner import (
-    Conversation,
+from emberline.gateway.dialects.adapt import merge_adjacent
+from emberline.gateway.dialects.canonical import (
+    CanonicalMessage,
+    CanonicalRequest,
+    CanonicalTool,
+    CanonicalToolChoice,
     Json,
-    Message,
-    Opaque,
+    OpaqueContent,
     ResponseFormat,
-    Text,
-    Tool,
-    ToolCall,
-    ToolChoice,
+    TextContent,
+    ToolCallContent,
 )
-from emberline.gateway.dialects.recipient import Recipient
-from emberline.gateway.dialects.schemas import GEMINI, from_gemini, restricted
+from emberline.gateway.dialects.change_report import ChangeReport
+from emberline.gateway.dialects.field_reader import FieldReader, parse_each, unknown_value_error
+from emberline.gateway.dialects.gemini.camel_case import to_camel_case
+from emberline.gateway.dialects.gemini.content import FOREIGN_CALL_SIGNATURE, ContentsParser, render_parts
+from emberline.gateway.dialects.gemini.field_names import FIELD_NAMES
+from emberline.gateway.dialects.gemini.thinking import parse_reasoning, render_reasoning
+from emberline.gateway.dialects.schemas import GEMINI_KEYWORDS, from_gemini_schema, restrict_keywords
+from emberline.gateway.dialects.target_model import TargetModel
 
-_COUNTS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # clients may write them as 40.0
-_MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
+_INTEGER_FIELDS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # clients may write them as 40.0
+_TOOL_MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
-def parse(body: Json) -> Conversation:
-    fields = Fields(camel(body), "")
-    request = Conversation("gemini", fields.take("model", str, "").removeprefix("models/"))
+def parse(body: Json) -> CanonicalRequest:
+    fields = FieldReader(to_camel_case(body), "")
+    request = CanonicalRequest("gemini", fields.take("model", str, "").removeprefix("models/"))
     if request.model:
-        request.kept["model"] = camel(body)["model"]
+        request.source_fields["model"] = to_camel_case(body)["model"]
     parser = ContentsParser()
-    request.messages = each(fields.need("contents", list), "contents", parser.message)
+    request.messages = parse_each(fields.require("contents", list), "contents", parser.parse_message)
     if (system := fields.take("systemInstruction", dict)) is not None:
-        request.system = parser.message(system, "systemInstruction").parts
-        request.kept["systemInstruction"] = system
+        request.system = parser.parse_message(system, "systemInstruction").parts
+        request.source_fields["systemInstruction"] = system
     _parse_tools(fields, request)
     if (config := fields.take("generationConfig", dict)) is not None:
-        left = _parse_config(Fields(config, "generationConfig"), request)
-        request.keep("generationConfig", config, read=config.keys() - left)
-    request.extra = fields.left
+        left = _parse_config(FieldReader(config, "generationConfig"), request)
+        request.keep_source_field("generationConfig", config, understood=config.keys() - left)
+    request.extra = fields.unread
     return request
 
 
-def _parse_config(config: Fields, request: Conversation) -> Json:
+def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
     """Read generationConfig into `request` and return the fields that were not understood."""
-    for name in _COUNTS:
-        if isinstance(value := config.left.get(name), float) and value.is_integer():
-            config.left[name] = int(value)
-    WORDS.take(config, request)
-    mime, schema = config.take("responseMimeType", str), config.raw("responseJsonSchema")
-    if schema is None and (own := config.raw("responseSchema")) is not None:
-        schema = from_gemini(own)
+    for name in _INTEGER_FIELDS:
+        if isinstance(value := config.unread.get(name), float) and value.is_integer():
+            config.unread[name] = int(value)
+    FIELD_NAMES.read_direct_fields(config, request)
+    mime, schema = config.take("responseMimeType", str), config.take_any("responseJsonSchema")
+    if schema is None and (own := config.take_any("responseSchema")) is not None:
+        schema = from_gemini_schema(own)
     if schema is not None:
         request.response_format = ResponseFormat("schema", schema)
     elif mime == "application/json":
         request.response_format = ResponseFormat("json")
     elif mime not in (None, "text/plain"):
-        config.left["responseMimeType"] = mime
+        config.unread["responseMimeType"] = mime
     if config.take("responseLogprobs", bool):
         request.logprobs = config.take("logprobs", int, 0)
     request.reasoning = parse_reasoning(config.take("thinkingConfig", dict))
-    return config.left
+    return config.unread
 
 
-def _parse_tools(fields: Fields, request: Conversation) -> None:
+def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
     if (tools := fields.take("tools", list)) is not None:
-        request.kept["tools"] = tools
+        request.source_fields["tools"] = tools
         for index, raw in enumerate(tools):
-            kinds = Fields(raw, f"tools[{index}]")
+            kinds = FieldReader(raw, f"tools[{index}]")
             rows = kinds.take("functionDeclarations", list, [])
-            request.tools += each(rows, kinds.at("functionDeclarations"), _parse_tool)
-            request.tools += [Opaque(kind, {kind: value}) for kind, value in kinds.left.items()]
+            request.tools += parse_each(rows, kinds.path_of("functionDeclarations"), _parse_tool)
+            request.tools += [OpaqueContent(kind, {kind: value}) for kind, value in kinds.unread.items()]
     if (config := fields.take("toolConfig", dict)) is None:
         return
-    request.keep("toolConfig", config, read=("functionCallingConfig",))
-    calling = Fields(config.get("functionCallingConfig") or {}, "toolConfig.functionCallingConfig")
+    request.keep_source_field("toolConfig", config, understood=("functionCallingConfig",))
+    calling = FieldReader(config.get("functionCallingConfig") or {}, "toolConfig.functionCallingConfig")
     mode = calling.take("mode", str, "AUTO")
-    if mode not in _MODES:
-        raise unknown(mode, calling.at("mode"), ", ".join(_MODES))
-    names = calling.texts("allowedFunctionNames") or []
+    if mode not in _TOOL_MODES:
+        raise unknown_value_error(mode, calling.path_of("mode"), ", ".join(_TOOL_MODES))
+    names = calling.take_strings("allowedFunctionNames") or []
     if mode == "VALIDATED":
-        calling.left["mode"] = mode  # other formats have only auto
-    request.unread |= {calling.at(name): value for name, value in calling.left.items()}
-    known = "named" if mode == "ANY" and len(names) == 1 else _MODES[mode]
-    request.tool_choice = ToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
+        calling.unread["mode"] = mode  # other formats have only auto
+    request.unmapped_fields |= {calling.path_of(name): value for name, value in calling.unread.items()}
+    known = "named" if mode == "ANY" and len(names) == 1 else _TOOL_MODES[mode]
+    request.tool_choice = CanonicalToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
 
 
-def _parse_tool(raw: object, path: str) -> Tool:
-    fields = Fields(raw, path)
-    name, description = fields.need("name", str), fields.take("description", str)
-    schema = fields.raw("parametersJsonSchema")
+def _parse_tool(raw: object, path: str) -> CanonicalTool:
+    fields = FieldReader(raw, path)
+    name, description = fields.require("name", str), fields.take("description", str)
+    schema = fields.take_any("parametersJsonSchema")
     if schema is None:
-        schema = from_gemini(fields.raw("parameters"))
-    return Tool(name, description, schema, extra=fields.left)
+        schema = from_gemini_schema(fields.take_any("parameters"))
+    return CanonicalTool(name, description, schema, extra=fields.unread)
 
 
-def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
     if request.dialect == "gemini":
         contents = [_render_content(message, {}) for message in request.messages]
-        return {"contents": contents, **request.kept, **request.extra}
+        return {"contents": contents, **request.source_fields, **request.extra}
     _hoist_system(request, changes)
-    messages = merged(request.messages, roles=("user", "assistant"))
-    names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, ToolCall)}
+    messages = merge_adjacent(request.messages, roles=("user", "assistant"))
+    names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, ToolCallContent)}
     contents = [_render_content(message, names) for message in messages]
     body: Json = {"contents": [content for content in contents if content["parts"]]}
-    if target_model.gemini >= 3:
+    if target_model.gemini_generation >= 3:
         _sign_calls(body["contents"], changes)
     if request.system:
         body["systemInstruction"] = {"parts": render_parts(request.system, {})}
     if request.tools:
         body["tools"] = [{"functionDeclarations": [_render_tool(tool, changes) for tool in request.tools]}]
-        _render_choice(request, body)
-    config = WORDS.said(request)
+        _render_tool_choice(request, body)
+    config = FIELD_NAMES.render_direct_fields(request)
     if request.response_format and request.response_format.kind != "text":
-        config |= _render_format(request.response_format, changes)
+        config |= _render_response_format(request.response_format, changes)
     if request.logprobs is not None:
         config |= {"responseLogprobs": True} | ({"logprobs": request.logprobs} if request.logprobs else {})
     if request.reasoning:
@@ -127,13 +127,13 @@ def render(request: Conversation, target_model: Recipient, changes: Changes) -> 
     if config:
         body["generationConfig"] = config
     if request.parallel_tools is False:
-        changes.say("parallel_tools", "gemini cannot disable parallel tool calls")
+        changes.report("parallel_tools", "gemini cannot disable parallel tool calls")
     for name in ("user", "metadata", "verbosity"):
-        changes.dropped(getattr(request, name) or None, name, "gemini")
+        changes.report_unsupported(getattr(request, name) or None, name, "gemini")
     return body
 
 
-def _render_content(message: Message, names: dict[str, str]) -> Json:
+def _render_content(message: CanonicalMessage, names: dict[str, str]) -> Json:
     role = {"role": "model" if message.role == "assistant" else "user"}
     extra = message.extra
     if message.shape == "list":  # parsed from Gemini: `extra` has the role as it was written, if any
@@ -141,45 +141,45 @@ def _render_content(message: Message, names: dict[str, str]) -> Json:
     return {**role, "parts": render_parts(message.parts, names), **extra}
 
 
-def _hoist_system(request: Conversation, changes: Changes) -> None:
-    rest: list[Message] = []
+def _hoist_system(request: CanonicalRequest, changes: ChangeReport) -> None:
+    rest: list[CanonicalMessage] = []
     for message in request.messages:
         if message.role not in ("system", "developer"):
             rest.append(message)
             continue
         request.system += message.parts
         if rest:
-            changes.say("system", "later system messages were moved to the beginning", within=".role")
-    request.system = [part for part in request.system if isinstance(part, Text)]
+            changes.report("system", "later system messages were moved to the beginning", subfield=".role")
+    request.system = [part for part in request.system if isinstance(part, TextContent)]
     request.messages = rest
 
 
-def _sign_calls(contents: list[Json], changes: Changes) -> None:
+def _sign_calls(contents: list[Json], changes: ChangeReport) -> None:
     """Add Google's placeholder signature: Gemini 3 requires one on the first call of a message."""
     for content in contents:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:
-            first["thoughtSignature"] = FOREIGN_SEAL
-            changes.say("messages", "Google's placeholder was added to a tool call without a signature",
-                        within=".thoughtSignature")  # fmt: skip
+            first["thoughtSignature"] = FOREIGN_CALL_SIGNATURE
+            changes.report("messages", "Google's placeholder was added to a tool call without a signature",
+                        subfield=".thoughtSignature")  # fmt: skip
 
 
-def _render_tool(tool: Tool | Opaque, changes: Changes) -> Json:
-    assert isinstance(tool, Tool), "adapt() removed all others"
+def _render_tool(tool: CanonicalTool | OpaqueContent, changes: ChangeReport) -> Json:
+    assert isinstance(tool, CanonicalTool), "adapt() removed all others"
     result: Json = {"name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
     if tool.schema is not None:
-        result["parametersJsonSchema"] = restricted(
+        result["parametersJsonSchema"] = restrict_keywords(
             tool.schema,
-            GEMINI,
-            lambda word: changes.at(f"tools[].{word}", "gemini does not support this schema keyword"),
+            GEMINI_KEYWORDS,
+            lambda word: changes.report_path(f"tools[].{word}", "gemini does not support this schema keyword"),
         )
     return result
 
 
-def _render_choice(request: Conversation, body: Json) -> None:
-    choice = request.tool_choice or ToolChoice("auto")
-    strict = any(isinstance(tool, Tool) and tool.strict for tool in request.tools)
+def _render_tool_choice(request: CanonicalRequest, body: Json) -> None:
+    choice = request.tool_choice or CanonicalToolChoice("auto")
+    strict = any(isinstance(tool, CanonicalTool) and tool.strict for tool in request.tools)
     modes = {
         "auto": "VALIDATED" if strict or choice.names else "AUTO",
         "none": "NONE",
@@ -193,14 +193,14 @@ def _render_choice(request: Conversation, body: Json) -> None:
         body["toolConfig"] = {"functionCallingConfig": calling}
 
 
-def _render_format(response_format: ResponseFormat, changes: Changes) -> Json:
+def _render_response_format(response_format: ResponseFormat, changes: ChangeReport) -> Json:
     result: Json = {"responseMimeType": "application/json"}
     if response_format.kind == "schema":
-        result["responseJsonSchema"] = restricted(
+        result["responseJsonSchema"] = restrict_keywords(
             response_format.schema,
-            GEMINI,
-            lambda word: changes.say(
-                "response_format", "gemini does not support this schema keyword", within=f".{word}"
+            GEMINI_KEYWORDS,
+            lambda word: changes.report(
+                "response_format", "gemini does not support this schema keyword", subfield=f".{word}"
             ),
         )
     return result

@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.effort import budget_of, effort_of, nearest
-from emberline.gateway.dialects.inner import Effort, Json, Reasoning
-from emberline.gateway.dialects.recipient import Recipient
+from emberline.gateway.dialects.canonical import Effort, Json, ReasoningOptions
+from emberline.gateway.dialects.change_report import ChangeReport
+from emberline.gateway.dialects.effort import budget_for_effort, effort_for_budget, nearest_effort
+from emberline.gateway.dialects.target_model import TargetModel
 
 _LEVELS: tuple[Effort, ...] = ("minimal", "low", "medium", "high")
-MOST_BUDGET = 24576  # accepted by all models that take a budget
-LEAST_OF_PRO = 128  # Pro models always think
+MAX_BUDGET_TOKENS = 24576  # accepted by all models that take a budget
+MIN_PRO_BUDGET_TOKENS = 128  # Pro models always think
 
 
-def parse_reasoning(config: Json | None) -> Reasoning | None:
+def parse_reasoning(config: Json | None) -> ReasoningOptions | None:
     if config is None:
         return None
     level, budget = config.get("thinkingLevel"), config.get("thinkingBudget")
     effort = next((known for known in _LEVELS if str(level).lower() == known), None)
     show = config.get("includeThoughts")
-    return Reasoning(effort, budget if isinstance(budget, int) else None, show if isinstance(show, bool) else None)
+    return ReasoningOptions(
+        effort, budget if isinstance(budget, int) else None, show if isinstance(show, bool) else None
+    )
 
 
-def render_reasoning(options: Reasoning, target_model: Recipient, changes: Changes) -> Json:
+def render_reasoning(options: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Json:
     effort, budget = options.effort, options.budget
     is_disabled = effort == "none" or budget == 0
-    result: Json = {} if is_disabled else {"includeThoughts": options.show is not False}
+    result: Json = {} if is_disabled else {"includeThoughts": options.include_reasoning is not False}
     if effort is None and budget is None:
         return result
-    if target_model.gemini >= 3 or not target_model.gemini:
+    if target_model.gemini_generation >= 3 or not target_model.gemini_generation:
         if effort is None:
             assert budget is not None
-            level = nearest(effort_of(budget), target_model.gemini_efforts)
-            changes.say("reasoning", f"a budget of {budget} tokens was replaced by level {level}")
-        elif (level := nearest(effort, target_model.gemini_efforts)) != effort:
-            changes.say("reasoning", f"effort {effort} was replaced by level {level}")
+            level = nearest_effort(effort_for_budget(budget), target_model.gemini_efforts)
+            changes.report("reasoning", f"a budget of {budget} tokens was replaced by level {level}")
+        elif (level := nearest_effort(effort, target_model.gemini_efforts)) != effort:
+            changes.report("reasoning", f"effort {effort} was replaced by level {level}")
         return result | {"thinkingLevel": level}
     if budget is None:
         assert effort is not None
-        budget = min(budget_of(effort), MOST_BUDGET)
+        budget = min(budget_for_effort(effort), MAX_BUDGET_TOKENS)
         if effort != "none":
-            changes.say("reasoning", f"effort {effort} was replaced by a budget of {budget} tokens")
-    elif budget > MOST_BUDGET:
-        budget = MOST_BUDGET
-        changes.say("reasoning", f"the budget was reduced to {budget} tokens")
-    if 0 <= budget < LEAST_OF_PRO and "-pro" in target_model.model:
-        budget = LEAST_OF_PRO
-        changes.say("reasoning", f"the budget was raised to this model's minimum of {budget} tokens")
+            changes.report("reasoning", f"effort {effort} was replaced by a budget of {budget} tokens")
+    elif budget > MAX_BUDGET_TOKENS:
+        budget = MAX_BUDGET_TOKENS
+        changes.report("reasoning", f"the budget was reduced to {budget} tokens")
+    if 0 <= budget < MIN_PRO_BUDGET_TOKENS and "-pro" in target_model.model:
+        budget = MIN_PRO_BUDGET_TOKENS
+        changes.report("reasoning", f"the budget was raised to this model's minimum of {budget} tokens")
     return result | {"thinkingBudget": budget}

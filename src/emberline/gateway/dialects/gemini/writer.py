@@ -10,110 +10,130 @@ from typing import TypeAlias
 
 from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import counts, deltas
-from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.finish import TO_GEMINI
-from emberline.gateway.dialects.gemini.citations import render as render_citations
-from emberline.gateway.dialects.gemini.content import render_parts, shown_seal
-from emberline.gateway.dialects.gemini.reply import logprobs_result
-from emberline.gateway.dialects.inner import Citation, Json, Part, Text, Thinking, ToolCall
-from emberline.gateway.dialects.problems import error_body
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects import usage as counts
+from emberline.gateway.dialects.canonical import Citation, Json, Part, ReasoningContent, TextContent, ToolCallContent
+from emberline.gateway.dialects.errors import render_error
+from emberline.gateway.dialects.finish_reasons import TO_GEMINI
+from emberline.gateway.dialects.gemini.citations import render_grounding as render_citations
+from emberline.gateway.dialects.gemini.content import encode_gemini_signature, render_parts
+from emberline.gateway.dialects.gemini.reply import render_logprobs
+from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.errors import UpstreamBroken
 
-_TEXT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
+_TEXT_EVENT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
 
-_Rare: TypeAlias = (
-    deltas.TextPiece | deltas.Cited | deltas.RefusalPiece | deltas.Sealed | deltas.ToolOpened | deltas.Finished
+_UncommonDelta: TypeAlias = (
+    deltas.TextDelta
+    | deltas.CitationDelta
+    | deltas.RefusalDelta
+    | deltas.SignatureDelta
+    | deltas.ToolCallStart
+    | deltas.Finish
 )
 
 
 @dataclass(slots=True)
 class _Candidate:
-    calls: dict[int, tuple[deltas.ToolOpened, list[str]]] = field(
+    calls: dict[int, tuple[deltas.ToolCallStart, list[str]]] = field(
         default_factory=dict
     )  # slot -> an incomplete call and its argument fragments
-    seals: dict[int, str] = field(default_factory=dict)  # slot -> signature of the call
-    seal: str = ""  # signature of the next call
+    signatures: dict[int, str] = field(default_factory=dict)  # slot -> signature of the call
+    next_signature: str = ""  # signature of the next call
     text: list[str] = field(default_factory=list)
-    cited: list[Citation] = field(default_factory=list)  # sent with the last event
-    refused: bool = False
-    finished: deltas.Finished | None = None
+    citations: list[Citation] = field(default_factory=list)  # sent with the last event
+    has_refusal: bool = False
+    finish: deltas.Finish | None = None
 
 
-class Writer:
-    def __init__(self, context: Asked) -> None:
-        self._asked = context
+class GeminiEventWriter:
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
         self._tail = b""  # end of every event: model and id
         self._candidates: dict[int, _Candidate] = {}
         self._usage: Usage | None = None
 
-    def push(self, delta: deltas.Delta) -> bytes:
+    def write(self, delta: deltas.Delta) -> bytes:
         match delta:
-            case deltas.TextPiece(logprobs=None):
-                self._of(delta.choice).text.append(delta.text)
-                return self._flush(delta.choice) + _TEXT % (sse.dumps(delta.text), b"", delta.choice, self._tail)
-            case deltas.ThinkingPiece():
+            case deltas.TextDelta(logprobs=None):
+                self._candidate_of(delta.choice).text.append(delta.text)
+                return self._flush_calls(delta.choice) + _TEXT_EVENT % (
+                    sse.dumps(delta.text),
+                    b"",
+                    delta.choice,
+                    self._tail,
+                )
+            case deltas.ReasoningDelta():
                 text = sse.dumps(delta.text)
-                return self._flush(delta.choice) + _TEXT % (text, b',"thought":true', delta.choice, self._tail)
-            case deltas.ToolPiece():
-                if delta.slot not in self._of(delta.choice).calls:
-                    raise Broken("the stream has tool call arguments after other content")
-                self._of(delta.choice).calls[delta.slot][1].append(delta.text)
-            case deltas.Opened():
+                return self._flush_calls(delta.choice) + _TEXT_EVENT % (
+                    text,
+                    b',"thought":true',
+                    delta.choice,
+                    self._tail,
+                )
+            case deltas.ToolCallArguments():
+                if delta.slot not in self._candidate_of(delta.choice).calls:
+                    raise UpstreamBroken("the stream has tool call arguments after other content")
+                self._candidate_of(delta.choice).calls[delta.slot][1].append(delta.text)
+            case deltas.StreamStart():
                 assert not self._tail, "a stream has one start"
-                self._asked.name(delta)
+                self._context.set_identity(delta)
                 identity = {"modelVersion": delta.model, "responseId": delta.id}
                 self._tail = b"," + sse.dumps(identity)[1:] + b"\n\n"
-            case deltas.Counted():
+            case deltas.UsageUpdate():
                 self._usage = delta.usage
-            case deltas.Ended():
+            case deltas.StreamEnd():
                 return self._end()
             case _:
-                return self._rare(delta, self._of(delta.choice))
+                return self._write_uncommon_delta(delta, self._candidate_of(delta.choice))
         return b""
 
-    def fail(self, error: Exception) -> bytes:
-        return sse.data(error_body(error, "gemini"))
+    def write_error(self, error: Exception) -> bytes:
+        return sse.data_event(render_error(error, "gemini"))
 
-    def _rare(self, delta: _Rare, candidate: _Candidate) -> bytes:
+    def _write_uncommon_delta(self, delta: _UncommonDelta, candidate: _Candidate) -> bytes:
         match delta:
-            case deltas.TextPiece():
+            case deltas.TextDelta():
                 candidate.text.append(delta.text)
-                more = {"logprobsResult": logprobs_result(delta.logprobs or [])}
-                return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}], more)
-            case deltas.RefusalPiece():
-                candidate.refused = True
-                return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
-            case deltas.Cited():
-                candidate.cited.append(delta.citation)
-            case deltas.Sealed() if delta.family == "gemini":
-                candidate.seal = delta.seal
-            case deltas.Sealed() if not delta.redacted:
-                thought = {"text": "", "thought": True, "thoughtSignature": shown_seal(delta.seal, delta.family)}
-                return self._flush(delta.choice) + self._event(delta.choice, [thought])
-            case deltas.ToolOpened():
+                more = {"logprobsResult": render_logprobs(delta.logprobs or [])}
+                return self._flush_calls(delta.choice) + self._event(delta.choice, [{"text": delta.text}], more)
+            case deltas.RefusalDelta():
+                candidate.has_refusal = True
+                return self._flush_calls(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
+            case deltas.CitationDelta():
+                candidate.citations.append(delta.citation)
+            case deltas.SignatureDelta() if delta.origin == "gemini":
+                candidate.next_signature = delta.signature
+            case deltas.SignatureDelta() if not delta.redacted:
+                thought = {
+                    "text": "",
+                    "thought": True,
+                    "thoughtSignature": encode_gemini_signature(delta.signature, delta.origin),
+                }
+                return self._flush_calls(delta.choice) + self._event(delta.choice, [thought])
+            case deltas.ToolCallStart():
                 candidate.calls[delta.slot] = (delta, [])
-                candidate.seals[delta.slot], candidate.seal = candidate.seal, ""
-            case deltas.Finished():
-                candidate.finished = delta
-                return self._flush(delta.choice)
+                candidate.signatures[delta.slot], candidate.next_signature = candidate.next_signature, ""
+            case deltas.Finish():
+                candidate.finish = delta
+                return self._flush_calls(delta.choice)
         return b""
 
-    def _of(self, choice: int) -> _Candidate:
+    def _candidate_of(self, choice: int) -> _Candidate:
         if (candidate := self._candidates.get(choice)) is None:
             candidate = self._candidates[choice] = _Candidate()
         return candidate
 
-    def _flush(self, choice: int) -> bytes:
+    def _flush_calls(self, choice: int) -> bytes:
         """Write the collected tool calls: they are complete as soon as other content follows."""
-        candidate = self._of(choice)
+        candidate = self._candidate_of(choice)
         if not candidate.calls:
             return b""
         parts: list[Part] = []
         for slot, (call, pieces) in candidate.calls.items():
-            if candidate.seals[slot]:
-                parts.append(Thinking("", "gemini", candidate.seals[slot]))
-            parts.append(ToolCall(call.id, call.name, "".join(pieces)))
+            if candidate.signatures[slot]:
+                parts.append(ReasoningContent("", "gemini", candidate.signatures[slot]))
+            parts.append(ToolCallContent(call.id, call.name, "".join(pieces)))
         candidate.calls = {}
         return self._event(choice, render_parts(parts, {}))
 
@@ -125,12 +145,12 @@ class Writer:
         """Write the last event, with the finish reasons, citations and usage."""
         rows: list[Json] = []
         for choice, candidate in sorted(self._candidates.items()):
-            assert candidate.finished is not None and not candidate.calls, (
+            assert candidate.finish is not None and not candidate.calls, (
                 "a finish reason precedes the end of the stream"
             )
-            reason = "SAFETY" if candidate.refused else TO_GEMINI[candidate.finished.reason]
+            reason = "SAFETY" if candidate.has_refusal else TO_GEMINI[candidate.finish.reason]
             content = {"parts": [{"text": ""}], "role": "model"}
-            cited = render_citations([(0, Text("".join(candidate.text), citations=candidate.cited))])
+            cited = render_citations([(0, TextContent("".join(candidate.text), citations=candidate.citations))])
             rows.append({"content": content, "finishReason": reason, "index": choice, **cited})
-        usage = {} if self._usage is None else {"usageMetadata": counts.gemini(self._usage)}
+        usage = {} if self._usage is None else {"usageMetadata": counts.render_gemini_usage(self._usage)}
         return b"data: " + sse.dumps({"candidates": rows} | usage)[:-1] + self._tail

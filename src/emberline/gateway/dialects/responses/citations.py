@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from emberline.gateway.dialects.chat.citations import page, told
-from emberline.gateway.dialects.citations import lifted, spread
-from emberline.gateway.dialects.inner import Citation, Json, Part, Text
+from emberline.gateway.dialects.canonical import Citation, Json, Part, TextContent
+from emberline.gateway.dialects.chat.citations import parse_url_citation, render_url_citation
+from emberline.gateway.dialects.citations import assign_citations, extract_citations
 
 
-def parse(raw: object) -> Citation | None:
+def parse_citation(raw: object) -> Citation | None:
     match raw:
         case {"type": "url_citation", **data}:
-            return page(data)
+            return parse_url_citation(data)
     return None
 
 
-def lift(parts: Iterable[Part]) -> None:
+def extract_from_parts(parts: Iterable[Part]) -> None:
     for part in parts:
-        if isinstance(part, Text):
-            spread([part], lifted(part.extra, "annotations", parse))
+        if isinstance(part, TextContent):
+            assign_citations([part], extract_citations(part.extra, "annotations", parse_citation))
 
 
-def render(citation: Citation) -> Json:
-    return {"type": "url_citation", **told(citation)}
+def render_citation(citation: Citation) -> Json:
+    return {"type": "url_citation", **render_url_citation(citation)}

@@ -9,13 +9,13 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
-from emberline.gateway.dialects.calls import Calls
+from emberline.gateway.dialects.canonical import Json
+from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.events import EventDecoder
-from emberline.gateway.dialects.inner import Json
-from emberline.gateway.dialects.problems import raised
-from emberline.gateway.dialects.responses.citations import parse
-from emberline.gateway.dialects.responses.reply import reason_of
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.responses.citations import parse_citation
+from emberline.gateway.dialects.responses.reply import parse_finish_reason
+from emberline.gateway.dialects.tool_call_slots import ToolCallSlots
+from emberline.gateway.errors import UpstreamBroken
 
 
 class _Item(msgspec.Struct):
@@ -52,89 +52,95 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-_EVENTS = EventDecoder(_Event, "Responses")
+_DECODER = EventDecoder(_Event, "Responses")
 
 
-class Reader:
+class ResponsesEventReader:
     def __init__(self) -> None:
-        self._calls = Calls()
-        self._thought: tuple[int, int, int] | None = None  # (item, summary, content) index of the last reasoning delta
-        self._begins: dict[tuple[int, int], int] = {}  # (item, content) index of a text part -> characters before it
-        self._told = 0
+        self._calls = ToolCallSlots()
+        self._reasoning_part: tuple[int, int, int] | None = (
+            None  # (item, summary, content) index of the last reasoning delta
+        )
+        self._text_offsets: dict[
+            tuple[int, int], int
+        ] = {}  # (item, content) index of a text part -> characters before it
+        self._text_length = 0
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
             return  # some providers send it, although Responses has no such event
-        decoded = _EVENTS.decode(event)
+        decoded = _DECODER.decode(event)
         if decoded.type == "response.output_text.delta" and isinstance(
             decoded.delta, str
         ):  # fast path: nearly all events are
-            self._begins.setdefault((decoded.output_index, decoded.content_index), self._told)
-            self._told += len(decoded.delta)
-            yield deltas.TextPiece(decoded.delta, logprobs=decoded.logprobs or None)
+            self._text_offsets.setdefault((decoded.output_index, decoded.content_index), self._text_length)
+            self._text_length += len(decoded.delta)
+            yield deltas.TextDelta(decoded.delta, logprobs=decoded.logprobs or None)
             return
         match decoded:
             case _Event(type="response.function_call_arguments.delta", delta=str(text)):
-                yield self._calls.piece(decoded.output_index, text)
+                yield self._calls.add_arguments(decoded.output_index, text)
             case _Event(type="response.reasoning_summary_text.delta" | "response.reasoning_text.delta", delta=str()):
-                yield from self._think(decoded)
+                yield from self._read_reasoning(decoded)
             case _Event(type="response.refusal.delta", delta=str(text)):
-                yield deltas.RefusalPiece(text)
+                yield deltas.RefusalDelta(text)
             case _Event(type="response.output_text.annotation.added"):
-                if (citation := parse(decoded.annotation)) is not None:
+                if (citation := parse_citation(decoded.annotation)) is not None:
                     place = (decoded.output_index, decoded.content_index)
-                    yield deltas.Cited(citation.moved(self._begins.get(place, self._told)))
+                    yield deltas.CitationDelta(citation.with_offset(self._text_offsets.get(place, self._text_length)))
             case _Event(type="response.output_item.added", item=_Item() as item):
-                yield from self._added(decoded.output_index, item)
+                yield from self._read_added_item(decoded.output_index, item)
             case _Event(type="response.output_item.done", item=_Item() as item):
-                yield from self._done(decoded.output_index, item)
+                yield from self._read_done_item(decoded.output_index, item)
             case _Event(response=_Response() as response):
-                yield from self._whole(decoded.type, response)
+                yield from self._read_response(decoded.type, response)
             case _Event(type="error" | "response.failed"):
-                raise raised({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
-            case _Event(type=kind) if kind in _NEEDED:
-                raise Broken(f"an event of the stream lacks its content: {kind}")
+                raise stream_error({"error": decoded.error or {"message": decoded.message, "code": decoded.code}})
+            case _Event(type=kind) if kind in _EVENTS_WITH_CONTENT:
+                raise UpstreamBroken(f"an event of the stream lacks its content: {kind}")
         # All other events repeat content, or belong to server-side tools.
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _whole(self, kind: str, response: _Response) -> Iterator[deltas.Delta]:
+    def _read_response(self, kind: str, response: _Response) -> Iterator[deltas.Delta]:
         match kind:
             case "response.created":
-                yield deltas.Opened(response.id, response.model, int(response.created_at or 0))
+                yield deltas.StreamStart(response.id, response.model, int(response.created_at or 0))
             case "response.failed":
-                raise raised({"error": response.error or {"message": "the response failed"}})
+                raise stream_error({"error": response.error or {"message": "the response failed"}})
             case "response.completed" | "response.incomplete":
-                reason = reason_of(response.status, response.incomplete_details)
-                yield deltas.Finished("tool_calls" if reason == "stop" and self._calls else reason)
-                if (usage := Usage.read("openai-responses", response.usage)) is not None:
-                    yield deltas.Counted(usage)
-                yield deltas.Ended()
+                reason = parse_finish_reason(response.status, response.incomplete_details)
+                yield deltas.Finish("tool_calls" if reason == "stop" and self._calls else reason)
+                if (usage := Usage.parse("openai-responses", response.usage)) is not None:
+                    yield deltas.UsageUpdate(usage)
+                yield deltas.StreamEnd()
 
-    def _think(self, decoded: _Event) -> Iterator[deltas.Delta]:
+    def _read_reasoning(self, decoded: _Event) -> Iterator[deltas.Delta]:
         part = (decoded.output_index, decoded.summary_index, decoded.content_index)
-        if self._thought is not None and self._thought[0] == part[0] and self._thought != part:
-            yield deltas.ThinkingPiece("\n\n")  # between the parts of one item
-        self._thought = part
-        yield deltas.ThinkingPiece(decoded.delta)
+        if self._reasoning_part is not None and self._reasoning_part[0] == part[0] and self._reasoning_part != part:
+            yield deltas.ReasoningDelta("\n\n")  # between the parts of one item
+        self._reasoning_part = part
+        yield deltas.ReasoningDelta(decoded.delta)
 
-    def _added(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
+    def _read_added_item(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
         if item.type != "function_call":
             return
         if item.call_id is None or item.name is None or index in self._calls:
-            raise Broken(f"tool call {index} of the stream has no call_id or name, or its index is already used")
+            raise UpstreamBroken(
+                f"tool call {index} of the stream has no call_id or name, or its index is already used"
+            )
         yield self._calls.open(index, item.call_id, item.name)
 
-    def _done(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
+    def _read_done_item(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
         if item.type == "reasoning" and item.encrypted_content:
-            yield deltas.Sealed(item.encrypted_content, "openai-responses")
+            yield deltas.SignatureDelta(item.encrypted_content, "openai-responses")
         elif item.type == "function_call":
             whole = item.arguments if isinstance(item.arguments, str) else ""
-            yield from self._calls.rest(index, whole or "{}")
+            yield from self._calls.close(index, whole or "{}")
 
 
-_NEEDED = frozenset(
+_EVENTS_WITH_CONTENT = frozenset(
     {
         "response.created",
         "response.completed",

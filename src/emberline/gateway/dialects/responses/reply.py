@@ -3,72 +3,75 @@
 from __future__ import annotations
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import counts, seals
-from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.deltas import Opened
-from emberline.gateway.dialects.fields import Fields
-from emberline.gateway.dialects.finish import RESPONSES, TO_RESPONSES, settled
-from emberline.gateway.dialects.inner import (
-    Answer,
-    Choice,
+from emberline.gateway.dialects import signatures
+from emberline.gateway.dialects import usage as counts
+from emberline.gateway.dialects.canonical import (
+    CanonicalChoice,
+    CanonicalReply,
+    FinishReason,
     Json,
     Part,
-    Reason,
-    Refusal,
-    Text,
-    Thinking,
-    ToolCall,
+    ReasoningContent,
+    RefusalContent,
+    TextContent,
+    ToolCallContent,
 )
-from emberline.gateway.dialects.problems import raised
+from emberline.gateway.dialects.change_report import ChangeReport
+from emberline.gateway.dialects.deltas import StreamStart
+from emberline.gateway.dialects.errors import stream_error
+from emberline.gateway.dialects.field_reader import FieldReader
+from emberline.gateway.dialects.finish_reasons import FROM_RESPONSES, TO_RESPONSES, correct_finish_reason
+from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
-from emberline.gateway.errors import Broken
+from emberline.gateway.errors import UpstreamBroken
 
 # Required fields of every reply that repeat the request, for requests without them.
-_ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+_DEFAULT_ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
-def parse(body: Json, changes: Changes) -> Answer:
-    fields = Fields(body, "")
-    if fields.left.get("status") in ("failed", "cancelled"):
-        raise raised(
-            {"error": fields.left.get("error") or {"message": f"the response has status {fields.left['status']!r}"}}
+def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
+    fields = FieldReader(body, "")
+    if fields.unread.get("status") in ("failed", "cancelled"):
+        raise stream_error(
+            {"error": fields.unread.get("error") or {"message": f"the response has status {fields.unread['status']!r}"}}
         )
     id, model = fields.take("id", str, ""), fields.take("model", str, "")
     parts: list[Part] = []
     logprobs: list[Json] = []
-    for index, raw in enumerate(fields.need("output", list)):
+    for index, raw in enumerate(fields.require("output", list)):
         for part in parse_item(raw, f"output[{index}]").parts:
-            if isinstance(part, Text):
+            if isinstance(part, TextContent):
                 logprobs += part.extra.get("logprobs") or []
             parts.append(part)
-    citations.lift(parts)
-    reason = reason_of(fields.left.get("status"), fields.take("incomplete_details", dict))
-    choice = Choice(parts, settled(reason, parts), logprobs=logprobs or None)
+    citations.extract_from_parts(parts)
+    reason = parse_finish_reason(fields.unread.get("status"), fields.take("incomplete_details", dict))
+    choice = CanonicalChoice(parts, correct_finish_reason(reason, parts), logprobs=logprobs or None)
     created = int(fields.take("created_at", float, 0))
-    return Answer("openai-responses", id, model, [choice], created, Usage.found("openai-responses", body))
+    return CanonicalReply("openai-responses", id, model, [choice], created, Usage.find_in("openai-responses", body))
 
 
-def reason_of(status: object, details: Json | None) -> Reason:
-    return "stop" if status != "incomplete" else RESPONSES.get(str((details or {}).get("reason")), "length")
+def parse_finish_reason(status: object, details: Json | None) -> FinishReason:
+    return "stop" if status != "incomplete" else FROM_RESPONSES.get(str((details or {}).get("reason")), "length")
 
 
-def render(answer: Answer, context: Asked) -> Json:
+def render(answer: CanonicalReply, context: ReplyContext) -> Json:
     if not answer.choices:
-        raise Broken("the provider's reply has no choices")
-    context.name(answer)
+        raise UpstreamBroken("the provider's reply has no choices")
+    context.set_identity(answer)
     choice = answer.choices[0]
-    incomplete_reason = TO_RESPONSES[choice.reason or "stop"]
+    incomplete_reason = TO_RESPONSES[choice.finish_reason or "stop"]
     items = [
-        _item(part, item_id(answer.id, index), choice) for index, part in enumerate(choice.parts) if _has_place(part)
+        _render_item(part, item_id(answer.id, index), choice)
+        for index, part in enumerate(choice.parts)
+        if _is_representable(part)
     ]
-    return response(answer, context, items, incomplete_reason=incomplete_reason, usage=answer.usage)
+    return render_response(answer, context, items, incomplete_reason=incomplete_reason, usage=answer.usage)
 
 
-def response(
-    reply: Answer | Opened,
-    context: Asked,
+def render_response(
+    reply: CanonicalReply | StreamStart,
+    context: ReplyContext,
     items: list[Json],
     *,
     status: str | None = None,
@@ -82,13 +85,13 @@ def response(
         "object": "response",
         "created_at": reply.created,
         "model": reply.model,
-        **_ECHO,
-        **context.echo,
+        **_DEFAULT_ECHO,
+        **context.echoed_fields,
         "status": status or ("incomplete" if incomplete_reason else "completed"),
         "error": error,
         "incomplete_details": {"reason": incomplete_reason} if incomplete_reason else None,
         "output": items,
-        "usage": None if usage is None else counts.responses(usage),
+        "usage": None if usage is None else counts.render_responses_usage(usage),
     }
 
 
@@ -96,27 +99,29 @@ def item_id(response_id: str, index: int) -> str:
     return f"item_{response_id.removeprefix('resp_')}_{index}"
 
 
-def _has_place(part: Part) -> bool:
-    return isinstance(part, Text | Refusal | ToolCall) or (isinstance(part, Thinking) and not part.redacted)
+def _is_representable(part: Part) -> bool:
+    return isinstance(part, TextContent | RefusalContent | ToolCallContent) or (
+        isinstance(part, ReasoningContent) and not part.redacted
+    )
 
 
-def _item(part: Part, id: str, choice: Choice) -> Json:
+def _render_item(part: Part, id: str, choice: CanonicalChoice) -> Json:
     match part:
-        case Text():
-            content = text_part(part.text, choice.logprobs, list(map(citations.render, part.citations)))
+        case TextContent():
+            content = render_text_part(part.text, choice.logprobs, list(map(citations.render_citation, part.citations)))
             return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
-        case Refusal():
+        case RefusalContent():
             content = {"type": "refusal", "refusal": part.text}
             return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
-        case ToolCall():
+        case ToolCallContent():
             call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
             return {"id": id, "type": "function_call", "status": "completed", **call}
-        case Thinking():
+        case ReasoningContent():
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []
-            sealed = seals.shown(part.seal, part.family, "openai-responses") or None
+            sealed = signatures.encode_signature(part.signature, part.origin, "openai-responses") or None
             return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": sealed}
     raise AssertionError(f"{type(part).__name__} is not part of a response")
 
 
-def text_part(text: str, logprobs: list[Json] | None, annotations: list[Json]) -> Json:
+def render_text_part(text: str, logprobs: list[Json] | None, annotations: list[Json]) -> Json:
     return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs or []}

@@ -2,69 +2,74 @@
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
-from emberline.gateway.dialects.chat.request import parse_effort, parse_tools, rendered_effort
-from emberline.gateway.dialects.fields import Fields, unknown
-from emberline.gateway.dialects.inner import (
-    Conversation,
+from emberline.gateway.dialects.canonical import (
+    CanonicalMessage,
+    CanonicalRequest,
+    CanonicalTool,
+    CanonicalToolChoice,
     Json,
-    Message,
-    Opaque,
-    Reasoning,
+    OpaqueContent,
+    ReasoningOptions,
     ResponseFormat,
-    Text,
-    Tool,
-    ToolChoice,
+    TextContent,
 )
-from emberline.gateway.dialects.recipient import Recipient
+from emberline.gateway.dialects.change_report import OPENAI_DIALECTS, SHARED_OPENAI_FIELDS, ChangeReport
+from emberline.gateway.dialects.chat.request import choose_effort, parse_effort, parse_tools
+from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_error
+from emberline.gateway.dialects.responses.field_names import FIELD_NAMES
 from emberline.gateway.dialects.responses.items import parse_item, render_items
-from emberline.gateway.dialects.responses.words import WORDS
+from emberline.gateway.dialects.target_model import TargetModel
 
-LOGPROBS = "message.output_text.logprobs"
-SEALED = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
 
-def parse(body: Json) -> Conversation:
-    fields = Fields(body, "")
-    request = Conversation("openai-responses", fields.take("model", str, ""))
-    if isinstance(given := fields.left.get("input"), str):
-        request.messages, request.kept["input"] = [Message("user", [Text(given)], "text")], fields.left.pop("input")
+def parse(body: Json) -> CanonicalRequest:
+    fields = FieldReader(body, "")
+    request = CanonicalRequest("openai-responses", fields.take("model", str, ""))
+    if isinstance(given := fields.unread.get("input"), str):
+        request.messages, request.source_fields["input"] = (
+            [CanonicalMessage("user", [TextContent(given)], "text")],
+            fields.unread.pop("input"),
+        )
     else:
-        request.messages = fields.each("input", parse_item)
+        request.messages = fields.take_list("input", parse_item)
     if (instructions := fields.take("instructions", str)) is not None:
-        request.system, request.kept["instructions"] = [Text(instructions)], instructions
-    WORDS.take(fields, request)
+        request.system, request.source_fields["instructions"] = [TextContent(instructions)], instructions
+    FIELD_NAMES.read_direct_fields(fields, request)
     parse_tools(fields, request, _parse_tool)
     if (text := fields.take("text", dict)) is not None:
-        request.keep("text", text, read=("format", "verbosity"))
-        request.verbosity, request.response_format = text.get("verbosity"), _parse_format(text.get("format"))
+        request.keep_source_field("text", text, understood=("format", "verbosity"))
+        request.verbosity, request.response_format = text.get("verbosity"), _parse_response_format(text.get("format"))
     if (reasoning := fields.take("reasoning", dict)) is not None:
-        request.keep("reasoning", reasoning, read=("effort", "summary"))
+        request.keep_source_field("reasoning", reasoning, understood=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
         known = None if effort is None else parse_effort(effort, "reasoning.effort")
-        request.reasoning = Reasoning(known, None, None if summary is None else True)
+        request.reasoning = ReasoningOptions(known, None, None if summary is None else True)
     if (include := fields.take("include", list)) is not None:
-        request.kept["include"] = include
-        request.unread |= {f"include.{name}": True for name in include if name not in (LOGPROBS, SEALED)}
-        if LOGPROBS in include:
-            request.logprobs = fields.left.get("top_logprobs") or 0
+        request.source_fields["include"] = include
+        request.unmapped_fields |= {
+            f"include.{name}": True for name in include if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED_REASONING)
+        }
+        if INCLUDE_LOGPROBS in include:
+            request.logprobs = fields.unread.get("top_logprobs") or 0
     if (top := fields.take("top_logprobs", int)) is not None:
-        request.kept["top_logprobs"] = top
+        request.source_fields["top_logprobs"] = top
         request.logprobs = top
-    request.extra = fields.left
+    request.extra = fields.unread
     return request
 
 
-def _parse_tool(raw: object, path: str) -> Tool | Opaque:
-    fields = Fields(raw, path)
-    kind = fields.need("type", str)
+def _parse_tool(raw: object, path: str) -> CanonicalTool | OpaqueContent:
+    fields = FieldReader(raw, path)
+    kind = fields.require("type", str)
     if kind != "function":
-        return Opaque(kind, fields.whole)
-    name, description = fields.need("name", str), fields.take("description", str)
-    return Tool(name, description, fields.take("parameters", dict), fields.take("strict", bool), fields.left)
+        return OpaqueContent(kind, fields.whole)
+    name, description = fields.require("name", str), fields.take("description", str)
+    return CanonicalTool(name, description, fields.take("parameters", dict), fields.take("strict", bool), fields.unread)
 
 
-def _parse_format(raw: object) -> ResponseFormat | None:
+def _parse_response_format(raw: object) -> ResponseFormat | None:
     match raw:
         case None:
             return None
@@ -73,51 +78,51 @@ def _parse_format(raw: object) -> ResponseFormat | None:
         case {"type": "json_object"}:
             return ResponseFormat("json")
         case {"type": "json_schema", "schema": dict(schema)}:
-            response_format = Fields(raw, "text.format")
+            response_format = FieldReader(raw, "text.format")
             name, strict = response_format.take("name", str, ""), response_format.take("strict", bool)
             return ResponseFormat("schema", schema, name, strict, response_format.take("description", str))
-    raise unknown(raw, "text.format", "text, json_object, json_schema")
+    raise unknown_value_error(raw, "text.format", "text, json_object, json_schema")
 
 
-def render(request: Conversation, target_model: Recipient, changes: Changes) -> Json:
+def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
     body: Json = {"model": target_model.model or request.model}
-    body |= WORDS.said(request)
+    body |= FIELD_NAMES.render_direct_fields(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
     items = [item for message in request.messages for item in render_items(message)]
     if request.dialect == "openai-responses":
         if items or "input" not in request.extra:
             body["input"] = items
-        return {**body, **request.kept, **request.extra}
-    body |= _instructions(request)
+        return {**body, **request.source_fields, **request.extra}
+    body |= _render_instructions(request)
     body |= {"input": items, "store": False}
     if request.tool_choice and request.tools:
-        body["tool_choice"] = _render_choice(request.tool_choice)
+        body["tool_choice"] = _render_tool_choice(request.tool_choice)
     text: Json = {} if request.verbosity is None else {"verbosity": request.verbosity}
-    text |= {"format": _render_format(request.response_format)} if request.response_format else {}
+    text |= {"format": _render_response_format(request.response_format)} if request.response_format else {}
     body |= {"text": text} if text else {}
     include = []
     if request.reasoning and (reasoning := _render_reasoning(request.reasoning, target_model, changes)):
         body["reasoning"] = reasoning
-        include.append(SEALED)
+        include.append(INCLUDE_ENCRYPTED_REASONING)
     if request.logprobs is not None:
-        include.append(LOGPROBS)
+        include.append(INCLUDE_LOGPROBS)
         body["top_logprobs"] = request.logprobs
     body |= {"include": include} if include else {}
-    if request.dialect in OPENAI:
-        body |= {name: value for name, value in request.extra.items() if name in OPENAI_SHARED}
+    if request.dialect in OPENAI_DIALECTS:
+        body |= {name: value for name, value in request.extra.items() if name in SHARED_OPENAI_FIELDS}
     for name in ("top_k", "stop", "seed", "presence_penalty", "frequency_penalty"):
-        changes.dropped(getattr(request, name), name, "openai-responses")
+        changes.report_unsupported(getattr(request, name), name, "openai-responses")
     return body
 
 
-def _instructions(request: Conversation) -> Json:
-    texts = [part.text for part in request.system if isinstance(part, Text)]
+def _render_instructions(request: CanonicalRequest) -> Json:
+    texts = [part.text for part in request.system if isinstance(part, TextContent)]
     return {"instructions": "\n\n".join(texts)} if texts else {}
 
 
-def _render_tool(tool: Tool | Opaque) -> Json:
-    if isinstance(tool, Opaque):
+def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:
+    if isinstance(tool, OpaqueContent):
         return tool.raw
     result: Json = {"type": "function", "name": tool.name}
     result |= {} if tool.description is None else {"description": tool.description}
@@ -127,7 +132,7 @@ def _render_tool(tool: Tool | Opaque) -> Json:
     return {**result, **tool.extra}
 
 
-def _render_choice(choice: ToolChoice) -> str | Json:
+def _render_tool_choice(choice: CanonicalToolChoice) -> str | Json:
     if choice.mode == "named":
         return {"type": "function", "name": choice.names[0]}
     if choice.names:
@@ -136,7 +141,7 @@ def _render_choice(choice: ToolChoice) -> str | Json:
     return choice.mode
 
 
-def _render_format(response_format: ResponseFormat) -> Json:
+def _render_response_format(response_format: ResponseFormat) -> Json:
     if response_format.kind != "schema":
         return {"type": "text" if response_format.kind == "text" else "json_object"}
     result: Json = {"type": "json_schema", "name": response_format.name or "reply", "schema": response_format.schema}
@@ -144,7 +149,7 @@ def _render_format(response_format: ResponseFormat) -> Json:
     return result | ({} if response_format.description is None else {"description": response_format.description})
 
 
-def _render_reasoning(options: Reasoning, target_model: Recipient, changes: Changes) -> Json:
-    effort = rendered_effort(options, target_model, changes)
+def _render_reasoning(options: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Json:
+    effort = choose_effort(options, target_model, changes)
     result: Json = {} if effort is None else {"effort": effort}
-    return result | ({"summary": "auto"} if options.show and target_model.gpt_efforts != () else {})
+    return result | ({"summary": "auto"} if options.include_reasoning and target_model.gpt_efforts != () else {})

@@ -6,144 +6,163 @@ from collections.abc import Iterable
 
 from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import deltas, seals
-from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.finish import TO_RESPONSES
-from emberline.gateway.dialects.inner import Citation, Json
-from emberline.gateway.dialects.problems import error_body
-from emberline.gateway.dialects.responses.growing import Call, Growing, Refused, Said, Thought
-from emberline.gateway.dialects.responses.reply import item_id, response
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects import deltas, signatures
+from emberline.gateway.dialects.canonical import Citation, Json
+from emberline.gateway.dialects.errors import render_error
+from emberline.gateway.dialects.finish_reasons import TO_RESPONSES
+from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.responses.output_items import (
+    StreamedFunctionCall,
+    StreamedItem,
+    StreamedMessage,
+    StreamedReasoning,
+    StreamedRefusal,
+)
+from emberline.gateway.dialects.responses.reply import item_id, render_response
+from emberline.gateway.errors import UpstreamBroken
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # HTTP status -> code; all others: server_error
 
 
-class Writer:
-    def __init__(self, context: Asked) -> None:
-        self._asked = context
-        self._opened: deltas.Opened | None = None
-        self._items: list[Growing] = []
-        self._open: Growing | None = None  # the last item, None after it was closed
-        self._finished: deltas.Finished | None = None
+class ResponsesEventWriter:
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
+        self._start: deltas.StreamStart | None = None
+        self._items: list[StreamedItem] = []
+        self._open_item: StreamedItem | None = None  # the last item, None after it was closed
+        self._finish: deltas.Finish | None = None
         self._usage: Usage | None = None
-        self._sent = 0
+        self._sequence_number = 0
 
-    def push(self, delta: deltas.Delta) -> bytes:
+    def write(self, delta: deltas.Delta) -> bytes:
         match delta:
-            case deltas.TextPiece():
-                return self._grow(Said, delta.text, delta.logprobs)
-            case deltas.ToolPiece():
-                if not isinstance(self._open, Call) or self._open.slot != delta.slot:
-                    raise Broken("the stream interleaves the arguments of several tool calls")
-                return self._piece(self._open, delta.text)
-            case deltas.ThinkingPiece():
-                return self._grow(Thought, delta.text)
-            case deltas.RefusalPiece():
-                return self._grow(Refused, delta.text)
-            case deltas.ToolOpened():
-                return self._begin(Call(*self._place(), delta.slot, delta.id, delta.name))
-            case deltas.Cited():
-                return self._cite(delta.citation)
-            case deltas.Sealed():
-                return b"" if delta.redacted else self._seal(delta)
-            case deltas.Opened():
-                self._open_as(delta)
+            case deltas.TextDelta():
+                return self._append_text(StreamedMessage, delta.text, delta.logprobs)
+            case deltas.ToolCallArguments():
+                if not isinstance(self._open_item, StreamedFunctionCall) or self._open_item.slot != delta.slot:
+                    raise UpstreamBroken("the stream interleaves the arguments of several tool calls")
+                return self._append_to_item(self._open_item, delta.text)
+            case deltas.ReasoningDelta():
+                return self._append_text(StreamedReasoning, delta.text)
+            case deltas.RefusalDelta():
+                return self._append_text(StreamedRefusal, delta.text)
+            case deltas.ToolCallStart():
+                return self._begin_item(
+                    StreamedFunctionCall(*self._next_item_position(), delta.slot, delta.id, delta.name)
+                )
+            case deltas.CitationDelta():
+                return self._add_citation(delta.citation)
+            case deltas.SignatureDelta():
+                return b"" if delta.redacted else self._sign_reasoning(delta)
+            case deltas.StreamStart():
+                self._set_start(delta)
                 identity = ("response.created", "response.in_progress")
-                return self._events({"type": name, "response": self._response("in_progress")} for name in identity)
-            case deltas.Counted():
+                return self._encode_events(
+                    {"type": name, "response": self._render_response("in_progress")} for name in identity
+                )
+            case deltas.UsageUpdate():
                 self._usage = delta.usage
-            case deltas.Finished():
-                self._finished = delta
-                return self._close()
-            case deltas.Ended():
+            case deltas.Finish():
+                self._finish = delta
+                return self._close_item()
+            case deltas.StreamEnd():
                 return self._end()
         return b""
 
-    def fail(self, error: Exception) -> bytes:
-        if self._opened is None:
-            self._open_as(deltas.Opened("", ""))
-        if self._open is not None:
-            self._open.status = "incomplete"
+    def write_error(self, error: Exception) -> bytes:
+        if self._start is None:
+            self._set_start(deltas.StreamStart("", ""))
+        if self._open_item is not None:
+            self._open_item.status = "incomplete"
         code = _ERROR_CODES.get(getattr(error, "status", 500), "server_error")
-        rendered = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
-        return self._events([{"type": "response.failed", "response": self._response("failed", error=rendered)}])
+        rendered = {"code": code, "message": render_error(error, "openai-responses")["error"]["message"]}
+        return self._encode_events(
+            [{"type": "response.failed", "response": self._render_response("failed", error=rendered)}]
+        )
 
-    def _open_as(self, opened: deltas.Opened) -> None:
-        assert self._opened is None, "a stream has one start"
-        self._asked.name(opened)
-        self._opened = opened
+    def _set_start(self, opened: deltas.StreamStart) -> None:
+        assert self._start is None, "a stream has one start"
+        self._context.set_identity(opened)
+        self._start = opened
 
-    def _grow(self, kind: type[Said | Thought | Refused], text: str, logprobs: list[Json] | None = None) -> bytes:
+    def _append_text(
+        self,
+        kind: type[StreamedMessage | StreamedReasoning | StreamedRefusal],
+        text: str,
+        logprobs: list[Json] | None = None,
+    ) -> bytes:
         before = b""
-        if type(self._open) is not kind or self._open.sealed:
-            before = self._begin(kind(*self._place()))
-        assert self._open is not None
-        return before + self._piece(self._open, text, logprobs)
+        if type(self._open_item) is not kind or self._open_item.encrypted_content:
+            before = self._begin_item(kind(*self._next_item_position()))
+        assert self._open_item is not None
+        return before + self._append_to_item(self._open_item, text, logprobs)
 
-    def _piece(self, item: Growing, text: str, logprobs: list[Json] | None = None) -> bytes:
+    def _append_to_item(self, item: StreamedItem, text: str, logprobs: list[Json] | None = None) -> bytes:
         item.pieces.append(text)
-        event = item.piece(sse.dumps(text), logprobs, self._sent)
-        self._sent += 1
+        event = item.delta_event(sse.dumps(text), logprobs, self._sequence_number)
+        self._sequence_number += 1
         return event
 
-    def _seal(self, sealed: deltas.Sealed) -> bytes:
+    def _sign_reasoning(self, sealed: deltas.SignatureDelta) -> bytes:
         """Add the signature to the open reasoning item, or open one without text for it."""
         before = b""
-        if not isinstance(self._open, Thought) or self._open.sealed:
-            before = self._begin(Thought(*self._place(), has_summary=False))
-        assert isinstance(self._open, Thought)
-        self._open.sealed = seals.shown(sealed.seal, sealed.family, "openai-responses")
+        if not isinstance(self._open_item, StreamedReasoning) or self._open_item.encrypted_content:
+            before = self._begin_item(StreamedReasoning(*self._next_item_position(), has_summary=False))
+        assert isinstance(self._open_item, StreamedReasoning)
+        self._open_item.encrypted_content = signatures.encode_signature(
+            sealed.signature, sealed.origin, "openai-responses"
+        )
         return before
 
-    def _cite(self, citation: Citation) -> bytes:
+    def _add_citation(self, citation: Citation) -> bytes:
         """Annotate the text item in which the citation starts, even if that item is already closed."""
-        texts = [item for item in self._items if type(item) is Said]
+        texts = [item for item in self._items if type(item) is StreamedMessage]
         for item in texts:
             if citation.start < len(item.text) or item is texts[-1]:
-                return self._events([item.cite(citation)])
-            citation = citation.moved(-len(item.text))
+                return self._encode_events([item.annotation_event(citation)])
+            citation = citation.with_offset(-len(item.text))
         return b""
 
-    def _place(self) -> tuple[str, int]:
-        assert self._opened is not None, "a stream starts before its first content"
-        return item_id(self._opened.id, len(self._items)), len(self._items)
+    def _next_item_position(self) -> tuple[str, int]:
+        assert self._start is not None, "a stream starts before its first content"
+        return item_id(self._start.id, len(self._items)), len(self._items)
 
-    def _begin(self, item: Growing) -> bytes:
-        before = self._close()
+    def _begin_item(self, item: StreamedItem) -> bytes:
+        before = self._close_item()
         self._items.append(item)
-        self._open = item
-        return before + self._events(item.begin())
+        self._open_item = item
+        return before + self._encode_events(item.open_events())
 
-    def _close(self) -> bytes:
-        if self._open is None:
+    def _close_item(self) -> bytes:
+        if self._open_item is None:
             return b""
-        item, self._open = self._open, None
-        return self._events(item.close("incomplete" if self._why() else "completed"))
+        item, self._open_item = self._open_item, None
+        return self._encode_events(item.close_events("incomplete" if self._incomplete_reason() else "completed"))
 
-    def _why(self) -> str | None:
-        return TO_RESPONSES[self._finished.reason] if self._finished else None
+    def _incomplete_reason(self) -> str | None:
+        return TO_RESPONSES[self._finish.reason] if self._finish else None
 
     def _end(self) -> bytes:
-        assert self._finished is not None and self._open is None, "a finish reason precedes the end of the stream"
-        kind = "response.incomplete" if self._why() else "response.completed"
-        return self._events([{"type": kind, "response": self._response(None)}])
+        assert self._finish is not None and self._open_item is None, "a finish reason precedes the end of the stream"
+        kind = "response.incomplete" if self._incomplete_reason() else "response.completed"
+        return self._encode_events([{"type": kind, "response": self._render_response(None)}])
 
-    def _response(self, status: str | None, error: Json | None = None) -> Json:
-        assert self._opened is not None
-        items = [item.show() for item in self._items]
-        return response(
-            self._opened,
-            self._asked,
+    def _render_response(self, status: str | None, error: Json | None = None) -> Json:
+        assert self._start is not None
+        items = [item.to_json() for item in self._items]
+        return render_response(
+            self._start,
+            self._context,
             items,
             status=status,
-            incomplete_reason=self._why(),
+            incomplete_reason=self._incomplete_reason(),
             usage=self._usage,
             error=error,
         )
 
-    def _events(self, events: Iterable[Json]) -> bytes:
+    def _encode_events(self, events: Iterable[Json]) -> bytes:
         encoded = []
         for event in events:
-            encoded.append(sse.event(event["type"], {**event, "sequence_number": self._sent}))
-            self._sent += 1
+            encoded.append(sse.named_event(event["type"], {**event, "sequence_number": self._sequence_number}))
+            self._sequence_number += 1
         return b"".join(encoded)

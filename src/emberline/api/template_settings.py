@@ -1,0 +1,57 @@
+"""Request fields that set variables of the chat template.
+
+A setting that the model's template does not use is ignored if it is a hint about reasoning; any other is an error that
+names its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from emberline.core.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSetting:
+    field: str  # name in the protocol
+    variables: tuple[str, ...]  # template variables that carry it; without effect if the template uses none of them
+    enables_reasoning: bool | None = None  # whether it turns reasoning on or off; None: neither
+
+
+def settings_from_kwargs(kwargs: dict[str, Any]) -> list[TemplateSetting]:
+    return [
+        TemplateSetting(f"chat_template_kwargs.{name[:100]}", (name,), _reasoning_switch(name, value))
+        for name, value in kwargs.items()
+    ]
+
+
+REASONING_VARIABLES = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})
+
+
+def find_ignored_settings(settings: Sequence[TemplateSetting], known: frozenset[str], model_reasons: bool) -> list[str]:
+    """Return the fields about reasoning that have no effect with this template.
+
+    `known`: the variables that a request may set; `model_reasons`: whether the model reasons, so that a setting which
+    states the same is not ignored. Raises InvalidRequest for any other variable that the template does not use.
+    """
+    ignored = []
+    for wish in settings:
+        if not known.isdisjoint(wish.variables) or wish.enables_reasoning is model_reasons:
+            continue
+        if REASONING_VARIABLES.isdisjoint(wish.variables):
+            names, others = " or ".join(wish.variables)[:200], ", ".join(sorted(known))
+            raise InvalidRequest(
+                f"{wish.field} has no effect: this model's chat template does not use {names}",
+                param=wish.field,
+                hint=f"remove {wish.field}" + (f"; variables that the template uses: {others}" if others else ""),
+            )
+        ignored.append(wish.field)
+    return ignored
+
+
+def _reasoning_switch(name: str, value: Any) -> bool | None:
+    if name in ("enable_thinking", "thinking") and isinstance(value, bool):
+        return value
+    return False if name == "reasoning_effort" and value == "none" else None

@@ -1,0 +1,185 @@
+"""ToolCallParser: reads one tool call, `{"name": ..., "arguments": {...}}`, one character at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from enum import Enum
+
+WHITESPACE = " \t\r\n"
+ARGUMENT_KEYS = ("arguments", "parameters")
+MAX_HEAD_CHARS = 4096  # before the arguments; longer text is not a call
+
+
+class ParseStatus(Enum):
+    INCOMPLETE = "reading"
+    COMPLETE = "done"
+    INVALID = "broken"
+
+
+class JsonValueScanner:
+    """Finds the end of a JSON value. It counts brackets and does not validate the content, which the client does."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_string = False
+        self.in_escape = False
+
+    def is_last_char(self, char: str) -> bool:
+        """Consume the next character of a string, object or array; return whether it is the last."""
+        if self.in_string:
+            if self.in_escape:
+                self.in_escape = False
+            elif char == "\\":
+                self.in_escape = True
+            elif char == '"':
+                self.in_string = False
+        elif char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self.depth += 1
+        elif char in "}]":
+            self.depth -= 1
+        return self.depth == 0 and not self.in_string
+
+
+class ToolCallParser:
+    """Parses a call and passes its arguments through.
+
+    `is_confirmed` becomes true once the name is complete and the arguments have begun as an object. A call that turns
+    invalid before is not a call; one that turns invalid later keeps the arguments read so far. Other keys are skipped.
+    A call without arguments is accepted only with `has_marker`: an opening marker preceded it.
+    """
+
+    def __init__(self, has_marker: bool) -> None:
+        self.has_marker = has_marker
+        self.status = ParseStatus.INCOMPLETE
+        self.name: str | None = None
+        self.is_confirmed = False
+        self._num_read = 0
+        self._key = ""
+        self._raw = ""  # text of the string or value being read
+        self._early = ""  # arguments read before the name
+        self._value = JsonValueScanner()
+        self._state: Callable[[str], str] = self._open
+
+    @property
+    def is_likely_call(self) -> bool:
+        """Whether the text begins like a call: first the name, then the arguments."""
+        if self._state == self._in_key:
+            return self.name is not None and any(f'"{key}"'.startswith(self._raw) for key in ARGUMENT_KEYS)
+        return self._key == "name" or (self.name is not None and self._key in ARGUMENT_KEYS)
+
+    def feed(self, char: str) -> str:
+        """Consume one character and return the text it adds to the arguments."""
+        assert self.status is ParseStatus.INCOMPLETE
+        self._num_read += 1
+        if self._num_read > MAX_HEAD_CHARS and not self.is_confirmed:
+            return self._fail()
+        return self._state(char)
+
+    def _fail(self) -> str:
+        self.status = ParseStatus.INVALID
+        return ""
+
+    def _open(self, char: str) -> str:
+        self._state = self._before_key
+        return "" if char == "{" else self._fail()
+
+    def _before_key(self, char: str) -> str:
+        if char == '"':
+            self._start_value(self._in_key)
+            return self._state(char)
+        return "" if char in WHITESPACE else self._fail()
+
+    def _in_key(self, char: str) -> str:
+        self._raw += char
+        if self._value.is_last_char(char):
+            key = _decode_string(self._raw)
+            if key is None:
+                return self._fail()
+            self._key, self._state = key, self._before_colon
+        return ""
+
+    def _before_colon(self, char: str) -> str:
+        if char == ":":
+            self._state = self._before_value
+            return ""
+        return "" if char in WHITESPACE else self._fail()
+
+    def _before_value(self, char: str) -> str:
+        if char in WHITESPACE:
+            return ""
+        if self._key in ARGUMENT_KEYS:
+            if char != "{" or self.is_confirmed or self._early:
+                return self._fail()
+            self._start_value(self._in_arguments)
+        elif self._key == "name":
+            if char != '"' or self.name is not None:
+                return self._fail()
+            self._start_value(self._in_name)
+        else:
+            self._start_value(self._in_other if char in '"{[' else self._in_scalar)
+        return self._state(char)
+
+    def _start_value(self, state: Callable[[str], str]) -> None:
+        self._raw, self._value, self._state = "", JsonValueScanner(), state
+
+    def _in_name(self, char: str) -> str:
+        self._raw += char
+        if not self._value.is_last_char(char):
+            return ""
+        self.name, self._state = _decode_string(self._raw), self._after_value
+        if not self.name:
+            return self._fail()
+        if self._early:
+            self.is_confirmed = True
+        return self._early
+
+    def _in_arguments(self, char: str) -> str:
+        if self._value.is_last_char(char):
+            self._state = self._after_value
+        if self.name is None:
+            self._early += char
+            return ""
+        self.is_confirmed = True
+        return char
+
+    def _in_other(self, char: str) -> str:
+        if self._value.is_last_char(char):
+            self._state = self._after_value
+        return ""
+
+    def _in_scalar(self, char: str) -> str:
+        if char in WHITESPACE or char in ",}":
+            return self._after_value(char)
+        return "" if char.isalnum() or char in "+-." else self._fail()
+
+    def _after_value(self, char: str) -> str:
+        self._state = self._after_value
+        if char == ",":
+            self._state = self._before_key
+        elif char == "}":
+            return self._close()
+        elif char not in WHITESPACE:
+            return self._fail()
+        return ""
+
+    def _close(self) -> str:
+        if self.is_confirmed:
+            self.status = ParseStatus.COMPLETE
+            return ""
+        if self.name is None or not self.has_marker:
+            return self._fail()
+        self.is_confirmed, self.status = True, ParseStatus.COMPLETE
+        return "{}"
+
+
+def _decode_string(raw: str) -> str | None:
+    """Decode a JSON string; None if it is not valid JSON or not valid Unicode."""
+    try:
+        value: str = json.loads(raw)
+        value.encode()
+    except ValueError:
+        return None
+    return value

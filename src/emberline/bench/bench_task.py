@@ -1,0 +1,60 @@
+"""Task: a named job, the rate it is judged by, and the limit of that rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from emberline.bench import workload
+from emberline.bench.job import BenchJob, TokenTimeline
+from emberline.bench.machine_limits import MachineLimits, TokenCost
+from emberline.core.errors import InvalidRequest
+
+
+class TaskKind(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIX = "mix"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTask:
+    kind: TaskKind
+    size: int  # tokens of the prompt, requests of the batch or of the mix
+    job: BenchJob
+
+    @staticmethod
+    def make(name: str, vocab: int) -> BenchTask:
+        """`prefill_512`, `decode_8`, `mix_64`."""
+        kind, _, size = name.partition("_")
+        draws: dict[TaskKind, Callable[[int, int], BenchJob]] = {
+            TaskKind.PREFILL: workload.prefill,
+            TaskKind.DECODE: workload.decode,
+            TaskKind.MIX: workload.mix,
+        }
+        if kind not in {known.value for known in TaskKind} or not size.isdecimal() or int(size) < 1:
+            raise InvalidRequest(f"no task {name!r}", param="--tasks", hint="such as prefill_512, decode_8 or mix_64")
+        return BenchTask(TaskKind(kind), int(size), draws[TaskKind(kind)](int(size), vocab))
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.value}_{self.size}"
+
+    def rate(self, timeline: TokenTimeline) -> float:
+        match self.kind:
+            case TaskKind.PREFILL:
+                return timeline.prefill_rate(self.job)
+            case TaskKind.DECODE:
+                return timeline.decode_rate()
+            case TaskKind.MIX:
+                return timeline.output_rate()
+
+    def limit(self, cost: TokenCost, top: MachineLimits) -> float:
+        match self.kind:
+            case TaskKind.PREFILL:
+                return cost.prefill_limit(top, self.size)
+            case TaskKind.DECODE:
+                return cost.decode_limit(top, self.size, workload.CONTEXT + workload.STEPS // 2)
+            case TaskKind.MIX:
+                return cost.output_limit(top, self.job)

@@ -1,0 +1,42 @@
+"""Caller: one request after the other on a kept connection, without an event loop: what a client takes is part of every
+latency that it measures."""
+
+from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
+
+import httptools
+
+from emberline.bench.connection import READ_BYTES, LeanHTTPReply, UnexpectedHTTPStatus
+
+REPLY_TIMEOUT_S = 60.0  # seconds for a part of a reply
+
+
+class BlockingClient:
+    def __init__(self, url: str, key: str | None = None) -> None:
+        at = urlsplit(url)
+        assert at.scheme == "http" and at.hostname is not None and at.port is not None, "a server of this machine"
+        self._head = f"host: {at.netloc}\r\naccept: */*\r\ncontent-type: application/json\r\n"
+        self._head += f"authorization: Bearer {key}\r\n" if key else ""
+        self._socket = socket.create_connection((at.hostname, at.port), REPLY_TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def post(self, path: str, body: bytes) -> bytes:
+        head = f"POST {path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
+        reply = LeanHTTPReply()
+        try:
+            self._socket.sendall(head.encode() + body)
+            while not reply.complete:
+                data = self._socket.recv(READ_BYTES)
+                if not data:
+                    raise UnexpectedHTTPStatus("the server closed the connection")
+                reply.parser.feed_data(data)
+        except (OSError, httptools.HttpParserError) as e:
+            raise UnexpectedHTTPStatus(f"{type(e).__name__}: {e}") from e
+        if (status := reply.parser.get_status_code()) >= 400:
+            raise UnexpectedHTTPStatus(f"{status}: {reply.take()[:300].decode(errors='replace')}")
+        return reply.take()
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,116 @@
+"""Ceiling: what the machine can do at most, measured; and what one token of a model costs, counted. Their quotient is
+the limit that a figure is held against. A model smaller than the last-level cache may beat the limit of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from emberline.bench.job import BenchJob
+from emberline.bench.machine import NATIVE_BF16, hardware, llc_bytes
+from emberline.models.config import ModelConfig
+
+MIN_BUFFER_BYTES = 256 << 20
+SQUARE = 1024  # side of the matrices
+ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    how: dict[str, float]  # each method tried: read_NAME in GB/s, matmul_NAME in GFLOP/s
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second from memory: the best of several reductions over a buffer beyond the cache."""
+        return 1e9 * max(v for name, v in self.how.items() if name.startswith("read"))
+
+    @property
+    def flops(self) -> float:
+        """A second in a large matrix product, in the best number format that the CPU has instructions for."""
+        return 1e9 * max(v for name, v in self.how.items() if name.startswith("matmul"))
+
+    def or_better(self, other: MachineLimits) -> MachineLimits:
+        return MachineLimits({name: max(value, other.how[name]) for name, value in self.how.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Of one model: parameters that multiply activations, and bytes of keys and values a token."""
+
+    layers: int  # parameters of all layers' matrices; of experts, those of one token
+    head: int  # parameters of the output matrix; the embedding is looked up, not read
+    attention: int  # multiply-adds of one query with one key and its value, all layers
+    kv_bytes: int
+    width: float  # bytes of a parameter
+
+    @staticmethod
+    def of(config: ModelConfig, width: int = 2) -> TokenCost:
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        ffns = [3 * config.ffn] * config.layers
+        if (e := config.experts) is not None:
+            ffns = [e.count + 3 * e.chosen * e.ffn if sparse else 3 * config.ffn for sparse in e.layers]
+        return TokenCost(
+            layers=config.hidden * (config.layers * (2 * q + 2 * kv) + sum(ffns)),
+            head=config.vocab * config.hidden,
+            attention=config.layers * 2 * q,
+            kv_bytes=config.layers * 2 * kv * width,
+            width=width,
+        )
+
+    @property
+    def weight_bytes(self) -> float:
+        """What every step must read, however few tokens it computes."""
+        return (self.layers + self.head) * self.width
+
+    def prefill_limit(self, c: MachineLimits, tokens: int) -> float:
+        work = self._flops(0, tokens, 1)
+        return tokens / max(work / c.flops, self.weight_bytes / c.bandwidth)
+
+    def decode_limit(self, c: MachineLimits, batch: int, context: int) -> float:
+        read = self.weight_bytes + batch * context * self.kv_bytes
+        work = batch * self._flops(context, context + 1, 1)
+        return batch / max(work / c.flops, read / c.bandwidth)
+
+    def output_limit(self, c: MachineLimits, job: BenchJob) -> float:
+        """Arithmetic alone: how often the weights must be read depends on how well the batches are filled."""
+        pairs = zip(job.prompts, job.outputs, strict=True)
+        work = sum(self._flops(0, len(prompt) + output - 1, output) for prompt, output in pairs)
+        return sum(job.outputs) / (work / c.flops)
+
+    def _flops(self, start: int, end: int, sampled: int) -> float:
+        """To compute positions [start, end) and sample some of them."""
+        keys = (end * (end + 1) - start * (start + 1)) // 2  # position p sees p + 1 keys
+        return 2.0 * ((end - start) * self.layers + sampled * self.head + keys * self.attention)
+
+
+def measure(threads: int) -> MachineLimits:
+    import torch
+
+    torch.set_num_threads(threads)
+    data = torch.ones(max(MIN_BUFFER_BYTES, 4 * llc_bytes()) // 4)
+    rows, ones = data.view(-1, 4096), torch.ones(4096)
+    reads: dict[str, Callable[[], object]] = {
+        "read_sum": data.sum,
+        "read_max": data.amax,
+        "read_matvec": lambda: torch.mv(rows, ones),
+    }
+    how = {name: data.nbytes / _best(read) / 1e9 for name, read in reads.items()}
+    formats = [torch.float32]
+    if NATIVE_BF16 & set(hardware()["flags"]):
+        formats.append(torch.bfloat16)
+    for dtype in formats:
+        matrix = torch.ones(SQUARE, SQUARE, dtype=dtype)
+        seconds = _best(lambda m=matrix: m @ m)  # type: ignore[misc]
+        how[f"matmul_{str(dtype).split('.')[1]}"] = 2 * SQUARE**3 / seconds / 1e9
+    return MachineLimits(how)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """The fastest of several: a ceiling is what nothing disturbed."""
+    times = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -1,0 +1,67 @@
+"""Master: a mooncake_master of our own, for benches and tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emberline.core.freeport import free_port
+
+
+def freeze(pid: int) -> None:
+    """Until all of it stands still: a thread that is on a core runs on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + 10
+    while any(task.read_text().rsplit(")")[-1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")):
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} does not stop")
+        time.sleep(0.005)
+
+
+@dataclass
+class MooncakeMaster:
+    """At one address, where it can be started, made to hang, killed and started again."""
+
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> MooncakeMaster:
+        program = Path(sys.executable).with_name("mooncake_master")
+        if not program.exists():
+            raise FileNotFoundError(f"{program} is not installed")
+        ports = (f"--rpc_port={self.port}", f"--metrics_port={free_port()}")
+        hosts = ("--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1")
+        command = [str(program), *ports, *hosts, "--logtostderr", "--minloglevel=3"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return self
+            except OSError:
+                time.sleep(0.02)
+        raise TimeoutError("the master does not listen")
+
+    def hang(self) -> None:
+        assert self.process is not None
+        freeze(self.process.pid)
+
+    def wake(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None

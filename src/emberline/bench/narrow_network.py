@@ -1,0 +1,66 @@
+"""Narrow: a network of two, whose far end sends at a given rate: a namespace, a pair of interfaces, a token bucket."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+NEAR, FAR = "10.211.77.1", "10.211.77.2"
+CLONE_NEWNET = 0x40000000
+BURST, LATENCY = "1mb", "20ms"  # what may pass at once, and how long the rest may queue
+
+
+class NamespaceNotAllowed(Exception):
+    """No such network can be made here: it takes root, and a kernel that has all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteNamespace:
+    """Where a process that `enter`s it sends at the rate."""
+
+    name: str
+    host: str = FAR
+
+    def enter(self) -> None:
+        """The calling thread's; sockets made from now on are there."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        handle = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
+        try:
+            if libc.setns(handle, CLONE_NEWNET):
+                raise NamespaceNotAllowed(os.strerror(ctypes.get_errno()))
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def narrow_network(gigabits: float) -> Iterator[RemoteNamespace]:
+    name = f"ember{os.getpid()}"
+    near, far = f"{name}a", f"{name}b"
+    try:
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        _run("ip", "addr", "add", f"{NEAR}/30", "dev", near)
+        _run("ip", "link", "set", near, "up")
+        _run("ip", "-n", name, "addr", "add", f"{FAR}/30", "dev", far)
+        _run("ip", "-n", name, "link", "set", far, "up")
+        rate = f"{gigabits * 1000:g}mbit"
+        _run(
+            "tc", "-n", name, "qdisc", "add", "dev", far, "root", "tbf", "rate", rate, "burst", BURST,
+            "latency", LATENCY,
+        )  # fmt: skip
+        yield RemoteNamespace(name)
+    finally:
+        for undo in (("ip", "link", "del", near), ("ip", "netns", "del", name)):
+            subprocess.run(undo, capture_output=True, check=False, timeout=10)
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        raise NamespaceNotAllowed(f"{' '.join(command[:3])}: {str(said).strip()}") from error

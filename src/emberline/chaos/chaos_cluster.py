@@ -1,0 +1,334 @@
+"""ChaosCluster: a router and workers as users start them, with proxies on their connections.
+
+A supervisor restarts processes that die. A reference server beside them gets no faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import signal
+import sys
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from emberline.chaos.chaos_process import ChaosProcess
+from emberline.chaos.clock import ShiftedClock
+from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection, TrafficFilter
+from emberline.chaos.network import LOOPBACK_ADDRESS, ChaosNetwork
+from emberline.chaos.request_progress import RequestObserver
+from emberline.cluster.cluster_health import find_held_resources, find_unavailable, wait_until_empty
+from emberline.cluster.supervisor import SupervisedProcess, Supervisor
+from emberline.core.config import Role, environment_with_cluster_key
+
+CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # workers accept direct calls only with the cluster key
+SERVED_MODEL_NAME = "chaos"
+REGISTER_REQUEST_START = b"POST /cluster/register"
+SHM_FIELD, DISABLED_SHM_FIELD = b'"shm":"', b'"off":"'
+FAULT_COUNTER_PATTERN = re.compile(
+    r"^(emberline:kv_(?:tier_damaged_blocks|tier_errors|transfer_pull_failures)_total\{.*\}) (\S+)$", re.M
+)
+STORE_READY_PATTERN = re.compile(r'^emberline:kv_tier_on\{.*tier="store".*\} 1', re.M)
+STORE_PROGRAM = Path(sys.executable).with_name("mooncake_master")
+RESTART_TIMEOUT_S = 120.0  # for a killed process to be ready again
+IDLE_TIMEOUT_S = 30.0  # for an idle cluster to release all resources
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosSettings:
+    model: str
+    prefill: int = 1
+    decode: int = 2
+    kv_memory: str = "48M"
+    disk: str = "64M"
+    links: bool = False  # each worker has its own network namespace
+    deadline: float = 60.0  # seconds per request
+    router: Sequence[str] = (
+        "--split-tokens",
+        "64",
+        "--stuck-after",
+        "12",  # longer than a lease: a worker whose blocks wait for a dead worker's fetch is not stuck
+        "--lost-after",
+        "2.5",
+        "--ticket-timeout",
+        "4",
+        "--migration-wait",
+        "30",
+    )
+    worker: Sequence[str] = ("--embedder", "none", "--threads", "1", "--device", "cpu", "--max-running", "4",
+                             "--max-batch-tokens", "64", "--stall-timeout", "15")  # fmt: skip
+
+
+class ChaosCluster:
+    def __init__(self, settings: ChaosSettings, directory: Path) -> None:
+        self.settings, self.directory = settings, directory
+        self.observer = RequestObserver()
+        self._cluster_key = secrets.token_hex(16)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers={CLUSTER_KEY_HEADER: self._cluster_key}
+        )
+        self.supervisor_events: list[str] = []
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._supervisor = Supervisor(lambda name, event: self.supervisor_events.append(f"{name} {event}"))
+        self.network = ChaosNetwork(links=settings.links)
+        self._transfer_address_pattern = re.compile(
+            rb'"incarnation":"(\w+)".*?"tcp":"%b:(\d+)"' % self.network.hub.encode(), re.DOTALL
+        )
+        self.router = self._new_process("router")
+        self.reference = self._new_process("reference")
+        self.store = self._new_process("store") if STORE_PROGRAM.exists() else None
+        self.workers: list[ChaosProcess] = []
+
+    def workers_with_role(self, role: Role) -> list[ChaosProcess]:
+        return [worker for worker in self.workers if worker.role == role]
+
+    def find_worker(self, name: str | None) -> ChaosProcess | None:
+        return next((worker for worker in self.workers if worker.name == name), None)
+
+    # -- starting and stopping -----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        settings = self.settings
+        self.reference.child.arguments += ["serve", settings.model, "--served-name", SERVED_MODEL_NAME, "--port",
+                                           str(self.reference.port), "--embedder", "none", "--threads", "1",
+                                           "--device", "cpu", "--kv-memory", "256M"]  # fmt: skip
+        self.router.child.arguments += ["router", "--allowed-hosts", self.network.hub, "--port", str(self.router.port),
+                                        "--request-timeout",
+                                        str(settings.deadline), *settings.router]  # fmt: skip
+        for process in filter(None, (self.router, self.reference, self._configure_store())):
+            await self._supervisor.start(process.child)
+        counts: dict[Role, int] = {"prefill": settings.prefill, "decode": settings.decode}
+        for role, count in counts.items():
+            for i in range(count):
+                uses_shared_memory = role == "decode" and i % 2 == 1 and not settings.links
+                self.workers.append(
+                    await self._new_worker(f"{role}-{i + 1}", role, uses_shared_memory=uses_shared_memory)
+                )
+        for process in self.workers:
+            await self._supervisor.start(process.child)
+
+    def _configure_store(self) -> ChaosProcess | None:
+        if self.store is not None:
+            self.store.host, self.store.child.program = self.network.hub, (str(STORE_PROGRAM),)
+            self.store.child.arguments += [f"--rpc_address={self.store.host}", f"--rpc_port={self.store.port}",
+                                           f"--metrics_port={self.network.free_port()}", f"--metrics_host={LOOPBACK_ADDRESS}",
+                                           "--logtostderr", "--minloglevel=2"]  # fmt: skip
+        return self.store
+
+    async def stop(self) -> None:
+        for process in filter(None, (*self.workers, self.router, self.store)):
+            if process.child.process is not None:
+                process.send_signal(signal.SIGCONT, both=True)
+            if process.link is not None:
+                process.link.restore()
+            for proxy in process.proxies():
+                proxy.restore()
+        await self._supervisor.stop()
+        for process in self.workers:
+            for proxy in process.proxies():
+                proxy.stop()
+        self.network.close()
+        await self.session.close()
+
+    async def _new_worker(self, name: str, role: Role, *, uses_shared_memory: bool) -> ChaosProcess:
+        process = self._new_process(name, role)
+        process.disk, process.uses_shared_memory, process.link = (
+            self.directory / "disk" / name,
+            uses_shared_memory,
+            self.network.add_worker_link(),
+        )
+        if process.link is not None:
+            process.host, process.child.program = (
+                process.link.host,
+                (*process.link.enter_command, *process.child.program),
+            )
+        process.disk.mkdir(parents=True)
+        hub, router = self.network.hub, (LOOPBACK_ADDRESS, self.router.port)
+        process.heartbeats = await FaultProxy(hub, 0, router, self._heartbeat_filter(process)).start()
+        process.requests = await FaultProxy(
+            hub, process.port, (process.host, process.port), self._request_filter(process)
+        ).start()
+        process.child.arguments += self.worker_arguments(
+            process, process.host, process.port, hub, f"{hub}:{process.heartbeats.port}"
+        )
+        return process
+
+    def worker_arguments(self, process: ChaosProcess, host: str, port: int, public_host: str, router: str) -> list[str]:
+        """Return a worker's command line. `public_host`: where others reach it."""
+        settings, store = self.settings, self.store
+        store_options = (
+            ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
+        )
+        if store is not None and not store.host.startswith("127."):
+            store_options += ["--kv-mooncake-host", store.host if host == LOOPBACK_ADDRESS else host]
+        return ["worker", settings.model, "--served-name", SERVED_MODEL_NAME, "--role", str(process.role),
+                "--worker-name", process.name, "--host", host, "--port", str(port), "--worker-url", f"http://{public_host}:{port}",
+                "--router", f"http://{router}", "--kv-memory", settings.kv_memory, "--kv-disk", str(process.disk),
+                "--kv-disk-size", settings.disk, *store_options, *settings.worker]  # fmt: skip
+
+    def _new_process(self, name: str, role: Role | None = None) -> ChaosProcess:
+        clock = ShiftedClock(self.directory / "clocks" / name)
+        base_environment = environment_with_cluster_key(self._cluster_key)
+        path = (
+            f"{clock.path}:{base_environment['PYTHONPATH']}" if base_environment.get("PYTHONPATH") else str(clock.path)
+        )
+        supervised = SupervisedProcess(
+            name, [], self.directory / f"{name}.log", {**base_environment, "PYTHONPATH": path}
+        )
+        return ChaosProcess(name, role, self.network.free_port(), supervised, clock)
+
+    # -- traffic filters -----------------------------------------------------------------------------------------------
+
+    def _heartbeat_filter(self, process: ChaosProcess) -> TrafficFilter:
+        def filter_heartbeats(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
+            if is_to_server and data.startswith(REGISTER_REQUEST_START):
+                connection.tail = b"registers"
+            if is_to_server and connection.tail and (found := self._transfer_address_pattern.search(data)) is not None:
+                connection.tail = b""
+                process.incarnation = found[1].decode()
+                self._handle_registration(process, int(found[2]))
+            return data if process.uses_shared_memory or is_to_server else data.replace(SHM_FIELD, DISABLED_SHM_FIELD)
+
+        return filter_heartbeats
+
+    def _request_filter(self, process: ChaosProcess) -> TrafficFilter:
+        observe = self.observer.traffic_filter(process.name)
+
+        def filter_requests(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
+            data = observe(connection, is_to_server, data)
+            return (
+                data.replace(SHM_FIELD, DISABLED_SHM_FIELD) if is_to_server and not process.uses_shared_memory else data
+            )
+
+        return filter_requests
+
+    def _handle_registration(self, process: ChaosProcess, port: int) -> None:
+        """Handle the registration of a new process: it has a new port for blocks."""
+        if process.blocks is None or process.blocks.port != port:
+            if process.blocks is not None:
+                process.blocks.stop()
+            process.blocks = FaultProxy(self.network.hub, port, (process.host, port))
+            self._start_task(process.blocks.start())
+        assert process.requests is not None
+        self._start_task(process.requests.start())
+
+    def _start_task(self, work: Any) -> None:
+        self._tasks.add(task := asyncio.ensure_future(work))
+        task.add_done_callback(self._tasks.discard)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def kill(self, process: ChaosProcess) -> None:
+        """Kill a process; its proxies refuse connections until it is restarted."""
+        process.child.restart_pause_s = 0.5  # an intended death must not lengthen the pause
+        process.incarnation = None
+        process.outages.append([asyncio.get_running_loop().time()])
+        process.send_signal(signal.SIGKILL)
+        if process.requests is not None:
+            process.requests.stop()
+        if process.blocks is not None:
+            process.blocks.stop()
+            process.blocks = None
+
+    # -- health --------------------------------------------------------------------------------------------------------
+
+    async def get_json(self, url: str, timeout: float = 5.0) -> Any:
+        """Return the JSON reply; None if there is none or an error, as from a loading server."""
+        try:
+            async with self.session.get(url, timeout=aiohttp.ClientTimeout(timeout)) as reply:
+                return await reply.json() if reply.ok else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return None
+
+    async def first_problem(self) -> str:
+        """Return the first problem that keeps the cluster from being healthy, or ""."""
+        absent = await self.find_unavailable()
+        return next(iter(absent.values()), "")
+
+    async def find_unavailable(self, excluded: Collection[str] = ()) -> dict[str, str]:
+        """Return the unavailable processes and the reasons, without the `excluded` ones."""
+        started_at = asyncio.get_running_loop().time()
+        status = await self.get_json(f"{self.router.url}/cluster/status")
+        if status is None:
+            return {"router": "the router does not answer"}
+        workers = [worker for worker in self.workers if worker.name not in excluded]
+        unavailable, rows = (
+            find_unavailable(status, await self._worker_stats(workers)),
+            {row["name"]: row for row in status["workers"]},
+        )
+        problems = {
+            worker.name: _router_row_problem(worker, rows[worker.name])
+            for worker in workers
+            if worker.name not in unavailable
+        }
+        if self.store is not None and self.store.name not in excluded:
+            problems[self.store.name] = await self._store_problem(
+                [worker for worker in workers if worker.name not in unavailable]
+            )
+        unavailable |= {name: problem for name, problem in problems.items() if problem}
+        for outage in self.router.outages[-1:]:
+            if not unavailable and len(outage) == 1 and outage[0] < started_at:
+                outage.append(asyncio.get_running_loop().time())
+        return unavailable
+
+    async def _worker_stats(self, places: Sequence[ChaosProcess]) -> dict[str, Any]:
+        replies = await asyncio.gather(*(self.get_json(f"{worker.url}/stats") for worker in places))
+        return {worker.name: stats for worker, stats in zip(places, replies, strict=True)}
+
+    async def _store_problem(self, workers: Sequence[ChaosProcess]) -> str:
+        assert self.store is not None
+        if not self.store.is_running:
+            return "the store is not running"
+        unused_by = [
+            worker.name for worker in workers if STORE_READY_PATTERN.search(await self._metrics_text(worker)) is None
+        ]
+        return f"the store is not used by {', '.join(unused_by)}" if unused_by else ""
+
+    async def is_ready(self, process: ChaosProcess) -> bool:
+        health = await self.get_json(f"{process.url}/health/ready")
+        return bool(health) and health["status"] == "ready"
+
+    def lacked_router_since(self, since: float) -> bool:
+        """Whether the router was down, or did not know all workers yet, at some time since then."""
+        return any(len(outage) == 1 or outage[1] >= since for outage in self.router.outages)
+
+    async def wait_until_healthy(self) -> str:
+        """Wait until the cluster is healthy, and return the problem that is left, or ""."""
+        return await wait_until_empty(self.first_problem, RESTART_TIMEOUT_S)
+
+    async def find_held_resources(self) -> str:
+        """Return the resources that an idle cluster holds, or ""."""
+        return find_held_resources(
+            await self.get_json(f"{self.router.url}/cluster/status"), await self._worker_stats(self.workers)
+        )
+
+    async def wait_until_idle(self) -> str:
+        return await wait_until_empty(self.find_held_resources, IDLE_TIMEOUT_S)
+
+    async def count_detected_faults(self, label: str) -> Counter[str]:
+        """Return the faults that workers have counted, for counters whose name or label contains `label`."""
+        counts: Counter[str] = Counter()
+        for worker in self.workers:
+            for name, count in FAULT_COUNTER_PATTERN.findall(await self._metrics_text(worker)):
+                counts[f"{worker.incarnation} {name}"] += int(float(count)) if label in name else 0
+        return counts
+
+    async def _metrics_text(self, process: ChaosProcess) -> str:
+        """Return the worker's metrics; "" if it does not answer."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with self.session.get(f"{process.url}/metrics", timeout=aiohttp.ClientTimeout(5)) as reply:
+                return await reply.text()
+        return ""
+
+
+def _router_row_problem(process: ChaosProcess, row: dict[str, Any]) -> str:
+    """Return the problem in the router's view of a running worker, or ""."""
+    if row["incarnation"] != process.incarnation:
+        return f"the router knows an older process of {process.name}: {row['incarnation']}"
+    return f"the circuit breaker of {process.name} is {row['breaker']}" if row["breaker"] != "closed" else ""

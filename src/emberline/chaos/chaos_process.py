@@ -1,0 +1,66 @@
+"""ChaosProcess: a supervised process of the cluster, and the proxies of its connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emberline.bench.processes import parent, process_tree
+from emberline.chaos.clock import ShiftedClock
+from emberline.chaos.fault_proxy import FaultProxy
+from emberline.chaos.network import LOOPBACK_ADDRESS, NetworkLink
+from emberline.cluster.supervisor import SupervisedProcess
+from emberline.core.config import Role
+
+
+@dataclass(slots=True, eq=False)
+class ChaosProcess:
+    name: str
+    role: Role | None  # None: not a worker
+    port: int
+    child: SupervisedProcess
+    clock: ShiftedClock
+    host: str = LOOPBACK_ADDRESS  # address on which it listens
+    link: NetworkLink | None = None  # network link of all its traffic, with --links
+    heartbeats: FaultProxy | None = None  # its heartbeats to the router
+    requests: FaultProxy | None = None  # the router's requests to it
+    blocks: FaultProxy | None = None  # other workers' fetches of its blocks
+    disk: Path | None = None
+    uses_shared_memory: bool = False  # it fetches blocks through shared memory instead of a proxy
+    incarnation: str | None = None  # of the process that registered last; None after a kill
+    outages: list[list[float]] = field(default_factory=list)  # start and, once it is over, end of each outage
+    _engine_pid: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def is_running(self) -> bool:
+        return self.child.process is not None and self.child.process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        assert self.child.process is not None
+        return self.child.process.pid
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The pid of its engine process, or None.
+
+        Finding it is slow, so the last result is reused while that process is still its child."""
+        if self._engine_pid is None or parent(self._engine_pid) != self.pid:
+            self._engine_pid = process_tree(self.pid).get("engine.process")
+        return self._engine_pid
+
+    def send_signal(self, number: signal.Signals, *, engine_only: bool = False, both: bool = False) -> None:
+        pids = [self.engine_pid] if engine_only else [self.pid, self.engine_pid] if both else [self.pid]
+        for pid in filter(None, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def proxies(self) -> list[FaultProxy]:
+        return [wire for wire in (self.heartbeats, self.requests, self.blocks) if wire is not None]

@@ -1,0 +1,266 @@
+"""ChaosRun: injects several faults at a time while requests run, but always leaves a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from emberline.chaos.chaos_cluster import RESTART_TIMEOUT_S, SERVED_MODEL_NAME, ChaosCluster
+from emberline.chaos.chaos_process import ChaosProcess
+from emberline.chaos.chaos_report import ChaosReport
+from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict
+from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw_faults
+from emberline.chaos.faults import FAULTS, Fault, FaultContext
+from emberline.chaos.reference_case import ReferenceCase, ReferenceCases
+from emberline.chaos.request_progress import RequestProgress, Stage
+from emberline.core.errors import EmberlineError
+from emberline.router.policy import rendezvous_hash
+
+BACKGROUND_CLIENTS = 2
+REQUEST_PAUSE_S = (
+    0.2  # between a background client's requests, at least the last one's duration: restarts need CPU time too
+)
+CONCURRENT_FAULTS = 3
+POLL_INTERVAL_S = 0.2
+FAULTS_PER_LEAK_CHECK = 40
+FIRST_CASES = 6
+MAX_STAGE_ATTEMPTS = 4  # requests sent until one reaches the stage of a fault
+MAX_MISSED_FAULTS = 100
+
+
+@dataclass(slots=True)
+class ChaosRun:
+    cluster: ChaosCluster
+    cases: ReferenceCases
+    rng: random.Random
+    report_line: Callable[[str], None]
+    report: ChaosReport
+    _clients_may_send: asyncio.Event = field(default_factory=asyncio.Event)
+    _schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _last_fault: tuple[str, str] = ("nothing", "")
+    _moves_seen: int = 0  # as of the last fault
+
+    async def run(self, count: int) -> None:
+        cluster = self.cluster
+        if missing := await cluster.wait_until_healthy():
+            raise EmberlineError(
+                f"the cluster did not start: {missing}", hint=f"see the log files in {cluster.directory}"
+            )
+        await self._prepare()
+        self._clients_may_send.set()
+        background = [asyncio.create_task(self._run_background_client()) for _ in range(BACKGROUND_CLIENTS)]
+        try:
+            await self._inject_faults(count)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    async def _inject_faults(self, count: int) -> None:
+        scheduler = FaultScheduler(self.cluster.workers, self.rng)
+        faults = draw_faults([fault for fault in FAULTS if fault.is_possible(self.cluster)], self.rng)
+        while count and not self.report.unrecovered:
+            next_faults = islice(faults, min(FAULTS_PER_LEAK_CHECK, count))
+            scheduler.pending = sorted(
+                next_faults, key=lambda item: not item[0].needs_restart
+            )  # other faults run during the restarts
+            count -= len(scheduler.pending)
+            async with asyncio.TaskGroup() as injectors:
+                for _ in range(CONCURRENT_FAULTS):
+                    injectors.create_task(self._inject_scheduled(scheduler))
+            await self._check_leaks()
+            self.report_line(self.report.summary())
+
+    async def _inject_scheduled(self, scheduler: FaultScheduler) -> None:
+        while (scheduled := await self._next_fault(scheduler)) is not None:
+            try:
+                was_hit = await self._run_fault(scheduled)
+            finally:
+                scheduler.finish(scheduled)
+            if not was_hit:
+                stages = scheduled.fault.stages
+                scheduler.pending.insert(
+                    0, (scheduled.fault, stages[stages.index(scheduled.stage) - 1])
+                )  # try another stage
+                if self.report.missed_faults > MAX_MISSED_FAULTS:
+                    self.report.record_unrecovered(f"requests did not reach the stage of {MAX_MISSED_FAULTS} faults")
+                    scheduler.pending.clear()
+
+    async def _next_fault(self, scheduler: FaultScheduler) -> ScheduledFault | None:
+        """Return the next fault; None if none is left or the cluster does not recover."""
+        now = asyncio.get_running_loop().time
+        end = now() + RESTART_TIMEOUT_S
+        while scheduler.pending:
+            async with self._schedule_lock:
+                active = {*scheduler.active_claims}
+                unavailable = await self.cluster.find_unavailable(active)
+                unchecked = active - scheduler.active_claims.keys()  # their faults ended during the check
+                if (scheduled := scheduler.next_fault({*unavailable, *unchecked})) is not None:
+                    return scheduled
+                await asyncio.sleep(POLL_INTERVAL_S)
+            if scheduler.active_claims:
+                end = now() + RESTART_TIMEOUT_S
+            elif now() > end:
+                self.report.record_unrecovered(f"after {self._last_fault[0]}, {self._last_fault[1]}: {unavailable}")
+                scheduler.pending.clear()
+        return None
+
+    async def _prepare(self) -> None:
+        http = self.cluster.session
+        async with asyncio.timeout(120):
+            while not await self.cluster.is_ready(self.cluster.reference):
+                await asyncio.sleep(0.2)
+        await self.cases.measure_token_length(http)
+        for i in range(FIRST_CASES):
+            await self.cases.create(http, long=i % 2 == 0, stream=i % 3 != 0)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _run_background_client(self) -> None:
+        """Send requests one after another, whatever their outcome."""
+        while True:
+            await self._clients_may_send.wait()
+            progress = self.cluster.observer.track_request()
+            case = self.cases.pick()
+            outcome = await self._new_client().run(case, progress)
+            self._record_background(outcome)
+            pause = 1.0 if outcome.verdict in (Verdict.ERROR, Verdict.CUT) else REQUEST_PAUSE_S
+            await asyncio.sleep(max(pause, outcome.duration_s))
+
+    def _record_background(self, outcome: RequestOutcome) -> None:
+        self.report.record_background_request(
+            outcome, self._last_fault[0], excused=self.cluster.lacked_router_since(outcome.started_at)
+        )
+
+    def _new_client(self) -> ChaosClient:
+        return ChaosClient(
+            self.cluster.session, self.cluster.router.url, self.cluster.observer, self.cluster.settings.deadline
+        )
+
+    async def _pick_case(self, fault: Fault, stage: Stage) -> ReferenceCase:
+        def fits(case: ReferenceCase) -> bool:
+            return (case.is_stream or stage < Stage.FIRST) and (case.has_long_prompt or not fault.reuses_prompt)
+
+        known_cases = [case for case in self.cases.cases if fits(case)]
+        is_new = stage in (Stage.PREFILL, Stage.TRANSFER) or self.rng.random() < 0.5
+        if known_cases and (fault.reuses_prompt or not is_new):
+            return self.rng.choice(known_cases)
+        stream, long = stage >= Stage.FIRST or self.rng.random() < 0.7, is_new or self.rng.random() < 0.5
+        return await self.cases.create(self.cluster.session, long=long, stream=stream)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    async def _run_fault(self, scheduled: ScheduledFault) -> bool:
+        """Inject a fault; return False if no request reached the stage."""
+        for _ in range(MAX_STAGE_ATTEMPTS):
+            if await self._try_fault(scheduled.fault, scheduled.stage, scheduled.answering_worker):
+                return True
+        self.report.missed_faults += 1
+        return False
+
+    async def _try_fault(self, fault: Fault, stage: Stage, answering_worker: ChaosProcess) -> bool:
+        cluster, progress = self.cluster, self.cluster.observer.track_request()
+        case = await self._pick_case(fault, stage)
+        request = self._new_client().run(case, progress, _session_of(answering_worker, cluster, self.rng))
+        context = FaultContext(cluster, progress, self.rng, answering_worker)
+        await asyncio.to_thread(
+            lambda: [process.engine_pid for process in cluster.workers]
+        )  # find the pids before the fault
+        before = await cluster.count_detected_faults(fault.counter_label) if fault.counter_label else Counter[str]()
+        if fault.starts_before_request:
+            self._last_fault = fault.name, (stage_hit := str(stage))
+            async with fault.inject(context):
+                outcome = await request
+        else:
+            started_at, task = asyncio.get_running_loop().time(), asyncio.create_task(request)
+            if not await self._reaches_stage(task, progress, stage) or context.decode_worker is not answering_worker:
+                self._record_background(await task)
+                return False
+            self._last_fault = fault.name, (stage_hit := str(progress.stage))
+            async with fault.inject(context):
+                if fault.disconnects_client:
+                    task.cancel()
+                await asyncio.gather(
+                    asyncio.wait((task,), timeout=fault.max_duration_s), asyncio.sleep(fault.min_duration_s)
+                )
+            outcome = await (_outcome_after_disconnect(task, started_at) if fault.disconnects_client else task)
+        detected = (
+            await cluster.count_detected_faults(fault.counter_label) - before if fault.counter_label else before
+        ).total()
+        await self._record_fault(fault, stage_hit, outcome, detected)
+        return True
+
+    async def _record_fault(self, fault: Fault, hit: str, outcome: RequestOutcome, noticed: int) -> None:
+        moves = await self._count_moves()
+        moved, self._moves_seen = max(0, moves - self._moves_seen), moves
+        excused = self.cluster.lacked_router_since(outcome.started_at)
+        self.report.record_fault(fault.name, hit, outcome, moved=moved, noticed=noticed, excused=excused)
+        if outcome.verdict not in (Verdict.ANSWERED, Verdict.LEFT):
+            self.report_line(
+                f"{fault.name}, {hit}: {outcome.verdict} after {outcome.duration_s:.1f} s, {outcome.detail}"
+            )
+
+    async def _reaches_stage(self, task: asyncio.Task[RequestOutcome], progress: RequestProgress, stage: Stage) -> bool:
+        """Wait until the request reaches the stage; return False if it ended before."""
+        reached = asyncio.create_task(progress.wait_for_stage(stage))
+        await asyncio.wait((task, reached), return_when=asyncio.FIRST_COMPLETED)
+        reached.cancel()
+        if stage is Stage.QUEUED:
+            await asyncio.sleep(self.rng.choice((0.0, 0.001, 0.005)))
+        elif stage is Stage.DECODE:
+            await asyncio.sleep(self.rng.uniform(0.0, 0.05))
+        return not task.done() and progress.stage is not Stage.ENDED
+
+    async def _count_moves(self) -> int:
+        """Return how often requests continued or were retried at another worker."""
+        status = await self.cluster.get_json(f"{self.cluster.router.url}/cluster/status", timeout=1.0)
+        if status is None:
+            return 0
+        moved = sum(row["count"] for row in status["migrations"] if row["outcome"] == "went on")
+        return int(moved + sum(status["retries"].values()))
+
+    async def _check_leaks(self) -> None:
+        """Check that an idle cluster holds no resources.
+
+        Requests must run until all workers are healthy, because circuit breakers close only after a successful one."""
+        if missing := await self.cluster.wait_until_healthy():
+            self.report.record_unrecovered(missing)
+        self._clients_may_send.clear()
+        self.report.leak_check_count += 1
+        if held_resources := await self.cluster.wait_until_idle():
+            self.report.record_leak(*self._last_fault, held_resources)
+        self._clients_may_send.set()
+
+
+async def _outcome_after_disconnect(task: asyncio.Task[RequestOutcome], began: float) -> RequestOutcome:
+    """Return the outcome of a request whose client disconnected, unless it had ended before."""
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        return task.result()
+    return RequestOutcome(Verdict.LEFT, "", began, asyncio.get_running_loop().time() - began)
+
+
+def _session_of(answering_worker: ChaosProcess, cluster: ChaosCluster, rng: random.Random) -> str:
+    """Return a session id for which the router prefers this worker."""
+    names = [worker.name for worker in cluster.workers_with_role("decode")]
+    while True:
+        session = f"{rng.getrandbits(48):x}"
+        if max(names, key=lambda name: rendezvous_hash(session, name)) == answering_worker.name:
+            return session
+
+
+async def run_chaos(
+    cluster: ChaosCluster, report: ChaosReport, count: int, seed: int, report_line: Callable[[str], None]
+) -> None:
+    rng = random.Random(seed)
+    try:
+        await cluster.start()
+        await ChaosRun(
+            cluster, ReferenceCases(cluster.reference.url, SERVED_MODEL_NAME, rng), rng, report_line, report
+        ).run(count)
+    finally:
+        await cluster.stop()

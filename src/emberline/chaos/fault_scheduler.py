@@ -1,0 +1,97 @@
+"""FaultScheduler: which fault comes next, given the unavailable processes and active faults.
+
+At least one worker that can answer is always left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from emberline.chaos.chaos_process import ChaosProcess
+from emberline.chaos.faults import Fault
+from emberline.chaos.request_progress import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledFault:
+    fault: Fault
+    stage: Stage
+    answering_worker: ChaosProcess  # the worker that should answer
+    claimed: tuple[str, ...]  # processes and counter that no other fault may use meanwhile
+
+
+class FaultScheduler:
+    def __init__(self, workers: Sequence[ChaosProcess], rng: random.Random) -> None:
+        self._workers = workers
+        self._rng = rng
+        self.pending: list[tuple[Fault, Stage]] = []
+        self.active_claims: dict[str, Fault] = {}  # claimed process or counter, and the fault that claims it
+
+    def next_fault(self, unavailable: Collection[str]) -> ScheduledFault | None:
+        """Return the first pending fault that may begin now; it is active until `finish`."""
+        for i, (fault, stage) in enumerate(self.pending):
+            if (scheduled := self._schedule(fault, stage, unavailable)) is not None:
+                del self.pending[i]
+                self.active_claims |= dict.fromkeys(scheduled.claimed, fault)
+                return scheduled
+        return None
+
+    def finish(self, scheduled: ScheduledFault) -> None:
+        for claim in scheduled.claimed:
+            del self.active_claims[claim]
+
+    def _schedule(self, fault: Fault, stage: Stage, unavailable: Collection[str]) -> ScheduledFault | None:
+        unavailable_names = {
+            *unavailable,
+            *(name for name, other in self.active_claims.items() if not other.keeps_workers_available),
+        }
+        answering_workers = [
+            worker for worker in self._workers_with_role("decode") if worker.name not in unavailable_names
+        ]
+        if "router" in unavailable_names or (
+            fault.target == "router" and not fault.keeps_workers_available and {*unavailable, *self.active_claims}
+        ):
+            return None
+        if stage is Stage.TRANSFER and any(
+            worker.name in unavailable_names for worker in self._workers_with_role("prefill")
+        ):
+            return None
+        candidates = [
+            worker for worker in answering_workers if not (fault.needs_tcp_transfer and worker.uses_shared_memory)
+        ]
+        self._rng.shuffle(candidates)
+        for candidate in candidates:
+            claims = self._claims_of(fault, candidate)
+            remaining = (
+                {worker.name for worker in self._workers}
+                - unavailable_names
+                - ({*claims} if not fault.keeps_workers_available else set())
+            )
+            if remaining and not {*unavailable, *self.active_claims} & {*claims}:
+                return ScheduledFault(fault, stage, candidate, claims)
+        return None
+
+    def _claims_of(self, fault: Fault, answering_worker: ChaosProcess) -> tuple[str, ...]:
+        match fault.target:
+            case "decode":
+                processes = [answering_worker.name]
+            case "prefill":
+                processes = [worker.name for worker in self._workers_with_role("prefill")]
+            case other:
+                processes = [other]
+        return (*processes, fault.counter_label) if fault.counter_label else tuple(processes)
+
+    def _workers_with_role(self, role: str) -> list[ChaosProcess]:
+        return [worker for worker in self._workers if worker.role == role]
+
+
+def draw_faults(faults: Sequence[Fault], rng: random.Random) -> Iterator[tuple[Fault, Stage]]:
+    """Yield faults without end: each kind once, then by weight, with stages in rotation."""
+    order = list(faults)
+    rng.shuffle(order)
+    stage_index = {fault.name: rng.randrange(len(fault.stages)) for fault in faults}
+    while True:
+        fault = order.pop() if order else rng.choices(faults, [fault.weight for fault in faults])[0]
+        stage_index[fault.name] += 1
+        yield fault, fault.stages[stage_index[fault.name] % len(fault.stages)]

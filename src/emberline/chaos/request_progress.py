@@ -1,0 +1,106 @@
+"""RequestProgress: how far a request has come, as proxies see it. RequestObserver: all requests.
+
+Each request carries a mark by which its bytes are recognized."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from emberline.chaos.fault_proxy import ProxiedConnection, TrafficFilter
+
+MARK_PATTERN = re.compile(rb"chaos-(\d+)-")
+GROUP_COMMENT_START = b": said "
+
+
+class Stage(IntEnum):
+    QUEUED = 0  # sent to the router
+    PREFILL = 1  # a worker has the prompt
+    TRANSFER = 2  # there is a ticket for the prompt's blocks
+    FIRST = 3  # the first token was sent
+    DECODE = 4  # several tokens were sent
+    ENDED = 5
+
+    def __str__(self) -> str:
+        return ("queued", "mid-prefill", "mid-transfer", "first token", "mid-decode", "ended")[self]
+
+
+@dataclass(slots=True)
+class RequestProgress:
+    mark: int
+    stage: Stage = Stage.QUEUED
+    prefill_worker: str | None = None  # the worker that computes the prompt for another
+    decode_worker: str | None = None  # the worker that answered last
+    group_count: int = 0
+    _stage_waiters: list[tuple[Stage, asyncio.Future[None]]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The mark as it stands in the request; the final dash separates it from what follows."""
+        return f"chaos-{self.mark}-"
+
+    async def wait_for_stage(self, stage: Stage) -> None:
+        """Wait until the request has reached this stage or a later one."""
+        if self.stage < stage:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._stage_waiters.append((stage, future))
+            await future
+
+    def advance_to(self, stage: Stage) -> None:
+        self.stage = max(self.stage, stage)
+        for awaited, future in self._stage_waiters:
+            if awaited <= self.stage and not future.done():
+                future.set_result(None)
+
+
+class RequestObserver:
+    def __init__(self) -> None:
+        self._by_mark: dict[int, RequestProgress] = {}
+        self._count = 0
+
+    def track_request(self) -> RequestProgress:
+        self._count += 1
+        progress = self._by_mark[self._count] = RequestProgress(self._count)
+        return progress
+
+    def forget(self, progress: RequestProgress) -> None:
+        progress.advance_to(Stage.ENDED)
+        self._by_mark.pop(progress.mark, None)
+
+    def traffic_filter(self, worker: str) -> TrafficFilter:
+        """Return the filter for the proxy of the router's requests to this worker."""
+
+        def observe(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
+            if is_to_server:
+                if (found := MARK_PATTERN.search(data)) is not None:
+                    connection.mark, connection.tail = int(found[1]), b""
+                    self._observe_request(worker, connection.mark, data)
+            elif connection.mark is not None and (progress := self._by_mark.get(connection.mark)) is not None:
+                _observe_reply(progress, connection, data)
+            return data
+
+        return observe
+
+    def _observe_request(self, worker: str, mark: int, data: bytes) -> None:
+        progress = self._by_mark.get(mark)
+        if progress is None:
+            return
+        if data.startswith(b"POST /cluster/prefill"):
+            progress.prefill_worker = worker
+        else:
+            progress.decode_worker = worker
+        progress.advance_to(Stage.PREFILL)
+
+
+def _observe_reply(progress: RequestProgress, connection: ProxiedConnection, data: bytes) -> None:
+    received = connection.tail + data
+    connection.tail = received[
+        -len(GROUP_COMMENT_START) + 1 :
+    ]  # shorter than the prefix, so that no group is counted twice
+    if b'{"ticket"' in received:
+        progress.advance_to(Stage.TRANSFER)
+    if count := received.count(GROUP_COMMENT_START):
+        progress.group_count += count
+        progress.advance_to(Stage.DECODE if progress.group_count > 3 else Stage.FIRST)

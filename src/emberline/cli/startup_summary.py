@@ -1,0 +1,71 @@
+"""Prints the URLs to open once a server and its gateway answer.
+
+`scripts/serve` starts it as `python -m emberline.cli.startup_summary PORT [GATEWAY_PORT]`. It ends silently when its
+parent does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from emberline.core.gateway_config import GatewayConfig
+
+POLL_INTERVAL_S = 0.3
+REQUEST_TIMEOUT_S = 5.0
+
+
+def main(argv: list[str]) -> int:
+    parent = os.getppid()
+    urls = [f"http://127.0.0.1:{port}" for port in argv]
+    if all(wait_until_ready(url, lambda: os.getppid() == parent) for url in urls):
+        print(build_summary(*urls), file=sys.stderr, flush=True)
+    return 0
+
+
+def wait_until_ready(url: str, is_needed: Callable[[], bool]) -> bool:
+    """Return True as soon as the server answers, False when the answer is no longer `needed`."""
+    while is_needed():
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S).close()
+            return True
+        except urllib.error.HTTPError as e:  # such as 401: the server runs
+            if e.code != 503:  # 503: still loading
+                return True
+            time.sleep(POLL_INTERVAL_S)
+        except OSError:
+            time.sleep(POLL_INTERVAL_S)
+    return False
+
+
+def build_summary(engine: str, gateway: str | None = None) -> str:
+    model, key = _first_chat_model(engine)
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+    lines = ["", f"  Playground   {engine}/"]
+    if gateway is not None:
+        lines.append(f"  Dashboard    {gateway}/   (admin key: {GatewayConfig().admin_file})")
+    header = f" -H '{key}'" if key else ""
+    lines.append(f"  Try          curl {engine}/v1/chat/completions -H 'Content-Type: application/json'{header} \\")
+    lines.append(f"                 -d '{body}'")
+    return "\n".join([*lines, "  Stop         Ctrl-C", ""])
+
+
+def _first_chat_model(engine: str) -> tuple[str, str | None]:
+    """Return the name of the first chat model, and the header that a server with API keys needs."""
+    try:
+        with urllib.request.urlopen(f"{engine}/v1/models", timeout=REQUEST_TIMEOUT_S) as reply:
+            rows: list[dict[str, Any]] = json.load(reply)["data"]
+            return next(str(row["id"]) for row in rows if row.get("kind", "chat") == "chat"), None
+    except urllib.error.HTTPError:
+        return "MODEL", "Authorization: Bearer API_KEY"
+    except (OSError, ValueError, KeyError, StopIteration):
+        return "MODEL", None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

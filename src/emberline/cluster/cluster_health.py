@@ -1,0 +1,62 @@
+"""Checks of a whole cluster: which workers are unavailable, and which resources an idle one holds.
+
+They use the router's `/cluster/status` and each worker's `/stats`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+IDLE_ZERO_COUNTERS = ("running", "waiting", "open_requests")
+IDLE_ZERO_TRANSFER_COUNTERS = ("leases", "pinned_blocks", "quarantined_blocks")
+POLL_INTERVAL_S = 0.1  # seconds between two looks
+
+StatusDocument = Mapping[str, Any] | None  # None: the process does not answer
+
+
+def find_unavailable(status: StatusDocument, workers: Mapping[str, StatusDocument]) -> dict[str, str]:
+    """Return the names of unavailable workers and the reasons.
+
+    A worker is available if the router and the worker itself report it as ready and, for a decode worker, if it is
+    paired with all prefill workers."""
+    if status is None:
+        return {"router": "the router does not answer"}
+    rows = {row["name"]: row for row in status["workers"]}
+    unavailable: dict[str, str] = {}
+    for name, stats in workers.items():
+        health = rows[name]["health"] if name in rows else "unknown"
+        if health != "ready":
+            unavailable[name] = f"the router reports {name} as {health}"
+        elif stats is None or stats["engine_state"] != "ready":
+            unavailable[name] = f"{name} reports its engine as {stats and stats['engine_state']}"
+    available = [rows[name] for name in workers if name not in unavailable]
+    prefill_names = {row["name"] for row in available if row["role"] == "prefill"}
+    for row in available:
+        if row["role"] == "decode" and not prefill_names <= {*row["paired"]}:
+            unavailable[row["name"]] = f"{row['name']} is paired with {row['paired']} only, refused {row['refused']}"
+    return unavailable
+
+
+def find_held_resources(status: StatusDocument, workers: Mapping[str, StatusDocument]) -> str:
+    """Return the resources that the first non-idle process holds, or ""."""
+    if status is None or status["open_requests"]:
+        return "the router has open requests" if status else "the router does not answer"
+    for name, stats in workers.items():
+        if stats is None:
+            return f"{name} does not answer"
+        held = {counter: stats[counter] for counter in IDLE_ZERO_COUNTERS} | {
+            counter: stats["transfer"][counter] for counter in IDLE_ZERO_TRANSFER_COUNTERS
+        }
+        held["blocks"] = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"]
+        if any(held.values()):
+            return f"{name}: " + ", ".join(f"{counter} {count}" for counter, count in held.items() if count)
+    return ""
+
+
+async def wait_until_empty(check: Callable[[], Awaitable[str]], timeout_s: float) -> str:
+    """Call `check` until it returns "", and return its last result."""
+    end = asyncio.get_running_loop().time() + timeout_s
+    while (result := await check()) and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(POLL_INTERVAL_S)
+    return result

@@ -1,0 +1,101 @@
+"""FakeCompletion: the reply of a fake worker.
+
+It depends only on the request's seed, so that every worker which resumes it produces the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.core.handoff import Handoff, TokenGroup
+
+CHUNK_TEMPLATE = (
+    b'data: {"id":"%b","object":"chat.completion.chunk","created":1,"model":"fake","choices":'
+    b'[{"index":0,"delta":{%b},"finish_reason":%b}]}\n\n'
+)
+
+
+class FakeRequest(msgspec.Struct):
+    """The fields of a client's request that a fake worker uses."""
+
+    seed: int | None = None
+    max_tokens: int | None = None
+    stream: bool = False
+    uneven: bool = False  # some tokens cause no event, some several
+    untracked: bool = False  # write a stream without groups, as other servers do
+
+
+class FakeEnvelope(msgspec.Struct):
+    """A router's request to prefill or to resume."""
+
+    path: str
+    body: msgspec.Raw
+    seed: int
+    timeout: float | None  # None: no deadline
+    handoff: dict[str, Any]
+    id: str | None = None
+    created: int | None = None
+
+
+class FakeCompletion:
+    def __init__(self, seed: int, request: FakeRequest) -> None:
+        self.length = request.max_tokens or 16
+        self.id = f"chatcmpl-{seed:x}"
+        self._seed = seed
+        self._is_uneven = request.uneven
+
+    def token(self, position: int) -> int:
+        return int.from_bytes(blake2b(b"%d %d" % (self._seed, position), digest_size=2).digest(), "big")
+
+    def text(self, position: int) -> str:
+        return f" word{self.token(position)}"
+
+    def events(self, position: int) -> bytes:
+        """Return the events that the token at this position causes."""
+        text, last = self.text(position), position == self.length - 1
+        if self._is_uneven and position % 5 == 3 and not last:
+            text = ""  # sent with the next token
+        elif self._is_uneven and position % 5 == 4:
+            text = self.text(position - 1) + text
+        pieces = [text[:3], text[3:]] if self._is_uneven and position % 7 == 5 else [text]
+        events = b"".join(self._event(b'"content":"%b"' % piece.encode()) for piece in pieces if piece)
+        return events + (self._event(b"", b'"stop"') if last else b"")
+
+    def chunks(self, prompt_tokens: int, after: int, is_tracked: bool) -> Iterator[bytes]:
+        """Yield the chunks of the stream after the first `after` tokens."""
+        for at in range(after, self.length):
+            events = self.events(at)
+            group = TokenGroup(0, (self.token(at),), "stop" if at == self.length - 1 else "")
+            yield group.to_comment(len(events)) + events if is_tracked else events
+        ending = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(
+            {"choices": [], "usage": self._usage(prompt_tokens)}
+        )
+        yield TokenGroup(0, ()).to_comment(len(ending)) + ending if is_tracked else ending
+
+    def complete_body(self, prompt_tokens: int) -> bytes:
+        content = "".join(map(self.text, range(self.length)))
+        choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+        fields = {"id": self.id, "object": "chat.completion", "created": 1, "model": "fake"}
+        return msgspec.json.encode({**fields, "choices": [choice], "usage": self._usage(prompt_tokens)})
+
+    def count_resumed_tokens(self, envelope: FakeEnvelope) -> int:
+        """Return the number of tokens sent before; raise InvalidRequest if the handoff is wrong.
+
+        The tokens must be this reply's, and the envelope must have the id and creation time of the reply."""
+        handoff = Handoff.parse(envelope.handoff)
+        tokens = [token for group in handoff.groups for token in group.tokens]
+        if tokens != [self.token(at) for at in range(len(tokens))]:
+            raise InvalidRequest("the handoff's tokens are not those of this request")
+        if handoff.started != bool(tokens) or (tokens and (envelope.id, envelope.created) != (self.id, 1)):
+            raise InvalidRequest("the handoff's id or creation time is not that of this reply")
+        return len(tokens)
+
+    def _usage(self, prompt_tokens: int) -> dict[str, int]:
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": self.length}
+
+    def _event(self, delta: bytes, finish: bytes = b"null") -> bytes:
+        return CHUNK_TEMPLATE % (self.id.encode(), delta, finish)

@@ -1,0 +1,84 @@
+"""WorkerRegistration and Heartbeat: the messages that a worker sends to its router.
+
+Unknown fields are ignored and missing ones have defaults, so that workers and routers of different releases work
+together and a cluster can be upgraded step by step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from emberline.cluster.address import is_unspecified
+from emberline.core.config import Role
+from emberline.core.events import TransferStats
+from emberline.core.numerics import Numerics
+
+DialectName = Literal["native", "vllm", "sglang"]
+
+_HEADER_SAFE = re.compile("[ -~]{1,128}")
+
+
+class WorkerRegistration(msgspec.Struct, frozen=True):
+    name: str  # stays the same when the worker is restarted
+    incarnation: str  # unique to the process
+    url: str
+    models: tuple[ModelRegistration, ...]
+    role: Role = "both"
+    dialect: DialectName = "native"  # which kind of server it is
+
+    def __post_init__(self) -> None:
+        if not _HEADER_SAFE.fullmatch(self.name) or not _HEADER_SAFE.fullmatch(
+            self.incarnation
+        ):  # they are sent in headers
+            raise ValueError("name and incarnation must be 1 to 128 printable ASCII characters")
+        if not self.models:
+            raise ValueError("models must not be empty")
+        parts = urlsplit(self.url)  # raises ValueError itself, as `parts.port` does
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.port == 0:
+            raise ValueError(f"url must be an http or https URL with a host, not {self.url[:200]!r}")
+        if is_unspecified(parts.hostname):
+            raise ValueError(f"url is {self.url}: no client can connect to the address of all interfaces")
+
+
+class ModelRegistration(msgspec.Struct, frozen=True):
+    name: str
+    layout: str = ""  # of its KV blocks: only workers with equal layouts exchange blocks
+    max_context: int = 0
+    max_running: int = 0  # requests in one batch; 0: an embedder
+    kv_tokens: int = 0
+    block_size: int = 0
+    peer: dict[str, Any] | None = None  # how other engines connect to this one; None: it offers no blocks
+    sampling: dict[str, float] = {}  # defaults of the sampling parameters
+    numerics: Numerics | None = None  # None: an embedder, a foreign server, or an earlier release
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """A worker's state: gauges as of now, and counters since the engine's start, over all models."""
+
+    name: str
+    incarnation: str
+    ready: bool = True  # False: the engine is starting
+    running: int = 0
+    waiting: int = 0
+    loading: int = 0  # running requests that wait for blocks from a tier or peer and need no step
+    kv_usage: float = 0.0
+    step: int = 0
+    step_seconds: float = 0.0  # duration of the last step
+    busy_seconds: float = 0.0  # duration of all steps
+    prompt_tokens: int = 0  # computed prompt tokens
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    paired: tuple[str, ...] = ()  # incarnations of engines from which it can fetch blocks
+    refused: dict[str, str] = {}  # incarnations of engines from which it cannot, with the reason
+    transfer: TransferStats | None = None
+
+
+class RegistrationReply(msgspec.Struct, frozen=True):
+    """The router's reply to a registration or a heartbeat."""
+
+    beat_seconds: float  # interval between heartbeats
+    peers: dict[str, list[dict[str, Any]]] = {}  # by model: all engines to pair with

@@ -1,0 +1,46 @@
+"""Estimate how long a value takes to unpickle, from the number of its parts.
+
+Functions that run in a child process (`core/offload.py`) reject results that would hold the interpreter's lock of the
+server for too long when they are unpickled there."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from typing import Any
+
+from emberline.core.errors import WorkTooLarge
+
+CONTAINER_COST = 4  # cost of a list, dict or object, in numbers or strings
+MAX_PICKLE_COST = 1_000_000  # unpickled in about 50 ms
+
+
+def check_pickle_cost(value: Any, max_cost: int = MAX_PICKLE_COST, what: str = "the request") -> None:
+    """Raise WorkTooLarge if the value's cost is above `max_cost`."""
+    if estimate_pickle_cost(value, max_cost) > max_cost:
+        raise WorkTooLarge(f"{what} has more than {max_cost} values", hint="send a smaller request")
+
+
+def estimate_pickle_cost(value: Any, max_cost: int) -> int:
+    """Return the value's cost; counting stops above `max_cost`."""
+    cost, left = 0, [value]
+    while left and cost <= max_cost:
+        each = left.pop()
+        if (parts := _parts(each)) is None:
+            cost += 1
+        else:
+            cost += CONTAINER_COST
+            left += parts
+    return cost + len(left)
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return the values inside a container or object; None for a plain value."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, name) for name in value.__dataclass_fields__]
+    if (names := getattr(value, "__struct_fields__", None)) is not None and not isinstance(value, type):
+        return [getattr(value, name) for name in names]
+    return None

@@ -1,0 +1,316 @@
+"""AsyncEngine: runs an engine process and streams its outputs.
+
+If the process dies or hangs, open requests end with an error and it is restarted. Every stream ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from emberline.core.clock import SystemClock
+from emberline.core.config import EngineConfig, TimeSharingConfig
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
+from emberline.core.events import Output, Stats
+from emberline.core.request import Submission
+from emberline.engine.block_event_log import BlockEventLog
+from emberline.engine.messages import (
+    Abort,
+    BlockChanges,
+    ComputeProgress,
+    EngineMessage,
+    EngineMessageDecoder,
+    EngineUpdate,
+    LoadedModelInfo,
+    PairingChange,
+    Ready,
+    Rejection,
+    SetPeers,
+    SleepStateChange,
+    StartEngine,
+    Submit,
+    WatchBlocks,
+    encode_message,
+)
+from emberline.engine.output_queue import OutputQueue
+
+log = logging.getLogger("emberline.engine")
+
+READ_BYTES = 1 << 18
+MAX_RESTART_PAUSE_S = 30.0  # between two restarts
+REAP_TIMEOUT_S = 2.0  # for a process to end by itself, and again after it was killed
+BOOT_TIMEOUT_S = 900.0  # for imports, kernels and weights of one model
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+class AsyncEngine:
+    def __init__(
+        self,
+        models: Mapping[str, EngineConfig],
+        time_sharing: TimeSharingConfig,
+        *,
+        stall_timeout: float = 120.0,
+        command: tuple[str, ...] = (sys.executable, "-m", "emberline.engine.process"),
+    ) -> None:
+        self.models = dict(models)
+        self.state = EngineState.STARTING
+        self.model_info: dict[str, LoadedModelInfo] = {}  # by model, from the latest start of the process
+        self.stats = dict.fromkeys(models, Stats())
+        self.sleep_states: dict[str, SleepStateChange] = {}  # latest message of each model
+        self.pairing_states: dict[str, PairingChange] = {}  # latest message of each model
+        self.block_events = BlockEventLog(models)  # filled after watch_blocks
+        self.restarts = 0
+        self.progress_reports = 0  # received while steps were computed
+        self.last_message_at = 0.0  # time of the latest message of the process
+        self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
+        self._time_sharing = time_sharing
+        self._stall_timeout = stall_timeout
+        self._clock = SystemClock()
+        self._command = command
+        self._open_queues: dict[str, OutputQueue] = {}
+        self._peers: dict[str, list[dict[str, Any]]] = {}
+        self._watches_blocks = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._started: asyncio.Future[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def is_awake(self, model: str) -> bool:
+        return self.state is EngineState.READY and self.sleep_states[model].awake
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open_queues)
+
+    def now(self) -> float:
+        """Return the time on the clock that Timing uses."""
+        return self._clock.now()
+
+    @property
+    def silent_seconds(self) -> float:
+        return self._clock.now() - self.last_message_at
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready. Raises EmberlineError if it could not start."""
+        assert self._supervisor is None
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise())
+        await self._started
+
+    async def stop(self) -> None:
+        self.state = EngineState.STOPPED
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._fail_open_requests(EngineUnavailable("the server is shutting down"))
+
+    async def submit(self, submission: Submission, *, merges: bool = False) -> AsyncGenerator[Output, None]:
+        """Yield the outputs of a submission; each of its completions ends once.
+
+        Closing the generator aborts it.
+
+        `merges`: outputs that wait for the caller may be merged into one with several tokens. Raises
+        EngineUnavailable if the process is not ready, EngineFailed if it dies."""
+        assert submission.id not in self._open_queues
+        if not self._send(Submit(submission)):
+            state = (
+                EngineState.RESTARTING if self.state is EngineState.READY else self.state
+            )  # the socket is closed, but that was not handled yet
+            raise EngineUnavailable(f"the engine is {state.value}", hint="retry in a few seconds")
+        queue = self._open_queues[submission.id] = OutputQueue(merges=merges)
+        left = submission.params.n
+        try:
+            while left:
+                item = await queue.get()
+                if isinstance(item, EmberlineError):
+                    left = 0
+                    raise item
+                left -= item.finish is not None
+                yield item
+        finally:
+            self._open_queues.pop(submission.id, None)
+            if left:
+                self._send(Abort(submission.id, None))
+
+    def abort_completion(self, submission_id: str, index: int) -> None:
+        """Abort one of the n completions of an open submission; its end is part of the stream."""
+        if submission_id in self._open_queues:
+            self._send(Abort(submission_id, index))
+
+    def set_peers(self, model: str, peers: list[dict[str, Any]]) -> None:
+        """Connect a model's engine to these peers only, now and after every restart; see `pairing_states`."""
+        self._peers[model] = peers
+        self._send(SetPeers(model, peers))
+
+    def watch_blocks(self) -> None:
+        """Record changes of cached blocks in `block_events`, now and after every restart."""
+        if not self._watches_blocks:
+            self._watches_blocks = True
+            self._send(WatchBlocks())
+
+    def _send(self, message: EngineMessage) -> bool:
+        """Send a message; return False if the process is not ready or its socket is closed."""
+        if self.state is not EngineState.READY or self._writer is None or self._writer.is_closing():
+            return False
+        self._writer.write(encode_message(message))
+        return True
+
+    # -- the process -----------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        pause = 0.5
+        while True:
+            began = self._clock.now()
+            try:
+                why = await self._run_process()
+            except (
+                Exception
+            ) as e:  # for example no memory or no file descriptor: without this, nothing would restart it
+                log.exception("starting or running the engine process failed")
+                why = EngineFailed(f"{type(e).__name__}: {e}")
+            first = self._started is not None and not self._started.done()
+            if first:
+                assert self._started is not None
+                self._started.set_exception(why)
+                return
+            self.state = EngineState.RESTARTING
+            self.restarts += 1
+            log.error(
+                "engine process ended, restarting: reason=%s failed_requests=%d restarts=%d",
+                why,
+                len(self._open_queues),
+                self.restarts,
+            )
+            self._fail_open_requests(
+                EngineFailed(
+                    f"the engine process ended while the request was open: {why.message}", hint="send the request again"
+                )
+            )
+            pause = 0.5 if self._clock.now() - began > 60 else min(pause * 2, MAX_RESTART_PAUSE_S)
+            await asyncio.sleep(pause)
+
+    async def _run_process(self) -> EmberlineError:
+        """Start a process, handle its messages until it ends, and return why it ended."""
+        self._process, ours = self._spawn()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ_BYTES)
+        self.last_message_at = self._clock.now()
+        self._writer.write(encode_message(StartEngine(self.models, self._time_sharing)))
+        watcher = asyncio.create_task(self._watch_for_stall(self._process, self._writer))
+        error: EmberlineError | None = None
+        try:
+            decoder = EngineMessageDecoder()
+            while data := await reader.read(READ_BYTES):
+                self.last_message_at = self._clock.now()
+                for message in decoder.feed(data):
+                    error = self._receive(message) or error
+        except ConnectionError:
+            pass
+        finally:
+            watcher.cancel()
+            self._writer.close()
+            await self._reap(self._process)
+        status = self._process.returncode
+        return error or EngineFailed("killed, but still running" if status is None else f"exit status {status}")
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Start a process and return it with our end of its socket."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            try:
+                return subprocess.Popen([*self._command, str(fd)], pass_fds=[fd], stdout=sys.stderr), ours
+            except OSError:
+                ours.close()
+                raise
+
+    def _receive(self, message: EngineMessage) -> EmberlineError | None:
+        """Handle a message; return an error if the process reports that it could not start."""
+        match message:
+            case EngineUpdate(model, outputs, stats):
+                self.stats[model] = stats
+                self.on_stats(model, stats)
+                for output in outputs:
+                    if isinstance(output, Output):
+                        if (queue := self._open_queues.get(output.id)) is not None:
+                            queue.put(output)
+                    elif (queue := self._open_queues.get(output[0])) is not None:
+                        queue.put_tokens(*output)
+            case ComputeProgress():
+                self.progress_reports += 1
+            case SleepStateChange():
+                self.sleep_states[message.model] = message
+            case BlockChanges(model, whole, stored, removed):
+                self.block_events.record(model, whole, stored, removed)
+            case PairingChange():
+                self.pairing_states[message.model] = message
+            case Ready(models):
+                self.model_info, self.pairing_states = models, {}
+                self.state = EngineState.READY
+                self.block_events.restart()
+                if self._watches_blocks:
+                    self._send(WatchBlocks())
+                for model, peers in self._peers.items():
+                    self.set_peers(model, peers)
+                if self._started is not None and not self._started.done():
+                    self._started.set_result(None)
+            case Rejection(id=""):
+                return message.to_error()
+            case Rejection(id):
+                if (queue := self._open_queues.get(id)) is not None:
+                    queue.put(message.to_error())
+        return None
+
+    async def _watch_for_stall(self, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
+        """Kill the process if it sends no message for the stall timeout.
+
+        An idle process sends messages too, and so does one in a long step while its kernels make progress. Silence is
+        counted in ticks of this loop and not by the clock, which also advances while the whole machine is suspended."""
+        tick = min(1.0, self._stall_timeout / 4)
+        silent, last = 0.0, self.last_message_at
+        while True:
+            await asyncio.sleep(tick)
+            silent = silent + tick if self.last_message_at == last else 0.0
+            last = self.last_message_at
+            boot_timeout = max(BOOT_TIMEOUT_S * len(self.models), self._stall_timeout)
+            timeout = self._stall_timeout if self.state is EngineState.READY else boot_timeout
+            if silent > timeout:
+                log.error(
+                    "engine process hangs, killing it: silent_s=%.0f timeout_s=%.0f", self.silent_seconds, timeout
+                )
+                process.kill()
+                writer.transport.abort()  # a process that does not end keeps its end of the socket open
+                return
+
+    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the process to end, and kill it after a while.
+
+        A process that hangs in a driver may not end even then; this returns all the same."""
+        for last in (False, True):
+            until = self._clock.now() + REAP_TIMEOUT_S
+            while self._clock.now() < until:
+                if process.poll() is not None:
+                    return
+                await asyncio.sleep(0.02)
+            if not last:
+                process.kill()
+
+    def _fail_open_requests(self, error: EmberlineError) -> None:
+        for queue in self._open_queues.values():
+            queue.put(error)

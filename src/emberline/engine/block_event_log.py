@@ -1,0 +1,115 @@
+"""BlockEventLog: the recent changes to the KV caches of one engine process, for subscribers.
+
+It keeps the latest numbered batches, and a snapshot for subscribers that have missed more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from emberline.core.blockbatch import BlockBatch
+
+SNAPSHOT_PART_BLOCKS = 4096
+MAX_LOGGED_CHANGES = 1 << 16  # changes in all batches that are kept
+
+
+class BlockEventLog:
+    def __init__(self, models: Iterable[str]) -> None:
+        self._models = tuple(models)
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self.restart()
+
+    def restart(self) -> None:
+        """Start again with an empty log, for a new engine process."""
+        self.incarnation = uuid.uuid4().hex
+        self.seq = 0
+        self._blocks_by_model: dict[str, dict[bytes, bytes]] = {}  # by model: block hash, hash of the block before it
+        self._batches: deque[BlockBatch] = deque()
+        self._num_logged = 0  # changes in these batches
+        self._notify()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every model has reported its blocks at least once."""
+        return len(self._blocks_by_model) == len(self._models)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def close(self) -> None:
+        """Mark the log as closed, so that subscribers disconnect."""
+        self._is_closed = True
+        self._notify()
+
+    def record(
+        self, model: str, is_snapshot: bool, stored: Sequence[tuple[bytes, bytes]], removed: Sequence[bytes]
+    ) -> None:
+        """Record changes in the order in which the engine reports them.
+
+        `is_snapshot`: `stored` lists all blocks of the model, and replaces the earlier ones."""
+        counts, held = self.is_complete, self._blocks_by_model.setdefault(model, {})
+        if is_snapshot:
+            now = dict(stored)
+            stored = [pair for pair in stored if pair[0] not in held]
+            removed = [digest for digest in held if digest not in now]
+        others = [
+            each for name, each in self._blocks_by_model.items() if name != model
+        ]  # two models may cache the same block
+        new = [pair for pair in stored if not any(pair[0] in other for other in others)]
+        gone = [digest for digest in removed if not any(digest in other for other in others)]
+        held.update(stored)
+        for digest in removed:
+            held.pop(digest, None)
+        if counts and (new or gone):
+            self.seq += 1
+            self._append(BlockBatch(self.incarnation, self.seq, new, gone))
+        self._notify()
+
+    def batches_after(self, incarnation: str, seq: int) -> list[BlockBatch]:
+        """Return the batches after this one, or a snapshot if some of them are no longer kept."""
+        if not self.is_complete or (incarnation, seq) == (self.incarnation, self.seq):
+            return []
+        if incarnation == self.incarnation and self._batches and self._batches[0].seq <= seq + 1 <= self.seq:
+            return [self._batches[at] for at in range(seq + 1 - self._batches[0].seq, len(self._batches))]
+        return self._snapshot()
+
+    def heartbeat(self) -> BlockBatch:
+        """Return an empty batch, which shows subscribers that the log is alive and what the latest number is."""
+        return BlockBatch(self.incarnation, self.seq)
+
+    async def wait_for_change(self, timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _append(self, batch: BlockBatch) -> None:
+        self._batches.append(batch)
+        self._num_logged += len(batch.stored) + len(batch.removed)
+        while self._num_logged > MAX_LOGGED_CHANGES:
+            old = self._batches.popleft()
+            self._num_logged -= len(old.stored) + len(old.removed)
+
+    def _snapshot(self) -> list[BlockBatch]:
+        pairs = list(dict(chain.from_iterable(held.items() for held in self._blocks_by_model.values())).items())
+        parts = max(1, -(-len(pairs) // SNAPSHOT_PART_BLOCKS))
+        return [
+            BlockBatch(
+                self.incarnation,
+                self.seq,
+                pairs[part * SNAPSHOT_PART_BLOCKS : (part + 1) * SNAPSHOT_PART_BLOCKS],
+                [],
+                part,
+                parts,
+            )
+            for part in range(parts)
+        ]

@@ -1,0 +1,177 @@
+"""boot_engine_group: loads the models of a server as one EngineGroup.
+
+On a CPU all models stay awake. On a GPU they do if they fit into its memory together; otherwise they share it over
+time. Whether they fit is computed before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberline.core.config import EngineConfig, GPUConfig, TimeSharingConfig
+from emberline.core.errors import InvalidRequest, ModelError
+from emberline.core.freememory import free_memory
+from emberline.engine import memory
+from emberline.engine.boot import LoadedEngine, boot, boot_on_gpu, gpu_settings, loaded_from_gpu, runs_on_gpu
+from emberline.engine.engine import Engine
+from emberline.engine.engine_group import EngineGroup
+from emberline.engine.gpu.swap import SwappedEngine, equal_kv_share, model_memory
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from emberline.engine.gpu.boot import BootedGPUEngine
+    from emberline.models.reader import FileReader
+
+KV_MEMORY_FRACTION = 0.5  # largest fraction for KV caches of the main memory that weights leave free
+
+
+class AlwaysAwakeEngine:
+    """A model that stays awake, because all models fit into memory."""
+
+    nbytes = 0
+
+    def __init__(self, load: Callable[[], LoadedEngine]) -> None:
+        self._load = load
+        self._loaded: LoadedEngine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._loaded is not None
+        return self._loaded.engine
+
+    @property
+    def idle(self) -> bool:
+        return self._loaded is None or self._loaded.engine.idle
+
+    def wake(self) -> int:
+        self._loaded = self._load()
+        return self._loaded.weight_bytes
+
+    def sleep(self) -> int:
+        raise AssertionError("a model that stays awake was put to sleep")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEstimate:
+    """What is known about a model's weights before it is loaded."""
+
+    config: ModelConfig
+    dtype: str
+    weight_bytes: int
+    is_packed: bool  # whether a GPU keeps the weights in 12 bits
+
+    @staticmethod
+    def of(config: EngineConfig) -> WeightEstimate:
+        checkpoint = Checkpoint.open(Path(config.model))
+        model = ModelConfig.from_checkpoint(checkpoint)
+        dtype = memory.weight_dtype(checkpoint, config.dtype)
+        packed = runs_on_gpu(config) and memory.uses_packed_weights(checkpoint, gpu_settings(config), dtype)
+        both = runs_on_gpu(config) and config.weights == "both"
+        size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed, both=both)
+        return WeightEstimate(model, dtype, size, packed)
+
+
+def boot_engine_group(
+    configs: Mapping[str, EngineConfig], time_sharing: TimeSharingConfig, reader: FileReader | None = None
+) -> tuple[EngineGroup, dict[str, LoadedEngine]]:
+    """Load all models and return their group and each loaded engine.
+
+    Raises ModelError if they do not fit.
+
+    `reader`: a started reader of the files of the last model, which is loaded first."""
+    readers = {list(configs)[-1]: reader}
+    loaded: dict[str, LoadedEngine] = {}
+    if len(configs) == 1 or not runs_on_gpu(next(iter(configs.values()))):
+        kv_room = None if len(configs) == 1 else kv_bytes_per_model(configs, free_memory())
+
+        def load(name: str) -> LoadedEngine:
+            loaded[name] = boot(configs[name], readers.get(name), default_kv_bytes=kv_room)
+            return loaded[name]
+
+        return EngineGroup({name: AlwaysAwakeEngine(partial(load, name)) for name in configs}, 0, time_sharing), loaded
+    from emberline.engine.gpu.boot import device_memory
+    from emberline.engine.gpu.device import CudaDevice
+
+    configs = {name: _without_transfer(config) for name, config in configs.items()}
+
+    def load_on_gpu(name: str, settings: GPUConfig) -> BootedGPUEngine:
+        booted = boot_on_gpu(configs[name], settings, readers.get(name))
+        loaded[name] = loaded_from_gpu(booted)
+        return booted
+
+    members, space = plan_time_sharing(configs, device_memory(CudaDevice().torch_device), free_memory(), load_on_gpu)
+    return EngineGroup(members, space, time_sharing), loaded
+
+
+def kv_bytes_per_model(configs: Mapping[str, EngineConfig], free: int) -> int:
+    """Return the bytes of each model's KV cache on a CPU. Raises ModelError if the models do not fit."""
+    weights = {name: WeightEstimate.of(config).weight_bytes for name, config in configs.items()}
+    configured = sum((config.kv_memory or 0) + config.kv_host_memory for config in configs.values())
+    left = free - sum(weights.values()) - configured
+    if left < 0:
+        raise _memory_error(
+            weights, f" and {memory.format_gib(configured)} GiB of KV blocks" if configured else "", free
+        )
+    return int(left * KV_MEMORY_FRACTION) // len(configs)
+
+
+def plan_time_sharing(
+    configs: Mapping[str, EngineConfig],
+    device_bytes: int,
+    free_host_bytes: int,
+    load: Callable[[str, GPUConfig], BootedGPUEngine],
+) -> tuple[dict[str, SwappedEngine], int]:
+    """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
+
+    Return the models, which are not loaded yet, and the bytes for all that are awake at the same time. Raises
+    ModelError if the models do not fit."""
+    weighed = {name: WeightEstimate.of(config) for name, config in configs.items()}
+    settings = {name: gpu_settings(config) for name, config in configs.items()}
+
+    def plans() -> dict[str, memory.MemoryPlan]:
+        return {
+            name: memory.plan_for(w.config, settings[name], device_bytes, w.dtype, packed=w.is_packed)
+            for name, w in weighed.items()
+        }
+
+    planned, space = plans(), model_memory(device_bytes)
+    if all(s.kv_memory is None for s in settings.values()):
+        part = equal_kv_share(planned.values(), space)
+        if part is not None:
+            for name, plan in planned.items():
+                block = plan.kv_bytes // plan.kv_blocks
+                settings[name] = replace(settings[name], kv_memory=part // block * block)
+            planned = plans()
+    members = {name: SwappedEngine(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
+    weights = {name: w.weight_bytes for name, w in weighed.items()}
+    kept = sum(config.kv_host_memory for config in configs.values())
+    sleeps = sum(member.nbytes for member in members.values()) > space
+    if sleeps * sum(weights.values()) + kept > free_host_bytes:
+        besides = f" and {memory.format_gib(kept)} GiB of KV blocks" if kept else ""
+        reason = ", which main memory must hold while they sleep" if sleeps else ""
+        raise _memory_error(weights, reason + besides, free_host_bytes)
+    return members, space
+
+
+def _without_transfer(config: EngineConfig) -> EngineConfig:
+    """Return the settings without KV transfers, which need a model that is always awake.
+
+    Raises InvalidRequest if transfers are required."""
+    if config.transfer is not None and config.transfer.required:
+        hint = "serve one model with each worker, or with --role both"
+        message = "models that share a GPU cannot exchange KV blocks with other workers"
+        raise InvalidRequest(message, param="transfer", hint=hint)
+    return replace(config, transfer=None)
+
+
+def _memory_error(weights: Mapping[str, int], besides: str, free: int) -> ModelError:
+    parts = ", ".join(f"{name} {memory.format_gib(size)}" for name, size in weights.items())
+    return ModelError(
+        f"the models do not fit into main memory: they have {memory.format_gib(sum(weights.values()))} GiB of weights "
+        f"({parts}){besides}; {memory.format_gib(free)} GiB are free",
+        hint="serve fewer or smaller models",
+    )

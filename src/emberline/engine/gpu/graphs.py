@@ -1,0 +1,77 @@
+"""StepGraphs: a device stream with the staged inputs of its steps and their captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.engine.gpu.device import DeviceStream
+from emberline.engine.gpu.shape import StepShape
+from emberline.engine.gpu.staging import InputStaging
+from emberline.kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The model's inputs of a step, on the device."""
+
+    tokens: Tensor
+    token_rows: Tensor
+    slots: Tensor
+    positions: Tensor
+    context: Tensor
+    rows: Tensor
+    query_start: Tensor
+    tiles: ops.AttentionPlan
+    logit_rows: Tensor | None  # tokens whose logits are computed; None: all
+    weight_unpacker: ops.WeightUnpacker
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A captured step of one shape: it reads inputs at fixed addresses and writes logits."""
+
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class StepGraphs:
+    def __init__(
+        self, stream: DeviceStream, inputs: InputStaging, weight_unpacker: ops.WeightUnpacker, max_rows: int
+    ) -> None:
+        """`max_rows`: of a captured step, including padding."""
+        self.stream = stream
+        self.max_rows = max_rows
+        self.inputs = inputs
+        self.weight_unpacker = weight_unpacker
+        self.capture_failed = False
+        self.captured: dict[StepShape, CapturedStep] = {}
+        self._logits: Tensor | None = None
+
+    def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
+        """Return the tensor that all captured steps write logits to; it is read before the next step."""
+        if self._logits is None:
+            self._logits = torch.empty(self.max_rows, vocab, device=device)
+        assert rows <= self.max_rows
+        return self._logits[:rows]
+
+    def forget_addresses(self) -> None:
+        self.captured.clear()
+        self.stream.release_captures()
+        self.inputs.forget_views()
+        self.weight_unpacker.release()
+        self._logits = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStep:
+    """The model's part of a step."""
+
+    inputs: StepInputs
+    logits: Tensor | None  # where to write the logits; None: to a new tensor
+    replay: Callable[[], None] | None  # replays the captured graph; None: run uncaptured
+    count: int  # rows of logits that are used
+    wanted: Tensor | None  # indexes of these rows; None: the first `count`

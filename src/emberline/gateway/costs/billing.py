@@ -1,0 +1,56 @@
+"""Billing: the cost of a reply, once its usage is known."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from emberline.gateway.costs.cost import Price, compute_cost
+from emberline.gateway.costs.estimate import estimate_input_tokens
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.settings import GatewaySettings
+
+
+class PriceSource(Protocol):
+    def price(self, settings: GatewaySettings, provider: str, model: str) -> Price | None:
+        """Return the price of a model, or None if it is unknown."""
+        ...
+
+    def max_output(self, provider: str, model: str) -> int | None:
+        """Return the model's limit on output tokens, or None if it is unknown."""
+        ...
+
+
+def request_input_tokens(request: GatewayRequest) -> int:
+    """Return an estimate of the request's input tokens."""
+    return estimate_input_tokens(request.body) if request.body_summary is None else request.body_summary.input_tokens
+
+
+def set_cost(request: GatewayRequest, reply: GatewayReply, prices: PriceSource) -> None:
+    """Set the reply's cost. An unknown cost leaves `reply.micros` unchanged."""
+    price = None
+    for name in (request.model, reply.model):
+        if name and (price := prices.price(request.settings, reply.provider, name)) is not None:
+            break
+    micros = compute_charge(request, reply.usage, price)
+    reply.micros = reply.micros if micros is None else micros
+
+
+def compute_charge(request: GatewayRequest, usage: Usage | None, price: Price | None) -> int | None:
+    """Return the cost in micro-dollars, or None if it is unknown.
+
+    A custom cost that the client sends overrides the catalogue's. But if the gateway has budgets, a client with a
+    virtual key or no key cannot make a request cheaper than its known cost: such keys are given to third parties.
+    """
+    known = compute_cost(usage, price) if usage is not None else None
+    custom = request.options.custom_cost
+    if custom is None:
+        return known
+    claimed = custom.micros if custom.micros is not None or usage is None else compute_cost(usage, custom.price)
+    if claimed is None or known is None or request.identity.kind == "token" or not _has_budget(request.settings):
+        return claimed
+    return max(claimed, known)
+
+
+def _has_budget(settings: GatewaySettings) -> bool:
+    return bool(settings.budgets) or any(rule.get("amount") == "micros" for rule in settings.limits)

@@ -1,0 +1,20 @@
+"""PriceList: prices of models, from a gateway's settings or else from the current catalogue."""
+
+from __future__ import annotations
+
+from emberline.gateway.costs.catalogue import CatalogueFiles
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.settings import GatewaySettings
+
+
+class PriceList:
+    def __init__(self, files: CatalogueFiles) -> None:
+        self._files = files
+
+    def price(self, settings: GatewaySettings, provider: str, model: str) -> Price | None:
+        own = settings.prices.get(f"{provider}/{model}") if settings.prices else None
+        return own or self._files.current.price(provider, model)
+
+    def max_output(self, provider: str, model: str) -> int | None:
+        found = self._files.current.model(provider, model)
+        return found.max_output if found is not None else None

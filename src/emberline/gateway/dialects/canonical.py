@@ -1,0 +1,239 @@
+"""The canonical form of a chat request and its reply, into which all wire formats are parsed.
+
+Every class keeps in `extra` the source's fields that have no common meaning, so that rendering into the same wire
+format loses nothing; when rendering into another one they are reported (`change_report.py`). `shape` is how the source
+wrote something that has several spellings ("text": a bare string, "list", "null", "absent"); it is never reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from emberline.gateway.costs.usage import Usage
+
+ChatDialect = Literal["openai-chat", "openai-responses", "anthropic", "gemini"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+FinishReason = Literal["stop", "stop_sequence", "length", "context", "tool_calls", "filter", "pause"]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """A web page that supports the characters `start` to `end` (exclusive) of a text.
+
+    Where `start` equals `end`, the provider did not say which characters. In a stream the offsets count in the choice's
+    whole text.
+    """
+
+    url: str
+    title: str = ""
+    quote: str = ""  # text of the page
+    start: int = 0
+    end: int = 0
+    encrypted_index: str = ""  # opaque value that Anthropic requires when the citation is sent back
+
+    def with_offset(self, offset: int) -> Citation:
+        return replace(self, start=self.start + offset, end=self.end + offset)
+
+
+@dataclass(slots=True)
+class TextContent:
+    text: str
+    extra: Json = field(default_factory=dict)
+    citations: list[Citation] = field(default_factory=list)  # stay in `extra` if source and target format are the same
+
+
+@dataclass(slots=True)
+class ImageContent:
+    """An image: at a URL, as base64 data, or as the id of a file stored at the provider."""
+
+    url: str = ""
+    data: str = ""
+    mime: str = ""
+    file_id: str = ""
+    detail: str | None = None
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class AudioContent:
+    data: str
+    mime: str
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class FileContent:
+    """A document; with `plain`, `data` is text instead of base64."""
+
+    url: str = ""
+    data: str = ""
+    mime: str = ""
+    file_id: str = ""
+    name: str = ""
+    plain: bool = False
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ToolCallContent:
+    id: str
+    name: str
+    arguments: str  # JSON text
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ToolResultContent:
+    id: str
+    parts: list[Part]
+    name: str = ""
+    is_error: bool | None = None
+    shape: str = "text"
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ReasoningContent:
+    """Reasoning of a model; only `origin` can read `signature`, a signature or encrypted text."""
+
+    text: str
+    origin: ChatDialect
+    signature: str = ""
+    redacted: bool = False  # only the encrypted form exists
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RefusalContent:
+    text: str
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class OpaqueContent:
+    """Content that only its own wire format knows, such as a server-side tool; it cannot be translated."""
+
+    kind: str
+    raw: Json
+
+
+Part = (
+    TextContent
+    | ImageContent
+    | AudioContent
+    | FileContent
+    | ToolCallContent
+    | ToolResultContent
+    | ReasoningContent
+    | RefusalContent
+    | OpaqueContent
+)
+
+
+@dataclass(slots=True)
+class CanonicalMessage:
+    role: Role
+    parts: list[Part]
+    shape: str = "list"
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CanonicalTool:
+    name: str
+    description: str | None = None
+    schema: Json | None = None  # JSON schema of the arguments
+    strict: bool | None = None
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CanonicalToolChoice:
+    mode: Literal["auto", "none", "required", "named"]
+    names: list[str] = field(default_factory=list)  # named: the one tool; otherwise the allowed tools, [] for all
+
+
+@dataclass(slots=True)
+class ResponseFormat:
+    kind: Literal["text", "json", "schema"]
+    schema: Json | None = None
+    name: str = ""
+    strict: bool | None = None
+    description: str | None = None
+
+
+@dataclass(slots=True)
+class ReasoningOptions:
+    effort: Effort | None = None
+    budget: int | None = None  # tokens
+    include_reasoning: bool | None = None  # whether the reply includes the reasoning
+
+
+@dataclass(slots=True)
+class CanonicalRequest:
+    """A chat request; None stands for a field that the client did not set."""
+
+    dialect: ChatDialect
+    model: str
+    system: list[Part] = field(default_factory=list)  # system prompt outside the messages
+    messages: list[CanonicalMessage] = field(default_factory=list)
+    tools: list[CanonicalTool | OpaqueContent] = field(default_factory=list)
+    tool_choice: CanonicalToolChoice | None = None
+    parallel_tools: bool | None = None
+    max_output: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    n: int | None = None
+    logprobs: int | None = None  # number of alternatives per token
+    response_format: ResponseFormat | None = None
+    reasoning: ReasoningOptions | None = None
+    verbosity: str | None = None
+    stream: bool | None = None
+    include_usage: bool | None = None
+    user: str | None = None
+    metadata: Json | None = None
+    extra: Json = field(default_factory=dict)
+    source_fields: Json = field(default_factory=dict)  # fields as the source wrote them, where several spellings exist
+    unmapped_fields: Json = field(
+        default_factory=dict
+    )  # path -> value: parts of `source_fields` without a common meaning
+
+    def keep_source_field(self, name: str, given_value: Json, *, understood: Iterable[str]) -> None:
+        """Keep an object as the source wrote it; its fields that are not in `understood` count as unmapped."""
+        self.source_fields[name] = given_value
+        self.unmapped_fields |= {
+            f"{name}.{inner}": value for inner, value in given_value.items() if inner not in understood
+        }
+
+
+@dataclass(slots=True)
+class CanonicalChoice:
+    """One choice of a reply; `logprobs` are in the format of OpenAI's chat."""
+
+    parts: list[Part]
+    finish_reason: FinishReason | None
+    stop_sequence: str | None = None
+    logprobs: list[Json] | None = None
+    extra: Json = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CanonicalReply:
+    """A complete, unstreamed reply."""
+
+    dialect: ChatDialect
+    id: str
+    model: str
+    choices: list[CanonicalChoice]
+    created: int = 0
+    usage: Usage | None = None
+    extra: Json = field(default_factory=dict)

@@ -1,0 +1,145 @@
+"""The report of what a translation dropped or changed. Nothing is dropped without an entry in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects.anthropic import field_names as anthropic
+from emberline.gateway.dialects.canonical import (
+    CanonicalRequest,
+    CanonicalTool,
+    ChatDialect,
+    Json,
+    OpaqueContent,
+    Part,
+    TextContent,
+    ToolResultContent,
+)
+from emberline.gateway.dialects.chat import field_names as chat
+from emberline.gateway.dialects.field_names import FieldNames
+from emberline.gateway.dialects.gemini import field_names as gemini
+from emberline.gateway.dialects.responses import field_names as responses
+
+# Request fields with the same name and meaning in Chat Completions and Responses.
+SHARED_OPENAI_FIELDS = frozenset(
+    {
+        "service_tier",
+        "store",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "prompt_cache_breakpoint",
+        "safety_identifier",
+        "moderation",
+    }
+)
+OPENAI_DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "openai-responses")
+
+# Fields of returned items that carry no information for a model (ids, states): dropped without a report.
+_IGNORED_FIELDS = frozenset(
+    {"id", "status", "type", "role", "logprobs", "caller", "index", "phase", "summary", "content"}
+)
+
+_FIELD_NAMES: Mapping[ChatDialect, FieldNames] = {
+    "openai-chat": chat.FIELD_NAMES,
+    "openai-responses": responses.FIELD_NAMES,
+    "anthropic": anthropic.FIELD_NAMES,
+    "gemini": gemini.FIELD_NAMES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldChange:
+    field: str  # path in the client's wire format
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.reason}"
+
+
+class ChangeReport:
+    """The changes of one translation, each listed once, with field paths in the wire format `source`."""
+
+    def __init__(self, source: ChatDialect) -> None:
+        self._field_names = _FIELD_NAMES[source]
+        self._changes: dict[FieldChange, None] = {}
+
+    @property
+    def changes(self) -> list[FieldChange]:
+        return list(self._changes)
+
+    def report(self, name: str, reason: str, *, subfield: str = "") -> None:
+        """Add a change of the canonical field `name`; `subfield` is a path below it."""
+        self.report_path(self._field_names.path_of(name) + subfield, reason)
+
+    def report_path(self, field: str, reason: str) -> None:
+        self._changes[FieldChange(field, reason)] = None
+
+    def report_unsupported(self, request: object, name: str, target: str) -> None:
+        if request is not None:
+            self.report(name, f"{target} has no such field")
+
+    def report_reply_fields(self, fields: Json, ignored: Iterable[str]) -> None:
+        """Add the fields of a reply that exist only in the provider's wire format, except `ignored` ones."""
+        for name, value in fields.items():
+            if value and name not in ignored:
+                self.report_path(f"reply.{name}", "the client's API has no such field")
+
+    def strip_extras(self, parts: list[Part], target: ChatDialect) -> list[Part]:
+        """Return a reply's parts without what only the provider's wire format knows, and report what is lost."""
+        result: list[Part] = []
+        for part in parts:
+            if isinstance(part, OpaqueContent):
+                self.report_path(f"reply.{part.kind}", "the client's API has no such field")
+                continue
+            self.report_reply_fields(part.extra, _IGNORED_FIELDS)
+            if (
+                isinstance(part, TextContent)
+                and target != "anthropic"
+                and any(citation.quote for citation in part.citations)
+            ):
+                self.report_path("reply.citations.cited_text", "the client's API has no such field")
+            part.extra = {}
+            result.append(part)
+        return result
+
+    def report_request_fields(self, request: CanonicalRequest, target: ChatDialect) -> None:
+        """Report the fields that only the source format knows; raise InvalidRequest for essential ones."""
+        words = self._field_names
+        shared = (
+            SHARED_OPENAI_FIELDS if request.dialect in OPENAI_DIALECTS and target in OPENAI_DIALECTS else frozenset()
+        )
+        for name, value in request.extra.items():
+            if value:
+                self._reject_if_essential(name)
+        self._report_extra(request.extra | request.unmapped_fields, "", target, shared)
+        self._report_parts(request.system, words.system_path, target, shared)
+        for message in request.messages:
+            self._report_extra(message.extra, f"{words.message_path}.", target, shared | _IGNORED_FIELDS)
+            self._report_parts(message.parts, f"{words.message_path}.{words.part_path}", target, shared)
+        for tool in request.tools:
+            if isinstance(tool, CanonicalTool):
+                self._report_extra(tool.extra, "tools[].", target, shared | {"type"})
+            else:
+                self.report_path(f"tools[].{tool.kind}", f"{target} has no such tool")
+
+    def _report_parts(self, parts: Iterable[Part], path: str, target: ChatDialect, shared: frozenset[str]) -> None:
+        for part in parts:
+            if isinstance(part, OpaqueContent):
+                self._reject_if_essential(part.kind)
+                self.report_path(f"{path}.{part.kind}", f"{target} has no such part")
+                continue
+            self._report_extra(part.extra, f"{path}.", target, shared | _IGNORED_FIELDS)
+            if isinstance(part, ToolResultContent):
+                self._report_parts(part.parts, f"{path}.content[]", target, shared)
+
+    def _reject_if_essential(self, name: str) -> None:
+        if (hint := self._field_names.essential.get(name)) is not None:
+            raise InvalidRequest(f"{name} is not supported by this model's provider", param=name, hint=hint)
+
+    def _report_extra(self, extra: Json, path: str, target: ChatDialect, carried: frozenset[str]) -> None:
+        for name, value in extra.items():
+            if value and name not in carried and (name, target) != ("extra_content", "gemini"):
+                self.report_path(path + name, f"{target} has no such field")

@@ -1,0 +1,65 @@
+"""Checks the order of a stream's deltas, on which the event writers rely."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects.deltas import (
+    Delta,
+    Finish,
+    StreamEnd,
+    StreamStart,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    UsageUpdate,
+)
+from emberline.gateway.errors import UpstreamBroken
+
+
+class DeltaOrderChecker:
+    def __init__(self, *, single_choice: bool) -> None:
+        self._single_choice = single_choice  # the client's wire format allows one choice per reply
+        self._has_started = False
+        self._open_choices: set[int] = set()  # choices that have started and not finished
+        self._finished_choices: set[int] = set()
+        self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
+
+    def check(self, delta: Delta) -> None:
+        if type(delta) is TextDelta and delta.choice in self._open_choices:  # fast path: nearly all deltas are
+            return
+        match delta:
+            case UsageUpdate():
+                return
+            case StreamStart():
+                if self._has_started:
+                    raise UpstreamBroken("the stream has two start events")
+                self._has_started = True
+            case StreamEnd():
+                if self._open_choices or not self._finished_choices:
+                    raise UpstreamBroken("the stream ended before all choices had a finish reason")
+            case _:
+                if delta.choice not in self._open_choices:
+                    self._start_choice(delta.choice)
+                self._check_choice_delta(delta)
+
+    def _start_choice(self, choice: int) -> None:
+        if not self._has_started:
+            raise UpstreamBroken("the stream has content before its start event")
+        if choice in self._finished_choices:
+            raise UpstreamBroken(f"the stream has content for choice {choice} after its finish reason")
+        if choice and self._single_choice:
+            raise UpstreamBroken(f"the stream has a choice {choice}, but one choice was requested")
+        self._open_choices.add(choice)
+
+    def _check_choice_delta(self, delta: Delta) -> None:
+        match delta:
+            case ToolCallArguments():
+                if delta.slot >= self._call_counts.get(delta.choice, 0):
+                    raise UpstreamBroken(f"the stream has arguments for tool call {delta.slot}, which was not started")
+            case ToolCallStart():
+                assert delta.slot == self._call_counts.get(delta.choice, 0), (
+                    "tool calls are numbered in order of arrival"
+                )
+                self._call_counts[delta.choice] = delta.slot + 1
+            case Finish():
+                self._open_choices.discard(delta.choice)
+                self._finished_choices.add(delta.choice)

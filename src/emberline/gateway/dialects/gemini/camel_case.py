@@ -1,0 +1,24 @@
+"""Normalises Gemini's field names: its API accepts camelCase and snake_case."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_CALLER_DATA_FIELDS = frozenset(
+    {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
+)
+_UNDERSCORE = re.compile(r"_([a-z])")
+
+
+def to_camel_case(value: Any) -> Any:
+    """Return the JSON value with field names in camelCase; the caller's own data stays unchanged."""
+    if isinstance(value, list):
+        return [to_camel_case(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for name, inner in value.items():
+        name = _UNDERSCORE.sub(lambda match: match[1].upper(), name)
+        result[name] = inner if name in _CALLER_DATA_FIELDS else to_camel_case(inner)
+    return result

@@ -1,0 +1,41 @@
+"""Numbers the tool calls of a stream whose events refer to them by block or item index."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects import deltas
+from emberline.gateway.errors import UpstreamBroken
+
+
+class ToolCallSlots:
+    """Maps the provider's index of each tool call to a slot: 0, 1, ... in order of arrival.
+
+    Every call ends up with arguments, `{}` if the provider sent none.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+        self._without_arguments: set[int] = set()  # indices of calls that have no arguments yet
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._slots
+
+    def open(self, index: int, id: str, name: str) -> deltas.ToolCallStart:
+        assert index not in self._slots, "a tool call is opened once"
+        self._without_arguments.add(index)
+        slot = self._slots[index] = len(self._slots)
+        return deltas.ToolCallStart(slot, id, name)
+
+    def add_arguments(self, index: int, text: str) -> deltas.ToolCallArguments:
+        if index not in self._slots:
+            raise UpstreamBroken(f"the stream has tool call arguments for index {index}, where no tool call is open")
+        self._without_arguments.discard(index)
+        return deltas.ToolCallArguments(self._slots[index], text)
+
+    def close(self, index: int, default_arguments: str = "{}") -> tuple[deltas.ToolCallArguments, ...]:
+        """Return the arguments to add when the call ends: `default_arguments` if none were streamed."""
+        if index in self._slots and index not in self._without_arguments:
+            return ()
+        return (self.add_arguments(index, default_arguments),)

@@ -1,0 +1,58 @@
+"""Renders token usage in each wire format; `TokenUsage.parse` reads it."""
+
+from __future__ import annotations
+
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.dialects.canonical import Json
+
+
+def render_chat_usage(usage: Usage) -> Json:
+    prompt_details = {
+        "cached_tokens": usage.cached_read,
+        "cache_write_tokens": usage.cache_write,
+        "audio_tokens": usage.audio,
+    }
+    if usage.image:
+        prompt_details["image_tokens"] = usage.image
+    return {
+        "prompt_tokens": usage.input,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.total,
+        "prompt_tokens_details": prompt_details,
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def render_responses_usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.input,
+        "input_tokens_details": {"cached_tokens": usage.cached_read, "cache_write_tokens": usage.cache_write},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.total,
+    }
+
+
+def render_anthropic_usage(usage: Usage) -> Json:
+    """Render the usage; Anthropic's input_tokens exclude tokens read from and written to the cache."""
+    return {
+        "input_tokens": usage.input - usage.cached_read - usage.cache_write,
+        "cache_creation_input_tokens": usage.cache_write,
+        "cache_read_input_tokens": usage.cached_read,
+        "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def render_gemini_usage(usage: Usage) -> Json:
+    """Render the usage; Gemini's candidatesTokenCount excludes reasoning tokens."""
+    result = {
+        "promptTokenCount": usage.input,
+        "candidatesTokenCount": usage.output - usage.reasoning,
+        "totalTokenCount": usage.total,
+    }
+    if usage.cached_read:
+        result["cachedContentTokenCount"] = usage.cached_read
+    if usage.reasoning:
+        result["thoughtsTokenCount"] = usage.reasoning
+    return result

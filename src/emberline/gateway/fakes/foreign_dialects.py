@@ -1,0 +1,214 @@
+"""Fake replies of APIs that are none of the gateway's dialects: Cohere, Bedrock, Replicate, Google tokens."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from emberline.api import sse
+from emberline.gateway.fakes.reply import ARGUMENTS, FakeReply, dialect_of_path
+from emberline.gateway.streams.aws_eventstream import CONTENT_TYPE, encode_message
+
+Json = dict[str, Any]
+
+
+class FakeCohereReply(FakeReply):
+    def _usage(self) -> Json:
+        units = {"input_tokens": self._input, "output_tokens": self.words}
+        return {"billed_units": units, "tokens": {"input_tokens": self._input + 60, "output_tokens": self.words}}
+
+    def _tool_call(self, arguments: str) -> Json:
+        return {"id": "call_1", "type": "function", "function": {"name": self._tool, "arguments": arguments}}
+
+    def _finish_reason(self) -> str:
+        return "TOOL_CALL" if self._tool else "COMPLETE"
+
+    def whole_body(self) -> bytes:
+        message: Json = {"role": "assistant", "content": [{"type": "text", "text": self.text}]}
+        if self._tool:
+            message = {"role": "assistant", "tool_plan": self.text, "tool_calls": [self._tool_call(ARGUMENTS)]}
+        return sse.dumps(
+            {"id": "c", "finish_reason": self._finish_reason(), "message": message, "usage": self._usage()}
+        )
+
+    def events(self) -> Iterator[tuple[bytes, bool]]:
+        def event(kind: str, message: Json, **more: Any) -> bytes:
+            return sse.named_event(kind, {"type": kind, "delta": {"message": message}, **more})
+
+        yield event("message-start", {"role": "assistant", "content": []}), False
+        for piece in self._pieces():
+            if self._tool:
+                yield event("tool-plan-delta", {"tool_plan": piece}), True
+            else:
+                yield event("content-delta", {"content": {"text": piece}}, index=0), True
+        if self._tool:
+            yield event("tool-call-start", {"tool_calls": self._tool_call("")}, index=0), True
+            yield event("tool-call-delta", {"tool_calls": {"function": {"arguments": ARGUMENTS}}}, index=0), True
+            yield sse.named_event("tool-call-end", {"type": "tool-call-end", "index": 0}), False
+        end = {"finish_reason": self._finish_reason(), "usage": self._usage()}
+        yield sse.named_event("message-end", {"type": "message-end", "delta": end}), False
+
+    def error(self, status: int) -> bytes:
+        return sse.dumps({"message": "injected error"})
+
+    def error_event(self) -> bytes:
+        return sse.named_event(
+            "message-end", {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "injected error"}}
+        )
+
+
+class FakeBedrockInvokeReply(FakeReply):
+    """Claude through Bedrock's InvokeModel API."""
+
+    def __init__(self, path: str, request: Json, words: int) -> None:
+        super().__init__("anthropic", path, request, words)
+        self.stream = path.endswith("-stream")
+        self.kind = CONTENT_TYPE if self.stream else "application/json"
+
+    def events(self) -> Iterator[tuple[bytes, bool]]:
+        for event, content in super().events():
+            payload = event.partition(b"data: ")[2].strip()
+            yield _aws_event("chunk", {"bytes": base64.b64encode(payload).decode(), "p": "abcd"}), content
+
+    def error(self, status: int) -> bytes:
+        return sse.dumps({"message": "injected error"})
+
+    def error_event(self) -> bytes:
+        return _aws_exception()
+
+
+class FakeBedrockConverseReply(FakeBedrockInvokeReply):
+    """Bedrock's Converse API."""
+
+    def __init__(self, path: str, request: Json, words: int) -> None:
+        super().__init__(path, request, words)
+        self.words = (request.get("inferenceConfig") or {}).get("maxTokens") or words
+        tools = (request.get("toolConfig") or {}).get("tools")
+        self._tool = tools[0]["toolSpec"]["name"] if tools else ""
+
+    def _usage(self) -> Json:
+        return {"inputTokens": self._input, "outputTokens": self.words, "totalTokens": self._input + self.words}
+
+    def _tool_use(self, **more: Any) -> Json:
+        return {"toolUse": {"toolUseId": "tooluse_1", "name": self._tool, **more}}
+
+    def whole_body(self) -> bytes:
+        content: list[Json] = [{"text": self.text}]
+        if self._tool:
+            content.append(self._tool_use(input={"city": "Paris"}))
+        output = {"message": {"role": "assistant", "content": content}}
+        return sse.dumps({"output": output, "stopReason": self._stop_reason(), "usage": self._usage(), "metrics": {}})
+
+    def events(self) -> Iterator[tuple[bytes, bool]]:
+        yield _aws_event("messageStart", {"role": "assistant"}), False
+        for piece in self._pieces():
+            yield _aws_event("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"text": piece}}), True
+        yield _aws_event("contentBlockStop", {"contentBlockIndex": 0}), False
+        if self._tool:
+            yield _aws_event("contentBlockStart", {"contentBlockIndex": 1, "start": self._tool_use()}), True
+            delta = {"toolUse": {"input": ARGUMENTS}}
+            yield _aws_event("contentBlockDelta", {"contentBlockIndex": 1, "delta": delta}), True
+            yield _aws_event("contentBlockStop", {"contentBlockIndex": 1}), False
+        stop = _aws_event("messageStop", {"stopReason": self._stop_reason()})
+        yield stop + _aws_event("metadata", {"usage": self._usage(), "metrics": {}}), False
+
+
+class FakeReplicateReply(FakeReply):
+    """Replicate: creates a prediction, reports its status or streams it.
+
+    The URLs of a prediction contain its word count.
+    """
+
+    def __init__(self, path: str, host: str, request: Json, words: int) -> None:
+        super().__init__("raw", path, request, words)
+        parameters = request.get("input") if isinstance(request.get("input"), dict) else {}
+        last = path.rpartition("/")[2]
+        self.words = int(last) if last.isdecimal() else (parameters or {}).get("max_tokens") or words
+        self.stream = "/streams/" in path
+        self.kind = "text/event-stream" if self.stream else "application/json"
+        self._is_done = last.isdecimal()
+        self._url = f"http://{host}/v1"
+
+    def whole_body(self) -> bytes:
+        urls = {"get": f"{self._url}/predictions/{self.words}", "stream": f"{self._url}/streams/{self.words}"}
+        prediction: Json = {"id": str(self.words), "status": "starting", "output": None, "urls": urls}
+        if self._is_done:
+            metrics = {"input_token_count": self._input, "output_token_count": self.words}
+            prediction |= {"status": "succeeded", "output": self._pieces(), "metrics": metrics}
+        return sse.dumps(prediction)
+
+    def events(self) -> Iterator[tuple[bytes, bool]]:
+        for piece in self._pieces():
+            yield b"event: output\nid: 1:0\ndata: %b\n\n" % piece.encode(), True
+        yield b"event: done\nid: 1:1\ndata: {}\n\n", False
+
+    def error(self, status: int) -> bytes:
+        return sse.dumps({"title": "Error", "detail": "injected error", "status": status})
+
+    def error_event(self) -> bytes:
+        return b"event: error\ndata: injected error\n\n"
+
+
+class FakeGeminiListReply(FakeReply):
+    """Gemini's stream without server-sent events: one JSON list."""
+
+    def __init__(self, path: str, request: Json, words: int) -> None:
+        super().__init__("gemini", path, request, words)
+        self.stream, self.kind = False, "application/json"
+
+    def whole_body(self) -> bytes:
+        return b"[" + b",\r\n".join(event[6:].strip() for event, _ in self.events()) + b"]"
+
+
+class FakeCohereEmbeddingReply(FakeReply):
+    """Cohere's embeddings."""
+
+    def __init__(self, request: Json) -> None:
+        super().__init__("raw", "", request, 0)
+        self._texts, self._types = request.get("texts") or [], request.get("embedding_types") or ["float"]
+
+    def whole_body(self) -> bytes:
+        encoded = base64.b64encode(struct.pack("<2f", 0.25, -0.5)).decode()
+        one = {"float": [0.25, -0.5], "base64": encoded}
+        embeddings = {kind: [one[kind] for _ in self._texts] for kind in self._types}
+        return sse.dumps({"id": "e", "embeddings": embeddings, "meta": {"billed_units": {"input_tokens": self._input}}})
+
+
+class FakeGoogleTokenReply(FakeReply):
+    """An access token of Google's OAuth endpoint."""
+
+    def __init__(self) -> None:
+        super().__init__("raw", "", {}, 0)
+
+    def whole_body(self) -> bytes:
+        return sse.dumps({"access_token": "ya29.a-token", "expires_in": 3599, "token_type": "Bearer"})
+
+
+def make_reply(path: str, host: str, request: Json, words: int) -> FakeReply:
+    """Return the reply for a request path. `host` is the fake provider's own address."""
+    bare = path.partition("?")[0]
+    if bare.endswith("/v2/chat"):
+        return FakeCohereReply("raw", path, request, words)
+    if "/invoke" in bare:
+        return FakeBedrockInvokeReply(bare, request, words)
+    if "/converse" in bare:
+        return FakeBedrockConverseReply(bare, request, words)
+    if bare.endswith("/v2/embed"):
+        return FakeCohereEmbeddingReply(request)
+    if bare.endswith(":streamGenerateContent") and "alt=sse" not in path:
+        return FakeGeminiListReply(path, request, words)
+    if "/predictions" in bare or "/streams/" in bare:
+        return FakeReplicateReply(bare, host, request, words)
+    return FakeGoogleTokenReply() if bare.endswith("/token") else FakeReply(dialect_of_path(path), path, request, words)
+
+
+def _aws_event(kind: str, payload: Json) -> bytes:
+    headers = {":event-type": kind, ":content-type": "application/json", ":message-type": "event"}
+    return encode_message(headers, sse.dumps(payload))
+
+
+def _aws_exception() -> bytes:
+    headers = {":exception-type": "modelStreamErrorException", ":message-type": "exception"}
+    return encode_message(headers, b'{"message":"injected error"}')

@@ -1,0 +1,179 @@
+"""TextWindow: a text that arrives in pieces, of which the decided part can be released.
+
+What may still become part of a match is held back, so that not one character of a match is released, however the text
+was split. `stream.py` uses it.
+
+TextSeries: texts that clients concatenate, such as the parts of one message. They are searched as one text, with and
+without a line break between two parts, as those of a whole reply are (`inspection.py`)."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from emberline.gateway.guardrails.scanner import PatternMatch, Scanner, redaction_ranges
+from emberline.gateway.guardrails.texts import JsonText, TextPath
+
+CONTEXT_CHARS = 16  # kept of the released text, because finders look at what precedes a match
+MAX_SCAN_CHARS = 1 << 14  # scanned in one step; all finders together take some milliseconds for it
+
+
+class PiecePosition(NamedTuple):
+    """The position of a piece in a window, counted from the start of the window's whole text."""
+
+    window: TextWindow
+    start: int
+    end: int
+    piece: WindowPiece
+
+    @property
+    def is_decided(self) -> bool:
+        return self.end <= self.window.decided_end
+
+
+@dataclass(slots=True)
+class WindowPiece:
+    """A part of a text, contained in one event."""
+
+    source: JsonText
+    positions: list[PiecePosition] = field(default_factory=list)  # one for each window that scans it
+    cuts: list[tuple[int, int, str]] = field(default_factory=list)  # positions in the piece; negative: begun before it
+
+    @property
+    def is_decided(self) -> bool:
+        return all(each.is_decided for each in self.positions)
+
+    def apply_cuts(self) -> bool:
+        """Cut the redacted ranges from the event, in place. Returns False if there are none."""
+        if not self.cuts:
+            return False
+        text, parts, at = self.source.text, [], 0
+        for start, end, label in sorted(self.cuts):
+            if start >= at:
+                parts += [text[at:start], label]
+            at = max(at, min(len(text), end))
+        self.source.holder[self.source.key] = "".join([*parts, text[at:]])
+        return True
+
+
+class TextWindow:
+    def __init__(self, scanner: Scanner, separator: str = "") -> None:
+        """`separator` is put between two parts."""
+        self._scanner, self._separator = scanner, separator
+        self._text = ""
+        self._base = 0  # position at which `_text` begins
+        self._decided = 0
+        self._scan_from = 0  # text released at an interruption is scanned again with what follows
+        self._undecided_positions: list[PiecePosition] = []  # of pieces that are not wholly decided
+        self._unscanned: deque[str] = deque()  # added, but not scanned yet
+        self._end = 0  # position after all added text
+
+    @property
+    def decided_end(self) -> int:
+        return self._decided
+
+    def copy_with_separator(self, separator: str) -> TextWindow:
+        """Return a window with the same text so far that continues with another separator."""
+        copy = TextWindow(self._scanner, separator)
+        copy._text, copy._base, copy._decided, copy._scan_from = self._text, self._base, self._decided, self._scan_from
+        copy._unscanned, copy._end = self._unscanned.copy(), self._end
+        for each in self._undecided_positions:
+            copy._add_position(each.piece, each.start)
+        return copy
+
+    def add(self, piece: WindowPiece, *, is_new_part: bool = False) -> int:
+        """Append a piece and return the position at which it begins."""
+        text = piece.source.text
+        if is_new_part:
+            self._unscanned.append(self._separator)
+            self._end += len(self._separator)
+        start = self._end
+        self._unscanned += (text[at : at + MAX_SCAN_CHARS] for at in range(0, len(text), MAX_SCAN_CHARS))
+        self._end += len(text)
+        self._add_position(piece, start)
+        return start
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `scan` must be called again, because it scanned only a part of the added text."""
+        return bool(self._unscanned)
+
+    def _add_position(self, piece: WindowPiece, start: int) -> None:
+        placed = PiecePosition(self, start, start + len(piece.source.text), piece)
+        self._undecided_positions.append(placed)
+        piece.positions.append(placed)
+
+    def scan(self, *, last: bool = False) -> list[PatternMatch]:
+        """Return the matches that are now decided; with `last` the whole text is, even if more may follow."""
+        scanned = 0
+        while self._unscanned and scanned + len(self._unscanned[0]) <= MAX_SCAN_CHARS:
+            scanned += len(self._unscanned[0])
+            self._text += self._unscanned.popleft()
+        last = last and not self._unscanned
+        text, start = self._text, self._scan_from - self._base
+        matches = self._scanner.find(text, start)
+        undecided = self._before_findings(matches, self._scanner.undecided_from(text, start), len(text))
+        until = len(text) if last else undecided
+        decided = [match for match in matches if match.end <= until and match.end + self._base > self._decided]
+        for cut_start, cut_end, label in redaction_ranges(decided):
+            self._cut(self._base + cut_start, self._base + cut_end, label)
+        moved = [match._replace(start=match.start + self._base, end=match.end + self._base) for match in decided]
+        self._advance(max(until, self._decided - self._base), undecided)
+        return moved
+
+    def release_all(self) -> None:
+        """Hold nothing back any longer: another window decides about the same text."""
+        self._decided = sys.maxsize
+
+    @property
+    def scan_start(self) -> int:
+        return self._scan_from
+
+    @staticmethod
+    def _before_findings(matches: list[PatternMatch], until: int, end: int) -> int:
+        """Return the last position up to `until` in no match; one at the end of the text may continue."""
+        while open_ := [s.start for s in matches if s.start < until and (s.end > until or s.end == end)]:
+            until = min(open_)
+        return until
+
+    def _cut(self, start: int, end: int, label: str) -> None:
+        for placed in self._undecided_positions:
+            if placed.start < end and start < placed.end:
+                first = start >= placed.start or placed is self._undecided_positions[0]
+                begin = max(start - placed.start, 0 if first else -1)
+                placed.piece.cuts.append((begin, end - placed.start, label))
+
+    def _advance(self, until: int, undecided: int) -> None:
+        self._decided, self._scan_from = self._base + until, self._base + min(until, undecided)
+        self._undecided_positions = [placed for placed in self._undecided_positions if placed.end > self._decided]
+        dropped = max(0, min(until, undecided) - CONTEXT_CHARS)
+        self._text, self._base = self._text[dropped:], self._base + dropped
+
+
+class TextSeries:
+    def __init__(self, scanner: Scanner) -> None:
+        self.windows = [TextWindow(scanner)]  # for a while after a new part also one with a line break between
+        self._part: TextPath | None = None
+        self._part_start = 0  # of the newest part, in the second window
+
+    def add(self, text: JsonText) -> WindowPiece:
+        is_new_part = self._part is not None and self._part != text.path
+        self._part, piece = text.path, WindowPiece(text)
+        if is_new_part and len(self.windows) == 1:
+            self.windows.append(self.windows[0].copy_with_separator("\n"))
+        starts = [window.add(piece, is_new_part=is_new_part) for window in self.windows]
+        if is_new_part:
+            self._part_start = starts[-1]
+        return piece
+
+    @property
+    def is_behind(self) -> bool:
+        return any(window.is_behind for window in self.windows)
+
+    def scan(self, *, last: bool = False) -> list[tuple[TextWindow, PatternMatch]]:
+        matches = [(window, match) for window in self.windows for match in window.scan(last=last)]
+        if len(self.windows) > 1 and self.windows[1].scan_start > self._part_start:
+            self.windows.pop().release_all()
+        return matches

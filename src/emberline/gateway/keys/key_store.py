@@ -1,0 +1,150 @@
+"""KeyStore: gateway tokens and virtual keys.
+
+A secret is 32 random bytes, shown once and stored as its SHA-256. A random secret needs no slow hash; this one costs
+half a microsecond per request. The first 16 digits of the hash are the key's id.
+
+Keys are cached until the store changes (see `version_watch`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.keys.identity import ALLOW_ALL, Identity
+from emberline.gateway.store.base import GatewayStore
+from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch
+
+KEY_PREFIXES = {"token": "egt_", "virtual": "evk_"}
+_PREFIXES = tuple(KEY_PREFIXES.values())
+_SECRET_CHARS = len(KEY_PREFIXES["token"]) + len(secrets.token_urlsafe(32))
+_VISIBLE_CHARS = 10  # of a secret, shown in lists of keys
+
+KeyScope = Literal["use", "admin"]
+
+
+class StoredKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key as it is stored. `limits` names rules that apply to this key in addition to the gateway's."""
+
+    hash: str  # SHA-256, hex
+    shown: str  # first characters of the secret
+    name: str
+    kind: Literal["token", "virtual"]
+    account: str
+    created: int  # ms
+    user: str = ""
+    scopes: tuple[KeyScope, ...] = ("use",)
+    gateways: tuple[str, ...] = ALLOW_ALL
+    allowed_models: tuple[str, ...] = ALLOW_ALL
+    allowed_providers: tuple[str, ...] = ALLOW_ALL
+    metadata: dict[str, str] = {}
+    limits: tuple[str, ...] = ()
+    expires: int | None = None  # ms
+    disabled: bool = False
+
+    @property
+    def id(self) -> str:
+        return key_id_of(self.hash)
+
+    def is_valid(self, now: int) -> bool:
+        return not self.disabled and (self.expires is None or now < self.expires)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(
+            key_id=self.id,
+            name=self.name,
+            kind=self.kind,
+            user=self.user,
+            allowed_models=self.allowed_models,
+            allowed_providers=self.allowed_providers,
+            metadata=self.metadata,
+            is_admin="admin" in self.scopes,
+            can_use_models="use" in self.scopes,
+            account=self.account,
+            gateways=self.gateways,
+            limits=self.limits,
+        )
+
+
+def new_secret(kind: Literal["token", "virtual"]) -> str:
+    return KEY_PREFIXES[kind] + secrets.token_urlsafe(32)
+
+
+def hash_secret(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def key_id_of(hash: str) -> str:
+    return hash[:16]
+
+
+def visible_prefix(secret: str) -> str:
+    return secret[:_VISIBLE_CHARS]
+
+
+def is_gateway_key(token: str) -> bool:
+    """Return whether the token has a gateway key's prefix, which no provider's keys have."""
+    return token.startswith(_PREFIXES)
+
+
+class KeyStore:
+    def __init__(
+        self,
+        store: GatewayStore,
+        watch: StoreVersionWatch,
+        wall_clock: Clock,
+        configured: Mapping[str, Identity] | None = None,
+    ) -> None:
+        """`wall_clock` returns seconds since 1970. `configured`: configured secrets, which never expire.
+
+        Raise InvalidRequest if a configured secret is too short.
+        """
+        for secret in configured or {}:
+            if len(secret) < 16:
+                raise InvalidRequest(
+                    f"a configured API key has {len(secret)} characters, which is too short",
+                    hint="use a key of at least 16 characters",
+                )
+        self._configured = {hash_secret(secret): identity for secret, identity in (configured or {}).items()}
+        self._store = store
+        self._wall_clock = wall_clock
+        self._cache: StoreCache[str, tuple[StoredKey, Identity] | None] = StoreCache(watch)
+
+    async def identify(self, token: str) -> Identity | None:
+        """Return the identity of the key with this secret; None if it is unknown, expired or disabled."""
+        hash = hash_secret(token)
+        if hash in self._configured:
+            return self._configured[hash]
+        if len(token) != _SECRET_CHARS or not is_gateway_key(token):
+            return None
+        return self._valid_identity(await self._cache.get(hash, lambda: self._load(hash)))
+
+    async def identity_of(self, id: str) -> Identity | None:
+        """Return the identity of the key with this id; None if it is unknown, expired or disabled.
+
+        The id is not a secret: call it only for requests that were authenticated before.
+        """
+        configured = next((each for each in self._configured.values() if each.key_id == id), None)
+        return configured or self._valid_identity(await self._cache.get(id, lambda: self._load(id)))
+
+    def _valid_identity(self, found: tuple[StoredKey, Identity] | None) -> Identity | None:
+        if found is None or not found[0].is_valid(round(self._wall_clock.now() * 1e3)):
+            return None
+        return found[1]
+
+    async def _load(self, hash: str) -> tuple[StoredKey, Identity] | None:
+        """Return the key with this hash, or with this id: an id is the first part of a hash."""
+        documents = await self._store.documents("key", "", prefix=key_id_of(hash), limit=2)
+        for document in documents:
+            key = msgspec.json.decode(document.body, type=StoredKey)
+            if hmac.compare_digest(key.hash[: len(hash)], hash):
+                return key, key.identity
+        return None

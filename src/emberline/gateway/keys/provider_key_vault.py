@@ -1,0 +1,185 @@
+"""ProviderKeyVault: encrypted provider keys.
+
+Each provider key is encrypted with a data key of its own (AES-256-GCM), and a master key encrypts ("wraps") the data
+key. Both ciphertexts are authenticated with the account, provider and alias, so that one cannot replace another.
+
+Rotation wraps the data keys again and leaves the secrets as they are. The new master key is written to the file before
+the first data key is wrapped with it. So an interrupted rotation leaves everything readable, and running it again
+completes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from emberline.gateway.errors import Conflict, StoreFailed
+from emberline.gateway.keys.master_keys import MasterKey, MasterKeyFile, MasterKeys
+from emberline.gateway.store.base import AuditEntry, Document, GatewayStore, StoreChange
+from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch
+
+_NONCE_BYTES = 12
+
+
+class MasterKeySource(Protocol):
+    def read(self) -> MasterKeys: ...
+
+
+class EncryptedKey(msgspec.Struct, frozen=True):
+    """A provider key as it is stored."""
+
+    master: str  # id of the master key that wraps the data key
+    wrapped: bytes  # encrypted data key
+    sealed: bytes  # encrypted secret
+    created: int  # ms since 1970: when the secret was stored
+
+
+class ProviderKeyID(msgspec.Struct, frozen=True):
+    """What identifies a provider key."""
+
+    account: str
+    provider: str
+    alias: str = "default"
+
+    @property
+    def id(self) -> str:
+        return f"{self.provider}/{self.alias}"
+
+    @property
+    def associated_data(self) -> bytes:
+        """Return the data that the ciphertexts are authenticated with."""
+        return msgspec.json.encode([self.account, self.provider, self.alias])
+
+    @staticmethod
+    def of_document(document: Document) -> ProviderKeyID:
+        provider, _, alias = document.id.partition("/")
+        return ProviderKeyID(document.account, provider, alias)
+
+
+def encrypt_key(secret: str, key_id: ProviderKeyID, master: MasterKey, now: int) -> EncryptedKey:
+    data_key = AESGCM.generate_key(256)
+    sealed = _encrypt(data_key, secret.encode(), b"secret" + key_id.associated_data)
+    return EncryptedKey(master.id, _encrypt(master.secret, data_key, b"key" + key_id.associated_data), sealed, now)
+
+
+def decrypt_key(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> str:
+    """Return the secret. Raise StoreFailed if its master key is missing or the ciphertext is damaged."""
+    data_key = _unwrap_data_key(encrypted, key_id, masters)
+    return _decrypt(data_key, encrypted.sealed, b"secret" + key_id.associated_data, key_id).decode()
+
+
+def rewrap(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> EncryptedKey:
+    """Return the key with its data key wrapped by the current master key."""
+    data_key = _unwrap_data_key(encrypted, key_id, masters)
+    wrapped = _encrypt(masters.current.secret, data_key, b"key" + key_id.associated_data)
+    return msgspec.structs.replace(encrypted, master=masters.current.id, wrapped=wrapped)
+
+
+class ProviderKeyVault:
+    def __init__(self, store: GatewayStore, watch: StoreVersionWatch, masters: MasterKeySource) -> None:
+        self._store = store
+        self._masters = masters
+        self._cache: StoreCache[ProviderKeyID, str | None] = StoreCache(watch)
+
+    async def get_key(self, account: str, provider: str, alias: str = "default") -> str | None:
+        """Return the decrypted provider key, or None if the account has no such key."""
+        key_id = ProviderKeyID(account, provider, alias)
+        return await self._cache.get(key_id, lambda: self._load(key_id))
+
+    async def encrypted_document(self, key_id: ProviderKeyID, secret: str, now: int) -> Document:
+        """Return the document with the encrypted key; the caller commits it.
+
+        The master keys are read again, because a rotation may have changed them.
+        """
+        masters = await asyncio.to_thread(self._masters.read)
+        old = await self._store.get("provider_key", key_id.account, key_id.id)
+        body = msgspec.json.encode(encrypt_key(secret, key_id, masters.current, now))
+        return Document("provider_key", key_id.account, key_id.id, body, old.version if old else 0)
+
+    async def _load(self, key_id: ProviderKeyID) -> str | None:
+        document = await self._store.get("provider_key", key_id.account, key_id.id)
+        if document is None:
+            return None
+        masters = await asyncio.to_thread(self._masters.read)
+        return decrypt_key(msgspec.json.decode(document.body, type=EncryptedKey), key_id, masters)
+
+
+async def rotate_master_key(store: GatewayStore, file: MasterKeyFile, now: int) -> int:
+    """Create a new master key and wrap every data key with it. Return how many were wrapped."""
+    masters = (await asyncio.to_thread(file.read)).with_new_key()
+    await asyncio.to_thread(file.write, masters)
+    return await rewrap_all(store, masters, now)
+
+
+async def rewrap_all(store: GatewayStore, masters: MasterKeys, now: int) -> int:
+    """Wrap every data key with the current master key. Return how many had to be wrapped again."""
+    done = 0
+    while stale := await _find_stale(store, masters.current.id):
+        for document in stale:
+            body = rewrap(
+                msgspec.json.decode(document.body, type=EncryptedKey), ProviderKeyID.of_document(document), masters
+            )
+            audit = AuditEntry(now, document.account, "operator", "provider_key.rewrap", document.id)
+            new = replace(document, body=msgspec.json.encode(body))
+            try:
+                await store.commit(StoreChange(audit, put=[new]))
+                done += 1
+            except Conflict:
+                continue  # changed by another process: the next round reads it again
+    return done
+
+
+async def remove_old_master_keys(store: GatewayStore, file: MasterKeyFile) -> int:
+    """Remove all master keys but the current one from the file. Return how many were removed.
+
+    Raise Conflict if a provider key still needs one of them.
+    """
+    masters = await asyncio.to_thread(file.read)
+    if stale := await _find_stale(store, masters.current.id):
+        raise Conflict(
+            f"old master keys cannot be removed: {len(stale)} provider keys are still wrapped with them",
+            hint="complete the rotation first: emberline gateway rotate-keys",
+        )
+    await asyncio.to_thread(file.write, MasterKeys(masters.keys[:1]))
+    return len(masters.keys) - 1
+
+
+async def _find_stale(store: GatewayStore, current: str) -> list[Document]:
+    """Return the provider keys that another master key than `current` wraps."""
+    found: list[Document] = []
+    after = ("", "")
+    while page := await store.documents("provider_key", "", after=after, limit=1000):
+        found += [each for each in page if msgspec.json.decode(each.body, type=EncryptedKey).master != current]
+        after = (page[-1].id, page[-1].account)
+    return found
+
+
+def _unwrap_data_key(encrypted: EncryptedKey, key_id: ProviderKeyID, masters: MasterKeys) -> bytes:
+    master = masters.get(encrypted.master)
+    if master is None:
+        raise StoreFailed(
+            f"provider key {key_id.id!r} cannot be decrypted: its master key {encrypted.master} is not available",
+            hint="add that master key to the file or to EMBERLINE_MASTER_KEY, or store the provider key again",
+        )
+    return _decrypt(master.secret, encrypted.wrapped, b"key" + key_id.associated_data, key_id)
+
+
+def _encrypt(key: bytes, plaintext: bytes, associated_data: bytes) -> bytes:
+    nonce = os.urandom(_NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, plaintext, associated_data)
+
+
+def _decrypt(key: bytes, ciphertext: bytes, associated_data: bytes, key_id: ProviderKeyID) -> bytes:
+    try:
+        return AESGCM(key).decrypt(ciphertext[:_NONCE_BYTES], ciphertext[_NONCE_BYTES:], associated_data)
+    except InvalidTag:
+        raise StoreFailed(
+            f"provider key {key_id.id!r} cannot be decrypted: it was damaged or copied from another key",
+            hint="store the provider key again",
+        ) from None

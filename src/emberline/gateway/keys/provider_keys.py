@@ -1,0 +1,58 @@
+"""ProviderKeySelector: which provider key a request is sent with.
+
+The caller's own key if the request has one, else the stored key, else the key in the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from emberline.gateway.errors import ProviderKeyMissing
+from emberline.gateway.providers.base import CREDENTIAL_HEADERS, Provider
+from emberline.gateway.providers.registry import DEFAULT_PROVIDER_SETTINGS
+from emberline.gateway.request import GatewayRequest
+
+DEFAULT_ALIAS = "default"
+
+
+class ProviderKeySource(Protocol):
+    async def get_key(self, account: str, provider: str, alias: str) -> str | None: ...
+
+
+def caller_key(request: GatewayRequest) -> str | None:
+    """Return the provider key that the caller sent with the request, or None."""
+    for name in CREDENTIAL_HEADERS:
+        if value := request.headers.get(name, ""):
+            return value.removeprefix("Bearer ")
+    if request.provider == "google-ai-studio":  # its clients may send the key in the URL
+        return next((each[4:] for each in request.query.split("&") if each.startswith("key=")), None)
+    return None
+
+
+class ProviderKeySelector:
+    def __init__(self, source: ProviderKeySource | None = None) -> None:
+        self._source = source
+
+    async def select_key(self, request: GatewayRequest, provider: Provider) -> str | None:
+        """Return the provider key to send.
+
+        None means that the request's headers have the key already, or that the provider needs none. Raise
+        ProviderKeyMissing if there is no key, or no key with the alias that the request names.
+        """
+        alias = request.options.byok_alias
+        if alias is None and (own := caller_key(request)) is not None:
+            return own if request.is_dialect_endpoint else None
+        if self._source is not None:
+            stored = await self._source.get_key(request.account, provider.slug, alias or DEFAULT_ALIAS)
+            if stored is not None:
+                return stored
+        if alias not in (None, DEFAULT_ALIAS):
+            message = f"account {request.account!r} has no key with the alias {alias!r} for provider {provider.slug}"
+            hint = "store the key under /provider-keys, or correct the header cf-aig-byok-alias"
+            raise ProviderKeyMissing(message, provider=provider.slug, hint=hint)
+        key = request.settings.providers.get(provider.slug, DEFAULT_PROVIDER_SETTINGS).key
+        if key is None and provider.needs_key and caller_key(request) is None:
+            message = f"account {request.account!r} has no key for provider {provider.slug}"
+            hint = "store a key under /provider-keys, or send the provider's key with the request"
+            raise ProviderKeyMissing(message, provider=provider.slug, hint=hint)
+        return key

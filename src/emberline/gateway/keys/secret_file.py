@@ -1,0 +1,71 @@
+"""SecretFile: a small file that only its owner may read.
+
+It is created or replaced atomically: a crash leaves the old content, the new content or no file, and if two processes
+create the file at once, one of them does.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from emberline.gateway.errors import StoreFailed
+
+
+class SecretFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read_or_create(self, make: Callable[[], str]) -> str:
+        """Return the content. If the file does not exist, create it with the result of `make`.
+
+        Raise StoreFailed if the file cannot be read, or if other users may read it.
+        """
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
+            return self._create(make)
+        except OSError as e:
+            raise StoreFailed(
+                f"secret file {self._path} cannot be read: {e}", hint="check the file's owner and mode"
+            ) from e
+        if self._path.stat().st_mode & 0o077:
+            raise StoreFailed(
+                f"secret file {self._path} can be read by other users", hint=f"run chmod 600 {self._path}"
+            )
+        return text
+
+    def write(self, text: str) -> None:
+        self._write_temporary(text).replace(self._path)
+        self._sync_directory()
+
+    def _create(self, make: Callable[[], str]) -> str:
+        text = make()
+        temporary = self._write_temporary(text)
+        try:
+            os.link(temporary, self._path)  # fails if another process was first: then its secret is used
+        except FileExistsError:
+            return self.read_or_create(make)
+        finally:
+            temporary.unlink()
+        self._sync_directory()
+        return text
+
+    def _write_temporary(self, text: str) -> Path:
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".secret-")  # mode 0600
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return Path(name)
+
+    def _sync_directory(self) -> None:
+        """Write the directory entry to disk, so that a power cut cannot lose the file."""
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

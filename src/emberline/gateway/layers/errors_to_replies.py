@@ -1,0 +1,30 @@
+"""The layer that turns exceptions into replies in the client's dialect.
+
+The layers outside of it see replies only."""
+
+from __future__ import annotations
+
+import logging
+
+from emberline.core.errors import EmberlineError
+from emberline.gateway.error_replies import error_reply
+from emberline.gateway.request import GatewayReply, GatewayRequest, Handler
+
+log = logging.getLogger("emberline.gateway")
+
+
+def errors_to_replies(inner: Handler) -> Handler:
+    async def handle(call: GatewayRequest) -> GatewayReply:
+        try:
+            return await inner(call)
+        except Exception as e:
+            if not isinstance(e, EmberlineError):
+                log.exception("internal error in a call: provider=%s endpoint=%s", call.provider, call.endpoint)
+            reply = error_reply(call.dialect, e)
+            if call.attempts:
+                last = call.attempts[-1]
+                reply.provider, reply.model, reply.step_index = last.provider, last.model, last.step
+            reply.micros = 0
+            return reply
+
+    return handle

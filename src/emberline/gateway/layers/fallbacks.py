@@ -1,0 +1,87 @@
+"""The layer that tries the steps of a call in order until one answers.
+
+An error that the request caused is returned at once, and a request refused for its content is not sent to another
+provider, which might be less strict."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from emberline.gateway.errors import ProviderErrorReply, UpstreamFailed
+from emberline.gateway.layers.permissions import is_permitted
+from emberline.gateway.providers.base import CHANGED_HEADER
+from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, RequestStep
+
+
+def try_fallbacks(inner: Handler) -> Handler:
+    def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
+        steps = call.steps or fallback_steps(call)
+        if len(steps) == 1:
+            return inner(call_for_step(call, steps[0], 0, True))
+        return try_steps(call, steps)
+
+    async def try_steps(call: GatewayRequest, steps: tuple[RequestStep, ...]) -> GatewayReply:
+        for number, step in enumerate(steps):
+            last = number + 1 == len(steps)
+            try:
+                return await inner(call_for_step(call, step, number, last))
+            except UpstreamFailed as e:
+                if last or not can_fall_back(e, step):
+                    raise
+                call.reply_headers.pop(CHANGED_HEADER, None)  # changes made for the provider that failed
+        raise AssertionError("unreachable")
+
+    return handle
+
+
+def can_fall_back(error: UpstreamFailed, step: RequestStep) -> bool:
+    """Return whether the next step may be tried after this error."""
+    if not isinstance(error, ProviderErrorReply):
+        return True
+    if error.reason == "request":
+        return step.body is not None  # the next step has its own body
+    return error.reason != "filtered"
+
+
+def fallback_steps(call: GatewayRequest) -> tuple[RequestStep, ...]:
+    """Return the step that the call names, followed by the configured fallbacks of its model."""
+    first = RequestStep(call.provider, call.model)
+    names = (f"{call.provider}/{call.model}", call.model)
+    for fallback in call.settings.fallbacks:
+        if any(_matches(fallback.model, name) for name in names):
+            others = (target.split("/", 1) for target in fallback.to)
+            return (
+                first,
+                *(RequestStep(provider, model) for provider, model in others if is_permitted(call, provider, model)),
+            )
+    return (first,)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+
+
+def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bool) -> GatewayRequest:
+    """Return the call as this step sends it; the trail and the notes are shared."""
+    if number == 0 and step.body is None:
+        return call if last else call.with_changes(last=False)
+    headers = step.headers
+    if headers is None:  # credentials for another provider are not passed on
+        headers = {name: value for name, value in call.headers.items() if name in _SHARED_HEADERS}
+    return call.with_changes(
+        provider=step.provider,
+        model=step.model,
+        endpoint=call.endpoint if step.endpoint is None else step.endpoint,
+        dialect=step.dialect or call.dialect,
+        headers=headers,
+        body=call.body if step.body is None else step.body,
+        **({} if step.body is None else {"seen": step.body_fields, "surveyed": step.body_summary}),
+        stream=call.stream if step.stream is None else step.stream,
+        options=step.options or call.options,
+        plain=step.endpoint is None or step.is_dialect_endpoint,
+        step=number,
+        last=last,
+    )
+
+
+_SHARED_HEADERS = ("content-type", "accept", "user-agent")

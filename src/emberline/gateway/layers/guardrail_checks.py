@@ -1,0 +1,273 @@
+"""GuardrailLayer: checks requests and replies against the guardrails of the gateway.
+
+A blocked call is answered with an error, and billed for what it had cost until then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.core.errors import InvalidRequest, WorkTooLarge
+from emberline.core.offload import LARGE_INPUT_BYTES as WORK_LARGE
+from emberline.core.offload import offload
+from emberline.gateway.body_summary import summarize_body
+from emberline.gateway.costs.extra_cost import ExtraCost
+from emberline.gateway.error_replies import error_event, error_reply
+from emberline.gateway.errors import BlockedByGuardrail
+from emberline.gateway.guardrails.finding import Check, GuardrailFinding
+from emberline.gateway.guardrails.inspection import (
+    OFFLOAD_MIN_BYTES,
+    InspectionResult,
+    UnreadableBody,
+    inspect_query,
+    inspect_reply,
+    inspect_request,
+)
+from emberline.gateway.guardrails.judge import JudgeClient, judge_actions
+from emberline.gateway.guardrails.policy import Guardrails, Judge, PatternRule
+from emberline.gateway.guardrails.scanner import Scanner, severest_action
+from emberline.gateway.guardrails.stream import GuardedStream
+from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, RequestStep
+
+FINDINGS_HEADER = "cf-aig-dlp"
+MAX_HEADER_FINDINGS = 20
+EVENT_STREAM_TYPE = "text/event-stream"
+CONTENT_ENCODING = "content-encoding"
+Side = Literal["prompt", "reply"]
+_CHECK_OF_SIDE: dict[Side, Check] = {"prompt": "REQUEST", "reply": "RESPONSE"}
+
+
+class GuardrailLayer:
+    def __init__(self, judge_handler: Handler, clock: Clock) -> None:
+        """`judge_handler` sends a judge's question to its model."""
+        self._judges = JudgeClient(judge_handler, clock)
+
+    def wrap(self, inner: Handler) -> Handler:
+        def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
+            guardrails = call.settings.guardrails
+            if not guardrails or (call.method != "POST" and not (call.body or call.query)):
+                return inner(call)
+            return GuardedCall(call, guardrails, self._judges).run(inner)
+
+        return handle
+
+
+class GuardedCall:
+    """One call whose request and reply are checked."""
+
+    def __init__(self, call: GatewayRequest, guardrails: Guardrails, judges: JudgeClient) -> None:
+        self._call, self._guardrails, self._judges = call, guardrails, judges
+        self._extra_cost = ExtraCost()
+        self._reply: GatewayReply | None = None
+
+    async def run(self, inner: Handler) -> GatewayReply:
+        try:
+            call, text = await self._inspect_prompt()
+        except RecursionError as e:
+            raise InvalidRequest("the request's JSON is nested too deeply for guardrails to check it") from e
+        finding = self._blocking_finding() or await self._ask_judges("prompt", text)
+        self._set_findings_header()
+        if finding is not None:
+            reply = error_reply(call.dialect, _blocked_error(finding))
+            reply.provider, reply.model, reply.micros = call.provider, call.model, 0
+        else:
+            reply = self._reply = await inner(call)
+            try:
+                if reply.status < 400 and call.method == "POST":
+                    await self._inspect_reply(reply)
+            except BaseException:  # the client may leave while a judge is asked
+                await reply.close()
+                raise
+        reply.close_callbacks.append(self._extra_cost.add_to_reply)
+        return reply
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
+
+    async def _inspect_prompt(self) -> tuple[GatewayRequest, str]:
+        """Return the call with redactions applied, and the text that judges are to read."""
+        call, rules = self._call, self._pattern_rules("prompt")
+        if rules and call.query:
+            query, findings = inspect_query(call.query, rules)
+            self._record_findings(findings)
+            call = call if query is call.query else call.with_changes(query=query)
+        if not any(step.body is not None for step in call.steps):
+            result = await self._inspect_body(call.body, rules, call.headers)
+            if result.body is None:
+                return call, result.judged_text
+            call.redacted_bodies.append(result.body)
+            headers = {name: value for name, value in call.headers.items() if name != CONTENT_ENCODING}
+            changed = call.with_changes(body=result.body, headers=headers)
+            if len(result.body) >= WORK_LARGE:
+                changed.body_summary = await offload.run(len(result.body), summarize_body, result.body)
+                changed.body_fields = changed.body_summary.body_fields
+            return changed, result.judged_text
+        results = [None if s.body is None else await self._inspect_body(s.body, rules, {}) for s in call.steps]
+        text = "\n".join(each.judged_text for each in results if each is not None and each.judged_text)
+        if all(each is None or each.body is None for each in results):
+            return call, text
+        bodies = [s.body if each is None or each.body is None else each.body
+                  for s, each in zip(call.steps, results, strict=True)]  # fmt: skip
+        call.redacted_bodies.append(b"[%b]" % b",".join(body for body in bodies if body is not None))
+        steps = [await _with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
+        return call.with_changes(steps=tuple(steps)), text
+
+    async def _inspect_body(
+        self, body: bytes, rules: tuple[PatternRule, ...], headers: Mapping[str, str]
+    ) -> InspectionResult:
+        if not rules and not self._judges_for("prompt"):
+            return InspectionResult()
+        content_type, encoding = headers.get("content-type", ""), headers.get(CONTENT_ENCODING, "")
+        try:
+            if len(body) < OFFLOAD_MIN_BYTES and not encoding:
+                result = inspect_request(body, rules, content_type)
+            else:
+                result = await offload.run(len(body), inspect_request, body, rules, content_type, encoding)
+        except UnreadableBody as e:
+            return self._pass_or_reject_unreadable(rules, encoding, e)
+        self._record_findings(result.findings)
+        return result
+
+    def _pass_or_reject_unreadable(
+        self, rules: tuple[PatternRule, ...], encoding: str, error: UnreadableBody
+    ) -> InspectionResult:
+        """Let an unreadable body pass with a finding. Raises InvalidRequest if a rule redacts or blocks."""
+        if strict := next((rule.name for rule in rules if rule.action != "flag"), ""):
+            raise InvalidRequest(
+                f"guardrail {strict!r} cannot read the body with content-encoding {encoding[:40]!r}: {error}",
+                hint="send the body without content-encoding, or with gzip or deflate",
+            )
+        self.record_finding(GuardrailFinding(rules[0].name, "unchecked", "REQUEST", "flag"))
+        return InspectionResult()
+
+    def _record_findings(self, findings: Iterable[GuardrailFinding]) -> None:
+        for finding in findings:
+            self.record_finding(finding)
+
+    # -- the reply -----------------------------------------------------------------------------------------------------
+
+    async def _inspect_reply(self, reply: GatewayReply) -> None:
+        scanner, judges = self._make_scanner("reply"), self._judges_for("reply")
+        if not scanner and not judges:
+            return
+        if not isinstance(reply.body, bytes):
+            if reply.headers.get("content-type", "").startswith(EVENT_STREAM_TYPE):
+                hold = any(judge.can_block("reply") for judge in judges)
+                reply.body = GuardedStream(reply.body, scanner, self, is_judged=bool(judges), hold_all=hold)
+            elif strict := self._blocking_guardrail(scanner, judges):
+                await reply.body.aclose()
+                self._block_unchecked(reply, strict)
+            return
+        body, rules = reply.body, self._pattern_rules("reply")
+        try:
+            if len(body) < OFFLOAD_MIN_BYTES:
+                result = inspect_reply(body, rules)
+            else:
+                result = await offload.run(len(body), inspect_reply, body, rules)
+        except (RecursionError, WorkTooLarge):  # nested too deeply, or too large
+            if strict := self._blocking_guardrail(scanner, judges):
+                self._block_unchecked(reply, strict)
+            return
+        self._record_findings(result.findings)
+        reply.body, text = body if result.body is None else result.body, result.judged_text
+        finding = self._blocking_finding() or await self.judge_reply(text)
+        self._set_findings_header()
+        if finding is not None:
+            self._replace_with_error(reply, finding)
+
+    @staticmethod
+    def _blocking_guardrail(scanner: Scanner, judges: list[Judge]) -> str:
+        """Return the name of a rule or judge that may redact or block a reply, or "" if there is none."""
+        return scanner.strictest_rule or next((each.name for each in judges if each.can_block("reply")), "")
+
+    def _block_unchecked(self, reply: GatewayReply, guardrail: str) -> None:
+        """Block a reply that cannot be checked: a stream without events, or JSON nested too deeply."""
+        finding = GuardrailFinding(guardrail, "unchecked", "RESPONSE", "block")
+        self.record_finding(finding)
+        self._set_findings_header()
+        self._replace_with_error(reply, finding)
+
+    def _replace_with_error(self, reply: GatewayReply, finding: GuardrailFinding) -> None:
+        """Replace the reply by an error. Its usage and cost stay, because the provider did answer."""
+        error = error_reply(self._call.dialect, _blocked_error(finding))
+        reply.status, reply.headers, reply.body = error.status, error.headers, error.body
+        reply.ended, reply.error = error.ended, error.error
+
+    # -- ReplyGuard, for GuardedStream ---------------------------------------------------------------------------------
+
+    def record_finding(self, finding: GuardrailFinding) -> None:
+        if finding not in self._call.findings:
+            self._call.findings.append(finding)
+
+    async def judge_reply(self, text: str) -> GuardrailFinding | None:
+        return await self._ask_judges("reply", text)
+
+    def blocked_event(self, finding: GuardrailFinding) -> bytes:
+        """End the stream and return its error event. Raises Blocked if the dialect has no error events."""
+        assert self._reply is not None
+        error = _blocked_error(finding)
+        self._reply.ended, self._reply.error = "cut", error.code
+        event = error_event(self._call.dialect, error)
+        if event is None:
+            raise error
+        return event
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _pattern_rules(self, side: Side) -> tuple[PatternRule, ...]:
+        return tuple(rule for rule in self._guardrails.patterns if rule.applies_to(side))
+
+    def _make_scanner(self, side: Side) -> Scanner:
+        return Scanner(self._pattern_rules(side), _CHECK_OF_SIDE[side])
+
+    def _judges_for(self, side: Side) -> list[Judge]:
+        return [judge for judge in self._guardrails.judges if judge.category_actions(side)]
+
+    def _blocking_finding(self) -> GuardrailFinding | None:
+        return next((each for each in self._call.findings if each.action == "block"), None)
+
+    async def _ask_judges(self, side: Side, text: str) -> GuardrailFinding | None:
+        if not text.strip():
+            return None
+        for judge in self._judges_for(side):
+            categories = await self._judges.judge_text(judge, text, self._call, self._extra_cost)
+            for entry, action in judge_actions(judge.category_actions(side), categories):
+                finding = GuardrailFinding(judge.name, entry, _CHECK_OF_SIDE[side], action)
+                self.record_finding(finding)
+                if action == "block":
+                    return finding
+        return None
+
+    def _set_findings_header(self) -> None:
+        """Put the findings known so far into the reply's header."""
+        findings = self._call.findings
+        if findings:
+            action = (severest_action(findings) or "").upper()
+            value = {"findings": [_finding_json(each) for each in findings[:MAX_HEADER_FINDINGS]], "action": action}
+            self._call.reply_headers[FINDINGS_HEADER] = json.dumps(value)  # ASCII only, as a header requires
+
+
+async def _with_body(step: RequestStep, body: bytes | None) -> RequestStep:
+    if body is step.body or body is None:
+        return step
+    surveyed = await offload.run(len(body), summarize_body, body) if len(body) >= WORK_LARGE else None
+    seen = None if surveyed is None else surveyed.body_fields
+    return msgspec.structs.replace(step, body=body, body_fields=seen, body_summary=surveyed)
+
+
+def _finding_json(finding: GuardrailFinding) -> dict[str, Any]:
+    profile = {"context": {}, "entry_ids": [finding.entry], "profile_id": finding.policy}
+    return {"profile": profile, "policy_ids": [finding.policy], "check": finding.check}
+
+
+def _blocked_error(finding: GuardrailFinding) -> BlockedByGuardrail:
+    reply, judged = finding.check == "RESPONSE", finding.entry[:1] == "S" or finding.entry == "unchecked"
+    what = "response" if reply else "request"
+    number = (2017 if reply else 2016) if judged else (2030 if reply else 2029)
+    why = "it could not be checked" if finding.entry == "unchecked" else f"it contains {finding.entry}"
+    return BlockedByGuardrail(
+        f"the {what} was blocked by guardrail {finding.policy!r}: {why}", is_reply=reply, cloudflare_code=number
+    )

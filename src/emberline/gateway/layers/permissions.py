@@ -1,0 +1,46 @@
+"""The layer that checks whether the caller may use this gateway, provider and model."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from emberline.core.errors import Unauthorized
+from emberline.gateway.errors import Forbidden
+from emberline.gateway.keys.identity import ALLOW_ALL, allows_model
+from emberline.gateway.request import VIRTUAL_PROVIDERS, GatewayReply, GatewayRequest, Handler
+
+
+def check_permissions(inner: Handler) -> Handler:
+    def handle(call: GatewayRequest) -> Awaitable[GatewayReply]:
+        identity = call.identity
+        if call.settings.authentication and identity.kind == "anonymous":
+            raise Unauthorized(
+                "this gateway requires a key", hint="send cf-aig-authorization: Bearer KEY, or the key as the API key"
+            )
+        if not identity.can_use_models:
+            raise Forbidden(f"key {identity.name!r} is for management only", hint="send a key that may use gateways")
+        if not identity.may_use_gateway(call.account, call.gateway):
+            raise Forbidden(f"key {identity.name!r} may not use gateway {call.gateway!r} of account {call.account!r}")
+        steps = {(step.provider, step.model) for step in call.steps} if call.steps else ((call.provider, call.model),)
+        for provider, model in steps:
+            if provider in VIRTUAL_PROVIDERS:
+                continue  # the models of a route or pool are checked when it has chosen one
+            if not identity.may_use_model(provider, model):
+                raise Forbidden(f"key {identity.name!r} may not use {provider}/{model}"[:300])
+            if not _is_allowed(call, provider, model):
+                raise Forbidden(f"this gateway or request does not allow {provider}/{model}"[:300])
+        return inner(call)
+
+    return handle
+
+
+def is_permitted(call: GatewayRequest, provider: str, model: str) -> bool:
+    return call.identity.may_use_model(provider, model) and _is_allowed(call, provider, model)
+
+
+def _is_allowed(call: GatewayRequest, provider: str, model: str) -> bool:
+    """Return whether the gateway allows the model, and the request's own restrictions do."""
+    settings, options = call.settings, call.options
+    return allows_model(settings.allowed_providers, settings.allowed_models, provider, model) and allows_model(
+        options.allowed_providers or ALLOW_ALL, options.allowed_models or ALLOW_ALL, provider, model
+    )

@@ -1,0 +1,216 @@
+"""RetryHandler: the innermost handler. It sends one step of a call to its provider and retries failures.
+
+A reply is returned only once it is certain to begin: a whole reply that passed its checks, or a stream that has
+delivered its first content."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from emberline.core.clock import Clock
+from emberline.core.errors import DeadlineExceeded
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
+from emberline.gateway.costs.billing import PriceSource, set_cost
+from emberline.gateway.error_replies import read_provider_error
+from emberline.gateway.errors import ProviderErrorReply, UpstreamBroken, UpstreamFailed
+from emberline.gateway.keys.provider_keys import ProviderKeySelector
+from emberline.gateway.providers.base import CHANGED_HEADER, NOT_FORWARDED_HEADERS, Provider
+from emberline.gateway.providers.breakers import ProviderBreakers
+from emberline.gateway.providers.provider_call import (
+    ProviderCall,
+    build_provider_call,
+    build_provider_call_offloaded,
+    safe_header,
+)
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request import GatewayReply, GatewayRequest, ProviderAttempt
+from emberline.gateway.streams.aws_eventstream_meter import EventStreamMeter
+from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter, check_reply
+from emberline.gateway.streams.provider_stream import ProviderStream
+from emberline.gateway.upstream.client import Incoming, UpstreamClient
+
+MAX_REPLY_BYTES = 64 << 20  # bytes of a reply that is not streamed
+MAX_ERROR_BYTES = 1 << 20  # bytes of an error reply
+ERROR_BODY_TIMEOUT_S = 10.0  # seconds to read the body of an error reply
+MAX_RETRY_AFTER_S = 2.0  # seconds: with a longer Retry-After the next step is tried instead, if there is one
+EVENT_STREAM_TYPE = "text/event-stream"
+_DROPPED_HEADERS = NOT_FORWARDED_HEADERS | {
+    "content-encoding",
+    "set-cookie",
+    "server",
+    "date",
+    "alt-svc",
+    "strict-transport-security",
+}
+
+
+def _is_streamed(call: GatewayRequest, incoming: Incoming) -> bool:
+    """Return whether the reply is passed on in chunks, as one of an unknown dialect that is not JSON is."""
+    return call.stream or (call.dialect == "raw" and incoming.content_type != "application/json")
+
+
+class RetryHandler:
+    def __init__(
+        self,
+        registry: ProviderRegistry,
+        secrets: ProviderKeySelector,
+        upstream: UpstreamClient,
+        prices: PriceSource,
+        clock: Clock,
+        wall: Clock,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._registry = registry
+        self._secrets = secrets
+        self._upstream = upstream
+        self._prices = prices
+        self._clock = clock
+        self._wall = wall
+        self._sleep = sleep
+        self.breakers = ProviderBreakers(clock)
+
+    async def __call__(self, call: GatewayRequest) -> GatewayReply:
+        provider = self._registry.find(call.provider, call.settings)
+        key = await self._secrets.select_key(call, provider)
+        max_output = self._prices.max_output(call.provider, call.model)
+        call.reply_headers.pop(CHANGED_HEADER, None)  # an earlier step may have set it
+        wiring = (call, provider, key, max_output, int(self._wall.now()))
+        wire = (
+            build_provider_call(*wiring)
+            if len(call.body) < LARGE_INPUT_BYTES
+            else await build_provider_call_offloaded(*wiring)
+        )
+        if CHANGED_HEADER in call.reply_headers:
+            call.reply_headers[CHANGED_HEADER] = safe_header(call.reply_headers[CHANGED_HEADER])
+        attempts = call.options.max_attempts or call.settings.retries.attempts
+        for attempt in range(attempts):
+            started_at = self._clock.now()
+            try:
+                reply = await self.breakers.guard(call, provider, key, partial(self._attempt, call, provider, wire))
+            except UpstreamFailed as e:
+                e.provider = provider.slug
+                self._record_attempt(
+                    call, attempt, started_at, e.status if isinstance(e, ProviderErrorReply) else 0, e.code
+                )
+                if attempt + 1 == attempts or (delay := self._retry_delay(call, attempt, e)) is None:
+                    raise
+                await self._sleep(delay)
+            else:
+                self._record_attempt(call, attempt, started_at, reply.status, "answered")
+                return reply
+        raise AssertionError("unreachable")
+
+    def _record_attempt(self, call: GatewayRequest, attempt: int, started_at: float, status: int, outcome: str) -> None:
+        seconds = self._clock.now() - started_at
+        key = call.options.byok_alias or ""
+        call.attempts.append(
+            ProviderAttempt(call.provider, call.model, call.step_index, attempt, status, outcome, seconds, key)
+        )
+
+    def _retry_delay(self, call: GatewayRequest, attempt: int, error: UpstreamFailed) -> float | None:
+        """Return the seconds until the next attempt, or None if there is to be none."""
+        if not error.retryable:
+            return None
+        retries = call.settings.retries
+        base = retries.delay if call.options.retry_delay is None else call.options.retry_delay
+        factor = {"constant": 1, "linear": attempt + 1, "exponential": 2**attempt}[
+            call.options.backoff or retries.backoff
+        ]
+        # Jitter: calls that failed together must not retry together.
+        delay = base * factor * random.uniform(0.8, 1.2)
+        if isinstance(error, ProviderErrorReply) and error.retry_after is not None:
+            if error.retry_after > MAX_RETRY_AFTER_S and not call.is_last_step:
+                return None
+            delay = max(delay, error.retry_after)
+        return delay if self._clock.now() + delay < call.deadline else None
+
+    async def _attempt(
+        self, call: GatewayRequest, provider: Provider, wire: ProviderCall, on_failure: Callable[[], None]
+    ) -> GatewayReply:
+        now = self._clock.now()
+        left = call.deadline - now
+        if left <= 0:
+            raise DeadlineExceeded(f"the provider did not reply within {call.settings.timeouts.total:.3g} s")
+        first = call.options.request_timeout or (call.settings.timeouts.first_byte if call.stream else left)
+        incoming = await provider.send(wire.request, self._upstream, min(first, left), self._wall.now())
+        try:
+            if incoming.status >= 400:
+                body = await incoming.read_all(min(left, ERROR_BODY_TIMEOUT_S), MAX_ERROR_BYTES)
+                is_own_error = call.is_dialect_endpoint and (
+                    provider.has_own_error_format or wire.request.decoder is not None
+                )
+                error_dialect = "raw" if is_own_error else wire.dialect
+                raise read_provider_error(call.provider, incoming.status, incoming.headers, body, error_dialect)
+            if 300 <= incoming.status < 400:
+                raise UpstreamBroken(f"the provider answered {incoming.status}; redirects are not followed")
+            if _is_streamed(call, incoming):
+                return await self._start_stream(call, wire, incoming, now + first, on_failure)
+            return await self._read_whole_reply(call, wire, incoming)
+        except BaseException:
+            incoming.close()
+            raise
+
+    async def _read_whole_reply(self, call: GatewayRequest, wire: ProviderCall, incoming: Incoming) -> GatewayReply:
+        if wire.dialect != "raw" and incoming.content_type != "application/json":
+            raise UpstreamBroken(
+                f"the provider's reply has content type {incoming.content_type or '(none)'}, not application/json"
+            )
+        left = call.deadline - self._clock.now()
+        body = await incoming.read_all(min(max(left, 0.0), call.settings.timeouts.between_events), MAX_REPLY_BYTES)
+        if len(body) < LARGE_INPUT_BYTES:
+            usage, model = check_reply(wire.dialect, body)
+            incoming.close()
+            translated, lost = wire.convert_reply(body)
+        else:
+            usage, model = await offload.run(len(body), check_reply, wire.dialect, body)
+            incoming.close()
+            translated, lost = await wire.convert_reply_offloaded(body)
+        reply = self._make_reply(call, incoming, translated)
+        if lost:
+            call.reply_headers[CHANGED_HEADER] = safe_header(
+                ", ".join(filter(None, (call.reply_headers.get(CHANGED_HEADER), lost)))
+            )
+        reply.usage, reply.model = usage, model or call.model
+        reply.ended = "complete"
+        set_cost(call, reply, self._prices)
+        return reply
+
+    async def _start_stream(
+        self,
+        call: GatewayRequest,
+        wire: ProviderCall,
+        incoming: Incoming,
+        first_content_deadline: float,
+        on_failure: Callable[[], None],
+    ) -> GatewayReply:
+        if incoming.content_type == EVENT_STREAM_TYPE:
+            meter: StreamMeter = StreamMeter(wire.dialect, hide_usage=wire.hide_usage)
+        elif wire.dialect == "raw":
+            meter = EventStreamMeter() if incoming.content_type == EventStreamMeter.content_type else RawReplyMeter()
+        else:
+            raise UpstreamBroken(
+                f"the provider's reply has content type {incoming.content_type or '(none)'}, not {EVENT_STREAM_TYPE}"
+            )
+        passage = ProviderStream(call, incoming, meter, wire.make_translator(), self._clock)
+
+        def settle(passage: ProviderStream, how: str, code: str) -> None:
+            reply.ended, reply.error = how, code
+            tokens = call.body_summary.input_tokens if call.body_summary is not None else None
+            reply.usage, reply.estimated = passage.meter.usage(call.body, tokens)
+            set_cost(call, reply, self._prices)
+            if how == "cut" and self._clock.now() < call.deadline:  # a slow reader can reach the deadline as well
+                on_failure()
+
+        await passage.wait_for_content(first_content_deadline, settle)
+        reply = self._make_reply(call, incoming, passage)
+        reply.model = meter.state.model or call.model
+        return reply
+
+    def _make_reply(self, call: GatewayRequest, incoming: Incoming, body: bytes | ProviderStream) -> GatewayReply:
+        headers = {name: value for name, value in incoming.headers.items() if name not in _DROPPED_HEADERS}
+        reply = GatewayReply(incoming.status, headers, body, provider=call.provider, step_index=call.step_index)
+        reply.first_byte_s = self._clock.now() - call.started_at
+        return reply

@@ -1,0 +1,46 @@
+"""open_limiter: opens the configured limiter: Redis, shared by all replicas, or this process alone."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal
+
+from emberline.core.clock import Clock, WallClock
+from emberline.gateway.limits.base import Limiter
+from emberline.gateway.limits.journal import CounterJournal
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.limits.stored import CounterStore, StoredLimiter
+
+
+async def open_limiter(
+    url: str | None,
+    clock: Clock,
+    stack: AsyncExitStack,
+    *,
+    degraded: Literal["local", "closed"] = "local",
+    store: CounterStore | None = None,
+    journal_directory: Path | None = None,
+    store_interval_s: float = 1.0,
+) -> Limiter:
+    """Open a limiter, which `stack` closes. An unreachable Redis does not prevent the start.
+
+    Without Redis, `store` keeps counters over restarts: they are written to it every `store_interval_s` seconds, and
+    until then are in files of `journal_directory`.
+    """
+    if url is None and store is not None and journal_directory is not None:
+        stored = StoredLimiter(store, CounterJournal(journal_directory), WallClock(), store_interval_s)
+        await stored.start()
+        stack.push_async_callback(stored.close)
+        return stored
+    if url is None:
+        return LocalLimiter()
+    from emberline.gateway.limits.redis import RedisLimiter
+    from emberline.gateway.redis_client import RedisClient
+
+    link = RedisClient(url, clock)
+    await link.start()
+    stack.push_async_callback(link.close)
+    limiter = RedisLimiter(link, degraded=degraded)
+    stack.push_async_callback(limiter.close)
+    return limiter

@@ -1,0 +1,104 @@
+"""ModelLister: the models that a caller can use.
+
+Self-hosted servers are queried for their models. The models of other providers come from the catalogue, if there is a
+key for the provider. A server that does not answer adds no models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+
+from emberline.api.openai.models import ServedModel
+from emberline.gateway.costs.catalogue import CatalogueFiles
+from emberline.gateway.errors import UpstreamFailed
+from emberline.gateway.keys.identity import Identity, allows_model
+from emberline.gateway.keys.provider_keys import DEFAULT_ALIAS, ProviderKeySource
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.registry import ProviderRegistry
+from emberline.gateway.request import DYNAMIC, POOL
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.upstream.client import UpstreamClient
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+
+LIST_TIMEOUT_S = 2.0  # seconds
+MAX_LIST_BYTES = 4 << 20
+
+
+class _Row(msgspec.Struct):
+    id: str
+    created: int = 0
+    max_model_len: int = 0
+    owned_by: str = ""
+    kind: str = "chat"  # servers other than Emberline do not send it
+
+
+class _Rows(msgspec.Struct):
+    data: list[_Row]
+
+
+class ModelLister:
+    def __init__(
+        self, registry: ProviderRegistry, vault: ProviderKeySource, upstream: UpstreamClient, catalogue: CatalogueFiles
+    ) -> None:
+        self._registry = registry
+        self._vault = vault
+        self._upstream = upstream
+        self._catalogue = catalogue
+
+    async def list_models(
+        self, settings: GatewaySettings, identity: Identity, *, with_provider: bool = False
+    ) -> list[ServedModel]:
+        """Return the models that this caller may use, under the names that requests take.
+
+        `with_provider`: names always begin with the provider, also those of the default provider.
+        """
+        providers = [slug for slug, each in settings.providers.items() if each.enabled]
+        found = await asyncio.gather(*(self._models_of(slug, settings) for slug in providers))
+        models = []
+        for slug, rows in zip(providers, found, strict=True):
+            for row in rows:
+                if identity.may_use_model(slug, row.id) and _is_allowed(settings, slug, row.id):
+                    name = row.id if slug == settings.default_provider and not with_provider else f"{slug}/{row.id}"
+                    models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug, row.kind))
+        names = {model.id: model for model in models}
+        for alias, name in settings.models.items():
+            target = names.get(name)
+            models.append(replace(target, id=alias, owned_by="emberline") if target else ServedModel(alias, 0, 0))
+        models += [ServedModel(name, 0, 0) for name in settings.pools if identity.may_use_model(POOL, name)]
+        routes = [
+            ServedModel(f"{DYNAMIC}/{name}", 0, 0) for name in settings.routes if identity.may_use_model(DYNAMIC, name)
+        ]
+        return sorted([*models, *routes], key=lambda model: model.id)
+
+    async def _models_of(self, slug: str, settings: GatewaySettings) -> list[_Row]:
+        provider = self._registry.find(slug, settings)
+        key = await self._vault.get_key(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
+        if not provider.needs_key:
+            return await self._query_server(provider, key)
+        known = self._catalogue.current.models(slug) if key is not None else []
+        return [_Row(model.name, 0, model.context or 0, kind=model.kind) for model in known]
+
+    async def _query_server(self, provider: Provider, key: str | None) -> list[_Row]:
+        headers = {"accept": "application/json"}
+        if key is not None:
+            provider.authorize(headers, key)
+        out = ProviderRequest(
+            "GET", provider.build_url(f"{provider.prefix}models", ""), headers, b"", provider.public_only
+        )
+        try:
+            incoming = await self._upstream.send(out, LIST_TIMEOUT_S)
+            try:
+                body = await incoming.read_all(LIST_TIMEOUT_S, MAX_LIST_BYTES)
+            finally:
+                incoming.close()
+            return msgspec.json.decode(body, type=_Rows).data if incoming.status == 200 else []
+        except (UpstreamFailed, *JSON_DECODE_ERRORS):
+            return []
+
+
+def _is_allowed(settings: GatewaySettings, provider: str, model: str) -> bool:
+    return allows_model(settings.allowed_providers, settings.allowed_models, provider, model)

@@ -1,0 +1,44 @@
+"""The base class of decoders that turn a provider's own events into chunks of OpenAI's chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emberline.api import sse
+from emberline.gateway.errors import UpstreamBroken
+from emberline.gateway.logs.request_ids import created_seconds
+from emberline.gateway.streams.event_splitter import RawEventSplitter, parse_event
+from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+
+Json = dict[str, Any]
+
+
+class ChatChunkDecoder(ReplyDecoder):
+    def __init__(self, model: str, id: str) -> None:
+        self._names = {"id": f"chatcmpl-{id}", "created": created_seconds(id), "model": model}
+        self._splitter = RawEventSplitter()
+
+    def push(self, data: bytes) -> bytes:
+        return b"".join(self.decode_event(*parse_event(event)) for event in self._splitter.push(data))
+
+    def end(self) -> bytes:
+        if self._splitter.partial_event.strip():
+            raise UpstreamBroken("the provider's stream ended within an event")
+        return b""
+
+    def decode_event(self, name: bytes, payload: bytes) -> bytes:
+        """Return the chunks for one complete event of the provider."""
+        raise NotImplementedError
+
+    def render_reply(self, choice: Json, more: Json) -> bytes:
+        return sse.dumps({**self._names, "object": "chat.completion", "choices": [{"index": 0, **choice}], **more})
+
+    def render_delta(self, delta: Json, reason: str | None = None) -> bytes:
+        return self.render_chunk([{"index": 0, "delta": delta, "finish_reason": reason}])
+
+    def render_chunk(self, choices: list[Json], **more: Any) -> bytes:
+        return sse.data_event({**self._names, "object": "chat.completion.chunk", "choices": choices, **more})
+
+
+def render_error_event(text: str) -> bytes:
+    return sse.data_event({"error": {"message": text or "the provider sent no error message", "type": "server_error"}})

@@ -1,0 +1,22 @@
+"""Claude hosted by AWS or Google: the model is in the path, the API version in the body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.request import GatewayRequest
+
+_RAW_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def hosted_claude_body(call: GatewayRequest, version: str, *without: str) -> bytes:
+    """Return the request body with the API version in it, and without the model and the fields `without`."""
+    fields: dict[str, Any] = dict(_RAW_FIELDS_DECODER.decode(call.body))
+    for name in ("model", *without):
+        fields.pop(name, None)
+    fields.setdefault("anthropic_version", version)
+    if beta := call.headers.get("anthropic-beta"):
+        fields.setdefault("anthropic_beta", [each.strip() for each in beta.split(",")])
+    return msgspec.json.encode(fields)

@@ -1,0 +1,185 @@
+"""Builds the provider's HTTP request for a gateway request, and translates the reply back.
+
+Where the provider supports the client's wire format, the body stays unchanged except for the model's name and the field
+that requests a stream's usage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.api.parse import decode
+from emberline.core.errors import InvalidRequest
+from emberline.core.offload import offload
+from emberline.gateway.dialects.assistant_prefill import prefill_fields
+from emberline.gateway.dialects.canonical import ChatDialect, Json
+from emberline.gateway.dialects.reply_context import ReplyContext, read_reply_context
+from emberline.gateway.dialects.translate import CODECS, StreamTranslator, translate_reply, translate_request
+from emberline.gateway.providers.base import CHANGED_HEADER, Provider
+from emberline.gateway.request import Dialect, GatewayRequest
+from emberline.gateway.request_body import read_body_fields, replace_fields
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+
+CHAT_DIALECTS: tuple[ChatDialect, ...] = (
+    "openai-chat",
+    "anthropic",
+    "openai-responses",
+    "gemini",
+)  # translatable into each other
+FORWARDED_HEADERS = (
+    "content-type",
+    "accept",
+    "user-agent",
+)  # client headers that are kept when the request is translated
+JSON_CONTENT_TYPE = "application/json"
+MAX_HEADER_CHARACTERS = 2000  # of a header value that safe_header() returns
+
+
+class ProviderCall(msgspec.Struct, frozen=True):
+    request: ProviderRequest
+    dialect: Dialect  # wire format of the provider
+    hide_usage: bool = False  # drop a stream's usage event, which only the gateway requested
+    client_dialect: ChatDialect | None = None  # wire format to translate the reply into; None: no translation
+    reply_context: ReplyContext | None = None
+
+    def make_translator(self) -> StreamTranslator | None:
+        if self.client_dialect is None:
+            return None
+        assert self.dialect in CHAT_DIALECTS
+        return StreamTranslator(self.dialect, self.client_dialect, self.reply_context)
+
+    def convert_reply(self, body: bytes) -> tuple[bytes, str]:
+        """Return an unstreamed reply in the client's wire format, and a description of what was lost."""
+        if self.client_dialect is None:
+            return body, ""
+        assert self.dialect in CHAT_DIALECTS
+        return _translate_reply(body, self.dialect, self.client_dialect, self.reply_context)
+
+    async def convert_reply_offloaded(self, body: bytes) -> tuple[bytes, str]:
+        """Do what `convert_reply` does in a child process, for a large body."""
+        if self.client_dialect is None:
+            return body, ""
+        assert self.dialect in CHAT_DIALECTS
+        return await offload.run(
+            len(body), _translate_reply, body, self.dialect, self.client_dialect, self.reply_context
+        )
+
+
+def _translate_reply(
+    body: bytes, source: ChatDialect, target: ChatDialect, asked: ReplyContext | None
+) -> tuple[bytes, str]:
+    result, changed = translate_reply(body, source, target, asked)
+    return result, ", ".join(map(str, changed))
+
+
+async def build_provider_call_offloaded(
+    call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
+) -> ProviderCall:
+    """Do what `build_provider_call` does in a child process, for a large body."""
+    bare = call.with_changes(
+        steps=(), redacted=[], trail=[], surveyed=None
+    )  # without the bodies that are not needed there
+    wire, notes = await offload.run(len(call.body), _build_with_notes, bare, provider, key, max_output, created)
+    call.reply_headers |= notes
+    return wire
+
+
+def _build_with_notes(call: GatewayRequest, *args: Any) -> tuple[ProviderCall, dict[str, str]]:
+    return build_provider_call(call, *args), call.reply_headers
+
+
+def build_provider_call(
+    call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
+) -> ProviderCall:
+    """Return the provider call for `call`, translated if the provider does not support its wire format.
+
+    `max_output` is the model's limit in tokens from the catalogue, `created` the Unix time in seconds.
+    """
+    if provider.supports(call.dialect, call.model):
+        return _build_without_translation(call, provider, key)
+    source, target = _choose_dialects(call, provider)
+    body, changed = translate_request(
+        call.body, source, target, provider.target_model(call.model, max_output), stream=call.stream
+    )
+    if changed:
+        call.reply_headers[CHANGED_HEADER] = ", ".join(map(str, changed))
+    asked = read_reply_context(call.body, source, created=created, id=call.id)
+    headers = {name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS} | {
+        "content-type": JSON_CONTENT_TYPE
+    }
+    moved = call.with_changes(dialect=target, body=body, headers=headers, query="", plain=True)
+    wire = _build_without_translation(moved, provider, key)
+    return ProviderCall(wire.request, wire.dialect, hide_usage=False, client_dialect=source, reply_context=asked)
+
+
+def _choose_dialects(call: GatewayRequest, provider: Provider) -> tuple[ChatDialect, ChatDialect]:
+    source = next((each for each in CHAT_DIALECTS if each == call.dialect), None)
+    target = choose_dialect(call, provider)
+    if source is None or target is None:
+        kinds = ", ".join(provider.endpoints) or "no known wire format"
+        raise InvalidRequest(
+            f"provider {provider.slug!r} does not support {call.dialect} requests, and they cannot be translated",
+            hint=f"the provider supports {kinds}",
+        )
+    return source, target
+
+
+def choose_dialect(call: GatewayRequest, provider: Provider) -> ChatDialect | None:
+    """Return the client's wire format if the provider supports it, else the first one that it supports."""
+    choices = sorted(CHAT_DIALECTS, key=lambda each: each != call.dialect)
+    return next((each for each in choices if provider.supports(each, call.model)), None)
+
+
+def _build_without_translation(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderCall:
+    changes: dict[str, Any] = {}
+    hide = False
+    if call.body and (call.is_dialect_endpoint or (call.stream and call.dialect == "openai-chat")):
+        seen = call.body_fields or read_body_fields(call.body)
+        if call.is_dialect_endpoint and call.dialect != "gemini" and seen.model != call.model:
+            changes["model"] = call.model
+        if call.dialect == "openai-chat" and call.stream and not seen.wants_usage and provider.supports_include_usage:
+            given = seen.stream_options if isinstance(seen.stream_options, dict) else {}
+            changes["stream_options"] = {**given, "include_usage": True}
+            hide = True
+        if call.prefill and call.dialect == "openai-chat":
+            changes.update(prefill_fields(call.body, call.prefill))
+    moved = call.with_changes(
+        endpoint=_endpoint(call, provider) if call.is_dialect_endpoint else call.endpoint,
+        body=replace_fields(call.body, **changes) if changes else call.body,
+    )
+    return ProviderCall(_build_request(moved, provider, key), call.dialect, hide)
+
+
+def _build_request(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderRequest:
+    """Return the provider's HTTP request.
+
+    Some providers read the client's body and fail on an invalid one. Parsing it then raises the InvalidRequest that
+    names the field; if the body is valid, the error is a bug and is raised as it is.
+    """
+    try:
+        return provider.build_request(call, key)
+    except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS):
+        fields = decode(call.body, Json)
+        if (spoken := next((each for each in CHAT_DIALECTS if each == call.dialect), None)) is not None:
+            CODECS[spoken].parse_request(fields)
+        raise
+
+
+def _endpoint(call: GatewayRequest, provider: Provider) -> str:
+    if call.dialect == "raw":
+        return provider.prefix + call.endpoint
+    return provider.endpoint_for(call.dialect, call.model, call.stream)
+
+
+def safe_header(text: str) -> str:
+    """Return `text` as a valid header value: Latin-1, no line breaks, limited length."""
+    if text.isascii() and text.isprintable() and len(text) <= MAX_HEADER_CHARACTERS:
+        return text
+    return (
+        "".join(c for c in text[:MAX_HEADER_CHARACTERS] if c.isprintable())
+        .encode("latin-1", "replace")
+        .decode("latin-1")
+    )

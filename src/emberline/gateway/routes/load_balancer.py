@@ -1,0 +1,125 @@
+"""LoadBalancer: the order in which the members of a pool are tried.
+
+It is pure: time and randomness are passed in. A failed member is skipped for a back-off that doubles up to 30 s, unless
+every member is in back-off."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from emberline.gateway.routes.pool import ModelPool, PoolMember
+
+NEWEST_SAMPLE_WEIGHT = 0.2  # in the moving average of latencies
+EXPLORATION_SHARE = 0.05  # fraction of calls that try another member first, so that one that was slow is measured again
+MAX_SAMPLES = 128  # latencies kept for the quantile
+MIN_SAMPLES = 20  # latencies needed for a quantile
+SLOW_QUANTILE = 0.95
+MAX_BACKOFF_S = 30.0
+MAX_MEMBERS = 10_000  # members with statistics
+REQUEST_FAULT_STATUSES = (400, 413, 422)  # the request caused them: they do not count as failures of the member
+
+MemberKey = tuple[str, str, str]  # provider, model, alias of the key
+
+
+@dataclass(slots=True)
+class LatencySamples:
+    """Latencies in seconds: to the first content of a stream, or to the end of a whole reply."""
+
+    average: float | None = None
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+    def add(self, seconds: float) -> None:
+        self.average = (
+            seconds if self.average is None else self.average + NEWEST_SAMPLE_WEIGHT * (seconds - self.average)
+        )
+        self.recent.append(seconds)
+
+    @property
+    def slow_quantile(self) -> float | None:
+        """The latency that few replies exceed, in seconds; None with too few samples."""
+        if len(self.recent) < MIN_SAMPLES:
+            return None
+        return sorted(self.recent)[math.ceil(SLOW_QUANTILE * len(self.recent)) - 1]
+
+
+@dataclass(slots=True)
+class MemberHealth:
+    whole_replies: LatencySamples = field(default_factory=LatencySamples)
+    streams: LatencySamples = field(default_factory=LatencySamples)
+    failures: int = 0  # consecutive
+    backoff_until: float = 0.0
+
+    def latencies(self, stream: bool) -> LatencySamples:
+        return self.streams if stream else self.whole_replies
+
+
+class LoadBalancer:
+    def __init__(self) -> None:
+        self._health_by_member: dict[MemberKey, MemberHealth] = {}
+
+    def order(
+        self,
+        pool: ModelPool,
+        members: Sequence[PoolMember],
+        costs: Sequence[int | None],
+        draw: Callable[[], float],
+        *,
+        stream: bool,
+        now: float,
+    ) -> list[PoolMember]:
+        """Return the members in the order in which to try them.
+
+        `costs` are the micro-dollars of this call at each member, None if unknown. `draw` returns a random number in
+        [0, 1).
+        """
+        order = sorted(range(len(members)), key=lambda i: _weighted_draw(members[i].weight, draw()))
+        match pool.choose:
+            case "cheapest":
+                order.sort(key=lambda i: math.inf if (cost := costs[i]) is None else cost)
+            case "fastest" if draw() >= EXPLORATION_SHARE:
+                order.sort(key=lambda i: self._average_latency(members[i], stream))
+        order.sort(key=lambda i: self._backoff_left(members[i], now))
+        return [members[i] for i in order]
+
+    def hedge_delay(self, member: PoolMember, stream: bool) -> float | None:
+        """Return the seconds after which a second member is called, or None with too few samples."""
+        health = self._health_by_member.get(member.member_key)
+        return None if health is None else health.latencies(stream).slow_quantile
+
+    def record_success(self, member_key: MemberKey, seconds: float, *, stream: bool) -> None:
+        health = self._health_of(member_key)
+        health.failures, health.backoff_until = 0, 0.0
+        health.latencies(stream).add(seconds)
+
+    def record_failure(self, member_key: MemberKey, status: int, now: float) -> None:
+        """Start or extend the back-off of a member. `status` is 0 if there was no HTTP response."""
+        if status not in REQUEST_FAULT_STATUSES:
+            health = self._health_of(member_key)
+            health.failures += 1
+            health.backoff_until = now + min(MAX_BACKOFF_S, 2.0 ** min(health.failures - 1, 10))
+
+    def _health_of(self, member_key: MemberKey) -> MemberHealth:
+        if member_key not in self._health_by_member:
+            while len(self._health_by_member) >= MAX_MEMBERS:
+                del self._health_by_member[next(iter(self._health_by_member))]
+            self._health_by_member[member_key] = MemberHealth()
+        return self._health_by_member[member_key]
+
+    def _average_latency(self, member: PoolMember, stream: bool) -> float:
+        """Return the average latency, or -1 for a member without samples, so that it is tried first."""
+        health = self._health_by_member.get(member.member_key)
+        average = None if health is None else health.latencies(stream).average
+        return -1.0 if average is None else average
+
+    def _backoff_left(self, member: PoolMember, now: float) -> float:
+        """Return the seconds of back-off left; members in back-off are tried last."""
+        health = self._health_by_member.get(member.member_key)
+        return 0.0 if health is None else max(0.0, health.backoff_until - now)
+
+
+def _weighted_draw(weight: float, draw: float) -> float:
+    """Return a sort key by which each member comes first in proportion to its weight."""
+    return -math.log(1.0 - draw) / weight if weight else math.inf

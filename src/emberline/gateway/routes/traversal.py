@@ -1,0 +1,121 @@
+"""RouteTraversal: one call's way through a route.
+
+It stops at each element that needs an action (a rate limit or a model), and continues with the action's result. It is
+pure: random choices are a hash of a seed, the same for equal seeds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from emberline.gateway.routes.condition import FactSource, Predicate, compile_condition
+from emberline.gateway.routes.graph import (
+    ConditionalElement,
+    Element,
+    ElementRef,
+    EndElement,
+    ModelElement,
+    OutcomeOutputs,
+    PercentageElement,
+    RateLimitElement,
+    RouteGraph,
+    StartElement,
+)
+
+ActionElement = RateLimitElement | ModelElement
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRoute:
+    """A validated graph with its conditions compiled."""
+
+    name: str
+    start: Element
+    elements: Mapping[str, Element]
+    predicates: Mapping[str, Predicate]  # of conditional elements, by id
+
+    @property
+    def conditions(self) -> dict[str, dict[str, Any]]:
+        found = self.elements.values()
+        return {each.id: each.properties.condition for each in found if isinstance(each, ConditionalElement)}
+
+    @staticmethod
+    def compile(name: str, graph: RouteGraph) -> CompiledRoute:
+        conditionals = [each for each in graph.elements if isinstance(each, ConditionalElement)]
+        tests = {each.id: compile_condition(each.properties.condition) for each in conditionals}
+        return CompiledRoute(name, graph.start_element, graph.elements_by_id(), tests)
+
+
+@dataclass(slots=True)
+class RouteTraversal:
+    route: CompiledRoute
+    facts: FactSource
+    seed: str  # of the random choices at percentages
+    current: Element | None
+    condition_results: Mapping[str, bool] = field(default_factory=dict)  # of conditions evaluated before, by id
+
+    @staticmethod
+    def start(
+        route: CompiledRoute, facts: FactSource, seed: str, condition_results: Mapping[str, bool] | None = None
+    ) -> RouteTraversal:
+        return RouteTraversal(route, facts, seed, route.start, condition_results or {})
+
+    def next_action(self) -> ActionElement | None:
+        """Return the next rate limit or model element, or None at the end of the route."""
+        while True:
+            match self.current:
+                case None | EndElement():
+                    return None
+                case RateLimitElement() | ModelElement() as action:
+                    return action
+                case StartElement() as start:
+                    self._move_to(start.outputs.next)
+                case ConditionalElement() as conditional:
+                    holds = self.condition_results.get(conditional.id)
+                    if holds is None:
+                        holds = self.route.predicates[conditional.id](self.facts)
+                    self._move_to(conditional.outputs.true if holds else conditional.outputs.false)
+                case PercentageElement() as percentage:
+                    self.current = self.route.elements[self._draw_output(percentage)]
+
+    def advance(self, succeeded: bool) -> None:
+        """Move on from the current action element, to its success or its fallback output."""
+        outputs = self._outputs()
+        self._move_to(outputs.success if succeeded else outputs.fallback)
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether the route continues if the current action fails."""
+        return self._outputs().fallback is not None
+
+    def expected_model(self) -> ModelElement | None:
+        """Return the model that answers if every action from here succeeds."""
+        ahead = replace(self)
+        while (action := ahead.next_action()) is not None:
+            if isinstance(action, ModelElement):
+                return action
+            ahead.advance(True)
+        return None
+
+    def _outputs(self) -> OutcomeOutputs:
+        assert isinstance(self.current, RateLimitElement | ModelElement)
+        return self.current.outputs
+
+    def _move_to(self, to: ElementRef | None) -> None:
+        self.current = None if to is None else self.route.elements[to.element_id]
+
+    def _draw_output(self, element: PercentageElement) -> str:
+        left = seeded_fraction(f"{self.route.name}\n{element.id}\n{self.seed}") * 100
+        for share, to in element.shares():
+            if left < share:
+                return to
+            left -= share
+        rest = element.outputs.get("else")
+        return rest.element_id if rest is not None else element.shares()[-1][1]
+
+
+def seeded_fraction(seed: str) -> float:
+    """Return a number in [0, 1) that depends on the seed only."""
+    return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7]) / (1 << 56)

@@ -1,0 +1,128 @@
+"""RunBatch and BatchStore: batches of queued requests and their results in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from emberline.gateway.store.base import AuditEntry, Document, DocumentKind, GatewayStore, StoreChange
+
+Json = dict[str, Any]
+BatchStatus = Literal["queued", "running", "done"]
+BATCH_KIND: DocumentKind = "batch"
+BATCH_PART_KIND: DocumentKind = "batch_part"
+
+PAGE_SIZE = 200
+
+
+class RunBatch(msgspec.Struct, kw_only=True):
+    id: str  # begins with the time of creation, so that ids sort by time
+    account: str
+    gateway: str
+    model: str
+    key_id: str  # key of the caller; "": none
+    asked: dict[str, str] = {}  # option headers, sent with every request
+    count: int  # requests
+    created: int  # ms since 1970, as the other times
+    status: BatchStatus = "queued"
+    owner: str = ""  # process that works on the batch
+    until: int = 0  # end of the owner's lease
+    finished: int = 0
+
+    @staticmethod
+    def new(
+        account: str, gateway: str, model: str, key_id: str, asked: Mapping[str, str], count: int, now: int
+    ) -> RunBatch:
+        number = (now & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
+        return RunBatch(
+            id=str(uuid.UUID(int=number)),
+            account=account,
+            gateway=gateway,
+            model=model,
+            key_id=key_id,
+            asked=dict(asked),
+            count=count,
+            created=now,
+        )
+
+    @property
+    def summary(self) -> Json:
+        """Return the batch as Workers AI's API shows it."""
+        return {"status": self.status, "request_id": self.id, "model": self.model}
+
+
+class BatchStore:
+    """Batches in the store. A change that is based on an old version raises Conflict."""
+
+    def __init__(self, store: GatewayStore) -> None:
+        self._store = store
+
+    async def list_batches(self, account: str = "", after: tuple[str, str] = ("", "")) -> list[Document]:
+        """Return a page of batches, oldest first. An empty account means all accounts."""
+        return await self._store.documents(BATCH_KIND, account, after=after, limit=PAGE_SIZE)
+
+    async def find(self, account: str, id: str) -> tuple[RunBatch, Document] | None:
+        found = await self._store.get(BATCH_KIND, account, id)
+        return None if found is None else (decode_batch(found), found)
+
+    async def read_part(self, batch: RunBatch, name: str) -> tuple[list[Any], Document | None]:
+        """Return the rows of a part ("in": requests, "out": results) and its document, if it is stored."""
+        found = await self._store.get(BATCH_PART_KIND, batch.account, f"{batch.id}/{name}")
+        return ([] if found is None else await asyncio.to_thread(_unpack_rows, found.body)), found
+
+    async def add(self, batch: RunBatch, requests: PackedRequests) -> None:
+        put = [_batch_document(batch, 0), _part_document(batch, "in", requests.packed, 0)]
+        await self._store.commit(StoreChange(_audit(batch, "create", batch.created), put=put))
+
+    async def save(
+        self, batch: RunBatch, version: int, now: int, results: tuple[list[Json], int] | None = None
+    ) -> None:
+        """Store the batch, whose stored version is `version`, and `results`: rows and their stored version."""
+        put = [_batch_document(batch, version)]
+        if results is not None:
+            rows, results_version = results
+            put.append(_part_document(batch, "out", await asyncio.to_thread(pack_rows, rows), results_version))
+        await self._store.commit(StoreChange(_audit(batch, batch.status, now), put=put))
+
+    async def remove(self, document: Document, now: int) -> None:
+        batch = decode_batch(document)
+        parts = [found for name in ("in", "out") if (found := (await self.read_part(batch, name))[1]) is not None]
+        await self._store.commit(StoreChange(_audit(batch, "delete", now), delete=[document, *parts]))
+
+
+def decode_batch(document: Document) -> RunBatch:
+    return msgspec.json.decode(document.body, type=RunBatch)
+
+
+def _batch_document(batch: RunBatch, version: int) -> Document:
+    return Document(BATCH_KIND, batch.account, batch.id, msgspec.json.encode(batch), version)
+
+
+class PackedRequests(msgspec.Struct, frozen=True):
+    """The checked requests of a batch in their stored form."""
+
+    count: int
+    packed: bytes  # compressed JSON
+
+
+def pack_rows(rows: list[Json]) -> bytes:
+    return zlib.compress(msgspec.json.encode(rows), 1)
+
+
+def _unpack_rows(body: bytes) -> list[Any]:
+    found: list[Any] = msgspec.json.decode(zlib.decompress(body))
+    return found
+
+
+def _part_document(batch: RunBatch, name: str, body: bytes, version: int) -> Document:
+    return Document(BATCH_PART_KIND, batch.account, f"{batch.id}/{name}", body, version)
+
+
+def _audit(batch: RunBatch, action: str, now: int) -> AuditEntry:
+    return AuditEntry(now, batch.account, batch.key_id or "anonymous", f"batch.{action}", batch.id)

@@ -1,0 +1,104 @@
+"""Checks of a gateway's settings that go beyond the types of single fields.
+
+Settings of the configuration file are checked at the start, settings of the management API when they are stored, so
+that a mistake is reported there and not by failing requests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.limits.claims import limit_rules, warn_about_caller_splits
+from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG, ProviderRegistry
+from emberline.gateway.settings import GatewaySettings
+from emberline.gateway.upstream.ssrf import validate_provider_url
+
+MAX_LOG_DAYS = 3650  # days that a log is kept
+CUSTOM_PREFIX = "custom-"  # before the slug of an account's own providers, which may be created and deleted at any time
+MAX_PRICE_MICROS = 10**12  # micro-dollars per million tokens
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_FRAMING = ("host", "connection", "content-length", "transfer-encoding")  # set by the HTTP client for each request
+_AMOUNTS = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
+
+
+def check_settings(settings: GatewaySettings, *, allow_private: bool = True) -> None:
+    """Raise InvalidRequest, with the gateway's name, if the settings are inconsistent.
+
+    `allow_private`: provider addresses may be in private networks.
+    """
+    try:
+        _check_numbers(settings)
+        limit_rules(settings)
+        warn_about_caller_splits(settings)
+        for name, price in settings.prices.items():
+            check_price(price, f"prices.{name}.")
+        for slug, provider in settings.providers.items():
+            check_headers(provider.headers, f"providers.{slug}.headers")
+            if provider.base_url is not None:
+                validate_provider_url(
+                    provider.base_url, allow_private=allow_private, param=f"providers.{slug}.base_url"
+                )
+            if provider.enabled:
+                ProviderRegistry().find(slug, settings)
+        known = {*PROVIDERS_BY_SLUG, *settings.providers}
+        for param, slug in _referenced_providers(settings):
+            if slug not in known and not slug.startswith(CUSTOM_PREFIX):
+                hint = f"known providers: {', '.join(sorted(known))}"
+                raise InvalidRequest(f"{param} names an unknown provider {slug[:80]!r}", param=param, hint=hint)
+    except InvalidRequest as e:
+        raise InvalidRequest(f"gateway {settings.gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
+
+
+def _check_numbers(settings: GatewaySettings) -> None:
+    breaker = settings.breaker
+    for param, value, is_valid, rule in (
+        ("cache_ttl", settings.cache_ttl, settings.cache_ttl >= 0, "0 seconds or more"),
+        ("logs.days", settings.logs.days, 1 <= settings.logs.days <= MAX_LOG_DAYS, f"from 1 to {MAX_LOG_DAYS}"),
+        ("breaker.failures", breaker.failures, breaker.failures >= 1, "at least 1"),
+        ("breaker.pause", breaker.pause, 0 < breaker.pause <= 30, "above 0 and at most 30 seconds"),
+    ):
+        if not is_valid:
+            raise InvalidRequest(f"{param} is {value}; it must be {rule}", param=param)
+
+
+def _referenced_providers(settings: GatewaySettings) -> Iterator[tuple[str, str]]:
+    """Yield every provider that requests may be sent to, with the setting that names it."""
+    yield "default_provider", settings.default_provider
+    for fallback in settings.fallbacks:
+        for target in fallback.to:
+            yield "fallbacks.to", target.partition("/")[0]
+    for name, pool in settings.pools.items():
+        for member in pool.members:
+            yield f"pools.{name}.members", member.provider
+    for judge in settings.guardrails.judges:
+        yield "guardrails.judges", judge.provider
+
+
+def check_price(price: Price | None, prefix: str = "") -> None:
+    """Raise InvalidRequest if an amount is out of range. `prefix` is put before the field's name."""
+    while price is not None:
+        for name in _AMOUNTS:
+            amount = getattr(price, name)
+            if amount is not None and not 0 <= amount <= MAX_PRICE_MICROS:
+                raise InvalidRequest(
+                    f"{prefix}{name} is {amount}; it must be from 0 to {MAX_PRICE_MICROS} micro-dollars per million tokens",
+                    param=f"{prefix}{name}",
+                )
+        price = price.long.price if price.long is not None else None
+
+
+def check_headers(headers: Mapping[str, str], param: str = "headers") -> None:
+    """Raise InvalidRequest if a header cannot be sent with every request to a provider."""
+    for name, value in headers.items():
+        if not _HEADER.fullmatch(name):
+            reason = "the name has characters that HTTP does not allow"
+        elif name.lower() in _FRAMING:
+            reason = "the gateway sets this header itself for each request"
+        elif not (value.isascii() and value.isprintable()):
+            reason = "the value must be printable ASCII"
+        else:
+            continue
+        raise InvalidRequest(f"header {name[:80]!r} cannot be sent: {reason}", param=param)

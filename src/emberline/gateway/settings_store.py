@@ -1,0 +1,200 @@
+"""SettingsStore: the complete settings of every gateway.
+
+They combine the gateway's own settings, from the configuration file or the store, with the custom providers, budgets,
+routes and prices of its account. StoreVersionWatch says how soon a change is seen.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from emberline.core.config import read_secret
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.admin.schemas import AccountBudget, CustomProvider, RouteVersion, StoredRoute
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.errors import GatewayNotFound
+from emberline.gateway.paths import DEFAULT_NAME
+from emberline.gateway.routes.graph import RouteGraph
+from emberline.gateway.settings import GatewaySettings, ProviderSettings
+from emberline.gateway.settings_checks import check_settings
+from emberline.gateway.store.base import Document, DocumentKind, GatewayStore
+from emberline.gateway.store.version_watch import StoreCache, StoreVersionWatch
+
+PAGE_SIZE = 500
+ConfiguredGateways = Mapping[tuple[str, str], GatewaySettings]
+T = TypeVar("T")
+
+
+class SettingsStore:
+    def __init__(
+        self,
+        configured: ConfiguredGateways,
+        store: GatewayStore,
+        watch: StoreVersionWatch,
+        engine: str,
+        *,
+        require_keys: bool = False,
+    ) -> None:
+        """`configured` gateways come from the configuration file; the store cannot change them.
+
+        `require_keys`: every gateway requires a key, whatever its settings say.
+        """
+        self._require_keys = require_keys
+        self._configured = configured
+        self._store = store
+        self._engine = engine
+        self._cache: StoreCache[tuple[str, str], GatewaySettings | None] = StoreCache(watch)
+
+    async def get_settings(self, account: str, gateway: str) -> GatewaySettings:
+        found = await self._cache.get((account, gateway), lambda: self._load(account, gateway))
+        if found is None:
+            raise GatewayNotFound(
+                f"account {account[:80]!r} has no gateway {gateway[:80]!r}",
+                hint="create the gateway with the management API or add [gateways.NAME] to the configuration file",
+            )
+        return found
+
+    async def _load(self, account: str, gateway: str) -> GatewaySettings | None:
+        settings = self._configured.get((account, gateway))
+        if settings is None:
+            document = await self._store.get("gateway", account, gateway)
+            if document is None:
+                return None
+            settings = with_engine_provider(_read_stored_settings(document), self._engine)
+            if self._require_keys:
+                settings = msgspec.structs.replace(settings, authentication=True)
+        providers = {
+            f"custom-{each.slug}": _custom_provider_settings(each)
+            async for each in self._decode_all("custom_provider", account, CustomProvider)
+        }
+        return msgspec.structs.replace(
+            settings,
+            providers={**providers, **settings.providers},
+            budgets=(*settings.budgets, *[rule async for rule in self._budgets(account, gateway)]),
+            routes={**settings.routes, **{name: graph async for name, graph in self._routes(account, gateway)}},
+            prices={**settings.prices, **{name: price async for name, price in self._prices(account)}},
+        )
+
+    async def _budgets(self, account: str, gateway: str) -> AsyncIterator[dict[str, Any]]:
+        async for budget in self._decode_all("budget", account, AccountBudget):
+            if budget.enabled and _matches_any(gateway, budget.gateways):
+                yield msgspec.to_builtins(budget.rule)
+
+    async def _prices(self, account: str) -> AsyncIterator[tuple[str, Price]]:
+        async for document in self._documents("price", account):
+            yield document.id, msgspec.json.decode(document.body, type=Price)
+
+    async def _routes(self, account: str, gateway: str) -> AsyncIterator[tuple[str, Any]]:
+        async for document in self._documents("route", account):
+            route = msgspec.json.decode(document.body, type=StoredRoute)
+            if route.deployed is not None:
+                found = await self._store.get("route_version", account, f"{document.id}/{route.deployed:08d}")
+                version = msgspec.json.decode(found.body, type=RouteVersion) if found is not None else None
+                if version is not None and _matches_any(gateway, version.gateways):
+                    yield document.id, {"elements": msgspec.to_builtins(version.elements)}
+
+    async def _decode_all(self, kind: DocumentKind, account: str, type: type[T]) -> AsyncIterator[T]:
+        async for document in self._documents(kind, account):
+            yield msgspec.json.decode(document.body, type=type)
+
+    async def _documents(self, kind: DocumentKind, account: str) -> AsyncIterator[Document]:
+        after = ("", "")
+        while page := await self._store.documents(kind, account, after=after, limit=PAGE_SIZE):
+            for document in page:
+                yield document
+            after = (page[-1].id, page[-1].account)
+
+
+def _matches_any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _read_stored_settings(document: Document) -> GatewaySettings:
+    """Return the stored settings with public provider addresses required.
+
+    A user of the management API is not the operator, and must not reach private addresses.
+    """
+    settings = msgspec.json.decode(document.body, type=GatewaySettings)
+    providers = {slug: msgspec.structs.replace(each, public=True) for slug, each in settings.providers.items()}
+    return msgspec.structs.replace(settings, version=document.version, providers=providers)
+
+
+def _custom_provider_settings(custom: CustomProvider) -> ProviderSettings:
+    return ProviderSettings(
+        base_url=custom.base_url, speaks=custom.speaks, headers=custom.headers, enabled=custom.enable, public=True
+    )
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the decoded configuration file. Raise InvalidRequest if the file cannot be read."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise InvalidRequest(
+            f"configuration file {path} cannot be read: {e}", hint="the file must exist and be valid TOML"
+        ) from e
+
+
+def read_configured_gateways(config: Mapping[str, Any], engine: str) -> dict[tuple[str, str], GatewaySettings]:
+    """Return the gateways of the `[gateways.NAME]` tables, and always the default gateway.
+
+    Raise InvalidRequest if a table has an invalid value or names a provider key that cannot be read.
+    """
+    tables = config.get("gateways", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise InvalidRequest("gateways in the configuration must be tables", param="gateways", hint="[gateways.NAME]")
+    gateways = {}
+    for name, table in {DEFAULT_NAME: {}, **tables}.items():
+        settings = GatewaySettings.parse({"gateway": name, **table})
+        if settings.gateway != name:
+            raise InvalidRequest(
+                f"the table [gateways.{name}] has gateway = {settings.gateway[:80]!r}, which is another name",
+                param="gateway",
+                hint="leave `gateway` out of the table",
+            )
+        check_settings(settings)
+        for route in settings.routes.values():
+            RouteGraph.parse(route)
+        if settings.cache_invalidate_on_update:
+            settings = msgspec.structs.replace(settings, version=zlib.crc32(msgspec.json.encode(settings)))
+        gateways[settings.account, name] = _with_secrets(with_engine_provider(settings, engine))
+    return gateways
+
+
+def with_engine_provider(settings: GatewaySettings, engine: str) -> GatewaySettings:
+    """Return the settings with the provider `emberline` at `engine`, unless they define that provider."""
+    if "emberline" in settings.providers:
+        return settings
+    default = {"emberline": ProviderSettings(base_url=engine)}
+    return msgspec.structs.replace(settings, providers={**default, **settings.providers})
+
+
+def _with_secrets(settings: GatewaySettings) -> GatewaySettings:
+    providers = dict(settings.providers)
+    for slug, provider in providers.items():
+        if provider.key_env is not None:
+            if (key := read_secret(provider.key_env)) is None:
+                raise InvalidRequest(
+                    f"the key of provider {slug!r} cannot be read: environment variable {provider.key_env} is not set",
+                    param=f"providers.{slug}.key_env",
+                    hint=f"set {provider.key_env}, or correct key_env",
+                )
+            providers[slug] = msgspec.structs.replace(provider, key=key)
+        elif provider.key_file is not None:
+            try:
+                key = Path(provider.key_file).expanduser().read_text().strip()
+            except (OSError, ValueError) as e:
+                raise InvalidRequest(
+                    f"the key of provider {slug!r} cannot be read: {e}",
+                    param=f"providers.{slug}.key_file",
+                    hint="check the path in key_file and the file's owner and mode",
+                ) from e
+            providers[slug] = msgspec.structs.replace(provider, key=key)
+    return msgspec.structs.replace(settings, providers=providers)

@@ -1,0 +1,179 @@
+"""Joins several replies into one stream, each continuing where the one before broke.
+
+All replies are parsed and rendered again in the client's wire format, so that the stream has one start, blocks in order
+and one end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeAlias
+
+import msgspec
+
+from emberline.api import sse
+from emberline.gateway.costs.extra_cost import ExtraCost
+from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.canonical import ChatDialect
+from emberline.gateway.dialects.delta_order import DeltaOrderChecker
+from emberline.gateway.dialects.events import EventDataSplitter
+from emberline.gateway.dialects.reply_context import read_reply_context
+from emberline.gateway.dialects.translate import CODECS
+from emberline.gateway.errors import UpstreamBroken, UpstreamFailed
+from emberline.gateway.request import GatewayReply, GatewayRequest
+from emberline.gateway.streams.repetition_filter import RepetitionFilter
+
+# Returns the reply that continues after this text and this broken reply, with its repetition filter; None if none can.
+FindContinuation: TypeAlias = Callable[[str, GatewayReply], Awaitable[tuple[GatewayReply, RepetitionFilter] | None]]
+
+ENDED_BY_GATEWAY = "ended here"  # the broken reply already had its finish reason, so only its end event was missing
+
+
+class ContinuedStream:
+    def __init__(
+        self, call: GatewayRequest, dialect: ChatDialect, first: GatewayReply, find_continuation: FindContinuation
+    ) -> None:
+        self._call, self._dialect, self._find_continuation = call, dialect, find_continuation
+        self._broken_costs = ExtraCost()  # usage and cost of the replies that broke
+        self._writer = CODECS[dialect].make_writer(read_reply_context(call.body, dialect, id=call.id))
+        self._order_checker = DeltaOrderChecker(single_choice=True)
+        self._output: list[bytes] = []
+        self._sent_texts: list[str] = []
+        self._text_only = True  # tool calls and refusals cannot be continued
+        self._has_finish_reason = self._has_ended = self._is_closed = False
+        self._repetition_filter: RepetitionFilter | None = None
+        self._start_reply(first)
+        self.reply = msgspec.structs.replace(first, body=self, close_callbacks=[self._broken_costs.add_to_reply])
+
+    def _start_reply(self, reply: GatewayReply) -> None:
+        assert not isinstance(reply.body, bytes)
+        self._current_reply, self._stream = reply, reply.body
+        self._splitter = EventDataSplitter()
+        self._reader = CODECS[self._dialect].make_reader()
+
+    def __aiter__(self) -> ContinuedStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._is_closed:
+            await self._read_chunk()
+            if self._output:
+                output, self._output = b"".join(self._output), []
+                if output:
+                    return output
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Close the stream before its end, because the client disconnected."""
+        if not self._is_closed:
+            await self._finish()
+
+    # -- one reply -----------------------------------------------------------------------------------------------------
+
+    async def _read_chunk(self) -> None:
+        try:
+            chunk = await self._stream.__anext__()
+            for event in self._splitter.push(chunk):
+                self._write_deltas(self._reader.read(event))
+        except StopAsyncIteration:
+            await self._handle_reply_end()
+        except UpstreamFailed as e:
+            await self._handle_failure(e)
+
+    async def _handle_reply_end(self) -> None:
+        try:
+            self._write_deltas(self._reader.end())
+            if not self._has_ended:
+                raise UpstreamBroken("the stream ended without its end event")
+        except UpstreamFailed as e:
+            await self._handle_failure(e)
+        else:
+            await self._finish()
+
+    def _write_deltas(self, deltas_read: Iterable[deltas.Delta]) -> None:
+        for source_delta in deltas_read:
+            if self._has_ended:
+                return
+            for delta in (
+                (source_delta,)
+                if self._repetition_filter is None
+                else self._filter_delta(source_delta, self._repetition_filter)
+            ):
+                self._order_checker.check(delta)
+                self._output.append(self._writer.write(delta))
+                self._track_delta(delta)
+
+    def _track_delta(self, delta: deltas.Delta) -> None:
+        match delta:
+            case deltas.TextDelta():
+                self._sent_texts.append(delta.text)
+            case deltas.ToolCallStart() | deltas.ToolCallArguments() | deltas.RefusalDelta():
+                self._text_only = False
+            case deltas.Finish():
+                self._has_finish_reason = True
+            case deltas.StreamEnd():
+                self._has_ended = True
+
+    def _filter_delta(self, delta: deltas.Delta, repetition_filter: RepetitionFilter) -> Iterable[deltas.Delta]:
+        """Yield what a continuation adds: no second start, no reasoning, no repeated text, and total usage.
+
+        Citations are dropped, because their offsets do not count from the start of the whole text.
+        """
+        match delta:
+            case deltas.StreamStart() | deltas.ReasoningDelta() | deltas.CitationDelta():
+                return
+            case deltas.SignatureDelta() if delta.origin != "gemini":  # Gemini's signatures belong to tool calls
+                return
+            case deltas.UsageUpdate():
+                usage = self._broken_costs.usage
+                yield delta if usage is None else deltas.UsageUpdate(delta.usage.plus(usage))
+            case deltas.TextDelta():
+                if text := repetition_filter.push(delta.text):
+                    yield deltas.TextDelta(text)
+            case _:
+                if text := repetition_filter.end():
+                    yield deltas.TextDelta(text)
+                yield delta
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    async def _handle_failure(self, error: UpstreamFailed) -> None:
+        if self._has_ended:
+            await self._finish()  # only the connection did not close cleanly
+            return
+        await self._current_reply.close()
+        if self._has_finish_reason:
+            self._write_deltas([deltas.StreamEnd()])
+            await self._finish("complete", continued=ENDED_BY_GATEWAY)
+        elif (
+            self._text_only
+            and (continuation := await self._find_continuation("".join(self._sent_texts), self._current_reply))
+            is not None
+        ):
+            self._add_broken_cost(self._current_reply)
+            reply, self._repetition_filter = continuation
+            self._record_continuation(f"{reply.provider}/{reply.model}")
+            self._start_reply(reply)
+        else:
+            self._output.append(
+                self._writer.write_error(error).removesuffix(sse.DONE_EVENT)
+            )  # [DONE] would make the stream look complete
+            await self._finish("cut", self._current_reply.error or error.code)
+
+    def _add_broken_cost(self, reply: GatewayReply) -> None:
+        custom = self._call.options.custom_cost
+        has_fixed_price = custom is not None and custom.micros is not None  # a fixed price covers the whole request
+        self._broken_costs.add_usage(reply.usage, 0 if has_fixed_price else reply.micros, estimated=reply.estimated)
+
+    def _record_continuation(self, provider: str) -> None:
+        self.reply.continued_by = ", ".join(filter(None, (self.reply.continued_by, provider)))
+
+    async def _finish(self, outcome: str = "", error: str = "", continued: str = "") -> None:
+        """Close the stream; `outcome` and `error` override those of the last reply."""
+        self._is_closed = True
+        last, reply = self._current_reply, self.reply
+        await last.close()
+        reply.ended, reply.error = (outcome, error) if outcome else (last.ended, last.error)
+        reply.usage, reply.micros, reply.estimated = last.usage, last.micros, last.estimated
+        if continued:
+            self._record_continuation(continued)

@@ -1,0 +1,176 @@
+"""Passes a provider's stream on to a client, translated if their wire formats differ.
+
+Nothing is sent to the client before the first content, so that another provider can still be tried. A later failure is
+sent as an error event in the client's wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emberline.core.clock import Clock
+from emberline.core.errors import WorkTooLarge
+from emberline.core.offload import HUGE_INPUT_BYTES, offload
+from emberline.gateway.dialects.translate import StreamTranslator
+from emberline.gateway.error_replies import error_event
+from emberline.gateway.errors import UpstreamBroken, UpstreamFailed, UpstreamTimeout
+from emberline.gateway.request import GatewayRequest
+from emberline.gateway.streams.meter import StreamMeter
+from emberline.gateway.upstream.client import Incoming
+
+CLOSE_GRACE_S = 1.0  # from the stream's end event to the end of the connection
+MAX_BYTES_BEFORE_CONTENT = 4 << 20
+
+StreamEndCallback = Callable[["ProviderStream", str, str], None]  # the stream, its outcome, and the error code
+
+
+class ProviderStream:
+    def __init__(
+        self,
+        call: GatewayRequest,
+        incoming: Incoming,
+        meter: StreamMeter,
+        translator: StreamTranslator | None,
+        clock: Clock,
+    ) -> None:
+        self.meter = meter
+        self._call = call
+        self._incoming = incoming
+        self._translator = translator
+        self._clock = clock
+        self._pending: list[bytes] = []  # output before the first content
+        self._is_closed = False
+        self._silent_s = 0.0  # seconds since the last event with data
+        self._on_end: StreamEndCallback | None = None
+
+    async def wait_for_content(self, deadline: float, on_end: StreamEndCallback) -> None:
+        """Read until the first content or a valid end; raise UpstreamFailed if neither comes.
+
+        `on_end` is called once when the stream ends, if this succeeds.
+        """
+        state, received = self.meter.state, 0
+        while not state.has_content and not state.has_ended:
+            passed = await self._read_events(min(deadline, self._call.deadline), first=True)
+            if state.error:
+                raise UpstreamBroken(f"the provider sent an error event before any content: {state.error}")
+            if passed is None:
+                self.meter.end()
+            if self.meter.broken is not None:
+                raise self.meter.broken
+            if passed:
+                received += len(passed)
+                if received > MAX_BYTES_BEFORE_CONTENT and not (state.has_content or state.has_ended):
+                    raise UpstreamBroken(f"the stream has no content in its first {received} bytes")
+                self._pending.append(
+                    self._translate(passed)
+                    if len(passed) < HUGE_INPUT_BYTES
+                    else await self._translate_offloaded(passed)
+                )
+        self._on_end = on_end
+
+    async def _read_events(self, deadline: float, first: bool = False) -> bytes | None:
+        """Return complete events, None at the end; raise TimedOut if no event with data arrives in time."""
+        meter, timeouts = self.meter, self._call.settings.timeouts
+        now = self._clock.now()
+        idle_deadline = now - self._silent_s + (CLOSE_GRACE_S if meter.state.has_ended else timeouts.between_events)
+        while True:
+            try:
+                data = await self._incoming.read((idle_deadline if idle_deadline < deadline else deadline) - now)
+            except UpstreamTimeout:
+                if deadline <= idle_deadline:
+                    raise UpstreamTimeout(
+                        "the stream had no content before the deadline"
+                        if first
+                        else f"the stream did not end within {timeouts.total:.3g} s"
+                    ) from None
+                raise UpstreamTimeout(f"the stream sent no event for {timeouts.between_events:.3g} s") from None
+            if not data:
+                return None
+            before, progress = now, meter.data_events
+            now = self._clock.now()
+            passed = meter.push(data) if not meter.needs_offload(data) else await meter.push_offloaded(data)
+            self._silent_s = self._silent_s + now - before if meter.data_events == progress else 0.0
+            if passed or meter.broken is not None:
+                return passed
+
+    def _translate(self, passed: bytes) -> bytes:
+        """Return the events in the client's wire format."""
+        return passed if self._translator is None else self._translator.push(passed)
+
+    async def _translate_offloaded(self, passed: bytes) -> bytes:
+        """Do what `_translate` does in a child process, for a large event."""
+        if self._translator is None:
+            return passed
+        try:
+            self._translator, output = await offload.run(len(passed), translate_chunk, self._translator, passed)
+        except WorkTooLarge as e:
+            raise UpstreamBroken(f"an event of the stream is too large to translate: {e.message}") from e
+        return output
+
+    def __aiter__(self) -> ProviderStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._pending:
+            kept, self._pending = b"".join(self._pending), []
+            if kept:
+                return kept
+        while not self._is_closed:
+            try:
+                passed = await self._read_events(self._call.deadline) if self.meter.broken is None else None
+                is_large = passed is not None and len(passed) >= HUGE_INPUT_BYTES
+                if output := self._next_output(
+                    passed, await self._translate_offloaded(passed) if passed and is_large else None
+                ):
+                    return output
+            except UpstreamFailed as e:
+                if not self.meter.state.has_ended:
+                    return self._fail(e)
+                self._finish("complete", "")  # the end event was received: only the connection did not close cleanly
+        raise StopAsyncIteration
+
+    def _next_output(self, passed: bytes | None, output: bytes | None = None) -> bytes:
+        """Return the next output; `output` is `passed` in the client's wire format, if already translated."""
+        meter = self.meter
+        if passed is None and meter.broken is None:
+            meter.end()
+        if meter.broken is not None and not passed:
+            raise meter.broken  # only after the valid events were passed on
+        if passed is None:
+            output = self._translate(meter.missing_end) if meter.missing_end else b""
+            if self._translator is not None:
+                output += self._translator.end()
+            self._finish("complete", "")
+            return output
+        output = self._translate(passed) if output is None else output
+        if meter.state.error:  # the provider's own error event is passed on as the last event
+            self._finish("cut", UpstreamBroken.code)
+        return output
+
+    def _fail(self, error: UpstreamFailed) -> bytes:
+        self._finish("cut", error.code)
+        if self._translator is not None:
+            final_event: bytes | None = self._translator.write_error(error)
+        else:
+            final_event = error_event(self._call.dialect, error)
+        if not final_event:
+            raise error
+        return final_event
+
+    def _finish(self, outcome: str, code: str) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._incoming.close()
+        if self._on_end is not None:
+            self._on_end(self, outcome, code)
+
+    async def aclose(self) -> None:
+        """Close the stream before its end, because the client disconnected."""
+        self._finish("complete" if self.meter.state.has_ended else "left", "")
+
+
+def translate_chunk(translator: StreamTranslator, data: bytes) -> tuple[StreamTranslator, bytes]:
+    """Push `data` in a child process and return the translator's new state with the output."""
+    output = translator.push(data)
+    return translator, output

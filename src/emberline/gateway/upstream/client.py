@@ -1,0 +1,75 @@
+"""The HTTP client for providers; it connects to the very address that was checked as public."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import TracebackType
+
+from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.gateway.upstream.ssrf import PublicResolver, open_public_socket
+from emberline.net.client_response import HTTPClientResponse as Incoming
+from emberline.net.connection_pool import HTTPConnectionPool
+
+__all__ = ["Incoming", "UpstreamClient"]
+
+IDLE_CONNECTION_S = 15.0  # after which an unused connection is closed
+VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forwarded, so that it rejects control requests
+
+
+class UpstreamClient:
+    def __init__(self, connect_timeout_s: float = 5.0) -> None:
+        self._resolver = PublicResolver()
+        self._pool = HTTPConnectionPool(
+            connect_timeout_s=connect_timeout_s,
+            idle_timeout_s=IDLE_CONNECTION_S,
+            retries_stale=True,
+            dial=self.connect_to_public,
+        )
+
+    async def __aenter__(self) -> UpstreamClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.close()
+        await self._resolver.close()
+
+    async def send(self, request: ProviderRequest, timeout_s: float) -> Incoming:
+        """Send the request and return the reply once its head has arrived; the caller must close it."""
+        origin, path = _split_url(request.url)
+        via = f"{request.headers['via']}, {VIA_VALUE}" if "via" in request.headers else VIA_VALUE
+        headers = {"accept-encoding": "identity", **request.headers, "via": via}
+        return await self._pool.request(
+            origin, request.method, path, headers, request.body, timeout_s, checks_address=request.public_only
+        )
+
+    async def connect_to_public(self, host: str, port: int) -> socket.socket:
+        """Return a socket connected to a public address of `host`; raise OSError if none can be reached."""
+        loop = asyncio.get_running_loop()
+        last_error: OSError | None = None
+        for address in await self._resolver.resolve(host, port):
+            sockaddr = (address["host"], port)
+            try:
+                connection = open_public_socket(
+                    (address["family"], socket.SOCK_STREAM, socket.IPPROTO_TCP, "", sockaddr)
+                )
+                try:
+                    await loop.sock_connect(connection, sockaddr)
+                except BaseException:
+                    connection.close()
+                    raise
+                return connection
+            except OSError as e:
+                last_error = e
+        raise last_error or OSError(None, f"{host} has no address")
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """Return the URL's origin, and its path with the query."""
+    path_start = url.find("/", url.find("://") + 3)
+    query = url.find("?")
+    if path_start < 0 or 0 <= query < path_start:
+        return (url, "/") if query < 0 else (url[:query], f"/{url[query:]}")
+    return url[:path_start], url[path_start:]

@@ -1,0 +1,287 @@
+"""AttentionPlan: how a step's attention is split into work for a GPU. The host makes it, since it has all lengths.
+
+Rows [0, decode_rows) have one token each and are split along their keys. The others are chunks of prompts (prefill) and
+are split along their queries into tiles. On a CPU the kernels split the work themselves, and the plan is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from emberline.kernels.cuda import decode, prefill
+
+PREFILL_TILE_QUERIES = 128  # queries in a prefill tile
+GATE_GROUP_ROWS = (
+    16  # gate rows that alternate with as many up rows, so that a kernel computes both factors of an output
+)
+
+# Measured on an H200, per microsecond: bytes that the device reads, and floating-point operations of one SM.
+READ_BYTES_PER_US, SM_FLOP_PER_US = 4.1e6, 5.2e6
+DECODE_SM_DIVISOR, PREFILL_SM_DIVISOR = 6, 8  # decode gets at least one of 6 SMs, prefill at least one of 8
+# Share of the combined time in which prefill should finish; share of prefill's time by which decode takes longer.
+PREFILL_TIME_SHARE, DECODE_SLOWDOWN = 0.58, 0.65
+
+
+@dataclass(slots=True)
+class CacheTensorMaps:
+    """TMA tensor maps of one runner's KV cache, by the address of a layer's keys."""
+
+    decode: dict[int, decode.DecodeCache] = field(default_factory=dict)
+    prefill: dict[int, prefill.PrefillCache] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedBlocks:
+    """bf16 copies of the float8 KV blocks of prefill rows, one layer at a time."""
+
+    keys: Tensor  # [blocks, heads, size, dim]
+    values: Tensor
+    sources: Tensor  # [blocks, 2] int32: row, and index in the row's block table
+    count: Tensor  # [1] int32: number of sources
+    first_blocks: Tensor  # [rows] int32: index of the first copy of a row
+    block_numbers: Tensor  # [blocks] int32: 0 1 2 ..
+    tables: Tensor | None = None  # [rows, blocks] int32: block tables of the copies
+
+    def with_tables(self) -> WidenedBlocks:
+        return replace(self, tables=self.first_blocks[:, None] + self.block_numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    decode_rows: int  # number of rows with one token each
+    decode_work: decode.DecodeWork | None = None  # work list of the decode rows
+    decode_scratch: decode.DecodeScratch | None = None
+    prefill_tiles: Tensor | None = None  # [n, 2] int32: row, and first query in its chunk
+    logit_tiles: Tensor | None = None  # the prefill tiles that hold a query whose logits are needed; None: unknown
+    general_tiles: Tensor | None = None  # tiles for the Triton kernel, where the CUDA kernels do not support the shape
+    general_tile_queries: int = 0  # queries in one of these tiles
+    prefill_sms: Tensor | None = None  # [1] int32: SMs for prefill; decode runs on the others at the same time
+    prefill_counters: Tensor | None = None  # scratch of the prefill kernel
+    widened: WidenedBlocks | None = None
+    tensor_maps: CacheTensorMaps = field(default_factory=CacheTensorMaps)
+
+    def for_last_layer(self) -> AttentionPlan:
+        """Return the plan for the last layer, after which only queries whose logits are needed matter."""
+        return self if self.logit_tiles is None else replace(self, prefill_tiles=self.logit_tiles)
+
+    def with_block_tables(self) -> AttentionPlan:
+        """Return the plan with the block tables of widened copies, computed on the device once per step."""
+        return self if self.widened is None else replace(self, widened=self.widened.with_tables())
+
+
+class AttentionPlanner:
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        keys: Tensor,
+        dtype: torch.dtype,
+        max_rows: int,
+        *,
+        max_widened_blocks: int = 0,
+    ) -> None:
+        """Prepare plans for steps of at most `max_rows` rows.
+
+        `heads`: query heads, KV heads, head size. `keys`: the key cache. `dtype`: of activations.
+        `max_widened_blocks`: float8 blocks of all prefill rows of a step that can be copied as bf16.
+        """
+        self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
+        self._maps = CacheTensorMaps()
+        self._has_decode_kernel = self._has_prefill_kernel = False
+        self._scratch: decode.DecodeScratch | None = None
+        self._counters: Tensor | None = None
+        self._widened: WidenedBlocks | None = None
+        self._block = keys.shape[3]
+        if keys.is_cuda:
+            from emberline.kernels.cuda import decode, prefill
+
+            is_bf16 = dtype is torch.bfloat16
+            self._has_decode_kernel = is_bf16 and decode.supports(*heads, keys.dtype, keys.shape[3])
+            self._has_prefill_kernel = is_bf16 and prefill.supports(keys[0])
+            self._sms = decode.count_sms(keys.device)
+            self._counters = prefill.new_counters(keys.device)
+            is_float8 = keys.dtype is torch.float8_e4m3fn
+            if max_widened_blocks and is_float8 and self._has_decode_kernel and prefill.supports_shape(*keys.shape[3:]):
+                self._widened, self._has_prefill_kernel = _allocate_widened(keys, max_widened_blocks), True
+            if self._has_decode_kernel:
+                self._scratch = decode.DecodeScratch(max_rows, self._capacity(max_rows), *heads, keys.device)
+
+    @property
+    def has_static_shapes(self) -> bool:
+        """Whether plans can have shapes that do not depend on the lengths, as a CUDA graph needs."""
+        return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
+
+    def can_widen(self, lengths: Iterable[int]) -> bool:
+        """Return whether prefill rows of so many keys can be copied as bf16, if the cache needs it.
+
+        If not, some rows go to the slower Triton kernel, and the plan has other tensors.
+        """
+        if self._widened is None:
+            return True
+        return int(self._count_blocks(np.fromiter(lengths, np.int64)).sum()) <= len(self._widened.block_numbers)
+
+    def plan(
+        self,
+        context: np.ndarray,
+        counts: np.ndarray,
+        decode_rows: int,
+        to_device: Callable[[np.ndarray], Tensor],
+        *,
+        min_tiles: int = 0,
+        logit_tokens: np.ndarray | None = None,
+    ) -> AttentionPlan:
+        """Return the plan of a step.
+
+        `context`: keys before each row's first new token. `counts`: new tokens of each row. `to_device` copies an array
+        to the device. Tensors for decode rows have shapes that depend on `decode_rows` only; prefill tiles are padded
+        to `min_tiles`. `logit_tokens`: the tokens whose logits are needed, in ascending order.
+        """
+        tiles = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
+        if self._device.type != "cuda":
+            return tiles
+        first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
+        has_prefill, cut = first_prefill < len(counts), None
+        fast = self._count_fast_tokens(context, counts, first_prefill) if has_prefill else counts
+        if has_prefill and self._has_prefill_kernel:
+            from emberline.kernels.cuda import prefill
+
+            cut = _shift_rows(prefill.make_tiles(fast[first_prefill:], context[first_prefill:]), first_prefill)
+        if first_prefill and cut is not None:
+            read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
+            sms = choose_prefill_sms(cut, context, counts, self._heads, read_bytes, self._sms)
+            tiles = replace(tiles, prefill_sms=to_device(np.array([sms], np.int32)))
+        if first_prefill:
+            lengths = (context[:first_prefill] + 1) * counts[:first_prefill]
+            work = self._plan_decode(lengths, to_device, beside=cut is not None)
+            tiles = replace(tiles, decode_work=work, decode_scratch=self._scratch)
+        if cut is not None:
+            widened = None if self._widened is None else self._place_widened(self._widened, context, fast, to_device)
+            tiles = replace(tiles, prefill_tiles=to_device(_pad(cut, min_tiles)), widened=widened)
+            tiles = (
+                tiles
+                if logit_tokens is None
+                else replace(tiles, logit_tiles=to_device(select_tiles_with_tokens(cut, counts, logit_tokens)))
+            )
+        if not has_prefill or not (slow := (counts - fast)[first_prefill:]).any():
+            return tiles
+        from emberline.kernels.triton import attention
+
+        queries = attention.choose_tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
+        general = _shift_rows(attention.make_tiles(slow, queries), first_prefill)
+        return replace(tiles, general_tiles=to_device(general), general_tile_queries=queries)
+
+    def _count_fast_tokens(self, context: np.ndarray, counts: np.ndarray, first_prefill: int) -> np.ndarray:
+        """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
+        taken = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
+        if self._widened is not None:
+            need = self._count_blocks(context + counts) * (taken & (counts > 0))
+            taken &= np.cumsum(need) <= len(self._widened.block_numbers)
+        return counts * taken
+
+    def _count_blocks(self, keys: np.ndarray) -> np.ndarray:
+        blocks: np.ndarray = -(-keys // self._block)
+        return blocks
+
+    def _place_widened(
+        self, memory: WidenedBlocks, context: np.ndarray, fast: np.ndarray, put: Callable[[np.ndarray], Tensor]
+    ) -> WidenedBlocks:
+        need = (self._count_blocks(context + fast) * (fast > 0)).astype(np.int32)
+        bases = (np.cumsum(need) - need).astype(np.int32)
+        pieces = np.zeros((len(memory.block_numbers), 2), np.int32)
+        row = np.repeat(np.arange(len(need)), need)
+        pieces[: len(row), 0], pieces[: len(row), 1] = row, np.arange(len(row)) - bases[row]
+        return replace(memory, sources=put(pieces), count=put(np.array([len(row)], np.int32)), first_blocks=put(bases))
+
+    def forget_caches(self) -> None:
+        """Drop the tensor maps, since the caches may be at other addresses in the next step."""
+        self._maps.decode.clear()
+        self._maps.prefill.clear()
+
+    def scratch_buffers(self) -> list[Tensor]:
+        """Return the memory that kernels keep between steps."""
+        scratch, widened = self._scratch, self._widened
+        kept = [] if scratch is None else [scratch.partials, scratch.max_and_sum, scratch.counters]
+        return kept if widened is None else [*kept, widened.keys, widened.values]  # without the small block_numbers
+
+    def max_plan_bytes(self, rows: int, tokens: int) -> int:
+        """Return the most bytes that `plan` copies to the device for a step of so many rows and tokens."""
+        if self._device.type != "cuda":
+            return 0
+        from emberline.kernels import worklist
+
+        widened = 0 if self._widened is None else 8 * len(self._widened.block_numbers) + 4 * rows + 64
+        return 4 * worklist.data_ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
+
+    def _plan_decode(
+        self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool
+    ) -> decode.DecodeWork:
+        from emberline.kernels import worklist
+        from emberline.kernels.cuda import decode
+
+        rows = len(lengths)
+        items = worklist.plan_work(lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside)
+        return decode.DecodeWork(put(items.data), rows, items.capacity)
+
+    def _capacity(self, rows: int) -> int:
+        from emberline.kernels import worklist
+
+        return worklist.item_capacity(rows, self._heads[1], self._sms)
+
+
+def choose_prefill_sms(
+    tiles: np.ndarray, context: np.ndarray, counts: np.ndarray, heads: tuple[int, int, int], decode_bytes: int, sms: int
+) -> int:
+    """Return the number of SMs for prefill tiles while decode reads `decode_bytes` of keys and values.
+
+    All SMs, if one tile takes longer than that read. Otherwise so many that prefill ends when most of the read is done.
+    Then both overlap most of the time: decode is bound by memory and prefill by arithmetic, though they share the
+    bandwidth of the L2.
+    """
+    if not len(tiles):
+        return sms
+    row, first = tiles[:, 0], tiles[:, 1]
+    keys = context[row] + np.minimum(first + PREFILL_TILE_QUERIES, counts[row])
+    tile = 4 * PREFILL_TILE_QUERIES * heads[2] / SM_FLOP_PER_US * keys
+    prefill_us, read_us = heads[0] * float(tile.sum()), decode_bytes / READ_BYTES_PER_US
+    if read_us < float(tile.mean()):
+        return sms
+    count = round(prefill_us / (PREFILL_TIME_SHARE * (read_us + DECODE_SLOWDOWN * prefill_us / sms)))
+    return min(max(count, sms // PREFILL_SM_DIVISOR), sms - sms // DECODE_SM_DIVISOR)
+
+
+def _allocate_widened(keys: Tensor, blocks: int) -> WidenedBlocks:
+    shape, empty = (blocks, *keys.shape[2:]), torch.zeros(0, dtype=torch.int32, device=keys.device)
+    k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=keys.device) for _ in range(2))
+    return WidenedBlocks(k, v, empty, empty, empty, torch.arange(blocks, dtype=torch.int32, device=keys.device))
+
+
+def _shift_rows(tiles: np.ndarray, rows: int) -> np.ndarray:
+    shifted: np.ndarray = tiles + np.array([rows, 0], tiles.dtype)
+    return shifted
+
+
+def select_tiles_with_tokens(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return the tiles that hold one of the tokens, which are numbered over all rows of `counts` and sorted."""
+    ends = np.cumsum(counts)[tiles[:, 0]]
+    begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
+    has_token = np.searchsorted(tokens, np.minimum(begins + PREFILL_TILE_QUERIES, ends)) > np.searchsorted(
+        tokens, begins
+    )
+    selected: np.ndarray = tiles[has_token]
+    return selected
+
+
+def max_prefill_tiles(tokens: int, rows: int) -> int:
+    """Return the most prefill tiles that chunks of so many tokens in total can have."""
+    return tokens // PREFILL_TILE_QUERIES + rows
+
+
+def _pad(tiles: np.ndarray, most: int) -> np.ndarray:
+    padded: np.ndarray = np.concatenate([tiles, np.full((max(0, most - len(tiles)), 2), -1, tiles.dtype)])
+    return padded

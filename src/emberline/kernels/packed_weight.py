@@ -1,0 +1,34 @@
+"""PackedWeight: a linear layer's weight in the memory layout that its kernel reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor, dtype
+
+
+class WeightLayout(IntEnum):
+    """The memory layout of `PackedWeight.data`. The C++ sources use the same numbers."""
+
+    UW12 = -3  # on a GPU: lossless, about 12 bits per weight
+    ROWS = -2  # on a GPU: [n, k] as in the checkpoint
+    PLAIN = -1  # for torch: [n, k] float32
+    BF16 = 0  # panels of columns in bf16
+    F32 = 1  # panels of columns in float32
+    AMX = 2  # bf16 in panels of AMX tiles, k padded to the depth of a tile
+
+
+@dataclass(slots=True, eq=False)
+class PackedWeight:
+    """A weight of shape [n, k]. On a GPU it may be empty until its values are loaded."""
+
+    data: Tensor
+    n: int
+    k: int
+    dtype: dtype  # dtype in the checkpoint
+    layout: WeightLayout = WeightLayout.PLAIN
+    gated: bool = False  # whether each panel is half gate rows, half up rows; `n` counts both
+    ptr: int = 0  # data.data_ptr(), read once: an op takes microseconds, and calling it would add one
+    handle: object | None = None  # what the GPU kernels need: a cuda.linear.BF16Weight or a cuda.uw12.UW12Weight
+    uw12_copy: object | None = None  # a uw12 copy for steps of few rows, where a GPU keeps both forms

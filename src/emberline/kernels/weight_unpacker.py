@@ -1,0 +1,116 @@
+"""WeightUnpacker: unpacks uw12 weights into plain rows for cuBLAS, the next matrix while the current product runs.
+
+Two buffers alternate. A stream of its own writes the rows as soon as the product that read the buffer before has ended;
+a product waits only for its own rows:
+
+    computing   product 0 (A)     product 1 (B)     product 2 (A)
+    unpacking   1 into B          2 into A          3 into B
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.packed_weight import PackedWeight
+
+UnpackFunction = Callable[[PackedWeight, Tensor], object]
+
+
+class UnpackStream(Protocol):
+    """A CUDA stream as the unpacker uses it; `engine/gpu/device.py` implements it."""
+
+    def activate(self) -> AbstractContextManager[object]: ...
+    def record_event(self) -> Any: ...
+    def wait_event(self, event: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class _Buffer:
+    memory: Tensor
+    read: Any = None  # event after which the buffer may be overwritten; None: not read in this step
+    holds: PackedWeight | None = None  # weight whose unpacking was started into this buffer
+    written: Any = None  # event after which that weight is complete
+
+    def rows(self, weight: PackedWeight) -> Tensor:
+        return self.memory[: weight.n * weight.k].view(weight.n, weight.k)
+
+
+class WeightUnpacker:
+    """Unpacks the weights of one computing stream.
+
+    Within a step, events order unpacking and products. From step to step the computing stream's own order does, so that
+    a step can be captured into a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[PackedWeight],
+        shared_rows_count: int,
+        computing: UnpackStream,
+        unpacking: UnpackStream,
+        unpack: UnpackFunction | None = None,
+    ) -> None:
+        """Prepare for `weights`, in the order of their use; the first `shared_rows_count` of them multiply the same x.
+
+        A buffer holds the largest of them. Buffers are allocated on first use.
+        """
+        self._next_weights = dict(pairwise(weights[:shared_rows_count]))
+        self._max_elements = max(weight.n * weight.k for weight in weights)
+        self._computing, self._unpacking, self._unpack = computing, unpacking, unpack or _unpack
+        self._buffers: list[_Buffer] = []
+
+    def begin_step(self) -> WeightUnpacker:
+        """Reset the buffers at the beginning of a step, captured or not, and return self."""
+        for buffer in self._buffers:
+            buffer.read = buffer.holds = buffer.written = None
+        return self
+
+    def release(self) -> None:
+        """Free the buffers; only between steps."""
+        self._buffers.clear()
+
+    def next_weight(self, weight: PackedWeight) -> PackedWeight | None:
+        return self._next_weights.get(weight)
+
+    @contextmanager
+    def unpacked_rows(self, weight: PackedWeight, next_weight: PackedWeight | None = None) -> Iterator[Tensor]:
+        """Give `weight` as bf16 [n, k] for one product that is launched inside the block.
+
+        Unpacking of `next_weight` starts at once, beside that product.
+        """
+        filled = next((buffer for buffer in self._buffers if buffer.holds is weight), None)
+        buffer = filled or self._start_unpacking(weight)
+        self._computing.wait_event(buffer.written)
+        yield buffer.rows(weight)
+        buffer.holds, buffer.read = None, self._computing.record_event()
+        if next_weight is not None:
+            self._start_unpacking(next_weight)
+
+    def _start_unpacking(self, weight: PackedWeight) -> _Buffer:
+        if not self._buffers:
+            device = weight.data.device
+            memories = (torch.empty(self._max_elements, dtype=torch.bfloat16, device=device) for _ in range(2))
+            self._buffers = [_Buffer(memory) for memory in memories]
+        self._buffers.reverse()
+        buffer, other = self._buffers
+        if buffer.read is None:  # first use in this step: the computing stream is past all earlier reads
+            buffer.read = other.read = self._computing.record_event()
+        with self._unpacking.activate():
+            self._unpacking.wait_event(buffer.read)
+            self._unpack(weight, buffer.rows(weight))
+            buffer.holds, buffer.written = weight, self._unpacking.record_event()
+        return buffer
+
+
+def _unpack(weight: PackedWeight, out: Tensor) -> None:
+    from emberline.kernels.cuda import uw12
+
+    assert isinstance(weight.handle, uw12.UW12Weight)
+    uw12.unpack(weight.handle, out, pdl=False)

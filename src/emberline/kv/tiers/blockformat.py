@@ -1,0 +1,89 @@
+"""BlockFormat: the byte format of a stored block: a header page, then the buffer, plain or encoded.
+
+offset  type  header field         offset  type  header field
+0       8s    magic                36      16s   block hash
+8       u32   version              52      u64   payload bytes after the page, without padding
+12      8s    codec name, zeros    60      u32   CRC-32 of the payload
+              for a plain payload  64      u32   CRC-32 of the header up to here
+20      16s   layout hash
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from emberline.kv.checksum import Crc
+from emberline.kv.codec import KVCodec
+from emberline.kv.tiers.base import PAGE_BYTES
+
+MAGIC = b"EMBERKV\0"
+VERSION = 2
+HEADER_FIELDS = struct.Struct("<8sI8s16s16sQI")
+HEADER_CRC = struct.Struct("<I")
+
+
+def layout_hash(layout: str) -> bytes:
+    return blake2b(layout.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """The format of the blocks of one layout."""
+
+    layout: bytes
+    buffer_bytes: int
+    crc: Crc
+    codec: KVCodec | None = None
+
+    @property
+    def plain_bytes(self) -> int:
+        """Length of a plain block with its header page, the longest that a stored block can be."""
+        return PAGE_BYTES + self.buffer_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the memory that `write` needs, and that a stored block is read into."""
+        return PAGE_BYTES + max(self.buffer_bytes, self.codec.max_encoded_bytes(self.buffer_bytes) if self.codec else 0)
+
+    def write(
+        self, digest: bytes, buffer: memoryview, scratch: memoryview, *, coded: bool, max_coded_bytes: int
+    ) -> memoryview:
+        """Write the header page to `scratch` and return the payload that follows it.
+
+        The payload is encoded behind the page in `scratch` if `coded` is set and the result has at most
+        `max_coded_bytes`; otherwise it is the buffer itself.
+        """
+        assert max_coded_bytes < self.buffer_bytes
+        payload, name = buffer, b""
+        if coded and self.codec is not None:
+            size = self.codec.encode(buffer, scratch[PAGE_BYTES:])
+            if size <= max_coded_bytes:
+                payload, name = scratch[PAGE_BYTES : PAGE_BYTES + size], self.codec.name.encode()
+        head = self._header(name, digest, len(payload), self.crc(payload, 0))
+        scratch[:PAGE_BYTES] = head.ljust(PAGE_BYTES, b"\0")
+        return payload
+
+    def read(self, digest: bytes, header_page: memoryview, body: memoryview, buffer: memoryview) -> bool:
+        """Verify and decode a stored block into the buffer; return False if it is damaged or another block.
+
+        `body` may be the buffer itself, for a plain block.
+        """
+        *_, length, _ = HEADER_FIELDS.unpack(header_page[: HEADER_FIELDS.size])
+        plain, codec = len(body) == self.buffer_bytes, self.codec
+        if length > len(body) or (codec is None and not plain):
+            return False
+        name = codec.name.encode() if codec and not plain else b""
+        head = self._header(name, digest, length, self.crc(body[:length], 0))
+        if header_page[: len(head)] != head:
+            return False
+        if codec and not plain:
+            return codec.decode(body[:length], buffer)
+        if body is not buffer:
+            buffer[:] = body
+        return True
+
+    def _header(self, name: bytes, digest: bytes, length: int, crc: int) -> bytes:
+        head = HEADER_FIELDS.pack(MAGIC, VERSION, name, self.layout, digest, length, crc)
+        return head + HEADER_CRC.pack(self.crc(memoryview(bytearray(head)), 0))

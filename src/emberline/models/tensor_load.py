@@ -1,0 +1,159 @@
+"""TensorLoad: copies one tensor of a file to the device.
+
+PendingMatrix: a matrix assembled from several tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from emberline.hub.tensorfile import TensorInfo
+from emberline.kernels.attention_plan import GATE_GROUP_ROWS
+from emberline.models.reader import FileChunk
+
+ShardSlices = tuple[slice, ...]  # the part of a tensor that a shard holds
+
+
+def split_stack(whole: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
+    """Return the views of a stacked matrix that its parts are copied to; gated parts are interleaved."""
+    if not gated or rows[0] % GATE_GROUP_ROWS:
+        return list(whole.split(list(rows)))
+    assert len(rows) == 2 and rows[0] == rows[1]
+    return list(whole.view(rows[0] // GATE_GROUP_ROWS, 2, GATE_GROUP_ROWS, whole.shape[1]).unbind(1))
+
+
+class PendingMatrix:
+    """A matrix that is allocated when its first part arrives and passed to `on_complete` after the last."""
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        split: Callable[[Tensor], list[Tensor]],
+        on_complete: Callable[[Tensor], None],
+    ) -> None:
+        self._size, self._dtype, self._device = (rows, columns), dtype, device
+        self._split, self._on_complete = split, on_complete
+        self._whole: Tensor | None = None
+        self._missing_parts = 0
+
+    def add_part(self, index: int) -> MatrixPart:
+        self._missing_parts += 1
+        return MatrixPart(self, index)
+
+    def destination(self, index: int) -> Tensor:
+        if self._whole is None:
+            self._whole = torch.empty(self._size, dtype=self._dtype, device=self._device)
+        return self._split(self._whole)[index]
+
+    def mark_part_complete(self) -> None:
+        self._missing_parts -= 1
+        if self._missing_parts == 0:
+            assert self._whole is not None
+            self._on_complete(self._whole)
+            self._whole = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    matrix: PendingMatrix
+    index: int
+
+
+class TensorLoad:
+    """The copy of a tensor, bytes [start, end) of a file, to `destination` on the device.
+
+    The elements keep their order. With `shard_slices`, only that part of the tensor is copied to `destination`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        info: TensorInfo,
+        dtype: torch.dtype,
+        destination: Tensor | MatrixPart,
+        shard_slices: ShardSlices | None = None,
+    ) -> None:
+        self.name = name
+        self.file = info.file
+        self.start = info.offset
+        self.end = info.offset + info.nbytes
+        self.num_bytes = self.remaining_bytes = info.logical_bytes  # decoded bytes, on the device
+        self._target = destination
+        self._dtype = dtype
+        self._shape, self._shard_slices = info.shape, shard_slices
+        self._destination: Tensor | None = None  # set when the first bytes arrive
+        self._staging: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
+
+    def verify_part(self, offset: int, part: Tensor) -> None:
+        """Verify bytes of the file on the host before they are copied; `offset` is from the tensor's start."""
+
+    def copy_part(self, offset: int, source: Tensor) -> None:
+        """Copy bytes of the tensor, the first of which has this offset, towards the destination."""
+        if self._destination is None or self._staging is None:
+            self._destination = (
+                self._target
+                if isinstance(self._target, Tensor)
+                else self._target.matrix.destination(self._target.index)
+            )
+            self._staging = (
+                torch.empty(self.num_bytes, dtype=torch.uint8, device=self._destination.device)
+                if self._destination.dtype != self._dtype
+                or not self._destination.is_contiguous()
+                or self._shard_slices is not None
+                else self._destination.view(-1).view(torch.uint8)
+            )
+        self._staging[offset : offset + len(source)].copy_(source, non_blocking=True)
+        self.remaining_bytes -= len(source)
+        if self.remaining_bytes == 0:
+            self._finish(self._destination, self._staging)
+
+    def _finish(self, destination: Tensor, staging: Tensor) -> None:
+        if staging.data_ptr() != destination.data_ptr():
+            loaded = staging.view(self._dtype).view(self._shape)
+            destination.copy_(
+                (loaded if self._shard_slices is None else loaded[self._shard_slices]).reshape(destination.shape)
+            )
+        self._destination = self._staging = None
+        if isinstance(self._target, MatrixPart):
+            self._target.matrix.mark_part_complete()
+
+
+class TensorLoadIndex:
+    """Finds the tensor loads that a chunk of a file has bytes for."""
+
+    def __init__(self, loads: Sequence[TensorLoad]) -> None:
+        self._by_file: dict[Path, list[TensorLoad]] = {}
+        for load in sorted(loads, key=lambda load: load.start):
+            if load.remaining_bytes:
+                self._by_file.setdefault(load.file, []).append(load)
+        self._starts = {file: [load.start for load in file_loads] for file, file_loads in self._by_file.items()}
+
+    def loads_in(self, chunk: FileChunk) -> list[TensorLoad]:
+        loads = self._by_file.get(chunk.file, [])
+        first = max(0, bisect_right(self._starts.get(chunk.file, []), chunk.offset) - 1)
+        end = chunk.offset + chunk.length
+        last = bisect_right(self._starts.get(chunk.file, []), end - 1)
+        return [load for load in loads[first:last] if load.end > chunk.offset]
+
+
+def overlap(chunk: FileChunk, load: TensorLoad, memory: Tensor) -> tuple[int, Tensor]:
+    """Return the offset in the tensor and the bytes of a chunk, held in `memory`, that belong to the load."""
+    start, end = max(load.start, chunk.offset), min(load.end, chunk.offset + chunk.length)
+    return start - load.start, memory[start - chunk.offset : end - chunk.offset]
+
+
+def copy_chunk(chunk: FileChunk, loads: Sequence[TensorLoad], memory: Tensor) -> None:
+    """Verify and copy the bytes of a chunk, held in `memory`, for each of the loads."""
+    for load in loads:
+        offset, part = overlap(chunk, load, memory)
+        load.verify_part(offset, part)
+        load.copy_part(offset, part)

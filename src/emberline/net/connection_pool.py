@@ -1,0 +1,154 @@
+"""HTTPConnectionPool: sends HTTP requests and keeps the connections for later ones.
+
+The choice of the server and the reaction to a failure are the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+from emberline.core.errors import InvalidRequest
+from emberline.net.client_connection import NO_TIMEOUT_S, HTTPClientConnection
+from emberline.net.client_response import HTTPClientResponse
+from emberline.net.errors import UpstreamBroken, UpstreamUnreachable
+from emberline.net.origin import OriginConnections
+
+MAX_IDLE_PER_ORIGIN = 256  # connections
+MAX_ORIGINS = 4096
+STALE_RETRY_WINDOW_S = 1.0  # a server that closes the connection later than this may have processed the request
+
+Dial = Callable[[str, int], Awaitable[socket.socket]]  # host and port
+
+
+class HTTPConnectionPool:
+    def __init__(
+        self, *, connect_timeout_s: float, idle_timeout_s: float, retries_stale: bool = False, dial: Dial | None = None
+    ) -> None:
+        """`idle_timeout_s`: how long an unused connection is kept.
+
+        `retries_stale`: if a kept connection is closed shortly after the request and before any byte of the reply, the
+        server had closed it already, and the request is sent once more on a new connection. `dial` connects to hosts
+        whose addresses are to be checked.
+        """
+        self._connect_timeout_s, self._idle_timeout_s = connect_timeout_s, idle_timeout_s
+        self._retries_stale = retries_stale
+        self._dial = dial
+        self._loop = asyncio.get_running_loop()
+        self._origins: dict[tuple[str, bool], OriginConnections] = {}
+        self._open: set[HTTPClientConnection] = set()
+        self._tls: ssl.SSLContext | None = None
+
+    def close(self) -> None:
+        for connection in self._open:
+            connection.abort()
+        self._close_idle()
+
+    async def request(
+        self,
+        origin: str,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        timeout_s: float = NO_TIMEOUT_S,
+        *,
+        checks_address: bool = False,
+    ) -> HTTPClientResponse:
+        """Send a request and return the response once its head has arrived; the caller must close it.
+
+        `origin`: a URL without a path. Raises UpstreamUnreachable, UpstreamTimeout or UpstreamBroken.
+        """
+        target = self._origins.get((origin, checks_address)) or self._origin(origin, checks_address)
+        head = _head(method, path, target.host_header, headers, body)
+        deadline = self._loop.time() + timeout_s
+        kept = target.take_idle(self._loop.time() - self._idle_timeout_s)
+        while True:
+            connection = kept or await self._open_connection(target, timeout_s)
+            self._open.add(connection)
+            stale_until = self._loop.time() + STALE_RETRY_WINDOW_S
+            try:
+                connection.send(method, head, body)
+                await connection.wait_for_head(deadline - self._loop.time())
+            except BaseException as e:
+                self._release(target, connection)
+                was_stale = isinstance(e, UpstreamBroken) and kept is not None and connection.is_silent
+                if not (was_stale and self._retries_stale) or self._loop.time() > stale_until:
+                    raise
+                kept = None
+            else:
+                return HTTPClientResponse(connection, partial(self._release, target))
+
+    def _release(self, target: OriginConnections, connection: HTTPClientConnection) -> None:
+        self._open.discard(connection)
+        if connection.is_reusable() and len(target.idle) < MAX_IDLE_PER_ORIGIN:
+            connection.idle_since = self._loop.time()
+            target.idle.append(connection)
+        else:
+            connection.abort()
+
+    def _origin(self, origin: str, checked: bool) -> OriginConnections:
+        if len(self._origins) >= MAX_ORIGINS:
+            self._close_idle()
+        # An origin without further requests would never close its idle connections itself.
+        for each in self._origins.values():
+            each.close_stale(self._loop.time() - self._idle_timeout_s)
+        target = self._origins[origin, checked] = OriginConnections.parse(origin, checked)
+        return target
+
+    def _close_idle(self) -> None:
+        for target in self._origins.values():
+            target.close()
+        self._origins.clear()
+
+    # -- new connections -----------------------------------------------------------------------------------------------
+
+    async def _open_connection(self, target: OriginConnections, seconds: float) -> HTTPClientConnection:
+        seconds = min(seconds, self._connect_timeout_s)
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._connect(target)
+        except TimeoutError:
+            raise UpstreamUnreachable(f"connecting to {target.host_header} timed out after {seconds:.3g} s") from None
+        except (OSError, ValueError) as e:
+            kind = "TLS error: " if isinstance(e, ssl.SSLError) else ""
+            raise UpstreamUnreachable(f"cannot connect to {target.host_header}: {kind}{e}") from e
+
+    async def _connect(self, target: OriginConnections) -> HTTPClientConnection:
+        connection = HTTPClientConnection(self._loop)
+        tls, name = (self._tls_context(), target.host) if target.tls else (None, None)
+        if not target.is_address_checked:
+            await self._loop.create_connection(
+                lambda: connection, target.host, target.port, ssl=tls, server_hostname=name
+            )
+            return connection
+        assert self._dial is not None
+        sock = await self._dial(target.host, target.port)
+        try:
+            await self._loop.create_connection(lambda: connection, sock=sock, ssl=tls, server_hostname=name)
+        except BaseException:
+            sock.close()
+            raise
+        return connection
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+
+def _head(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if body or method not in ("GET", "HEAD", "DELETE"):
+        lines.append(f"content-length: {len(body)}")
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+        raise InvalidRequest(f"a header or the path of the request to {host} contains a line break")
+    try:
+        return text.encode("latin-1") + b"\r\n\r\n"
+    except UnicodeEncodeError as e:
+        raise InvalidRequest(f"a header or the path of the request to {host} is not Latin-1: {e}") from e

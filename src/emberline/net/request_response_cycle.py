@@ -1,0 +1,220 @@
+"""RequestResponseCycle: one request and its reply, as the ASGI application sees them.
+
+The head of a reply with a content-length is held back until its body, so that a reply of one part is one write. Any
+other head is written at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from emberline.net.server_state import ServerState
+
+log = logging.getLogger("emberline.net")
+
+MAX_BUFFERED_BODY_BYTES = 1 << 16  # above it, reading from the client pauses
+MAX_JOINED_BODY_BYTES = 1 << 16  # a larger body is written apart from its head: joining them would copy it
+BODILESS_STATUSES = (204, 304)
+_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
+
+
+class ReplyInterrupted(Exception):
+    """Raised by an application whose reply failed after its head: the connection is closed before the end."""
+
+
+class CycleConnection(Protocol):
+    """The methods of the connection that a cycle uses."""
+
+    is_write_paused: bool  # the write buffer is full: the client reads too slowly
+
+    def write(self, data: bytes) -> None: ...
+
+    def wait_for_drain(self) -> asyncio.Future[None]: ...
+
+    def pause_reading(self) -> None:
+        """Stop reading from the client."""
+        ...
+
+    def resume_reading(self) -> None: ...
+
+    def finish_cycle(self, cycle: RequestResponseCycle) -> None:
+        """Continue with the next request after the reply was written."""
+        ...
+
+    def send_error(self, status: int) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+
+class RequestResponseCycle:
+    __slots__ = (
+        "_bytes_left",
+        "_connection",
+        "_end_received",
+        "_expects_continue",
+        "_has_whole_body",
+        "_head",
+        "_is_chunked",
+        "_parts",
+        "_size",
+        "_state",
+        "_waiter",
+        "has_started",
+        "is_complete",
+        "is_disconnected",
+        "keep_alive",
+        "scope",
+        "task",
+    )
+
+    def __init__(
+        self,
+        connection: CycleConnection,
+        state: ServerState,
+        scope: dict[str, Any],
+        keep_alive: bool,
+        expects_continue: bool,
+    ) -> None:
+        """`keep_alive`: the connection stays open afterwards. `expects_continue`: the client waits for a status 100."""
+        self.task: asyncio.Task[None] | None = None
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.is_disconnected = False  # the client has disconnected
+        self.has_started = self.is_complete = False  # state of the reply
+        self._connection = connection
+        self._state = state
+        self._expects_continue = expects_continue
+        self._parts: list[bytes] = []  # of the request body
+        self._size = 0
+        self._has_whole_body = False  # all of the request body has arrived
+        self._end_received = False  # the application has received the end of the request body
+        self._head = b""  # head of the reply, held back until the body
+        self._is_chunked = False
+        self._bytes_left = 0  # bytes of the body that are still to come, by the content-length
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        try:
+            await self._state.app(self.scope, self.receive, self.send)
+            if not (self.is_complete or self.is_disconnected):
+                raise RuntimeError("the ASGI application returned before the end of its reply")
+        except BaseException as e:
+            if not isinstance(e, ReplyInterrupted | asyncio.CancelledError):
+                log.exception("Request failed: method=%s path=%s", self.scope["method"], self.scope["path"])
+            if self.has_started or not isinstance(e, Exception):
+                self._connection.interrupt()
+            elif not self.is_disconnected:
+                self._connection.send_error(500)
+            if not isinstance(e, Exception):
+                raise
+        finally:
+            assert self.task is not None
+            self._state.tasks.discard(self.task)
+
+    # -- the request ---------------------------------------------------------------------------------------------------
+
+    def add_body(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > MAX_BUFFERED_BODY_BYTES:
+            self._connection.pause_reading()
+        self.wake()
+
+    def end_body(self) -> None:
+        self._has_whole_body = True
+        self.wake()
+
+    @property
+    def has_whole_body(self) -> bool:
+        return self._has_whole_body
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def receive(self) -> dict[str, Any]:
+        """Return the next ASGI message; after the end of the reply this is http.disconnect."""
+        if self._expects_continue and not self._has_whole_body and not self.is_disconnected:
+            self._expects_continue = False
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while not (self.is_disconnected or self.is_complete):
+            if self._parts or (self._has_whole_body and not self._end_received):
+                return self._take_body()
+            assert self._waiter is None or self._waiter.done(), "receive() is already waiting"
+            self._connection.resume_reading()
+            self._waiter = self._state.loop.create_future()
+            await self._waiter
+        return {"type": "http.disconnect"}
+
+    def _take_body(self) -> dict[str, Any]:
+        parts, self._parts, self._size = self._parts, [], 0
+        self._end_received = self._has_whole_body
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return {"type": "http.request", "body": body, "more_body": not self._has_whole_body}
+
+    # -- the reply -----------------------------------------------------------------------------------------------------
+
+    async def send(self, message: dict[str, Any]) -> None:
+        if self._connection.is_write_paused and not self.is_disconnected:
+            await self._connection.wait_for_drain()
+        if self.is_disconnected:
+            return
+        assert not self.is_complete, "the reply has already ended"
+        if message["type"] == "http.response.start":
+            assert not self.has_started, "the reply has already started"
+            self._write_head(message["status"], message.get("headers", []))
+        else:
+            assert self.has_started, "http.response.body before http.response.start"
+            self._write_body(message.get("body", b""), message.get("more_body", False))
+
+    def _write_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Write the head of the reply, or hold it back; header names are in lower case."""
+        lines = [_LINES.get(status) or b"HTTP/1.1 %d " % status, *map(b": ".join, headers)]
+        values = dict(headers)
+        has_length = b"content-length" in values
+        self._bytes_left = int(values.get(b"content-length", 0))
+        self.keep_alive = self.keep_alive and values.get(b"connection") != b"close"
+        is_bodiless = self.scope["method"] == "HEAD" or status in BODILESS_STATUSES
+        if is_bodiless:
+            self._bytes_left = 0
+        elif not has_length and self.scope["http_version"] == "1.1":
+            self._is_chunked = True
+            lines.append(b"transfer-encoding: chunked")
+        if not (has_length or is_bodiless or self._is_chunked):
+            self.keep_alive = False  # only the end of the connection marks the end of the body
+        if not self.keep_alive:
+            lines.append(b"connection: close")
+        head = b"\r\n".join(lines) + b"\r\n\r\n"
+        num_lines = len(lines) + 1
+        if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines or b"\0" in head:
+            raise ValueError("a header of the reply contains a line break")
+        self.has_started, self._expects_continue = True, False
+        if has_length:
+            self._head = head
+        else:
+            self._connection.write(head)
+
+    def _write_body(self, body: bytes, more: bool) -> None:
+        if self.scope["method"] == "HEAD":
+            body = b""
+        if self._is_chunked:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if not more:
+                body += b"0\r\n\r\n"
+        elif self._head or self._bytes_left:
+            self._bytes_left -= len(body)
+            if self._bytes_left < 0 or (self._bytes_left and not more):
+                raise ValueError("the length of the reply differs from its content-length")
+        head, self._head = self._head, b""
+        if head and len(body) > MAX_JOINED_BODY_BYTES:
+            self._connection.write(head)
+            self._connection.write(body)
+        elif head or body:
+            self._connection.write(head + body)
+        if not more:
+            self.is_complete = True
+            self.wake()
+            self._connection.finish_cycle(self)

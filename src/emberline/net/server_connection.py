@@ -1,0 +1,323 @@
+"""HTTPServerConnection: an HTTP/1.1 connection of a client.
+
+Its requests are answered one after the other, in order of arrival. Requests that arrive during a reply wait in a
+bounded queue. The connection is closed if the client sends no request, or no complete head, in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import math
+import sys
+import termios
+from collections import deque
+from typing import Any, cast
+from urllib.parse import unquote
+
+import httptools
+
+from emberline.net.request_response_cycle import RequestResponseCycle
+from emberline.net.server_state import ServerState
+
+KEEP_ALIVE_TIMEOUT_S = 5.0  # from one reply to the next request
+HEAD_TIMEOUT_S = 20.0  # for the whole head of a request to arrive
+CLOSE_TIMEOUT_S = 20.0  # for the client to read the end of the last reply
+WRITE_STALL_TIMEOUT_S = 60.0  # for a client to read any of the data that waits for it
+MAX_HEAD_BYTES = 1 << 16  # of a head without the bytes that arrive together with its end; likewise of trailers
+MAX_HEADERS = 200
+ERROR_BODIES = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
+
+
+class HTTPServerConnection(asyncio.Protocol):
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self.loop = state.loop
+        self.is_write_paused = False  # the write buffer is full: the client reads too slowly
+        self._drained: asyncio.Future[None] | None = None  # done once the write buffer has room
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._client = self._server_address = ("", 0)
+        self._cycle: RequestResponseCycle | None = None  # the request that is being answered
+        self._queue: deque[RequestResponseCycle] = deque()  # requests that arrived meanwhile
+        self._reading: RequestResponseCycle | None = None  # the request whose body is arriving
+        self._in_head = False  # a head has begun and not ended
+        self._ignores_input = False  # further input is discarded
+        self._paused = False
+        self._bytes_without_progress = 0  # bytes received since the last head or piece of a body
+        self._made_progress = False  # the last bytes received had a head or a piece of a body
+        self._unread_bytes = 0  # bytes that the client had not read at the last check
+        self._deadline = math.inf  # time at which the connection is closed
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- for the request-response cycles -------------------------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def wait_for_drain(self) -> asyncio.Future[None]:
+        assert self.is_write_paused and (self._drained is None or self._drained.done()), "a write is already waiting"
+        self._drained = self.loop.create_future()
+        self._watch_reading()
+        return self._drained
+
+    def pause_reading(self) -> None:
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused and not self._queue and self._transport is not None and not self._transport.is_closing():
+            self._paused = False
+            self._transport.resume_reading()
+
+    def finish_cycle(self, cycle: RequestResponseCycle) -> None:
+        """Start the next request, or wait for one, after the reply was written."""
+        if cycle is not self._cycle:
+            return
+        self._cycle = None
+        if not cycle.keep_alive or self._ignores_input:
+            self.close()
+        elif self._queue:
+            self._start(self._queue.popleft())
+        else:
+            self.resume_reading()
+            self._close_after(
+                KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S
+            )  # the rest of an unread body is discarded
+
+    def send_error(self, status: int) -> None:
+        """Send an error reply without the application and close the connection."""
+        body = ERROR_BODIES[status]
+        head = b"HTTP/1.1 %d %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.write(head % (status, body, len(body)) + body)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection once all data is sent, at the latest after CLOSE_TIMEOUT_S."""
+        self._ignores_input = True
+        if self._transport is not None:
+            self._transport.close()
+            if self._transport.get_write_buffer_size():
+                self._close_after(CLOSE_TIMEOUT_S)
+
+    def interrupt(self) -> None:
+        """Close the connection within a reply; at once if the client reads too slowly."""
+        self._ignores_input = True
+        if self.is_write_paused:
+            self.abort()
+        else:
+            self.close()
+
+    # -- for the server ------------------------------------------------------------------------------------------------
+
+    def close_when_idle(self) -> None:
+        if self._cycle is None:
+            self.close()
+        else:
+            self._cycle.keep_alive = False
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- callbacks of the event loop -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
+        self._client = (transport.get_extra_info("peername") or ("", 0))[:2]
+        self._server_address = (transport.get_extra_info("sockname") or ("", 0))[:2]
+        self._state.connections.add(self)
+        self._close_after(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._state.connections.discard(self)
+        self._ignores_input = True
+        self._parser = None  # breaks a reference cycle
+        if self._timer is not None:
+            self._timer.cancel()
+        self.resume_writing()
+        for cycle in (self._cycle, self._reading):
+            if cycle is not None:
+                cycle.is_disconnected = True
+                cycle.wake()
+        self._queue.clear()
+
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+
+    def resume_writing(self) -> None:
+        self.is_write_paused = False
+        if self._cycle is not None and self._transport is not None and not self._transport.is_closing():
+            self._deadline = math.inf
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if self._ignores_input or self._parser is None:
+            return
+        self._made_progress = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            self._ignores_input = True  # the following bytes are not HTTP
+            if self._reading is None and self._cycle is None:
+                self._switch_to_websocket(data[e.args[0] :])
+            return
+        except httptools.HttpParserError as e:
+            self._reject_input(431 if isinstance(e.__context__, _TooLarge) else 400)
+            return
+        self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
+        if self._bytes_without_progress > MAX_HEAD_BYTES:
+            self._reject_input(431)
+
+    def _reject_input(self, status: int) -> None:
+        """Reject invalid input, after the reply in progress."""
+        self._ignores_input = True
+        if self._cycle is None:
+            self.send_error(status)
+        elif self._reading is self._cycle:
+            self._cycle.is_disconnected = True
+            self._cycle.wake()
+            self.send_error(status) if not self._cycle.has_started else self.close()
+
+    # -- callbacks of the parser ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._in_head, self._bytes_without_progress = True, 0
+        if self._cycle is None:
+            self._close_after(HEAD_TIMEOUT_S)
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(value) > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS:
+            raise _TooLarge
+        if self._in_head:  # a trailer must not pass as a header: the checks of the head did not see it
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        assert parser is not None
+        self._in_head, self._made_progress = False, True
+        version = parser.get_http_version()
+        names = [name for name, _ in self._headers]
+        hosts = names.count(b"host")
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise _BadHost  # with two, the Host check and the application could read different ones
+        upgrades = parser.should_upgrade()
+        if upgrades and self._is_websocket_upgrade():
+            return
+        keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
+        expects_continue = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
+        scope = self._scope("http", parser.get_method().decode("ascii"), version)
+        cycle = RequestResponseCycle(self, self._state, scope, keep_alive, expects_continue)
+        self._reading = cycle
+        if self._cycle is None:
+            self._start(cycle)
+        else:
+            self._queue.append(cycle)
+            self.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._made_progress = True
+        if self._reading is not None and not self._reading.is_complete:
+            self._reading.add_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._reading is not None:
+            self._reading.end_body()
+            self._reading = None
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _start(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._deadline = math.inf  # no limit for a reply, unless the client stops reading
+        cycle.task = self.loop.create_task(cycle.run())
+        self._state.tasks.add(cycle.task)
+
+    def _scope(self, kind: str, method: str, version: str) -> dict[str, Any]:
+        path, _, query = self._url.partition(b"?")
+        if not path.startswith(b"/") or b"#" in self._url:
+            parsed = httptools.parse_url(self._url)
+            path, query = parsed.path or b"/", parsed.query or b""
+        text = path.decode("ascii")
+        return {
+            "type": kind,
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": version,
+            "method": method,
+            "scheme": "http" if kind == "http" else "ws",
+            "path": unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": self._headers,
+            "client": self._client,  # the peer of the connection, regardless of forwarding headers
+            "server": self._server_address,
+        }
+
+    def _is_websocket_upgrade(self) -> bool:
+        upgrade = next((value for name, value in self._headers if name == b"upgrade"), b"")
+        return bool(self._state.max_message_bytes) and upgrade.lower() == b"websocket"
+
+    def _switch_to_websocket(self, rest: bytes) -> None:
+        from emberline.net.websocket import WebSocketConnection
+
+        assert self._transport is not None
+        self._state.connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        socket = WebSocketConnection(self._state, self._scope("websocket", "GET", "1.1"))
+        self._transport.set_protocol(socket)
+        socket.connection_made(self._transport)
+        head = b"".join(b"%b: %b\r\n" % pair for pair in self._headers)
+        socket.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (self._url, head, rest))
+
+    def _close_after(self, seconds: float) -> None:
+        """Close the connection after this time. One timer serves all waits: it is moved when it fires too early."""
+        self._deadline = self.loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._start_timer(self._deadline)
+
+    def _start_timer(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self.loop.time() < self._deadline:
+            if self._deadline < math.inf:
+                self._start_timer(self._deadline)
+        elif self._cycle is not None and self._count_unread() < self._unread_bytes:
+            self._watch_reading()
+        else:
+            self.abort() if self._ignores_input or self._cycle is not None else self.close()
+
+    def _watch_reading(self) -> None:
+        """Close the connection if the client reads nothing for WRITE_STALL_TIMEOUT_S; slow reading is allowed."""
+        self._unread_bytes = self._count_unread()
+        self._close_after(WRITE_STALL_TIMEOUT_S)
+
+    def _count_unread(self) -> int:
+        """Return the bytes the client has not read, with those in the kernel's buffer, to see slow progress too."""
+        assert self._transport is not None
+        queued = bytearray(4)
+        with contextlib.suppress(OSError, ValueError):
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self._transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
+
+
+class _TooLarge(Exception):
+    """A head is larger than the limits."""
+
+
+class _BadHost(Exception):
+    """A request has no Host header or several."""

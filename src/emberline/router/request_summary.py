@@ -1,0 +1,138 @@
+"""RequestSummary: the fields of a request that routing depends on.
+
+They are read from the body without decoding the rest. The worker validates the body: one with unexpected field types
+is routed by load alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.router.prefixmap import PromptPrefix
+
+MIN_PREFIX_BYTES = 256  # shorter prefixes save too little computing to influence routing
+MAX_PREFIXES_PER_PROMPT = 48
+
+
+class _ModelField(msgspec.Struct):
+    model: str = ""
+
+
+class _Body(_ModelField):
+    """The fields, of all API protocols together, that routing depends on."""
+
+    stream: bool | None = None
+    n: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    cache_salt: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    system: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    messages: list[msgspec.Raw] = []
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+
+_MODEL_FIELD = msgspec.json.Decoder(_ModelField)
+_BODY = msgspec.json.Decoder(_Body)
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    model: str
+    prompt_bytes: int  # bytes of the prompt as it stands in the body
+    stream: bool
+    max_tokens: int | None  # limit of generated tokens, all choices together; None: no limit given
+    session: str = ""  # value of the session affinity header
+    digest: bytes = b""  # hash of the whole prompt
+    prefixes: tuple[PromptPrefix, ...] = ()  # prefixes at which this prompt may diverge from others, shortest first
+    is_single_sequence: bool = False  # one prompt, one choice, no echo and no prompt logprobs
+
+    @staticmethod
+    def parse(body: bytes, session: str = "", tenant: str = "") -> RequestSummary:
+        """Return the summary of a JSON body; raise InvalidRequest if it is not JSON or names no model.
+
+        `tenant` identifies the client's API key, or is "": prompts of different tenants never share a cache."""
+        try:
+            fields = _BODY.decode(body)
+        except msgspec.ValidationError:
+            return RequestSummary(_read_model_name(body), len(body), False, None, session)
+        except JSON_DECODE_ERRORS as e:
+            raise InvalidRequest(f"the body is not JSON: {e}") from e
+        parts = [memoryview(part) for part in _prompt_parts(fields)]
+        limit = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens
+        return RequestSummary(
+            fields.model,
+            sum(map(len, parts)),
+            bool(fields.stream),
+            limit * max(fields.n or 1, 1) if limit and limit > 0 else None,
+            session,
+            *_prompt_prefixes(fields, parts, tenant),
+            _is_single_sequence(fields),
+        )
+
+
+def _read_model_name(body: bytes) -> str:
+    try:
+        return _MODEL_FIELD.decode(body).model
+    except msgspec.ValidationError as e:
+        raise InvalidRequest(f"the body has no valid field 'model': {e}", param="model") from e
+    except JSON_DECODE_ERRORS as e:
+        raise InvalidRequest(f"the body is not JSON: {e}") from e
+
+
+def _prompt_parts(body: _Body) -> Iterator[msgspec.Raw]:
+    """Yield the parts of the prompt in the order of chat templates; a list is yielded item by item."""
+    yield from (part for part in (body.tools, body.system, body.instructions) if len(memoryview(part)))
+    yield from body.messages
+    for text in (body.prompt, body.input):
+        if bytes(memoryview(text)[:1]) == b"[":
+            yield from _ITEMS.decode(text)
+        elif len(memoryview(text)):
+            yield text
+
+
+def _is_single_sequence(body: _Body) -> bool:
+    if (body.n or 1) != 1 or body.echo or body.prompt_logprobs is not None:
+        return False
+    if bytes(memoryview(body.prompt)[:1]) != b"[":
+        return True
+    items = _ITEMS.decode(body.prompt)  # a list of token ids is one prompt; texts or lists of ids are several
+    return len(items) == 1 or all(bytes(memoryview(item)[:1]).isdigit() for item in items[:1])
+
+
+def _prompt_prefixes(body: _Body, parts: list[memoryview], tenant: str = "") -> tuple[bytes, tuple[PromptPrefix, ...]]:
+    """Return the digest of the whole prompt and its prefixes.
+
+    A prefix ends at the end of each part, because conversations grow there, and within long parts at lengths that
+    double. Prefixes identify bytes of requests, not blocks of tokens: they tell which worker may have the prompt
+    cached, not what its cache holds."""
+    digest = blake2b(body.model.encode(), digest_size=16)
+    digest.update(b"\0" + bytes(body.cache_salt) + b"\0" + tenant.encode())
+    prefixes: list[PromptPrefix] = []
+    length, next_end = 0, MIN_PREFIX_BYTES
+    for part in parts:
+        start = 0
+        while length + len(part) - start >= next_end:
+            taken = next_end - length
+            digest.update(part[start : start + taken])
+            start, length, next_end = start + taken, next_end, next_end * 2
+            prefixes.append(PromptPrefix(digest.digest(), length))
+        digest.update(part[start:])
+        length += len(part) - start
+        if length >= MIN_PREFIX_BYTES and length != (prefixes[-1].length if prefixes else 0):
+            prefixes.append(PromptPrefix(digest.digest(), length))
+    half = MAX_PREFIXES_PER_PROMPT // 2
+    return digest.digest(), tuple(
+        prefixes if len(prefixes) <= MAX_PREFIXES_PER_PROMPT else prefixes[:half] + prefixes[-half:]
+    )

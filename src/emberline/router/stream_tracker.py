@@ -1,0 +1,174 @@
+"""StreamTracker: the part of a streamed reply that one client has received.
+
+It splits a tracked stream (`core/handoff.py`) into groups, passes on the events of complete groups only, and keeps the
+groups' token comments, so that another worker can continue the stream after the last complete group.
+
+A stream without groups, as other servers write it, is passed on in whole events (`router/sse_buffer.py`): an error
+event can end it, but no other worker can continue it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from emberline.core.handoff import Handoff, TokenGroup
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.router.dialect import InvalidWorkerReply
+from emberline.router.prefix_block_map import BlockPosition
+from emberline.router.sse_buffer import FINAL_EVENT_PREFIXES, SSEBuffer, last_event_start
+
+MAX_GROUP_BYTES = 32 << 20
+
+
+class _ReplyHead(msgspec.Struct):
+    id: str | None = None
+    created_at: int | None = None
+
+
+class _FirstEvent(_ReplyHead):
+    """The fields of a reply's first event that identify the reply, in all API protocols."""
+
+    created: int | None = None
+    message: _ReplyHead | None = None
+    response: _ReplyHead | None = None
+
+
+class StreamTracker:
+    def __init__(self) -> None:
+        self.event_count = 0  # events passed on
+        self.has_ended = False  # the protocol's final event was passed on
+        self.cached_tokens: int | None = None  # cached prompt tokens, as the client's usage field shows them
+        self.prompt_end: BlockPosition | None = None  # last block of the prompt
+        self.first_chunk = self.last_chunk = b""  # first and last bytes passed on, each as one write
+        self._group_comments = (
+            bytearray()
+        )  # comments of the groups passed on, a line each; parsed only when the stream is moved
+        self._partial_group: list[bytes] = []  # data of an incomplete group
+        self._missing_bytes = 0  # bytes that the incomplete group lacks at least
+        self._untracked_events: SSEBuffer | None = None  # set if the stream has no groups
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.first_chunk)
+
+    @property
+    def is_mid_event(self) -> bool:
+        """Whether the output ended within an event, so that no error event can follow."""
+        return self._untracked_events is not None and self._untracked_events.is_mid_event
+
+    @property
+    def is_movable(self) -> bool:
+        return self._untracked_events is None and not self.has_ended
+
+    def push(self, data: bytes) -> bytes:
+        """Return the bytes for the client that are complete now.
+
+        Raises InvalidWorkerReply for a malformed group."""
+        untracked = self._untracked_events
+        if untracked is None and (self._group_comments or self._partial_group or data.startswith(b":")):
+            output = self._push_groups(data)
+        else:
+            untracked = self._untracked_events = untracked or SSEBuffer()
+            output = untracked.push(data)
+        if output:
+            self.first_chunk = self.first_chunk or output
+            self.last_chunk = output
+            self.event_count += output.count(b"\n\n")
+            self.has_ended = output.startswith(FINAL_EVENT_PREFIXES, last_event_start(output)) and not self.is_mid_event
+        return output
+
+    def take_rest(self) -> bytes:
+        """Return what is buffered at the end of a stream without groups, complete event or not."""
+        return b"" if self._untracked_events is None else self._untracked_events.take_rest()
+
+    def discard_partial_group(self) -> None:
+        """Drop the incomplete group: the worker that continues the stream sends it again."""
+        assert self._untracked_events is None
+        self._partial_group.clear()
+        self._missing_bytes = 0
+
+    def build_handoff(self) -> Handoff:
+        """Return what the next worker needs to continue the stream."""
+        try:
+            groups = tuple(TokenGroup.from_comment(bytes(line)) for line in self._group_comments.splitlines())
+        except ValueError as e:
+            raise InvalidWorkerReply(str(e)) from e
+        return Handoff(groups, self.has_output, self.cached_tokens)
+
+    def reply_id_and_created(self) -> tuple[str | None, int | None]:
+        """Return the reply's id and creation time from its first event, or (None, None)."""
+        for line in self.first_chunk.splitlines():
+            if line.startswith(b"data: {"):
+                try:
+                    opening = msgspec.json.decode(line[6:], type=_FirstEvent)
+                except JSON_DECODE_ERRORS:
+                    break
+                inner = opening.message or opening.response or opening
+                return inner.id, opening.created or inner.created_at
+        return None, None
+
+    def _push_groups(self, data: bytes) -> bytes:
+        if not self._group_comments and b"\r" in data:  # groups never contain CR: the comments are another server's
+            self._untracked_events, kept = SSEBuffer(), b"".join(self._partial_group)
+            self._partial_group.clear()
+            return self._untracked_events.push(kept + data)
+        if self._partial_group:
+            self._partial_group.append(data)
+            self._missing_bytes -= len(data)
+            if self._missing_bytes > 0:
+                return b""
+            data = b"".join(self._partial_group)
+            self._partial_group.clear()
+        output: list[bytes] = []
+        comments = bytearray()
+        position = groups_end = 0  # [0, done) are complete groups, [done, at) comments before the next group
+        cached = confirmed_cached = self.cached_tokens
+        self._missing_bytes = 1
+        while (end := data.find(b"\n\n", position) + 2) > 1:
+            line = data[position : end - 1]
+            if line.startswith(b": said "):
+                begin, end = end, end + _parse_number(line.split(b" ", 5), 4)
+                if end > len(data):
+                    self._missing_bytes = end - len(data)
+                    break
+                output.append(data[begin:end])
+                comments += line
+                confirmed_cached, groups_end = cached, end
+            elif line.startswith(b": cached "):
+                cached = _parse_number(line.split(b" "), 2)
+            elif line.startswith(b": chain "):
+                self.prompt_end = parse_block_position(line[8:].decode("latin-1"))
+            elif not line.startswith(b":"):
+                if comments or self._group_comments:
+                    raise InvalidWorkerReply(
+                        f"an event of the stream belongs to no group: {data[position : position + 80]!r}"
+                    )
+                self._untracked_events = SSEBuffer()  # the stream began with keep-alive comments of another server
+                return self._untracked_events.push(data[position:])
+            position = end
+        if groups_end < len(data):
+            self._store_partial_group(data[groups_end:])
+        self._group_comments += comments  # not earlier: when an error is raised, nothing of this data was passed on
+        self.cached_tokens = confirmed_cached
+        return b"".join(output)
+
+    def _store_partial_group(self, rest: bytes) -> None:
+        if len(rest) + self._missing_bytes > MAX_GROUP_BYTES:
+            raise InvalidWorkerReply(f"a group of the stream exceeds {MAX_GROUP_BYTES} bytes")
+        self._partial_group.append(rest)
+
+
+def parse_block_position(text: str) -> BlockPosition:
+    try:
+        return BlockPosition.parse(text)
+    except ValueError as e:
+        raise InvalidWorkerReply(f"the block position {text[:100]!r} is invalid: {e}") from e
+
+
+def _parse_number(words: list[bytes], at: int) -> int:
+    try:
+        number = int(words[at])
+    except (IndexError, ValueError) as e:
+        raise InvalidWorkerReply(f"a group comment has no number in field {at}: {words!r}") from e
+    if not 0 <= number <= MAX_GROUP_BYTES:
+        raise InvalidWorkerReply(f"a number in a group comment is not between 0 and {MAX_GROUP_BYTES}: {words!r}")
+    return number

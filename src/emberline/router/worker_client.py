@@ -1,0 +1,49 @@
+"""WorkerClient: HTTP requests to workers over pooled connections.
+
+A request is never repeated here: a lost connection may mean that the worker died, possibly because of this request."""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from emberline.net.client_response import HTTPClientResponse
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.net.errors import UpstreamBroken, UpstreamUnreachable
+from emberline.router.upstream_request import UpstreamRequest
+
+__all__ = ["HTTPClientResponse", "UpstreamBroken", "UpstreamUnreachable", "WorkerClient"]
+
+CONNECT_TIMEOUT_S = 2.0
+IDLE_TIMEOUT_S = (
+    3.0  # shorter than workers' own, so that a worker never closes a connection on which a request was just sent
+)
+
+
+class WorkerClient:
+    def __init__(self) -> None:
+        self._pool = HTTPConnectionPool(connect_timeout_s=CONNECT_TIMEOUT_S, idle_timeout_s=IDLE_TIMEOUT_S)
+
+    async def __aenter__(self) -> WorkerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.close()
+
+    async def request(self, url: str, request: UpstreamRequest) -> HTTPClientResponse:
+        """Send a request and return the reply, which the caller must close.
+
+        `url` is the worker's; a path in it precedes the request's path, as behind a reverse proxy. Raises the errors of
+        `net.errors` if the worker cannot be reached or the connection breaks."""
+        origin, prefix = _split_url(url)
+        return await self._pool.request(origin, request.method, prefix + request.target, request.headers, request.body)
+
+
+@functools.lru_cache(256)
+def _split_url(url: str) -> tuple[str, str]:
+    """Return the origin to connect to, and the path without a trailing slash."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/")

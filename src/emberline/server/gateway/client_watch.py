@@ -1,0 +1,97 @@
+"""ClientWatch: cancels the task that serves a client when the client disconnects or a timeout passes.
+
+The client is not watched for the first 50 ms: most replies are complete by then, and watching costs more than some of
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from types import TracebackType
+
+from emberline.server.exchange import ClientDisconnected, Receive
+
+WATCH_DELAY_S = 0.05
+
+
+class ClientWatch:
+    """A context manager that raises ClientGone or TimeoutError when it has cancelled the task inside.
+
+    One timer serves both the timeout and the delayed start of watching.
+    """
+
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        """`timeout_s`: for reading the request's body."""
+        self._receive = receive
+        self._is_watching = False  # the request's body has been read
+        self._disconnected = self._timed_out = False
+        self._timeout_s = timeout_s
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> ClientWatch:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = task.get_loop()
+        self._deadline = self._loop.time() + self._timeout_s
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(WATCH_DELAY_S, self._on_timer)
+        return self
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout from now on."""
+        self._deadline = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._set_timer(self._deadline)
+
+    def start_watching(self) -> None:
+        """Watch for a disconnect, without a timeout. Call it when the body has been read."""
+        self._is_watching, self._deadline = True, math.inf
+        if self._timer is None or self._timer.when() > self._loop.time() + WATCH_DELAY_S:
+            self._set_timer(self._loop.time() + WATCH_DELAY_S)
+
+    def stop_watching(self) -> None:
+        """Stop watching. Call it before the reply's last part: servers report its end as a disconnect, too."""
+        self._is_watching = False
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the client disconnected or the timeout passed."""
+        return self._disconnected or self._timed_out
+
+    def finish(self) -> None:
+        """Stop watching and cancel the timeout."""
+        self.stop_watching()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._loop.time() >= self._deadline:
+            self._timed_out = True
+            self._task.cancel()
+            return
+        if self._is_watching and self._watcher is None:
+            self._watcher = asyncio.create_task(self._wait_for_disconnect())
+        if self._deadline < math.inf:
+            self._set_timer(self._deadline)
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._disconnected = True
+        self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+        if self.has_ended and kind is asyncio.CancelledError and not self._task.uncancel():
+            raise (ClientDisconnected if self._disconnected else TimeoutError) from None

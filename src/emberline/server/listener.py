@@ -1,0 +1,141 @@
+"""serve_until_stopped: an ASGI application on a listening socket, until a signal stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from emberline.core.errors import EngineLoading, InvalidRequest
+from emberline.net.server import LISTEN_BACKLOG, HTTPServer
+from emberline.net.server_state import App
+from emberline.server.access import is_loopback
+from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.route_table import reply_error
+
+log = logging.getLogger("emberline.server")
+
+SHUTDOWN_TIMEOUT_S = 10.0  # for open requests
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raise InvalidRequest if the address cannot be used.
+
+    Two sockets with SO_REUSEADDR can bind one address until one of them listens. So this one listens at once, and a
+    port that a loading server has taken is detected too."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(LISTEN_BACKLOG)
+    except (OSError, OverflowError) as e:
+        listener.close()
+        raise InvalidRequest(
+            f"cannot listen on {host}:{port}: {_bind_error_reason(e)}", hint=_bind_error_hint(e, port)
+        ) from e
+    return listener
+
+
+def _bind_error_reason(error: OSError | OverflowError) -> str:
+    if not isinstance(error, OSError):
+        return "a port must be between 0 and 65535"
+    if error.errno == errno.EADDRINUSE:
+        return "another process is listening on this port"
+    return error.strerror or str(error)
+
+
+def _bind_error_hint(error: OSError | OverflowError, port: int) -> str:
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
+
+
+def is_exposed(listener: socket.socket) -> bool:
+    """Whether other machines can reach this listener."""
+    return not is_loopback(listener.getsockname()[0])
+
+
+def check_exposure(listener: socket.socket, *, is_authenticated: bool, allows_anyone: bool, hint: str) -> None:
+    """Raise InvalidRequest if other machines could use this listener without authentication.
+
+    `allows_anyone` permits that. `hint`: how to authenticate."""
+    if is_exposed(listener) and not (is_authenticated or allows_anyone):
+        host, port = listener.getsockname()[:2]
+        listener.close()
+        raise InvalidRequest(
+            f"refusing to listen on {host}:{port} without authentication: other machines could use it",
+            param="host",
+            hint=f"{hint}, or --open to allow anyone",
+        )
+
+
+async def answer_while_loading(listener: socket.socket) -> HTTPServer:
+    """Accept connections and answer 503 until `serve_until_stopped` is called with this server."""
+    server = HTTPServer(_reply_loading)
+    await server.start(listener)
+    return server
+
+
+async def _reply_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    x = Exchange(scope, receive, send)
+    if x.path == "/health/live":
+        await x.reply_json({"status": "live"})
+    elif x.path.startswith("/health"):
+        await x.reply_json({"status": "loading"}, EngineLoading.status)
+    else:
+        await reply_error(x, EngineLoading())
+
+
+async def serve_until_stopped(
+    app: App,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    before_stop: Callable[[], Awaitable[None]] | None = None,
+    *,
+    max_message_bytes: int = 0,
+    server: HTTPServer | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    `on_ready` is called when requests are served, `before_stop` before they no longer are. `max_message_bytes`: of a
+    WebSocket message; 0: no WebSockets. `server`: the one that answered while the application was loading."""
+    with _stop_event() as stop:
+        if server is None:
+            server = HTTPServer(app, max_message_bytes=max_message_bytes)
+            await server.start(listener)
+        else:
+            server.state.app = app
+        gc.freeze()  # objects of the start are permanent: scanning them again would pause the process for 26 ms
+        on_ready()
+        await stop.wait()
+        if count := server.open_requests:
+            log.info("stopping, waiting for open requests: open=%d timeout_s=%g", count, SHUTDOWN_TIMEOUT_S)
+        if before_stop is not None:
+            await before_stop()
+        await server.stop(SHUTDOWN_TIMEOUT_S)
+    listener.close()
+
+
+@contextmanager
+def _stop_event() -> Iterator[asyncio.Event]:
+    """Yield an event that a stop signal sets; only the main thread receives signals."""
+    stop = asyncio.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a second signal must not interrupt the caller's cleanup

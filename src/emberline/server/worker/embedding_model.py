@@ -1,0 +1,59 @@
+"""EmbeddingModel: converts texts to vectors with the embedding model's tokenizer and process."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from emberline.api.call import EmbeddingCall
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from emberline.core.jsonfile import read_optional
+from emberline.engine.embedder import EmbedderProcess
+from emberline.tokens.tokenizer import Tokenizer
+
+
+class EmbeddingModel:
+    def __init__(self, name: str, directory: Path, threads: int) -> None:
+        config = read_optional(directory / "config.json")
+        self.name = name
+        self.dim = int(config.get("hidden_size", 0))
+        longest = read_optional(directory / "sentence_bert_config.json").get("max_seq_length")
+        self.max_tokens = int(longest or config.get("max_position_embeddings", 512))
+        self._tokenizer = Tokenizer.load(directory)
+        self._process = EmbedderProcess(directory, threads)
+
+    async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
+        """Return one unit vector for each input and the total number of tokens. Raises InvalidRequest subclasses."""
+        if call.common.model not in ("", self.name):
+            raise ModelNotFound(
+                f"embedding model {call.common.model[:200]!r} not found",
+                param="model",
+                hint=f"the server's embedding model is {self.name!r}",
+            )
+        if call.dimensions is not None and not 1 <= call.dimensions <= self.dim:
+            what = f"dimensions is {call.dimensions}; it must be in [1, {self.dim}]"
+            raise InvalidRequest(what, param="dimensions")
+        texts = [text for text in call.inputs if isinstance(text, str)]
+        encoded = iter(await asyncio.to_thread(self._tokenizer.encode_batch, texts))
+        ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
+        for i, tokens in enumerate(ids):
+            if len(tokens) > self.max_tokens:
+                raise ContextLengthExceeded(
+                    f"input[{i}] has {len(tokens)} tokens; the limit of the model is {self.max_tokens}",
+                    param="input",
+                    hint="shorten the text",
+                )
+        vectors: Sequence[array[float]] = await asyncio.to_thread(self._process.embed, ids)
+        if call.dimensions is not None and call.dimensions < self.dim:
+            vectors = [_unit(vector[: call.dimensions]) for vector in vectors]
+        return vectors, sum(len(tokens) for tokens in ids)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+def _unit(vector: array[float]) -> array[float]:
+    norm = sum(v * v for v in vector) ** 0.5 or 1.0
+    return array("f", (v / norm for v in vector))

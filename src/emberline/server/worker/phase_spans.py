@@ -1,0 +1,79 @@
+"""PhaseSpans: the phases of a request as child spans: queue, prefill (with the pull of KV blocks) and decode.
+
+They are recorded when the request has ended, from the engine's times of the first choice; token totals cover all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberline.core.events import Output, Timing
+from emberline.core.handoff import BlockPull
+from emberline.trace.span import Attributes, Span
+
+CUT_OFF_ERROR = "cut_off"  # error of a phase that did not end: the client disconnected, or the request failed
+
+
+class PhaseSpans:
+    def __init__(self, span: Span, model: str, prompt_lengths: Sequence[int]) -> None:
+        """`prompt_lengths`: number of tokens of each prompt."""
+        self._span = span
+        self._prompt_tokens = prompt_lengths[0]
+        self._timing: Timing | None = None  # the latest
+        self._cached = self._all_cached = 0  # tokens of the first prompt, and of all prompts
+        self._generated = self._all_generated = 0  # tokens of the first choice, and of all choices
+        span.attributes |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompt_lengths)}
+
+    def record_output(self, index: int, output: Output) -> None:
+        """Count an engine output of choice `index`; `output.index` counts within its prompt."""
+        self._all_generated += len(output.tokens)
+        if index:
+            self._all_cached += 0 if output.index else output.cached_tokens
+            return
+        self._generated += len(output.tokens)
+        if output.timing is not None:
+            if self._timing is None:
+                self._cached = output.cached_tokens
+                self._all_cached += self._cached
+            self._timing = output.timing
+
+    def close(self, now: float) -> None:
+        self._span.attributes |= {
+            "gen_ai.usage.output_tokens": self._all_generated,
+            "gen_ai.usage.cache_read.input_tokens": self._all_cached,
+        }
+        if self._timing is not None and self._span.context.is_sampled:
+            self._record_phases(self._timing, now)
+
+    def _record_phases(self, timing: Timing, now: float) -> None:
+        end_time = now if timing.finished is None else timing.finished
+        prompt: Attributes = {"emberline.prompt_tokens": self._prompt_tokens, "emberline.cached_tokens": self._cached}
+        itl = timing.decode / (self._generated - 1) if timing.decode is not None and self._generated > 1 else None
+        tokens: Attributes = {
+            "emberline.tokens": self._generated,
+            "emberline.ttft": timing.ttft,
+            "emberline.itl_mean": itl,
+        }
+        for name, began, ended, about in (
+            ("queue", timing.arrival, timing.admitted, {}),
+            ("prefill", timing.admitted, timing.first_token, prompt),
+            ("decode", timing.first_token, timing.finished, tokens),
+        ):
+            if began is None:
+                break
+            span = self._span.start_child(name, start_time=began)
+            span.attributes |= about
+            if name == "prefill" and timing.pulled is not None:
+                _record_pull(span, timing.pulled)
+            span.end(end_time=ended) if ended is not None else span.end(CUT_OFF_ERROR, end_time=end_time)
+
+
+def _record_pull(prefill: Span, pulled: BlockPull) -> None:
+    span = prefill.start_child("pull", start_time=pulled.began)
+    span.attributes |= {
+        "emberline.pull.source": pulled.source,
+        "emberline.pull.bytes": pulled.bytes,
+        "emberline.pull.moving_seconds": pulled.moving,
+        "emberline.pull.prefill_seconds": pulled.prefill,
+    }
+    span.end(pulled.failure, end_time=pulled.ended)

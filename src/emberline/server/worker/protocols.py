@@ -1,0 +1,112 @@
+"""The wire protocols of the generation endpoints, by path: how to parse a request and write a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from emberline.api.anthropic import request as anthropic
+from emberline.api.anthropic import stream as anthropic_stream
+from emberline.api.call import ChatCall, CompletionCall, Tool
+from emberline.api.deltas import Finish, ReplyStart, ReplyWriter, TextDelta, TokenUsage
+from emberline.api.openai import chat, chat_stream, completions, completions_stream
+from emberline.api.responses import request as responses
+from emberline.api.responses import stream as responses_stream
+from emberline.core.errors import ContextLengthExceeded, WorkTooLarge
+from emberline.core.pickle_cost import check_pickle_cost
+
+
+@dataclass(frozen=True, slots=True)
+class WireProtocol:
+    parse: Callable[[bytes], ChatCall | CompletionCall]
+    make_writer: Callable[[Any, str, int, str], ReplyWriter]  # takes the parsed call, id, creation time and fingerprint
+    id_prefix: str  # of the ids of its replies
+    smallest_body: bytes  # a minimal valid request
+
+
+T = TypeVar("T")
+
+MAX_SETTINGS_WEIGHT = 100_000  # of everything but the prompt, in units of `core/pickle_cost.py`
+MAX_MESSAGES = 20_000  # of a large body; a template takes about 10 us for each
+SAMPLE_MESSAGE = b'{"role":"user","content":"a"}'
+MAX_CHARS_PER_TOKEN = 128  # a text with more characters per token of the context is rejected without tokenizing it
+
+
+def parse_large(path: str, body: bytes, max_contexts: Mapping[str, int]) -> ChatCall | CompletionCall:
+    """Parse a large body, in a child process, which rejects what fits no context before sending the result back.
+
+    `max_contexts`: context length in tokens of each model, by name.
+    """
+    call = PROTOCOLS[path].parse(body)
+    settings = replace(call, prompts=[]) if isinstance(call, CompletionCall) else replace(call, messages=[])
+    check_pickle_cost(settings, MAX_SETTINGS_WEIGHT, "the request without its prompt")
+    context = max_contexts.get(call.common.model, max(max_contexts.values(), default=0))
+    if isinstance(call, CompletionCall):
+        for prompt in call.prompts:
+            max_size = context * MAX_CHARS_PER_TOKEN if isinstance(prompt, str) else context
+            _check_size(len(prompt), max_size, prompt, "prompt")
+        return call
+    if len(call.messages) > MAX_MESSAGES:
+        found = len(call.messages)
+        what = f"messages has {found} items; the limit is {MAX_MESSAGES}"
+        raise WorkTooLarge(what, param="messages", hint="send fewer messages")
+    size = sum(len(text) for given in (call.messages, call.tools) for text in _texts(given))
+    _check_size(size, context * MAX_CHARS_PER_TOKEN, "", "messages")
+    return call
+
+
+def _check_size(size: int, max_size: int, prompt: str | list[int], param: str) -> None:
+    if size > max_size:
+        what = "characters" if isinstance(prompt, str) else "tokens"
+        message = f"{param} has {size} {what}; the model's context holds at most {max_size}"
+        raise ContextLengthExceeded(message, param=param, hint=f"shorten {param}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Tool):
+        yield from _texts([value.name, value.description, value.parameters])
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def parse_within_weight(parse: Callable[[bytes], T], body: bytes) -> T:
+    """Parse a body, in a child process, which rejects a result that would take long to send back."""
+    call = parse(body)
+    check_pickle_cost(call)
+    return call
+
+
+PROTOCOLS = {
+    "/v1/chat/completions": WireProtocol(
+        chat.parse, chat_stream.ChatReplyWriter, "chatcmpl-", b'{"stream":true,"messages":[%b]}' % SAMPLE_MESSAGE
+    ),
+    "/v1/completions": WireProtocol(
+        completions.parse, completions_stream.CompletionReplyWriter, "cmpl-", b'{"stream":true,"prompt":"a"}'
+    ),
+    "/v1/responses": WireProtocol(
+        responses.parse, responses_stream.ResponsesReplyWriter, "resp_", b'{"stream":true,"input":"a"}'
+    ),
+    "/v1/messages": WireProtocol(
+        anthropic.parse,
+        anthropic_stream.MessagesReplyWriter,
+        "msg_",
+        b'{"stream":true,"max_tokens":1,"messages":[%b]}' % SAMPLE_MESSAGE,
+    ),
+}
+
+
+def warm_up() -> None:
+    """Parse a body and write a reply of each protocol, as the first use takes 10 to 30 ms."""
+    for protocol in PROTOCOLS.values():
+        writer = protocol.make_writer(protocol.parse(protocol.smallest_body), protocol.id_prefix, 0, "")
+        writer.write_start()
+        for delta in (ReplyStart(1), TextDelta(0, "a"), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 2)):
+            writer.write(delta)
+        writer.write_end()

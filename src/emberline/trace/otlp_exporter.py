@@ -1,0 +1,152 @@
+"""OTLPSpanExporter: sends spans to an OTLP collector in batches, in the background.
+
+Spans that the collector does not accept in time are dropped and counted: no request waits for the collector, and
+memory is bounded while it is unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.core.config import TraceConfig
+from emberline.core.errors import EmberlineError
+from emberline.net.connection_pool import HTTPConnectionPool
+from emberline.net.json_errors import JSON_DECODE_ERRORS
+from emberline.trace.span import Attributes, Span, encode_attributes
+
+log = logging.getLogger("emberline.trace")
+
+MAX_BATCH_SPANS = 64  # encoding more at once would delay requests
+MAX_QUEUED_SPANS, MAX_QUEUED_BYTES = 4096, 16 << 20
+BATCH_DELAY_S = 1.0  # from the first span of a batch until the batch is sent
+RETRY_DELAYS_S = (0.5, 1.0, 2.0)  # before each retry; after the last the batch is dropped
+MAX_RETRY_DELAY_S = 10.0
+SHUTDOWN_TIMEOUT_S = 2.0
+EXPORT_TIMEOUT_S = 5.0  # for the collector's reply
+MAX_REPLY_BYTES = 1 << 16
+RETRYABLE_STATUSES = (408, 429, 502, 503, 504)
+
+
+class OTLPSpanExporter:
+    """An async context manager; leaving it sends the queued spans within SHUTDOWN_TIMEOUT_S."""
+
+    def __init__(
+        self, pool: HTTPConnectionPool, config: TraceConfig, resource: Attributes, clock: Clock, wall_clock: Clock
+    ) -> None:
+        """`resource`: attributes of this process. `wall_clock`: Unix time in seconds."""
+        self._pool = pool
+        parts = urlsplit(config.url)
+        self._origin, self._path = f"{parts.scheme}://{parts.netloc}", parts.path + (parts.query and f"?{parts.query}")
+        self._headers = {**config.headers, "content-type": "application/json"}
+        self._resource = {"attributes": encode_attributes(resource)}
+        self._clock, self._wall = clock, wall_clock
+        self._queue: deque[Span] = deque()
+        self._bytes = 0
+        self._has_spans, self._closing = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_failing = False  # the collector fails, and this was logged
+        self.sent = self.dropped = 0
+
+    def put(self, span: Span) -> None:
+        """Queue a span for export without waiting; it is dropped if the queue is full."""
+        if (
+            self._closing.is_set()
+            or len(self._queue) >= MAX_QUEUED_SPANS
+            or self._bytes + span.size_bytes > MAX_QUEUED_BYTES
+        ):
+            self.dropped += 1
+            return
+        self._queue.append(span)
+        self._bytes += span.size_bytes
+        self._has_spans.set()
+
+    async def __aenter__(self) -> OTLPSpanExporter:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._closing.set()
+        self._has_spans.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                await self._task
+        self.dropped += len(self._queue)
+
+    async def _run(self) -> None:
+        while not (self._closing.is_set() and not self._queue):
+            await self._has_spans.wait()
+            self._has_spans.clear()
+            await self._pause(BATCH_DELAY_S)
+            while self._queue:
+                batch = [self._queue.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._queue)))]
+                self._bytes -= sum(span.size_bytes for span in batch)
+                accepted = 0
+                try:
+                    accepted = await self._send(batch)
+                except Exception:
+                    log.exception("Span export failed: dropped=%d", len(batch))
+                finally:  # also if the shutdown timeout cancels this task
+                    self.sent += accepted
+                    self.dropped += len(batch) - accepted
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+
+    async def _send(self, batch: list[Span]) -> int:
+        """Send a batch with retries and return how many spans the collector accepted."""
+        body, reason = self._encode(batch), ""
+        for pause in (*RETRY_DELAYS_S, None):
+            try:
+                status, headers, reply = await self._post(body)
+                reason = f"status {status}"
+            except EmberlineError as e:
+                status, headers, reply, reason = 0, {}, b"", str(e)
+            if 200 <= status < 300:
+                self._is_failing = False
+                return len(batch) - min(_count_rejected(reply), len(batch))
+            if (status and status not in RETRYABLE_STATUSES) or pause is None:
+                break
+            await self._pause(min(max(_retry_after(headers), pause), MAX_RETRY_DELAY_S))
+        if not self._is_failing:
+            log.warning("Span export failed, dropping spans: collector=%s reason=%s", self._origin, reason)
+        self._is_failing = True
+        return 0
+
+    async def _post(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        reply = await self._pool.request(self._origin, "POST", self._path, self._headers, body, EXPORT_TIMEOUT_S)
+        try:
+            return reply.status, reply.headers, await reply.read_all(EXPORT_TIMEOUT_S, MAX_REPLY_BYTES)
+        finally:
+            reply.close()
+
+    def _encode(self, batch: list[Span]) -> bytes:
+        """Return the body of an export request."""
+        epoch = self._wall.now() - self._clock.now()
+        scoped = {"scope": {"name": "emberline"}, "spans": [span.to_otlp(epoch) for span in batch]}
+        return msgspec.json.encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]})
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds of the Retry-After header, 0 without one."""
+    value = headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else 0.0
+
+
+def _count_rejected(reply: bytes) -> int:
+    try:
+        return max(0, int(msgspec.json.decode(reply)["partialSuccess"]["rejectedSpans"]))
+    except (*JSON_DECODE_ERRORS, KeyError, TypeError, ValueError):
+        return 0  # the status was a success

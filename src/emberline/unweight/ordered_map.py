@@ -1,0 +1,28 @@
+"""map_in_order: maps a function over items with several threads and yields the results in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from emberline.core.config import core_count
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_order(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield `work(item)` for each item in order; at most two results per core are pending, to bound memory."""
+    rest, max_pending = iter(items), 2 * core_count()
+    pending: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(rest, max_pending))
+    try:
+        while pending:
+            result = pending.popleft().result()
+            pending.extend(pool.submit(work, item) for item in islice(rest, 1))
+            yield result
+    finally:
+        for future in pending:
+            future.cancel()

@@ -1,0 +1,118 @@
+"""PrefixCode: a canonical prefix code over byte symbols with limited code length, and its decoding tables."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.core.errors import ModelFileError
+from emberline.unweight.format import MAX_CODE_BITS, MAX_LOOKUP_SYMBOLS, Bytes
+
+LENGTH_DIGITS = re.compile(r"[1-9ab]([0-9ab]{0,254}[1-9ab])?")
+
+
+@dataclass(frozen=True)
+class PrefixCode:
+    lengths: Bytes  # [256] code length in bits; 0 for symbols that never occur
+
+    @staticmethod
+    def from_counts(counts: NDArray[np.uint64]) -> PrefixCode:
+        """Return the code that needs the fewest bits for symbols with these counts."""
+        return PrefixCode(np.array(_optimal_lengths(counts.tolist()), np.uint8))
+
+    @staticmethod
+    def parse(first: object, text: object) -> PrefixCode:
+        """Parse a code as files store it: the length of each symbol from `first` on, as hexadecimal digits."""
+        if type(first) is not int or not isinstance(text, str) or not LENGTH_DIGITS.fullmatch(text):
+            raise ModelFileError(f"invalid prefix code in a packed file: first={first!r} lengths={str(text)[:40]!r}")
+        if not 0 <= first <= 256 - len(text):
+            raise ModelFileError(f"a prefix code of {len(text)} symbols cannot begin at symbol {first}")
+        lengths = np.zeros(256, np.uint8)
+        lengths[first : first + len(text)] = [int(digit, 16) for digit in text]
+        used = lengths[lengths > 0].astype(np.int64)
+        if int((1 << (MAX_CODE_BITS - used)).sum()) != 1 << MAX_CODE_BITS and used.tolist() != [1]:
+            raise ModelFileError("a prefix code is invalid: some bit sequences have no symbol, or more than one")
+        return PrefixCode(lengths)
+
+    @property
+    def first(self) -> int:
+        return int(self.lengths.nonzero()[0][0])
+
+    def __str__(self) -> str:
+        used = self.lengths.nonzero()[0]
+        return "".join(f"{length:x}" for length in self.lengths[used[0] : used[-1] + 1])
+
+    def total_bits(self, counts: NDArray[np.uint64]) -> int:
+        return int((counts * self.lengths).sum())
+
+    @cached_property
+    def codes(self) -> NDArray[np.uint32]:
+        """[256] code of each symbol, first bit lowest, | length << 16."""
+        out = np.zeros(256, np.uint32)
+        code = length = 0
+        for symbol in np.lexsort((np.arange(256), self.lengths)).tolist():
+            if own := int(self.lengths[symbol]):
+                code <<= own - length
+                length = own
+                out[symbol] = int(f"{code:0{own}b}"[::-1], 2) | own << 16
+                code += 1
+        return out
+
+    @cached_property
+    def first_symbol(self) -> Bytes:
+        """[2048] first symbol in each sequence of 11 bits."""
+        out = np.zeros(1 << MAX_CODE_BITS, np.uint8)
+        for symbol in self.lengths.nonzero()[0].tolist():
+            length, code = int(self.lengths[symbol]), int(self.codes[symbol]) & 0xFFFF
+            out[code :: 1 << length] = symbol
+        if np.count_nonzero(self.lengths) == 1:  # the only incomplete code: 0 and 1 both decode to its one symbol
+            out[:] = self.first
+        return out
+
+    @cached_property
+    def decode_table(self) -> NDArray[np.uint64]:
+        """[2048] for each sequence of 11 bits: bits used | symbols << 8 | number of symbols << 56."""
+        ahead, taken, number = (
+            np.arange(1 << MAX_CODE_BITS),
+            np.zeros(1 << MAX_CODE_BITS, np.int64),
+            np.zeros(1 << MAX_CODE_BITS, np.uint64),
+        )
+        table = np.zeros(1 << MAX_CODE_BITS, np.uint64)
+        for position in range(MAX_LOOKUP_SYMBOLS):
+            symbol = self.first_symbol[ahead >> taken]
+            after = taken + self.lengths[symbol]
+            fits = (after <= MAX_CODE_BITS) & (number == position)
+            table[fits] |= symbol[fits].astype(np.uint64) << np.uint64(8 + 8 * position)
+            taken[fits] = after[fits]
+            number[fits] += np.uint64(1)
+        return table | taken.astype(np.uint64) | number << np.uint64(56)
+
+
+def entropy_bits(counts: NDArray[np.uint64]) -> float:
+    """Return the entropy in bits per symbol, the lower bound of any code's average length."""
+    share = counts[counts > 0] / max(1, int(counts.sum()))
+    return float(-(share * np.log2(share)).sum()) + 0.0
+
+
+def _optimal_lengths(counts: list[int]) -> list[int]:
+    """Return optimal code lengths of at most MAX_CODE_BITS, by the package-merge algorithm."""
+    leaves: list[tuple[int, tuple[int, ...]]] = sorted(
+        (count, (symbol,)) for symbol, count in enumerate(counts) if count
+    )
+    lengths = [0] * len(counts)
+    if len(leaves) == 1:
+        lengths[leaves[0][1][0]] = 1
+    if len(leaves) < 2:
+        return lengths
+    packages = leaves
+    for _ in range(MAX_CODE_BITS - 1):
+        pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(packages[::2], packages[1::2], strict=False)]
+        packages = sorted(leaves + pairs, key=lambda item: item[0])
+    for _, symbols in packages[: 2 * len(leaves) - 2]:
+        for symbol in symbols:
+            lengths[symbol] += 1
+    return lengths
