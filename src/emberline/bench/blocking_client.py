@@ -18,7 +18,7 @@ REPLY_TIMEOUT_S = 60.0  # seconds to wait for the next part of a reply
 class BlockingClient:
     def __init__(self, url: str, key: str | None = None) -> None:
         at = urlsplit(url)
-        assert at.scheme == "http" and at.hostname is not None and at.port is not None, "the server must be on this machine"
+        assert at.scheme == "http" and at.hostname is not None and at.port is not None, f"{url} is not http://HOST:PORT"
         self._head = f"host: {at.netloc}\r\naccept: */*\r\ncontent-type: application/json\r\n"
         self._head += f"authorization: Bearer {key}\r\n" if key else ""
         self._socket = socket.create_connection((at.hostname, at.port), REPLY_TIMEOUT_S)

@@ -55,7 +55,7 @@ class CompletionClient:
     ) -> RequestTrace:
         """Stream one completion and return its trace.
 
-        `leave_after`: disconnect after this many events. `into`: the trace to fill, which the caller can read meanwhile.
+        `leave_after`: disconnect after this many events. `into`: the trace to fill, readable while it grows.
         """
         connection = self._free.pop() if self._free else LeanHTTPConnection(self._url, self._key)
         trace = into or RequestTrace(time.perf_counter())

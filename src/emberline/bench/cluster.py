@@ -34,7 +34,7 @@ class LocalCluster:
         router: Sequence[str] = (),
         pinned: bool = False,
     ) -> None:
-        """`worker`: model and options of every worker. `pinned`: each worker gets a core of its own, while there are enough."""
+        """`worker`: model and options of every worker. `pinned`: each worker gets its own core, if there are enough."""
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self._pinned = logs, pinned
         self.url, self.key = f"http://127.0.0.1:{(port := free_port())}", secrets.token_hex(16)

@@ -56,7 +56,7 @@ class LeanHTTPConnection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def stream(self, path: str, body: bytes | None = None) -> AsyncIterator[bytes]:
-        """Yield the parts of the reply's body; with `body` the request is a POST. Leaving early closes the connection."""
+        """Yield the parts of the reply's body; with `body` the request is a POST. Leaving early closes it."""
         done = False
         try:
             await self._send(path, body)

@@ -78,9 +78,7 @@ def bench(model: str, peers: list[str], names: list[str], rules: CPUBenchRules, 
                 for entry in entries:
                     _run_round(entry, task, turn, rules)
     rules.quiet()
-    top = top.or_better(
-        machine_limits.measure(ground.threads)
-    )  # the median drops a disturbance of single runs
+    top = top.or_better(machine_limits.measure(ground.threads))  # the median drops a disturbance of single runs
     report = BenchReport("cpu", {"model": model, "threads": ground.threads, "rounds": rules.rounds, "ceiling": top.how})
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
@@ -105,7 +103,7 @@ def _start(
 ) -> tuple[list[CPUBenchEntry], dict[str, Any]]:
     entries: list[CPUBenchEntry] = []
     absent: dict[str, Any] = {}
-    us, them = ours(ground), [peer(name, ground) for name in peers]  # unknown names are rejected before any contender starts
+    us, them = ours(ground), [peer(name, ground) for name in peers]  # raises for unknown names
     for spec in (us, *them):
         try:
             contender = ContenderProcess(spec, ground.root / "logs" / f"{spec.name}.log")

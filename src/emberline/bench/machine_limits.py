@@ -25,7 +25,7 @@ class MachineLimits:
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes per second read from memory: the best of several reductions over a buffer larger than the cache."""
+        """Return the bytes per second read from memory: the best of several sums over more than the cache."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("read"))
 
     @property

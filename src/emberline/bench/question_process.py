@@ -12,7 +12,7 @@ Ask = Callable[[str], Any]
 
 @contextmanager
 def question_process(serve: Callable[..., None], *arguments: Any) -> Iterator[Ask]:
-    """Run `serve(pipe, *arguments)` in a child process and yield a function that sends a question and returns the answer."""
+    """Run `serve(pipe, *arguments)` in a child process; yield a function that returns its answer to a question."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=serve, args=(theirs, *arguments))
