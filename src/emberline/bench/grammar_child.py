@@ -1,7 +1,7 @@
 """One grammar library in a process of its own: it reads cases as JSON lines and prints the cost of each.
 
-Run by `emberline.bench.grammar`. A case that takes too long ends the process: a hang or crash is a result too. All times are
-CPU time of this thread, so that other work on the machine does not count.
+Run by `emberline.bench.grammar`. A case that takes too long ends the process: a hang or crash is a result too.
+All times are CPU time of this thread, so that other work on the machine does not count.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def _linears(report: BenchReport, name: str, n: int, k: int, top: MachineLimits)
         theirs = _peers(report, label, _torch(x, weight, some, packed.layout), some)
         best = min(theirs.values(), default=None)
         report.add(label, [s / some * 1e6 for s in seconds], "us", peer=best, limit=limit * 1e6)
-        for who, value in theirs.items():
-            report.add(f"{label}/{who}", value, "us")
+        for peer, value in theirs.items():
+            report.add(f"{label}/{peer}", value, "us")
 
 
 def _peers(report: BenchReport, label: str, ways: Iterator[tuple[str, Work]], some: int) -> dict[str, float]:
@@ -133,14 +133,14 @@ def _peers(report: BenchReport, label: str, ways: Iterator[tuple[str, Work]], so
     torch's BLAS may use more threads than configured; a peer on more cores is no comparison and is named in the config.
     """
     best = {}
-    for who, work in ways:
+    for peer, work in ways:
         wall, busy = time.perf_counter(), time.process_time()
         times = _times(work)
         cores = (time.process_time() - busy) / (time.perf_counter() - wall)
         if cores > report.config["threads"] * 1.15:
-            report.config["on_more_cores"][f"{label}/{who}"] = round(cores, 2)
+            report.config["on_more_cores"][f"{label}/{peer}"] = round(cores, 2)
         else:
-            best[who] = min(times) / some * 1e6
+            best[peer] = min(times) / some * 1e6
     return best
 
 

@@ -121,9 +121,7 @@ class RoundingRun:
 
     def __init__(self, model: DecoderModel, rounding: Rounding | None) -> None:
         c = model.config
-        self._model = (
-            model if rounding is None else replace(model, stack=None)
-        )  # not one native call for all layers
+        self._model = model if rounding is None else replace(model, stack=None)  # not one native call for all layers
         self._rounding = rounding
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))
 
@@ -167,27 +165,27 @@ def bench(name: str, text: str, config: dict[str, Any]) -> BenchReport:
     report = BenchReport("kv-float8", {"model": name, "weights": str(model.dtype), "window": WINDOW, **config})
     report.config |= {"tokens": len(tokens), "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
     errors, positions, largest = compare(model, tokens)
-    for who in ROUNDINGS:
-        add_figures(report, errors[who], positions, "" if who == "float8" else f"/{who}")
-    for who, one in errors.items():
-        report.add(f"perplexity_{who}", torch.cat(one.nll).mean().exp().item(), "")
+    for kind in ROUNDINGS:
+        add_figures(report, errors[kind], positions, "" if kind == "float8" else f"/{kind}")
+    for kind, one in errors.items():
+        report.add(f"perplexity_{kind}", torch.cat(one.nll).mean().exp().item(), "")
     for what, size in largest.items():
         report.add(f"largest_{what}", size, "")
     return report
 
 
-def add_figures(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, who: str) -> None:
+def add_figures(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, kind: str) -> None:
     kl, same = torch.cat(errors.kl).numpy(), torch.cat(errors.same).numpy()
     mean, most = torch.cat(errors.mean).numpy(), torch.cat(errors.most).numpy()
     spans = [(low, high, (positions >= low) & (positions < high)) for low, high in pairwise(SPANS)]
     everywhere = ("", np.ones(len(kl), bool))
     for where, here in (everywhere, *((f"_{low}_{high - 1}", here) for low, high, here in spans)):
         if here.any():
-            report.add(f"kl_mean{where}{who}", kl[here].mean(), "nats")
-            report.add(f"kl_p99{where}{who}", float(np.quantile(kl[here], 0.99)), "nats")
-            report.add(f"top1_agreement{where}{who}", same[here].mean() * 100, "%")
-            report.add(f"logit_error_mean{where}{who}", mean[here].mean(), "")
-            report.add(f"logit_error_max{where}{who}", most[here].max(), "")
+            report.add(f"kl_mean{where}{kind}", kl[here].mean(), "nats")
+            report.add(f"kl_p99{where}{kind}", float(np.quantile(kl[here], 0.99)), "nats")
+            report.add(f"top1_agreement{where}{kind}", same[here].mean() * 100, "%")
+            report.add(f"logit_error_mean{where}{kind}", mean[here].mean(), "")
+            report.add(f"logit_error_max{where}{kind}", most[here].max(), "")
 
 
 def main() -> None:

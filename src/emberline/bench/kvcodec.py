@@ -133,9 +133,7 @@ def _link(report: BenchReport, file: Path, codec: KVCodec, gigabits: float, roun
     name = f"link_{gigabits:g}gbit" if gigabits else "link_loopback"
     try:
         with narrow_network(gigabits) if gigabits else nullcontext() as far, question_process(_serve, file, far) as ask:
-            plain = _pulls(file, LinkOptions(connections=STREAMS), rounds + 1, ask)[
-                1:
-            ]  # the first is a warm-up
+            plain = _pulls(file, LinkOptions(connections=STREAMS), rounds + 1, ask)[1:]  # the first is a warm-up
             coded = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec], always_encode=True), rounds + 1, ask)[
                 1:
             ]

@@ -62,5 +62,5 @@ def _run(*command: str) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        raise NamespaceNotAllowed(f"{' '.join(command[:3])}: {str(said).strip()}") from error
+        output = getattr(error, "stderr", None) or error
+        raise NamespaceNotAllowed(f"{' '.join(command[:3])}: {str(output).strip()}") from error
