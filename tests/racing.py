@@ -1,9 +1,8 @@
-"""Racing: a device on the CPU that finds what could go wrong on a real one, where lanes run beside each other.
+"""Racing: a device on the CPU that detects races which could occur on a real one, where streams run in parallel.
 
-It does all at once and in order, so its results are those of a device that is lucky. Meanwhile it notes who uses which
-memory (torch tells it), and what each lane, and the host, can know to be over: its own past, and what it waited for. If
-two use the same memory, one of them writes, and nothing says which comes first, that is a race. Only memory it was told
-to watch counts.
+It executes all work at once and in order. Meanwhile torch reports which memory each operation uses, and the device
+records which earlier operations each stream and the host have waited for. If two operations use the same memory, one of
+them writes, and no event orders them, that is a race. Only memory passed to `watch` is checked.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from emberline.engine.gpu.device import DeviceEvent, DeviceStream, HostStream
 
 HOST = "host"
-Past = dict[str, int]  # of each lane, how many of its actions are over
+Past = dict[str, int]  # for each stream, how many of its operations are known to be complete
 
 
 class RacingMark:
@@ -53,7 +52,7 @@ class RacingLane(HostStream):
 
 
 class Racing(TorchDispatchMode):
-    """Enter it around all that is to be seen."""
+    """A context manager: operations inside it are checked."""
 
     def __init__(self, *, pins: bool = True) -> None:
         super().__init__()
@@ -63,9 +62,9 @@ class Racing(TorchDispatchMode):
         self.races: list[str] = []
         self.pinned_now: list[Tensor] = []
         self._pins = pins
-        self._names: dict[int, str] = {}  # of watched memory, by address
+        self._names: dict[int, str] = {}  # uses of watched memory, by address
         self._area = range(0)
-        self._host_memory: set[int] = set()  # that is not the device's
+        self._host_memory: set[int] = set()  # which is not device memory
         self._written: dict[int, tuple[str, int]] = {}
         self._read: defaultdict[int, Past] = defaultdict(dict)
         self._lanes = 0
@@ -73,7 +72,7 @@ class Racing(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch imports its compiler, for seconds, to tell it to keep out
+        return False  # else torch would import its compiler, which takes seconds
 
     def allocate_pinned(self, size: int) -> Tensor:
         made = torch.zeros(size, dtype=torch.uint8)
@@ -112,7 +111,7 @@ class Racing(TorchDispatchMode):
         mine.update({lane: max(count, mine.get(lane, 0)) for lane, count in past.items()})
 
     def note(self, what: str, *memory: Tensor | memoryview, writes: bool) -> None:
-        """A use that torch does not see."""
+        """Record a use of memory that torch does not report."""
         tensors = [m if isinstance(m, Tensor) else torch.frombuffer(m, dtype=torch.uint8) for m in memory]
         self._act(self.at_work, [(t.untyped_storage().data_ptr(), writes) for t in tensors], what)
 
@@ -120,7 +119,7 @@ class Racing(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = func._schema
         looks = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
-        if not looks:  # a view is no use
+        if not looks:  # a view does not use memory
             values = [(args[i] if i < len(args) else kwargs.get(a.name), a) for i, a in enumerate(schema.arguments)]
             used = [
                 (value.untyped_storage().data_ptr(), arg.alias_info is not None and arg.alias_info.is_write)
@@ -134,7 +133,7 @@ class Racing(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _act(self, who: str, used: list[tuple[int, bool]], what: str) -> None:
-        """After all that the host knows to be over."""
+        """Add an operation of the stream, after everything that the host knows to be complete."""
         past = self.pasts[who]
         self.learn(who, self.pasts[HOST])
         past[who] = past.get(who, 0) + 1

@@ -1,4 +1,4 @@
-"""`emberline doctor` says what booting does: the same checkpoint and options through both, on a pretended GPU."""
+"""`emberline doctor` and boot agree on plans and errors, on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIONS = (
 
 @pytest.fixture
 def booted(monkeypatch: pytest.MonkeyPatch) -> list[memory.MemoryPlan]:
-    """What was planned by each boot that comes, on a GPU that is none."""
+    """Return the list of memory plans of all later boots, on a simulated GPU."""
     plans: list[memory.MemoryPlan] = []
     plan = memory.plan_memory
 
@@ -79,7 +79,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_they_plan_the_same(
+def test_doctor_and_boot_make_the_same_plan(
     booted: list[memory.MemoryPlan],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -101,11 +101,11 @@ def test_they_plan_the_same(
     assert loaded.max_context == int(cut[1] if cut else context[1])
 
 
-def test_experts_are_refused_before_anything_is_loaded(
+def test_mixture_of_experts_is_rejected_before_loading(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tiny.write(tmp_path, "mixtral")
-    monkeypatch.delattr(gpu_boot, "CudaDevice")  # nobody opens the device
+    monkeypatch.delattr(gpu_boot, "CudaDevice")  # the device is not opened
     with pytest.raises(UnsupportedModel, match="only supported on the CPU") as refused:
         serve(directory, {})
     assert "--device cpu" in (refused.value.hint or "")
@@ -114,7 +114,7 @@ def test_experts_are_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("odd", range(3))
-def test_the_first_matrix_is_as_wide_as_its_widest_part(
+def test_weight_dtype_is_the_widest_part_of_the_first_matrix(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, odd: int
 ) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
@@ -128,7 +128,7 @@ def test_the_first_matrix_is_as_wide_as_its_widest_part(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("files", ["plain", "packed"])
 @pytest.mark.parametrize("weights", ["auto", "plain", "packed", "both"])
-def test_packed_weights(
+def test_packed_weights_are_planned_and_kept(
     booted: list[memory.MemoryPlan],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -137,7 +137,7 @@ def test_packed_weights(
     files: str,
     weights: str,
 ) -> None:
-    """In 12 bits where the files are packed or someone asks for it; never float32."""
+    """Weights have 12 bits if the files are packed or it is requested; float32 is never packed."""
     config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
     directory = tiny.write(tmp_path / "plain", config, dtype=dtype)
     if files == "packed":
@@ -174,7 +174,7 @@ def test_packed_weights(
     assert booted[0].weights == plan + sum(beside)
 
 
-def test_a_cpu_refuses_packed_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cpu_rejects_packed_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = model(tmp_path, torch.bfloat16)
     with pytest.raises(EmberlineError, match="on a CPU it must be auto or plain"):
         boot(EngineConfig(model=str(directory), device="cpu", weights="packed"))
@@ -185,7 +185,7 @@ def test_a_cpu_refuses_packed_weights(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     "options", [{"max_context": 65}, {"kv_memory": 8 << 30}, {"max_batch_tokens": 1 << 24}, {"block_size": 48}], ids=str
 )
-def test_they_refuse_the_same(
+def test_doctor_and_boot_reject_the_same_settings(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: dict[str, object]
 ) -> None:
     directory = model(tmp_path, torch.bfloat16)
@@ -195,15 +195,15 @@ def test_they_refuse_the_same(
     assert code == 1 and refused.value.message in output
 
 
-def test_names_mean_the_same() -> None:
+def test_dtype_names_are_the_same_everywhere() -> None:
     assert {name: dtype.itemsize for name, dtype in gpu_boot.KV_DTYPES.items()} == memory.DTYPE_BYTES
 
 
-def test_the_plan_knows_how_much_of_a_head_is_unpacked_at_a_time() -> None:
+def test_plan_and_kernel_unpack_the_same_part_of_the_head() -> None:
     assert memory.MAX_UNPACKED_WEIGHTS == gpu.MAX_UNPACKED_WEIGHTS
 
 
-def test_blocks_on_their_way_elsewhere_have_their_place(
+def test_plan_reserves_buffers_for_copied_blocks(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     directory = model(tmp_path, torch.bfloat16)

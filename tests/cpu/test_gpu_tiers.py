@@ -1,4 +1,4 @@
-"""Tiers below a GPU's cache, with the CPU as device: the same tokens, by copies that no order of lanes could spoil."""
+"""Tiers below a GPU's cache, with the CPU as device: the same tokens, and copies without races between streams."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 0)  # a block each: no plan of several is done in one piece
+    monkeypatch.setattr(
+        memory, "COPY_PIECE_BYTES", 0
+    )  # one block each, so that a plan with several blocks needs several pieces
 
 
 class House:
-    """An engine above its tiers, or one without. Files are read and written when the test says so."""
+    """An engine with or without tiers. Files are read and written when the test calls `run`."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class House:
         c = model.config
         shape = KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16)
         cache = KVCache(shape, blocks)
-        cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be given back
+        cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be freed
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, tiers=tiers, **settings)  # type: ignore[arg-type]
         self.device = Racing(pins=pins)
         self.runner = GPURunner(
@@ -83,7 +85,7 @@ class House:
         forward = self.runner._forward
 
         def noted(inputs: StepInputs, out: Tensor | None) -> Tensor:
-            alone = self.device.at_work == "steps"  # beside each other, parts write to different blocks
+            alone = self.device.at_work == "steps"  # parts that run in parallel write to different blocks
             self.device.note("the model", cache.keys, cache.values, writes=alone)
             return forward(inputs, out)
 
@@ -130,7 +132,7 @@ class House:
 
 
 class Attended(TierStack):
-    """Others may read a buffer as soon as it is said to be full: then it must be."""
+    """Checks that a buffer is complete when it is reported as saved: other threads may read it from then on."""
 
     def __init__(self, host: HostTier, below: list[Tier], device: Racing) -> None:
         super().__init__(host, below, threads=False)
@@ -146,7 +148,9 @@ class Attended(TierStack):
     def release_fetched(self, digest: bytes) -> None:
         buffer = self.host.pin(digest)
         assert buffer is not None
-        self.device.note("a writer", buffer, writes=True)  # the next block, as soon as this one is evicted
+        self.device.note(
+            "a writer", buffer, writes=True
+        )  # the buffer of the next block, as soon as this one is evicted
         self.host.unpin(digest)
         super().release_fetched(digest)
 
@@ -165,7 +169,7 @@ def ask(seed: int, name: str = "r", /, *, tokens: int = OUT) -> Submission:
 
 
 def others(house: House) -> None:
-    """Requests that push everything else out of the main cache."""
+    """Return requests that evict everything else from the main cache."""
     for seed in (100, 101, 102):
         house.run(ask(seed))
 
@@ -182,7 +186,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_evicted_prefixes_come_back(model: DecoderModel, way: str, tmp_path: Path) -> None:
+def test_evicted_prefixes_are_loaded_from_tiers(model: DecoderModel, way: str, tmp_path: Path) -> None:
     fresh = House(model, tiers=False).run(ask(1))
     house = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
     same(house.run(ask(1)), fresh, cached=0)
@@ -201,22 +205,22 @@ def undisturbed(model: DecoderModel) -> Folded:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_preempted_requests_come_back(model: DecoderModel, undisturbed: Folded, way: str) -> None:
+def test_preempted_requests_load_their_blocks(model: DecoderModel, undisturbed: Folded, way: str) -> None:
     house = House(model, blocks=14, **WAYS[way])  # type: ignore[arg-type]
     first, *rest = (ask(seed, f"r{seed}", tokens=20) for seed in range(4))
     house.engine.add(replace(first, priority=Priority.BATCH))
     outputs = house.steps(4)
-    for submission in rest:  # these go first, and need all the room there is
+    for submission in rest:  # these run first, and need all blocks
         house.engine.add(submission)
     same(fold([*outputs, *house.finish()]), undisturbed)
     assert house.engine.scheduler.preemptions > 0
     assert house.engine.stats().tiers["host"].hit_tokens > 0
 
 
-def test_a_step_that_fails_publishes_nothing(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_stores_no_blocks(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     house = House(model)
     house.engine.add(ask(1))
-    house.steps(3)  # the prompt is computed, the second token too; the third plan saves the blocks
+    house.steps(3)  # the prompt and the second token are computed; the third plan saves the blocks
     assert house.host.num_pinned == 5
 
     def broken(*_: object) -> None:
@@ -229,9 +233,10 @@ def test_a_step_that_fails_publishes_nothing(model: DecoderModel, monkeypatch: p
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans at random, launched before the last is over: buffers hold, to the bit, what they would if each were
-    carried out at once. Blocks that are loaded twice have what came last."""
+def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers have the same content for pipelined random plans as for plans executed one at a time.
+
+    Blocks that are loaded twice have the content of the last load."""
     rng = random.Random(3)
     shape = KVShape(3, 2, 16, BLOCK, torch.bfloat16)
     caches = [KVCache(shape, 10) for _ in range(2)]
@@ -249,7 +254,7 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
     with device, device.step_stream.activate():
         under_way = None
         for step in range(40):
-            half = step % 2 * 8  # the other buffers belong to the plan that is under way
+            half = step % 2 * 8  # the other buffers belong to the plan in flight
             slots = [half + i for i in rng.sample(range(8), 8)]
             blocks = [rng.randrange(10) for _ in slots]
             cut = rng.randrange(9)
@@ -275,14 +280,14 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def movable(tmp_path: Path) -> Iterator[DecoderModel]:
-    """A model whose memory can be given back."""
+    """Return a model whose memory can be freed."""
     backend, uniform = ops._backend, ref.uniform_from_seed
     plain_arithmetic()
     yield load_decoder(tiny.write(tmp_path, tiny.CONFIGS["llama"]), "bfloat16")
     ops._backend, ref.uniform_from_seed = backend, uniform
 
 
-def test_lower_tiers_outlast_sleep(movable: DecoderModel) -> None:
+def test_lower_tiers_survive_sleep(movable: DecoderModel) -> None:
     house = House(movable)
     fresh = house.run(ask(1))
     slept = sleep_runner(house.runner)
@@ -298,7 +303,7 @@ def test_lower_tiers_outlast_sleep(movable: DecoderModel) -> None:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_main_memory_is_pinned_until_it_is_closed(model: DecoderModel, pins: bool) -> None:
+def test_host_tier_is_pinned_until_closed(model: DecoderModel, pins: bool) -> None:
     house = House(model, pins=pins)
     assert len(house.device.pinned_now) == pins
     house.engine.add(ask(1))
@@ -308,7 +313,7 @@ def test_main_memory_is_pinned_until_it_is_closed(model: DecoderModel, pins: boo
     assert house.device.pinned_now == [] and house.device.races == []
 
 
-def test_scratch_is_planned_for(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def scratch(**settings: object) -> int:
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
@@ -321,8 +326,8 @@ def test_scratch_is_planned_for(model: DecoderModel, monkeypatch: pytest.MonkeyP
         assert numbers.nbytes < 1024
 
 
-def test_settings_become_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole boot on a GPU that is none, and a second one that finds the first one's files."""
+def test_settings_create_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boot on a simulated GPU, then boot again: the second one finds the files of the first."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
     for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)

@@ -1,4 +1,4 @@
-"""A request that moves from engine to engine, by its blocks or by its tokens alone, is the same to the bit."""
+"""A request that moves between engines, with its blocks or with its tokens alone, gives the same tokens."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def ask(wishes: dict[str, Any], prompt: list[int] = PROMPT) -> Submission:
 
 
 def first_ticket(p: Engine, submission: Submission) -> dict[str, Any]:
-    """As soon as there is one: the prompt is still being computed."""
+    """Return the first ticket, while the prompt is still being computed."""
     p.add(replace(submission, publish=True))
     while not (outputs := p.step()):
         pass
@@ -115,7 +115,7 @@ def settle(*engines: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path) -> dict[str, Reply]:
-    """What an engine says that has neither peers nor a past."""
+    """Return the outputs of an engine without peers and with an empty cache."""
     return {name: run(started(checkpoint, prefix_cache=False), ask(wishes)) for name, wishes in WISHES.items()}
 
 
@@ -129,11 +129,11 @@ def houses(checkpoint: Path) -> Iterator[dict[str, Engine]]:
 
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize(("p", "d", "transport"), [("p8", "d8", "shm"), ("p8", "d16", "tcp"), ("p32", "d16", "shm")])
-def test_prefill_here_and_decode_there(
+def test_prefill_and_decode_on_two_engines_give_the_same_tokens(
     houses: dict[str, Engine], plain: dict[str, Reply], wish: str, p: str, d: str, transport: str
 ) -> None:
     sender, receiver = houses[p], houses[d]
-    salt = f"{wish} {p} {d} {transport}"  # nothing is cached for it anywhere
+    salt = f"{wish} {p} {d} {transport}"  # no engine has cached it
     submission = replace(ask(WISHES[wish]), salt=salt)
     if wish == "prompt-scored":
         with pytest.raises(InvalidRequest, match="prompt_logprobs"):
@@ -153,7 +153,7 @@ def test_prefill_here_and_decode_there(
     settle(sender, receiver)
 
 
-def test_part_of_the_prompt_is_here(houses: dict[str, Engine], plain: dict[str, Reply]) -> None:
+def test_cached_part_of_the_prompt_is_not_pulled(houses: dict[str, Engine], plain: dict[str, Reply]) -> None:
     sender, receiver = houses["p8"], houses["d8"]
     run(receiver, replace(ask({"max_tokens": 1}, PROMPT[:30]), salt="part"))
     submission = replace(ask(WISHES["greedy"]), salt="part")
@@ -166,7 +166,9 @@ def test_part_of_the_prompt_is_here(houses: dict[str, Engine], plain: dict[str, 
 
 
 @pytest.mark.parametrize("wish", WISHES)
-def test_resumed_at_every_place(houses: dict[str, Engine], plain: dict[str, Reply], wish: str) -> None:
+def test_resuming_at_every_position_gives_the_same_tokens(
+    houses: dict[str, Engine], plain: dict[str, Reply], wish: str
+) -> None:
     whole = plain[wish]
     for cut in range(len(whole.tokens) + 1):
         said = tuple(whole.tokens[:cut])
@@ -178,7 +180,7 @@ def test_resumed_at_every_place(houses: dict[str, Engine], plain: dict[str, Repl
         assert reply.scores == (whole.scores if cut == 0 else None)
 
 
-def test_the_reasons_to_end_are_all_met(plain: dict[str, Reply]) -> None:
+def test_cases_cover_all_finish_reasons(plain: dict[str, Reply]) -> None:
     assert {reply.finish for reply in plain.values()} == {FinishReason.STOP, FinishReason.LENGTH}
     assert plain["choice"].stop_token is None and plain["choice"].finish is FinishReason.STOP
     assert plain["minimum"].stop_token is not None and len(plain["minimum"].tokens) >= 5
@@ -186,7 +188,7 @@ def test_the_reasons_to_end_are_all_met(plain: dict[str, Reply]) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_sender_that_goes_away_half_way(checkpoint: Path, plain: dict[str, Reply], transport: str) -> None:
+def test_lost_sender_makes_the_rest_recomputed(checkpoint: Path, plain: dict[str, Reply], transport: str) -> None:
     sender, receiver = started(checkpoint, "p"), started(checkpoint, "d")
     submission = ask(WISHES["seeded"])
     ticket = over(transport, first_ticket(sender, submission))
@@ -204,7 +206,7 @@ def test_a_sender_that_goes_away_half_way(checkpoint: Path, plain: dict[str, Rep
     receiver.close()
 
 
-def test_aborted_while_blocks_arrive(checkpoint: Path, plain: dict[str, Reply]) -> None:
+def test_abort_during_a_pull_frees_all_blocks(checkpoint: Path, plain: dict[str, Reply]) -> None:
     sender, receiver = started(checkpoint, "p"), started(checkpoint, "d")
     submission = ask(WISHES["greedy"])
     receiver.add(replace(submission, source=over("tcp", first_ticket(sender, submission))))
@@ -221,7 +223,7 @@ def test_aborted_while_blocks_arrive(checkpoint: Path, plain: dict[str, Reply]) 
     receiver.close()
 
 
-def test_settings_that_cannot_be_are_refused(checkpoint: Path) -> None:
+def test_invalid_transfer_settings_are_rejected(checkpoint: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
         boot(EngineConfig(str(checkpoint), device="cpu", transfer=TransferConfig("x", host="192.0.2.1")))
     with pytest.raises(InvalidRequest, match="lease"):

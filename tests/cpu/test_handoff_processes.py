@@ -1,4 +1,4 @@
-"""Two engine processes: one computes a prompt, the other goes on. One of them may die on the way."""
+"""Two engine processes: one computes a prompt, the other continues. One of them may die in between."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(name: str, salt: str) -> Submission:
 
 
 async def ticket_of(outputs: AsyncIterator[Output]) -> dict[str, Any]:
-    """The first, long before the prompt is computed."""
+    """Return the first ticket, long before the prompt is computed."""
     async with asyncio.timeout(WAIT):
         first = await anext(outputs)
     assert first.ticket is not None and not first.ticket["complete"] and first.finish is None
@@ -89,27 +89,27 @@ async def both(p: AsyncEngine, d: AsyncEngine) -> None:
 
     abandoned = p.submit(replace(ask("gone", "gone"), publish=True))
     source = await ticket_of(abandoned)
-    await abandoned.aclose()  # its client left: the lease ends at once
+    await abandoned.aclose()  # its client disconnected: the lease ends at once
     assert await reply(d, replace(ask("gone", "gone"), source=source)) == expected
     await until(lambda: p.stats["m"].transfer.ended.get("closed") == 1)  # type: ignore[union-attr]
 
     dies = p.submit(replace(ask("dies", "dies"), publish=True))
     source = await ticket_of(dies)
     orphan = asyncio.create_task(reply(d, replace(ask("dies", "dies"), source=source)))
-    await asyncio.sleep(0)  # it is sent
+    await asyncio.sleep(0)  # the peer's blocks were sent
     assert p.pid is not None
     os.kill(p.pid, signal.SIGKILL)
     assert await orphan == expected
     failures = d.stats["m"].transfer.pull_failures  # type: ignore[union-attr]
     assert failures.pop("ticket_over") == 1 and sum(failures.values()) == 1
     await until(lambda: p.state is EngineState.READY and p.restarts == 1)
-    await met(p, d)  # as another incarnation
+    await met(p, d)  # restarted, with another incarnation
     d.set_peers("m", [])
     await until(lambda: d.pairing_states["m"].paired == [])
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(32, 16)])
-def test_from_process_to_process(tmp_path: Path, theirs: int, ours: int) -> None:
+def test_request_moves_between_two_processes(tmp_path: Path, theirs: int, ours: int) -> None:
     checkpoint = tiny.write(tmp_path, tiny.config("llama", max_position_embeddings=2048, hidden_size=64))
 
     async def main() -> None:

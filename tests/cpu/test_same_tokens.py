@@ -1,4 +1,4 @@
-"""The same tokens, bit for bit, whichever way a request is computed: alone, batched, chunked, cached, preempted."""
+"""The same tokens, bit for bit, however a request is computed: alone, batched, chunked, cached or preempted."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_way_gives_the_same_tokens_and_logprobs(model: DecoderModel, name: str) -> None:
+def test_tokens_and_logprobs_do_not_depend_on_scheduling(model: DecoderModel, name: str) -> None:
     params = PARAMS[name]
     alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for submission in submissions(params):
@@ -117,7 +117,7 @@ def test_every_way_gives_the_same_tokens_and_logprobs(model: DecoderModel, name:
         assert got == alone, way
 
 
-def test_the_first_of_n_is_what_n_1_gives_and_all_differ(model: DecoderModel) -> None:
+def test_first_of_n_equals_n_1_and_all_differ(model: DecoderModel) -> None:
     one = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4)
     many = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4, n=4)
     single = run(engine(model), submissions(one)[2:3])
@@ -144,8 +144,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: DecoderModel) -> None:
     assert [len(s) for s in whole] == [n - 1 for n in LENGTHS]
 
 
-def test_more_requests_may_have_begun_than_can_run(model: DecoderModel) -> None:
-    """Interactive ones overtake a batch one that was preempted: it keeps what it sampled, but no row on the device."""
+def test_more_requests_may_have_started_than_can_run(model: DecoderModel) -> None:
+    """Interactive requests overtake a preempted batch request: it keeps its tokens but loses its device row."""
     small, middle, long = (submissions(SamplingParams(max_tokens=OUT, temperature=0.0))[i] for i in (0, 1, 2))
     long = replace(long, priority=Priority.BATCH)
     expected: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
@@ -174,8 +174,8 @@ class Choosy(SamplingStateFactory):
         return super().__call__(admission)
 
 
-def test_who_is_refused_while_its_next_chunk_is_planned(model: DecoderModel) -> None:
-    """The second plan names it before the result of the first has told that it failed."""
+def test_request_that_fails_while_its_next_chunk_is_planned_ends(model: DecoderModel) -> None:
+    """The second plan includes the request, because it was made before the first result reported its failure."""
     params = PARAMS["greedy"]
     expected = run(engine(model, prefix=False), submissions(params))
     e = engine(model, budget=16, running=4, prefix=False, ahead=True)

@@ -1,5 +1,6 @@
-"""A request moves between two engines in two processes on a GPU, through main memory and straight across: the tokens
-are those of one engine alone, and a peer that is killed costs nothing but time."""
+"""A request moves between two engine processes on a GPU, through main memory and by CUDA IPC.
+
+The tokens equal those of one engine alone, and a killed peer costs only time."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 CONFIG = tiny.config("llama", **tiny.GPU_SIZES)
 LENGTH, OUT, BLOCK = 1504, 40, 16
-# A logit's last bits change with the batch, and in float32 that seldom changes a token. In other dtypes, only steps of
-# the same shape are compared: the prompt is full blocks, so that nothing of it is left to compute.
+# The last bits of logits depend on the batch, which in float32 rarely changes a token. In other dtypes only steps of
+# the same shape are compared: the prompt consists of full blocks, so that no part of it is left to compute.
 assert LENGTH % BLOCK == 0
-FLOAT32, FLOAT8 = ("float32", "float32"), ("bfloat16", "float8")  # of the weights; of keys and values
+FLOAT32, FLOAT8 = ("float32", "float32"), ("bfloat16", "float8")  # dtypes of weights and of KV cache
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def started(checkpoint: Path, name: str, dtypes: tuple[str, str]) -> Engine:
 
 
 def prefill(pipe: Connection, checkpoint: Path, dtypes: tuple[str, str]) -> None:
-    """A process of its own: computes prompts that it is sent, and tells of their tickets."""
+    """Run in another process: compute received prompts and send back their tickets."""
     engine = started(checkpoint, "p", dtypes)
     pipe.send(("ready", None))
     while True:
@@ -94,14 +95,14 @@ class Pair:
         return tokens
 
     def ticket(self, submission: Submission, *ways: str) -> dict[str, Any]:
-        """The first: most of the prompt is still to be computed. By these ways only."""
+        """Return the first ticket, while most of the prompt is not computed yet, limited to these transports."""
         self.pipe.send(submission)
         told = self.told(submission.id)
         endpoints = {way: told["peer"]["endpoints"][way] for way in ways}
         return {**told, "peer": {**told["peer"], "endpoints": endpoints}}
 
     def part(self) -> None:
-        """The next pull finds its way anew."""
+        """Disconnect, so that the next pull chooses a transport again."""
         assert self.decode.transfer_endpoint is not None
         self.decode.transfer_endpoint.receiver.close()
         self.decode.transfer_endpoint.receiver.connected_transports.clear()
@@ -124,7 +125,7 @@ def paired(checkpoint: Path, dtypes: tuple[str, str]) -> Iterator[Pair]:
     ours, theirs = context.Pipe()
     process = context.Process(target=prefill, args=(theirs, checkpoint, dtypes), daemon=True)
     process.start()
-    theirs.close()  # so that we hear of its end
+    theirs.close()  # so that its end is noticed
     decode = started(checkpoint, "d", dtypes)
     pair = Pair(ours, process, decode)
     pair.told("ready")
@@ -176,11 +177,11 @@ def handed_over(pair: Pair, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["tcp", "cuda"])
-def test_prefill_there_and_decode_here(pair: Pair, way: str) -> None:
+def test_prefill_and_decode_in_two_processes_give_the_same_tokens(pair: Pair, way: str) -> None:
     handed_over(pair, way)
 
 
-def test_narrow_keys_and_values(checkpoint: Path) -> None:
+def test_float8_blocks_are_transferred(checkpoint: Path) -> None:
     for pair in paired(checkpoint, FLOAT8):
         for way in ("tcp", "cuda"):
             handed_over(pair, way)
@@ -191,8 +192,8 @@ def ask_again(submission: Submission) -> Submission:
 
 
 @pytest.mark.parametrize("way", ["tcp", "cuda"])
-def test_many_at_once_beside_others(pair: Pair, way: str) -> None:
-    """Blocks arrive while steps that knew them before are under way, and new shapes of steps are captured."""
+def test_many_transfers_run_beside_other_requests(pair: Pair, way: str) -> None:
+    """Blocks arrive while steps that used them before are running and new shapes are captured."""
     pair.part()
     expected = {seed: pair.run(replace(ask(seed), salt="many alone")) for seed in range(20, 26)}
     submissions = {seed: replace(ask(seed), salt=f"many {way}") for seed in expected}
@@ -211,7 +212,7 @@ def test_many_at_once_beside_others(pair: Pair, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["tcp", "cuda"])
-def test_aborted_while_blocks_arrive(pair: Pair, way: str) -> None:
+def test_abort_during_a_transfer_frees_all_blocks(pair: Pair, way: str) -> None:
     pair.part()
     for steps in range(4):
         submission = replace(ask(40 + steps), salt=f"aborted {way}")
@@ -225,7 +226,7 @@ def test_aborted_while_blocks_arrive(pair: Pair, way: str) -> None:
     assert pair.stats().reached == {way: 1}
 
 
-def test_memory_that_cannot_be_opened_is_passed_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmappable_memory_falls_back_to_another_transport(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from emberline.engine.gpu import ipc
     from emberline.kernels.cuda.driver import CudaDriverError
 
@@ -242,9 +243,10 @@ def test_memory_that_cannot_be_opened_is_passed_over(pair: Pair, monkeypatch: py
     settled(pair)
 
 
-def test_a_peer_that_is_killed(pair: Pair) -> None:
-    """Its memory was open here, and read a moment ago: our device is none the worse for it, and the memory is given
-    back. Last: from here on nobody answers."""
+def test_killed_peer_makes_blocks_recomputed(pair: Pair) -> None:
+    """The peer's memory was mapped and just read: our device still works, and the memory is freed.
+
+    This test is the last one, since no peer answers afterwards."""
     assert pair.decode.transfer_endpoint is not None
     receiver = pair.decode.transfer_endpoint.receiver
 

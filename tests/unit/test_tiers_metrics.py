@@ -1,4 +1,4 @@
-"""What /metrics tells of tiers, and that it survives the way from the engine's process."""
+"""Metrics of KV tiers, and that they pass through the engine process's messages unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode
 from emberline.server.metrics import ModelMetrics, render_exposition
 
 
-def test_by_tier_and_only_where_there_are_any() -> None:
+def test_metrics_by_tier() -> None:
     told = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
     (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=told))))
     assert isinstance(message, EngineUpdate) and message.stats.tiers == told

@@ -1,4 +1,4 @@
-"""What /metrics, /stats and beats tell of transfers."""
+"""KV transfers in /metrics, /stats and heartbeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLD = TransferStats(
 )  # fmt: skip
 
 
-def test_each_has_its_line() -> None:
+def test_each_statistic_has_a_metric() -> None:
     (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(transfer=TOLD))))
     assert isinstance(message, EngineUpdate) and message.stats.transfer == TOLD
     metrics = ModelMetrics("m")
@@ -44,7 +44,7 @@ def test_each_has_its_line() -> None:
     assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="external_kv_transfer"} 64' in sources
 
 
-def test_several_engines_together() -> None:
+def test_statistics_of_several_engines_add_up() -> None:
     other = TransferStats(pulls=1, pull_failures={"peer_lost": 1, "timeout": 1}, oldest_lease=1.0, leases=2)
     total = Stats.total([Stats(transfer=TOLD), Stats(), Stats(transfer=other)]).transfer
     assert total is not None and (total.pulls, total.leases, total.oldest_lease) == (5, 3, 2.5)

@@ -235,7 +235,8 @@ def _check_host_memory(config: EngineConfig) -> None:
     A GPU's host tier is pinned, so all of it is allocated at the start."""
     if config.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
-            f"kv_host_memory is {memory.format_gib(config.kv_host_memory)} GiB; {memory.format_gib(free)} GiB of memory are free",
+            f"kv_host_memory is {memory.format_gib(config.kv_host_memory)} GiB; "
+            f"{memory.format_gib(free)} GiB of memory are free",
             param="kv_host_memory",
             hint="lower --kv-host-memory",
         )

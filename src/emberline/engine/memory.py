@@ -347,7 +347,8 @@ def _does_not_fit_error(fixed: dict[str, int], total: int, needed: int) -> Model
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total)} GiB are usable, which {remainder}; "
+        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total)} GiB are usable, "
+        f"which {remainder}; "
         f"the KV cache needs {format_gib(needed)} GiB (other parts in GiB: {parts})",
         hint=hint,
     )

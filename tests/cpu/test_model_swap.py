@@ -1,4 +1,4 @@
-"""Several models on one device: who sleeps when, with fakes; and real engines that sleep, with the CPU as device."""
+"""Several models on one device: which one sleeps, with fakes; and real engines that sleep, with the CPU as device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from emberline.models.sleep import iter_instances, sleep
 
 @dataclass
 class Fake:
-    """A model that is only its size. `fails` is raised by the next call."""
+    """A model that has only a size. `fails` is raised by the next call."""
 
     name: str
     nbytes: int
@@ -80,7 +80,7 @@ class House:
         assert self.sleeper.used_bytes == sum(self.models[name].nbytes for name in awake) <= self.memory
 
 
-def test_the_least_recently_used_sleeps_and_no_more_than_must() -> None:
+def test_least_recently_used_models_sleep_and_no_others() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
     assert house.use("a", "b", "c") == ["wake a", "wake b", "wake c"]  # exactly full
     assert house.use("a", "a") == []
@@ -99,11 +99,11 @@ def test_seconds_and_bytes_are_counted() -> None:
     assert house.sleeper.stats["b"].sleep_bytes == 4
 
 
-def test_who_has_open_requests_does_not_sleep() -> None:
+def test_busy_models_do_not_sleep() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
     house.use("a", "b", "c")
     house.models["a"].idle = False
-    assert house.use("d") == ["sleep b", "sleep c", "wake d"]  # a is older
+    assert house.use("d") == ["sleep b", "sleep c", "wake d"]  # a was used less recently
     house.models["d"].idle = False
     with pytest.raises(Overloaded, match=r"'b' needs .* a d"):
         house.use("b")
@@ -112,25 +112,25 @@ def test_who_has_open_requests_does_not_sleep() -> None:
     assert house.use("a") == []
 
 
-def test_who_is_in_the_way() -> None:
+def test_busy_models_to_sleep_are_listed() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
     house.use("a", "b", "c")
     assert house.sleeper.busy_models_to_sleep("d") == []
     house.models["a"].idle = False
     assert house.sleeper.busy_models_to_sleep("d") == [] and house.sleeper.busy_models_to_sleep("e") == ["a"]
     house.models["c"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == ["a"]  # with b, enough; used longer ago than c
+    assert house.sleeper.busy_models_to_sleep("d") == ["a"]  # enough together with b; used less recently than c
     house.models["b"].idle = False
     assert house.sleeper.busy_models_to_sleep("d") == ["a", "b"] and house.sleeper.busy_models_to_sleep("e") == [
         "a",
         "b",
         "c",
     ]
-    assert house.sleeper.busy_models_to_sleep("c") == []  # it is awake
+    assert house.sleeper.busy_models_to_sleep("c") == []  # the model is already awake
     assert house.sleeper.awake_since("a") == 3.0 and house.sleeper.awake_since("d") is None
 
 
-def test_nothing_sleeps_for_what_cannot_be_done() -> None:
+def test_impossible_wake_changes_nothing() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 90})
     house.use("a", "b")
     house.models["b"].idle = False
@@ -143,7 +143,7 @@ def test_nothing_sleeps_for_what_cannot_be_done() -> None:
         house.sleeper.add("huge", Fake("huge", 101, house.clock, house.log))
 
 
-def test_a_failure_leaves_the_others_as_they_are() -> None:
+def test_failed_wake_or_sleep_leaves_other_models_unchanged() -> None:
     house = House(100, {"a": 40, "b": 60, "c": 60})
     house.use("a", "b")
     house.models["c"].fails = RuntimeError("out of memory")
@@ -152,7 +152,7 @@ def test_a_failure_leaves_the_others_as_they_are() -> None:
     house.check()
     assert not house.models["c"].awake and house.models["b"].awake == ("b" in house.sleeper.awake_models)
     assert house.sleeper.stats["c"].wakes == 0
-    assert house.use("c") == ["wake c"]  # there is room already
+    assert house.use("c") == ["wake c"]  # enough memory is already free
     house.models["c"].fails = ModelError("cannot pin")
     with pytest.raises(ModelError, match="cannot pin"):
         house.use("b")
@@ -161,7 +161,7 @@ def test_a_failure_leaves_the_others_as_they_are() -> None:
     assert house.use("b") == ["sleep c", "wake b"]
 
 
-def test_any_order_keeps_to_the_memory() -> None:
+def test_awake_models_always_fit_the_memory() -> None:
     rng = random.Random(3)
     house = House(100, {f"m{i}": rng.randrange(1, 101) for i in range(8)})
     used: list[str] = []
@@ -183,7 +183,7 @@ def test_any_order_keeps_to_the_memory() -> None:
     assert len(used) > 500
 
 
-def test_room_is_what_plans_fill() -> None:
+def test_model_memory_matches_the_plans() -> None:
     config = boot.ModelConfig.from_hf(tiny.CONFIGS["llama"])
     total = 80 << 30
     whole = plan_memory(
@@ -224,7 +224,7 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.usefixtures("plain")
-def test_an_engine_says_the_same_after_sleep(tmp_path: Path) -> None:
+def test_engine_gives_the_same_tokens_after_sleep(tmp_path: Path) -> None:
     kinds = {"a": "llama", "b": "qwen3"}
     homes = {name: tiny.write(tmp_path / name, kind, seed=i) for i, (name, kind) in enumerate(kinds.items())}
     models = {name: SwappedEngine(planned(home), lambda home=home: booted(home)) for name, home in homes.items()}
@@ -239,7 +239,7 @@ def test_an_engine_says_the_same_after_sleep(tmp_path: Path) -> None:
             assert sleeper.awake_models == (name,)
             assert (
                 model.engine.kv.num_cached == 0 and model.engine.kv.hit_tokens == hits[name]
-            )  # forgotten, still counted
+            )  # the blocks are lost, the counters are kept
             assert tokens(model.engine, f"{turn}-") == expected[name]
             assert tokens(model.engine, f"{turn}+") == expected[name]
             assert model.engine.kv.hit_tokens > hits[name]
@@ -247,7 +247,7 @@ def test_an_engine_says_the_same_after_sleep(tmp_path: Path) -> None:
     turns = sleeper.stats["a"]
     storages = [t.untyped_storage() for t in memory_of(models["b"])]
     copied = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    assert sleeper.stats["b"].sleep_bytes == copied > 0  # once, though it slept twice
+    assert sleeper.stats["b"].sleep_bytes == copied > 0  # copied once, though it slept twice
     assert (turns.wakes, turns.sleeps, sleeper.stats["b"].sleeps) == (3, 3, 2)
 
 
@@ -257,7 +257,7 @@ def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
 
 
 @pytest.mark.usefixtures("plain")
-def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
+def test_sleeping_engine_has_no_memory_and_cannot_run(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m", "qwen2")
     model = SwappedEngine(planned(home), lambda: booted(home))
     model.wake()
@@ -271,8 +271,8 @@ def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
     assert all(t.untyped_storage().nbytes() == 0 for t in held)
     with pytest.raises(AssertionError, match="the model sleeps"):
         _ = model.engine
-    fail_in_the_middle(model)
-    assert all(t.untyped_storage().nbytes() == 0 for t in held)  # what came back went again
+    fail_during_wake(model)
+    assert all(t.untyped_storage().nbytes() == 0 for t in held)  # restored memory was freed again
     model.wake()
     assert not model.engine.runner.cache.keys.any()  # type: ignore[attr-defined]
     assert tokens(model.engine, "b") == expected
@@ -280,7 +280,7 @@ def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
     model.close()
 
 
-def fail_in_the_middle(model: SwappedEngine) -> None:
+def fail_during_wake(model: SwappedEngine) -> None:
     assert model._sleep is not None
     one = model._sleep._slept[3]
     storage = one.storage
@@ -298,7 +298,7 @@ def fail_in_the_middle(model: SwappedEngine) -> None:
     one.storage = storage
 
 
-def test_a_boot_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+def test_failed_boot_can_be_retried(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m")
     errors = [RuntimeError("out of memory")]
 
@@ -314,7 +314,7 @@ def test_a_boot_that_fails_may_be_tried_again(tmp_path: Path) -> None:
     assert model.wake() == model.engine.runner.model.weight_bytes  # type: ignore[attr-defined]
 
 
-def test_sleep_keeps_copies_and_zeroes_scratch() -> None:
+def test_sleep_keeps_weights_and_zeroes_scratch() -> None:
     weights, scratch = torch.randn(100), torch.randn(50)
     part, before = weights[10:20], weights.clone()
     slept = sleep([weights, part], zeroed=[scratch, part])
@@ -323,7 +323,7 @@ def test_sleep_keeps_copies_and_zeroes_scratch() -> None:
         assert weights.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
         slept.wake(keep=True)
         assert torch.equal(weights, before) and torch.equal(part, before[10:20]) and not scratch.any()
-        assert slept.wake(keep=True)  # awake already: nothing moved
+        assert slept.wake(keep=True)  # already awake: nothing is copied
         scratch.fill_(7.0)
         slept.sleep_again()
     slept.wake()

@@ -1,4 +1,4 @@
-"""Several models in one process on a GPU: beside each other where they fit, in turns where they do not."""
+"""Several models in one process on a GPU: awake together if they fit, otherwise sharing it over time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]
     kinds = {"a": "llama", "b": "qwen3", "c": "qwen2"}
     root = tmp_path_factory.mktemp("models")
     homes = {n: tiny.write(root / n, tiny.config(kind, **SIZES), seed=i) for i, (n, kind) in enumerate(kinds.items())}
-    # float32: a logit's last bits change with the batch, and so seldom change a token
+    # float32: the last bits of logits depend on the batch, which rarely changes a token
     settings = {"device": "cuda", "dtype": "float32", "max_running": 16, "max_batch_tokens": 512}
     return {name: EngineConfig(str(home), kv_memory=256 << 20, **settings) for name, home in homes.items()}  # type: ignore[arg-type]
 
@@ -80,7 +80,7 @@ def expected(configs: dict[str, EngineConfig]) -> dict[str, list[int]]:
     return said
 
 
-def test_beside_each_other(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
+def test_models_that_fit_are_awake_together(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
     from emberline.engine.engine_group_boot import boot_engine_group
 
     fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
@@ -91,7 +91,9 @@ def test_beside_each_other(configs: dict[str, EngineConfig], expected: dict[str,
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int) -> None:
+def test_models_that_do_not_fit_share_the_gpu_over_time(
+    configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int
+) -> None:
     from emberline.core.freememory import free_memory
     from emberline.engine.boot import boot_on_gpu
     from emberline.engine.engine_group import EngineGroup
@@ -111,9 +113,7 @@ def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int
         member.close()
 
 
-def test_without_a_word_on_memory_they_share_it(
-    configs: dict[str, EngineConfig], expected: dict[str, list[int]]
-) -> None:
+def test_models_share_memory_by_default(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
     from emberline.engine.engine_group_boot import boot_engine_group
 
     plain = {name: replace(config, kv_memory=None) for name, config in configs.items()}

@@ -1,4 +1,4 @@
-"""Steps are captured ahead of requests, in idle time: with nothing changed by it, and again after memory was moved."""
+"""Steps are captured in idle time, which changes no tokens, and again after memory has moved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prepare_all(runner: GPURunner) -> int:
     return count
 
 
-def test_all_shapes_are_prepared_and_nothing_changes(made: BootedGPUEngine) -> None:
+def test_capturing_all_shapes_does_not_change_tokens(made: BootedGPUEngine) -> None:
     runner, engine = made.runner, made.engine
     before = generate(engine, "before")
     keys = runner.cache.keys.clone()
@@ -51,7 +51,7 @@ def test_all_shapes_are_prepared_and_nothing_changes(made: BootedGPUEngine) -> N
     assert generate(engine, "after") == before
 
 
-def test_prepared_again_after_memory_was_moved(made: BootedGPUEngine) -> None:
+def test_shapes_are_captured_again_after_memory_moved(made: BootedGPUEngine) -> None:
     prepare_all(made.runner)
     made.runner.forget_addresses()
     assert made.engine.is_preparing and not made.runner._graphs.captured
@@ -70,7 +70,7 @@ def test_failed_capture_leaves_steps_uncaptured(made: BootedGPUEngine, monkeypat
     assert generate(made.engine, "again") == whole
 
 
-def test_rehearsal_leaves_nothing_behind(made: BootedGPUEngine, tmp_path: Path) -> None:
+def test_rehearsal_leaves_no_state(made: BootedGPUEngine, tmp_path: Path) -> None:
     whole = generate(booted(tmp_path).engine, "whole")
     rehearse(made.runner, made.engine.config)
     assert not made.runner._rows.by_request

@@ -1,4 +1,4 @@
-"""Models of a server become a fleet: what fits is known before, all that is loaded answers, and sleepers come back."""
+"""Booting an EngineGroup: memory is checked before loading, and models give the same tokens after sleep."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def alone(engine: Engine, name: str, count: int) -> dict[str, list[int]]:
 
 
 def together(fleet: EngineGroup, count: int) -> dict[str, list[int]]:
-    """One after the other for each in turn, so that each is wanted while another is busy."""
+    """Submit requests for each model alternately, so that each is needed while another is busy."""
     left = [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False) for name in fleet.engines]
     said: dict[str, list[int]] = {}
     ended: list[str] = []
@@ -87,7 +87,7 @@ def together(fleet: EngineGroup, count: int) -> dict[str, list[int]]:
     return said
 
 
-def test_on_a_cpu_all_are_loaded_and_say_what_they_say_alone(configs: dict[str, EngineConfig]) -> None:
+def test_cpu_models_give_the_same_tokens_as_alone(configs: dict[str, EngineConfig]) -> None:
     fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
     assert list(fleet.engines) == list(configs) and set(loaded) == set(configs)
     assert all(fleet.is_awake(name) for name in configs)
@@ -100,21 +100,21 @@ def test_on_a_cpu_all_are_loaded_and_say_what_they_say_alone(configs: dict[str, 
     assert all(fleet.sleep_stats(name).wakes == 1 and fleet.sleep_stats(name).sleeps == 0 for name in configs)
 
 
-def test_more_memory_for_prefixes_than_there_is(configs: dict[str, EngineConfig]) -> None:
+def test_kv_host_memory_above_free_memory_is_rejected(configs: dict[str, EngineConfig]) -> None:
     with pytest.raises(InvalidRequest, match=r"kv_host_memory is .* GiB of memory are free"):
         boot_engine_group({"a": replace(configs["a"], kv_host_memory=1 << 50)}, TimeSharingConfig())
 
 
 @pytest.mark.skipif(has_hopper(), reason="there is one")
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_a_gpu_that_is_not_there(configs: dict[str, EngineConfig], names: str) -> None:
+def test_missing_gpu_is_rejected(configs: dict[str, EngineConfig], names: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no GPU with"):
         boot_engine_group({name: replace(configs[name], device="cuda") for name in names}, TimeSharingConfig())
 
 
-def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict[str, EngineConfig]) -> None:
+def test_too_little_main_memory_is_rejected_before_loading(configs: dict[str, EngineConfig]) -> None:
     weights = sum(WeightEstimate.of(config).weight_bytes for config in configs.values())
-    assert kv_bytes_per_model(configs, weights + 6000) == 1000  # of what is left, a half for all
+    assert kv_bytes_per_model(configs, weights + 6000) == 1000  # half of the free memory for all models
     with pytest.raises(ModelError, match=r"do not fit into main memory: .*\(a .*, b .*, c .*\); .* are free"):
         kv_bytes_per_model(configs, weights - 1)
     asking = {name: replace(config, kv_memory=GIB) for name, config in configs.items()}
@@ -127,7 +127,7 @@ def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict
     kv_bytes_per_model(keeping, weights + 3 * GIB)
 
 
-def test_weights_are_as_large_as_they_will_be(homes: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
+def test_weight_estimate_equals_loaded_weights(homes: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
     for name, home in homes.items():
         model = on_host.booted(home).runner.model
         found = WeightEstimate.of(configs[name])
@@ -143,7 +143,7 @@ def on_gpu(configs: dict[str, EngineConfig], **changes: int) -> dict[str, Engine
     return {name: replace(config, device="cuda", **changes) for name, config in configs.items()}
 
 
-def test_where_all_fit_a_gpu_is_shared(configs: dict[str, EngineConfig]) -> None:
+def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None:
     total = 40 * GIB
     members, space = plan_time_sharing(on_gpu(configs), total, 0, never)
     sizes = [member.nbytes for member in members.values()]
@@ -155,8 +155,8 @@ def test_where_all_fit_a_gpu_is_shared(configs: dict[str, EngineConfig]) -> None
     assert max(sizes) < max(kv) / 2
 
 
-def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, EngineConfig]) -> None:
-    large = on_gpu(configs, max_batch_tokens=1 << 20)  # activations of 2 GiB and more
+def test_models_that_do_not_fit_get_all_memory_by_turns(configs: dict[str, EngineConfig]) -> None:
+    large = on_gpu(configs, max_batch_tokens=1 << 20)  # activations take 2 GiB and more
     total = 9 * GIB
     members, space = plan_time_sharing(large, total, GIB, never)
     assert all(0.9 * space < member.nbytes <= space for member in members.values())
@@ -170,14 +170,14 @@ def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, 
         plan_time_sharing(on_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, never)
 
 
-def test_keys_and_values_as_asked_for(configs: dict[str, EngineConfig]) -> None:
+def test_configured_kv_memory_is_used(configs: dict[str, EngineConfig]) -> None:
     members, space = plan_time_sharing(on_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, never)
     assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == model_memory(40 * GIB)
 
 
 @pytest.mark.usefixtures("plain")
-def test_sleepers_say_what_they_say_alone(homes: dict[str, Path]) -> None:
-    """Three models, memory for one or for two: they take turns while requests for all of them come."""
+def test_sleeping_models_give_the_same_tokens_as_alone(homes: dict[str, Path]) -> None:
+    """Three models with memory for one or two of them are switched while requests for all arrive."""
     expected: dict[str, list[int]] = {}
     for name, home in homes.items():
         expected |= alone(on_host.booted(home).engine, name, 6)
@@ -198,8 +198,6 @@ def test_sleepers_say_what_they_say_alone(homes: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 12, 24, 40, 48, 72, 96])
-def test_blocks_that_no_kernel_serves_are_told_before_anything_is_loaded(
-    configs: dict[str, EngineConfig], size: int
-) -> None:
+def test_unsupported_block_size_is_rejected_before_loading(configs: dict[str, EngineConfig], size: int) -> None:
     with pytest.raises(InvalidRequest, match="block_size"):
         boot_engine_group({"a": replace(configs["a"], block_size=size)}, TimeSharingConfig())

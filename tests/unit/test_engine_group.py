@@ -1,4 +1,4 @@
-"""Several models in one process: who is woken when, who waits how long, and that every request ends exactly once."""
+"""EngineGroup: when models are woken, how long requests wait, and that every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 
 @dataclass
 class Fake:
-    """A model whose engine must not be used while it sleeps. `fails` is raised by the next call."""
+    """A model whose engine asserts that it is not used while asleep. `fails` is raised by the next call."""
 
     name: str
     nbytes: int
@@ -134,7 +134,7 @@ def two(**rules: float) -> House:
     return House(10, {"a": 10, "b": 8}, TimeSharingConfig(**({"turn": 5.0, "wait": 60.0} | rules)))  # type: ignore[arg-type]
 
 
-def test_all_are_loaded_at_the_start_and_the_first_is_awake() -> None:
+def test_all_models_are_loaded_and_the_first_is_awake() -> None:
     clock, log = ManualClock(), list[str]()
     models = {name: Fake(name, 10, clock, log) for name in "abc"}
     fleet = EngineGroup(models, 10, TimeSharingConfig(), clock)
@@ -147,7 +147,7 @@ def test_all_are_loaded_at_the_start_and_the_first_is_awake() -> None:
         EngineGroup(models, 10, TimeSharingConfig(), clock)
 
 
-def test_a_name_that_nobody_has() -> None:
+def test_unknown_model_is_rejected() -> None:
     house = two()
     with pytest.raises(ModelNotFound, match=r"'z'.*a b"):
         house.ask("z")
@@ -155,14 +155,14 @@ def test_a_name_that_nobody_has() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_request_wakes_its_model_and_those_idle_longest_sleep(ahead: bool) -> None:
+def test_request_wakes_its_model_and_least_recently_used_ones_sleep(ahead: bool) -> None:
     house = House(20, {"a": 10, "b": 10, "c": 10}, ahead=ahead)
     house.step()
     assert house.awake == ["a", "b"]  # c was loaded first
     house.ask("a")
     house.ask("b")
     house.finish()
-    house.step()  # the runner is told of the ends
+    house.step()  # the runner receives the ended ids
     house.step()
     name = house.ask("c")
     house.step()
@@ -173,7 +173,7 @@ def test_a_request_wakes_its_model_and_those_idle_longest_sleep(ahead: bool) -> 
     assert (house.fleet.sleep_stats("a").sleeps, house.fleet.sleep_stats("c").wakes) == (1, 2)
 
 
-def test_tokens_are_those_of_a_model_alone() -> None:
+def test_tokens_equal_those_of_a_model_alone() -> None:
     house = two()
     names = [house.ask(model, tokens=4) for model in "abab"]
     house.finish()
@@ -185,15 +185,15 @@ def test_tokens_are_those_of_a_model_alone() -> None:
         assert alone.tokens[name] == house.tokens[name]
 
 
-def test_a_busy_model_goes_on_for_a_turn_then_drains_and_sleeps() -> None:
+def test_busy_model_runs_for_its_turn_then_drains_and_sleeps() -> None:
     house = two()
-    house.step(10.0)  # a has been awake for long
+    house.step(10.0)  # a has been awake for more than a turn
     first, other = house.ask("a", tokens=20), house.ask("b")
     house.step(4.9)
     late = house.ask("a", tokens=2)
     house.step()
     assert late in house.tokens, "it still takes requests"
-    house.step(0.2)  # b has waited for a turn
+    house.step(0.2)  # b has waited for one turn
     held = house.ask("a", tokens=2)
     while house.open[first]:
         assert house.awake == ["a"] and held not in house.tokens
@@ -205,19 +205,19 @@ def test_a_busy_model_goes_on_for_a_turn_then_drains_and_sleeps() -> None:
     assert all(house.endings[name] == 1 for name in (first, late, other, held)) and not house.refused
 
 
-def test_a_busy_model_is_not_in_the_way_where_idle_ones_are_enough() -> None:
+def test_busy_model_is_not_drained_if_idle_ones_are_enough() -> None:
     house = House(20, {"a": 10, "b": 10, "c": 10})
     going = house.ask("a", tokens=30)
     house.ask("b", tokens=1)
     house.step()
     house.ask("c")
     house.step()
-    assert house.log == ["sleep b", "wake c"] and house.open[going]  # though a was used longer ago
+    assert house.log == ["sleep b", "wake c"] and house.open[going]  # though a was used less recently
     house.finish()
 
 
-def test_one_that_has_just_woken_has_its_turn_too() -> None:
-    """However long others have waited: or two busy models would do nothing but change places."""
+def test_model_that_just_woke_gets_its_turn() -> None:
+    """This holds however long others have waited, or two busy models would only swap."""
     house = two()
     house.step(10.0)
     house.ask("a", tokens=20)
@@ -238,12 +238,12 @@ def test_one_that_has_just_woken_has_its_turn_too() -> None:
     assert not house.refused
 
 
-def test_one_that_is_held_no_more_goes_on_at_once() -> None:
+def test_model_that_is_no_longer_draining_continues_at_once() -> None:
     house = House(10, {"a": 10, "b": 10, "c": 10})
     house.ask("a", tokens=40)
     gone = house.ask("b")
     house.step(6.0)
-    house.ask("c")  # a is not yet to make room for this one
+    house.ask("c")  # a need not sleep for this one yet
     held = house.ask("a", tokens=1)
     house.step()
     assert held not in house.tokens
@@ -254,14 +254,14 @@ def test_one_that_is_held_no_more_goes_on_at_once() -> None:
     house.finish()
 
 
-def test_constant_load_on_one_does_not_starve_the_other() -> None:
+def test_constant_load_on_one_model_does_not_starve_another() -> None:
     house = two()
     waits = []
     for _ in range(5):
         asked = house.ask("b", tokens=2)
         began = house.clock.now()
         while house.open[asked]:
-            with contextlib.suppress(Overloaded):  # what was held comes all at once
+            with contextlib.suppress(Overloaded):  # all waiting requests are submitted at once
                 house.ask("a", tokens=4)
             house.step(0.5)
         waits.append(house.clock.now() - began)
@@ -269,20 +269,20 @@ def test_constant_load_on_one_does_not_starve_the_other() -> None:
     house.finish()
 
 
-def test_nobody_overtakes_the_model_that_has_waited_longest() -> None:
+def test_models_wake_in_the_order_in_which_they_began_to_wait() -> None:
     house = House(20, {"a": 10, "b": 20, "c": 5})
     house.ask("a", tokens=30)
     house.step()
     large = house.ask("b")
     house.step()
-    small = house.ask("c")  # there would be room for it, beside a
+    small = house.ask("c")  # it would fit beside a
     house.finish()
     assert house.log == ["sleep a", "wake b", "sleep b", "wake c"]
     assert house.endings[large] == house.endings[small] == 1
 
 
-def test_a_model_keeps_its_place_while_its_requests_come_and_go() -> None:
-    """Whoever waits for it is refused in time, but the one in its way stays held, and gets to its end."""
+def test_model_keeps_its_position_while_its_requests_change() -> None:
+    """Requests that wait for it are rejected in time, but the busy model keeps draining until it has finished."""
     house = two(wait=8.0)
     house.step(10.0)
     house.ask("a", tokens=25)
@@ -298,7 +298,7 @@ def test_a_model_keeps_its_place_while_its_requests_come_and_go() -> None:
     assert isinstance(house.refused[names[0]], Overloaded) and house.endings[names[-1]] == house.endings[held] == 1
 
 
-def test_waiting_too_long_is_refused_with_a_time_to_come_back() -> None:
+def test_request_that_waited_too_long_is_rejected_with_retry_after() -> None:
     house = two(wait=7.5)
     house.ask("a", tokens=50)
     house.step()
@@ -314,7 +314,7 @@ def test_waiting_too_long_is_refused_with_a_time_to_come_back() -> None:
     assert house.log == []
 
 
-def test_the_wait_counts_as_time_in_the_queue() -> None:
+def test_waiting_for_a_model_counts_as_queue_time() -> None:
     house = two()
     house.ask("a", tokens=10)
     house.step()
@@ -329,7 +329,7 @@ def test_the_wait_counts_as_time_in_the_queue() -> None:
     assert len(house.tokens[dying]) < 40, "its time limit began when it came"
 
 
-def test_a_model_that_cannot_be_woken_tells_those_who_waited_and_nobody_else() -> None:
+def test_failed_wake_rejects_only_the_requests_that_waited() -> None:
     house = House(20, {"a": 10, "b": 10, "c": 10})
     going = house.ask("a", tokens=20)
     house.step()
@@ -344,8 +344,8 @@ def test_a_model_that_cannot_be_woken_tells_those_who_waited_and_nobody_else() -
     assert house.endings[again] == house.endings[other] == house.endings[going] == 1
 
 
-def test_a_device_that_is_lost_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who waits longer is helped: whoever watches starts another."""
+def test_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting would not help: the process ends, and its client starts another."""
 
     def lost() -> None:
         raise RuntimeError("an illegal memory access")
@@ -358,7 +358,7 @@ def test_a_device_that_is_lost_ends_the_process(monkeypatch: pytest.MonkeyPatch)
         house.step()
 
 
-def test_a_model_that_cannot_sleep_stays_and_goes_on() -> None:
+def test_model_that_cannot_sleep_continues() -> None:
     house = two()
     house.models["a"].fails = RuntimeError("cannot pin memory")
     name = house.ask("b")
@@ -371,7 +371,7 @@ def test_a_model_that_cannot_sleep_stays_and_goes_on() -> None:
     assert house.log == ["sleep a", "wake b"]
 
 
-def test_aborted_while_it_waits() -> None:
+def test_waiting_submission_is_aborted() -> None:
     house = two()
     house.ask("a", tokens=30)
     house.step()
@@ -395,7 +395,7 @@ def test_aborted_while_it_waits() -> None:
     assert house.log == []
 
 
-def test_one_completion_aborted_while_it_waits() -> None:
+def test_one_waiting_completion_is_aborted() -> None:
     house = two()
     house.ask("a", tokens=5)
     house.step()
@@ -412,20 +412,20 @@ def test_one_completion_aborted_while_it_waits() -> None:
     assert house.endings[name] == 2 and house.log.count("wake b") == 1, "nobody was left to wake it for"
 
 
-def test_aborts_find_their_engine_and_nothing_is_left_unsaid() -> None:
+def test_aborts_reach_their_engine_and_outputs_are_complete() -> None:
     house = House(10, {"a": 10, "b": 8}, ahead=True)
     name = house.ask("a", tokens=30)
     house.step()
     house.step()
     waiting = house.ask("b", tokens=1)
-    house.fleet.abort(name)  # idle from here on, but its end has not been told
+    house.fleet.abort(name)  # idle from here on, but its last output was not returned yet
     house.step()
     assert house.endings[name] == 1
     house.finish()
     assert house.endings[waiting] == 1 and house.endings[name] == 1
 
 
-def test_the_queue_for_a_sleeping_model_is_bounded() -> None:
+def test_queue_of_a_sleeping_model_is_limited() -> None:
     house = two(max_waiting=3)
     house.ask("a", tokens=30)
     house.step()
@@ -437,13 +437,13 @@ def test_the_queue_for_a_sleeping_model_is_bounded() -> None:
     many = two()
     many.ask("a", tokens=5)
     many.step()
-    names = [many.ask("b", tokens=1) for _ in range(20)]  # more than its engine takes
+    names = [many.ask("b", tokens=1) for _ in range(20)]  # more than its engine accepts
     many.finish()
     assert sum(many.endings[name] for name in names) == 12
     assert sum(isinstance(many.refused.get(name), Overloaded) for name in names) == 8
 
 
-def test_only_models_with_news_are_reported() -> None:
+def test_only_changed_models_are_reported() -> None:
     house = House(20, {"a": 10, "b": 10}, ahead=True)  # the first step has no tokens yet
     house.step()
     house.ask("a", tokens=2)
@@ -458,7 +458,7 @@ def test_only_models_with_news_are_reported() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_ends_every_request_once(seed: int, ahead: bool) -> None:
+def test_every_request_ends_exactly_once(seed: int, ahead: bool) -> None:
     rng = random.Random(seed)
     sizes = {name: rng.randrange(3, 11) for name in "abcde"}
     house = House(12, sizes, TimeSharingConfig(turn=1.0, wait=3.0, max_waiting=4), ahead=ahead)

@@ -1,5 +1,4 @@
-"""Weights unpacked ahead on a GPU: bit for bit the numbers of plain ones, step by step and captured, with whatever lay
-in the places before."""
+"""Weights unpacked in advance on a GPU give the same bits as plain ones, captured or not."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ SIZES = {
     "max_position_embeddings": 4096,
 }
 
-Layer = tuple[PackedWeight, ...]  # a square one, gate and up, down
+Layer = tuple[PackedWeight, ...]  # a square matrix; gate and up; down
 
 
 def settled(rows: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -46,7 +45,7 @@ def settled(rows: Tensor, *, gated: bool = False) -> PackedWeight:
 
 
 def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: WeightUnpacker | None) -> Tensor:
-    """As a model does it, without attention."""
+    """Compute the products of a model without attention."""
     x = x.clone()
     norm = torch.ones(HIDDEN, device="cuda")
     for square, gate_up, down in layers:
@@ -57,14 +56,14 @@ def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: WeightUn
 
 
 def repeated(work: Callable[[], Tensor], device: CudaDevice) -> tuple[Tensor, Callable[[], None]]:
-    """Where a captured step leaves its result, and the step."""
+    """Return the result tensor of a captured step, and a function that replays it."""
     made: list[Tensor] = []
     replay = device.step_stream.capture(lambda: made.append(work()))
     return made[0], replay
 
 
-@pytest.mark.parametrize("m", [257, 300, 1100])  # fewer, and cuBLAS gets none
-def test_products_are_those_of_plain_rows(m: int) -> None:
+@pytest.mark.parametrize("m", [257, 300, 1100])  # with fewer rows cuBLAS is not used
+def test_products_equal_those_of_plain_weights(m: int) -> None:
     torch.manual_seed(0)
     shapes = ((HIDDEN, HIDDEN, False), (2 * FFN, HIDDEN, True), (HIDDEN, FFN, False))
     rows = [[heavy(n, k) for n, k, _ in shapes] for _ in range(LAYERS)]
@@ -92,9 +91,10 @@ def test_products_are_those_of_plain_rows(m: int) -> None:
         assert torch.equal(computed(x, *both[1], ahead.begin_step()), expected), "after a captured step"
 
 
-def test_an_engine_says_the_same(tmp_path: Path) -> None:
-    """Prompts of more rows than our own products take, some in captured steps, some not; one is scored, in a single
-    chunk: with 33 to 256 rows packed weights' sums may be cut elsewhere than plain ones'."""
+def test_engine_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Prompts have more rows than our own products support, some in captured steps and some not.
+
+    One is scored in a single chunk: with 33 to 256 rows, sums of packed weights may be split differently."""
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path, tiny.config("llama", **SIZES), dtype=torch.bfloat16, seed=3)

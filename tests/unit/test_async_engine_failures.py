@@ -1,5 +1,6 @@
-"""Who asks an engine in the moment of its death is told so, and nothing stays open; whatever the event loop, and
-whatever keeps the next one from being started. An engine whose client is gone goes too."""
+"""AsyncEngine with a process that dies, hangs or does not start: requests end with an error, and it is restarted.
+
+An engine process also ends when its client is gone."""
 
 from __future__ import annotations
 
@@ -34,16 +35,16 @@ engine = socket.socket(fileno=int(sys.argv[1]))
 engine.recv(1 << 16)
 """
 READY = BEGUN + "engine.sendall(encode(Ready({})))\n"
-# What is written to it fails, and closes the other end's transport.
+# Writing to it fails and closes the client's transport.
 READY_BUT_DEAF = BEGUN + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode(Ready({}))); time.sleep(60)"
 THEN_DIES = READY + "engine.recv(1 << 16)"
 THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
 THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
 THEN_HANGS = READY + "time.sleep(60)"
 KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode(Progress('m', [], Stats())))"
-# A step that does not end: its kernels make progress a while, then none.
+# A step that does not end: its kernels make progress for a while, then none.
 COMPUTES_THEN_HANGS = (
-    "from emberline.engine.process import report_progress\n"  # takes its time, so before it is ready
+    "from emberline.engine.process import report_progress\n"  # slow, so before it is ready
     + READY
     + """
 done = iter(range(13))
@@ -74,7 +75,7 @@ async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[As
 
 
 async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
-    """After so many turns of the loop. How it ends."""
+    """Submit a request after `turns` iterations of the event loop, and return the error it ends with."""
     for _ in range(turns):
         await asyncio.sleep(0)
     submission = Submission(name := f"{turns}", [1], SamplingParams(), Priority.INTERACTIVE, "", 10.0, "m")
@@ -97,18 +98,18 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_asked_in_the_moment_of_its_death(hasty: None, run: Run) -> None:
+def test_submission_while_the_process_dies_fails(hasty: None, run: Run) -> None:
     async def main() -> None:
         async with started(READY_BUT_DEAF) as engine:
             ends = await asyncio.gather(*(ask(engine, turns) for turns in range(8)))
-        assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first had been sent, for all we knew
+        assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first one was sent without an error
         assert engine.num_open == 0
 
     run(main())
 
 
 class Spawning:
-    """Fails as often as it is told to, from one process on."""
+    """Makes spawning fail a given number of times, from a given process on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, times: int) -> None:
         self.count, self._popen = 0, subprocess.Popen
@@ -122,7 +123,7 @@ class Spawning:
         return self._popen(*args, **others)
 
 
-def test_an_engine_that_cannot_be_started_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         Spawning(monkeypatch, 0, 1)
         with pytest.raises(EngineFailed, match="Cannot allocate memory"):
@@ -132,7 +133,7 @@ def test_an_engine_that_cannot_be_started_is_told_of(monkeypatch: pytest.MonkeyP
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_cannot_be_started_again_now_is_tried_later(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_restart_is_retried(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         spawning = Spawning(monkeypatch, 1, 2)
         async with started(THEN_DIES) as engine:
@@ -144,7 +145,7 @@ def test_what_cannot_be_started_again_now_is_tried_later(hasty: None, monkeypatc
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_who_fails_over_a_report_ends_what_is_open(hasty: None) -> None:
+def test_error_in_a_report_handler_ends_open_requests(hasty: None) -> None:
     def fails(model: str, stats: Stats) -> None:
         raise KeyError(model)
 
@@ -158,7 +159,7 @@ def test_who_fails_over_a_report_ends_what_is_open(hasty: None) -> None:
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 @pytest.mark.parametrize(("script", "stall_timeout"), [(THEN_HANGS_UP, 120.0), (THEN_HANGS, 0.4)])
-def test_a_process_that_cannot_be_killed_holds_up_nobody(
+def test_unkillable_process_does_not_delay_the_restart(
     hasty: None, monkeypatch: pytest.MonkeyPatch, script: str, stall_timeout: float, run: Run
 ) -> None:
     async def main() -> None:
@@ -174,23 +175,23 @@ def test_a_process_that_cannot_be_killed_holds_up_nobody(
     run(main())
 
 
-def test_a_pause_of_the_whole_machine_is_no_silence(hasty: None) -> None:
+def test_suspended_machine_is_not_a_stall(hasty: None) -> None:
     async def main() -> None:
         async with started(KEEPS_REPORTING, stall_timeout=0.8) as engine:
             pid = engine.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.2)  # nor does the loop go on
+            time.sleep(1.2)  # the event loop does not run either
             asyncio.get_running_loop().call_later(0.05, os.kill, pid, signal.SIGCONT)
             await asyncio.sleep(1.2)
             assert engine.pid == pid and engine.restarts == 0 and engine.state is EngineState.READY
-            os.kill(pid, signal.SIGSTOP)  # it alone
+            os.kill(pid, signal.SIGSTOP)  # only the process
             assert isinstance(await ask(engine), EngineFailed)
 
     asyncio.run(main())
 
 
-def test_progress_within_a_step_is_a_sign_of_life_and_none_is_not() -> None:
+def test_progress_within_a_step_prevents_a_stall() -> None:
     async def main() -> None:
         async with started(COMPUTES_THEN_HANGS, stall_timeout=2.0) as engine:  # 3 s of progress
             assert isinstance(await ask(engine), EngineFailed)
@@ -199,7 +200,7 @@ def test_progress_within_a_step_is_a_sign_of_life_and_none_is_not() -> None:
     asyncio.run(main())
 
 
-def test_it_does_not_load_for_nobody_nor_end_before_its_client() -> None:
+def test_process_ends_with_its_client_and_not_before() -> None:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", BOOTS_FOR_EVER, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process:
@@ -207,7 +208,7 @@ def test_it_does_not_load_for_nobody_nor_end_before_its_client() -> None:
             theirs.close()
             ours.sendall(encode_message(StartEngine({"m": EngineConfig("m", device="cpu")}, TimeSharingConfig())))
             assert process.stdout is not None and process.stdout.readline() == b"boots\n"
-            process.terminate()  # as who stops a service tells all of its processes
+            process.terminate()  # a service manager signals all processes of a service
             ours.close()
             assert process.wait(20) == 1
         finally:
