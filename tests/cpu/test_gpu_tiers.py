@@ -54,9 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        memory, "COPY_PIECE_BYTES", 0
-    )  # one block each, so that a plan with several blocks needs several pieces
+    # One block each, so that a plan with several blocks needs several pieces.
+    monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 0)
 
 
 class House:
@@ -148,9 +147,8 @@ class Attended(TierStack):
     def release_fetched(self, digest: bytes) -> None:
         buffer = self.host.pin(digest)
         assert buffer is not None
-        self.device.note(
-            "a writer", buffer, writes=True
-        )  # the buffer of the next block, as soon as this one is evicted
+        # The buffer of the next block, as soon as this one is evicted.
+        self.device.note("a writer", buffer, writes=True)
         self.host.unpin(digest)
         super().release_fetched(digest)
 

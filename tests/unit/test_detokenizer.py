@@ -110,9 +110,8 @@ def test_tokens_after_the_stop_are_ignored(tokenizer: Tokenizer) -> None:
 def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = [i for c in "abcabxab" for i in tokenizer.encode(c)]
     detokenizer = Detokenizer(tokenizer, stop=("ab",), min_tokens=4)
-    assert (
-        "".join(detokenizer.push(run) for run in cut(ids, sizes)) == "abcabx"
-    )  # the second one begins within min_tokens
+    # The second one begins within min_tokens.
+    assert "".join(detokenizer.push(run) for run in cut(ids, sizes)) == "abcabx"
     assert detokenizer.matched_stop == "ab" and len(detokenizer.offsets) == 8
     early = Detokenizer(tokenizer, stop=("ab",), min_tokens=4)
     assert [early.push([i]) for i in ids[:4]] == [*"abca"]  # nothing is held back

@@ -24,9 +24,8 @@ def free_memory(root: Path = Path("/")) -> int:
         for group in _control_groups(root, root / top, "" if top == CGROUP_V2[0] else "memory"):
             with suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
                 kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = sum(
-                    int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive")
-                )  # the kernel frees these pages on demand
+                # The kernel frees these pages on demand.
+                cached = sum(int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
                 found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
     return max(0, min(found)) if found else physical_memory() // 2
 

@@ -182,9 +182,8 @@ def _run_call(call: bytes | None, *apart: bytes | None) -> bytes:
     try:
         assert call is not None
         cpu_seconds, function, args, kwargs = pickle.loads(call, buffers=apart)
-        signal.setitimer(
-            signal.ITIMER_PROF, cpu_seconds
-        )  # unhandled, so that the signal ends the process even inside a library
+        # Unhandled, so that the signal ends the process even inside a library.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         return pickle.dumps((True, function(*args, **kwargs)), pickle.HIGHEST_PROTOCOL)
     except Exception as e:
         e.__traceback__ = e.__context__ = e.__cause__ = None

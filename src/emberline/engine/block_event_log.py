@@ -58,9 +58,8 @@ class BlockEventLog:
             now = dict(stored)
             stored = [pair for pair in stored if pair[0] not in held]
             removed = [digest for digest in held if digest not in now]
-        others = [
-            each for name, each in self._blocks_by_model.items() if name != model
-        ]  # two models may cache the same block
+        # Two models may cache the same block.
+        others = [each for name, each in self._blocks_by_model.items() if name != model]
         new = [pair for pair in stored if not any(pair[0] in other for other in others)]
         gone = [digest for digest in removed if not any(digest in other for other in others)]
         held.update(stored)

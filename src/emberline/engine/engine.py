@@ -132,9 +132,8 @@ class Engine:
         self._pipelined_runner = runner if isinstance(runner, PipelinedRunner) else None
         self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        self._deferred_plan: StepPlan | None = (
-            None  # a plan that is run in the next step: early outputs are returned first
-        )
+        # A plan that is run in the next step: early outputs are returned first.
+        self._deferred_plan: StepPlan | None = None
         self._request_ids: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps = 0

@@ -104,9 +104,8 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
     served = replace(settings, max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
-    tuned = (
-        _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.graphs else 0.0
-    )  # before the cache fills the memory
+    # Before the cache fills the memory.
+    tuned = _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.graphs else 0.0
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
     made = time.perf_counter()
     eos = frozenset(config.eos)
@@ -251,9 +250,8 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
     def warm() -> float:
         try:
-            runner.model = (
-                _zero_weight_model(model) if late else model
-            )  # packed weights are allocated only when they are loaded
+            # Packed weights are allocated only when they are loaded.
+            runner.model = _zero_weight_model(model) if late else model
             return compile_kernels(runner) + warm_up(runner)
         finally:
             runner.model = model
