@@ -148,10 +148,10 @@ def plan_time_sharing(
             planned = plans()
     members = {name: SwappedEngine(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
     weights = {name: w.weight_bytes for name, w in weighed.items()}
-    kept = sum(config.kv_host_memory for config in configs.values())
+    kv_bytes = sum(config.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
-    if sleeps * sum(weights.values()) + kept > free_host_bytes:
-        besides = f" and {memory.format_gib(kept)} GiB of KV blocks" if kept else ""
+    if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
+        besides = f" and {memory.format_gib(kept)} GiB of KV blocks" if kv_bytes else ""
         reason = ", which main memory must hold while they sleep" if sleeps else ""
         raise _memory_error(weights, reason + besides, free_host_bytes)
     return members, space

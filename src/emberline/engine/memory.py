@@ -111,13 +111,13 @@ def weight_dtype(checkpoint: Checkpoint, requested: str = "auto") -> str:
     """Return the dtype of the weights: the requested one, or that of the checkpoint's first matrix.
 
     float16 becomes float32, since no kernel reads it. Raises UnsupportedModel for other dtypes."""
-    found = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
-    if unsupported := found - READABLE_DTYPES:
+    dtypes = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
+    if unsupported := dtypes - READABLE_DTYPES:
         hint = f"supported dtypes: {' '.join(sorted(READABLE_DTYPES))}"
         raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
     if requested != "auto":
         return requested
-    return "float32" if found & {"F32", "F16"} else "bfloat16"
+    return "float32" if dtypes & {"F32", "F16"} else "bfloat16"
 
 
 def uses_packed_weights(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
@@ -207,10 +207,10 @@ def plan_memory(
     }
     available = int(total_bytes * USABLE_FRACTION) - sum(fixed.values())
     blocks = max(0, available) // block_bytes
-    wanted = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
-    if blocks < wanted:
-        raise _does_not_fit_error(fixed, total_bytes, wanted * block_bytes)
-    blocks = blocks if kv_tokens is None else wanted
+    needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
+    if blocks < needed:
+        raise _does_not_fit_error(fixed, total_bytes, needed * block_bytes)
+    blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes,
         **fixed,

@@ -123,7 +123,7 @@ def report_progress(
 
 
 def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> LoadedModelInfo:
-    dock = loaded.engine.transfer_endpoint
+    endpoint = loaded.engine.transfer_endpoint
     return LoadedModelInfo(
         max_context=loaded.max_context,
         vocab_size=loaded.engine.runner.vocab_size,
@@ -139,7 +139,7 @@ def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> Loade
         device=loaded.device,
         kv_dtype=loaded.kv_dtype,
         prefix_cache=loaded.engine.config.prefix_cache,
-        peer=dataclasses.asdict(dock.sender.peer) if dock is not None else None,
+        peer=dataclasses.asdict(endpoint.sender.peer) if endpoint is not None else None,
         numerics=loaded.numerics,
     )
 

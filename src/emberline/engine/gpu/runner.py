@@ -123,10 +123,10 @@ class GPURunner:
 
         The content of an idle runner's buffers is not needed: counters are zero again, and a row's table, newest token
         and counts are written before they are read."""
-        kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
+        state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._extra_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
-        return [*kept, *staged, *self._attention_planner.scratch_buffers(), *copying]
+        return [*state, *staged, *self._attention_planner.scratch_buffers(), *copying]
 
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:

@@ -81,8 +81,8 @@ def pad_rows(rows: int) -> int:
     """Return the padded number of rows: 1 2 4 8 16 24 ... with growing steps.
 
     Above 384 rows, cuBLAS is up to a third slower if they are not a multiple of 128."""
-    for most, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
-        if rows <= most:
+    for limit, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
+        if rows <= limit:
             return -(-rows // step) * step
     return -(-rows // TOKEN_GRAIN) * TOKEN_GRAIN
 
