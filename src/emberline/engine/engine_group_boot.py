@@ -151,7 +151,7 @@ def plan_time_sharing(
     kv_bytes = sum(config.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
     if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
-        besides = f" and {memory.format_gib(kept)} GiB of KV blocks" if kv_bytes else ""
+        besides = f" and {memory.format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
         reason = ", which main memory must hold while they sleep" if sleeps else ""
         raise _memory_error(weights, reason + besides, free_host_bytes)
     return members, space

@@ -151,19 +151,19 @@ class SimCluster:
 
     def _start_turn(self, session: Session) -> None:
         body, tokens, reply = session.next_request()
-        ask = RequestSummary.parse(body, session.name if self._names_session else "")
-        decision = self._chooser(self.dispatch, ask)
+        summary = RequestSummary.parse(body, session.name if self._names_session else "")
+        decision = self._chooser(self.dispatch, summary)
         if session.name not in self._live_tokens:
             self.result.conversations_by_worker[decision.worker.name] += 1
-        account = ExitStack()
-        attempt = account.enter_context(self.dispatch.open_attempt(ask, decision))
+        context = ExitStack()
+        attempt = context.enter_context(self.dispatch.open_attempt(summary, decision))
         name, now = f"{session.name}/{session.turns_left}", self.clock.time
         self.result.oracle_tokens += self._oracle.count_cached_and_add(tokens)
         self._live_tokens[session.name] = len(tokens) + reply
         self.result.working_set = max(self.result.working_set, sum(self._live_tokens.values()))
         worker = self._workers[decision.worker.name]
-        link = worker.chain_end(tokens) if self.dispatch.kv_index is not None else None
-        self._open_turns[name] = OpenTurn(session, attempt, account, now, len(tokens), link)
+        chain_end = worker.chain_end(tokens) if self.dispatch.kv_index is not None else None
+        self._open_turns[name] = OpenTurn(session, attempt, context, now, len(tokens), chain_end)
         params = SamplingParams(max_tokens=reply, ignore_eos=True, seed=0)
         worker.add(Submission(name, tokens, params, timeout=NEVER_S), now)
         if not worker.is_stepping:

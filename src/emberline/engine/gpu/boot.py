@@ -125,10 +125,9 @@ def boot_gpu(
         raise ModelError(message, hint="use --weights plain")
     # Computing the identity reads a little of every tensor: not while the disk is busy.
     weight_format = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
-    fingerprint = (
-        identity() if weight_format == "plain" else f"{identity()}-{kept}"
-    )  # other kernels compute other keys and values
-    runner.model = replace(model, fingerprint=fingerprint, weight_bytes=weights.loaded_bytes)
+    # The format is part of the fingerprint, since other kernels compute other keys and values.
+    model_id = identity() if weight_format == "plain" else f"{identity()}-{weight_format}"
+    runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
