@@ -21,7 +21,7 @@ from emberline.core.request import Submission
 from emberline.engine.grammar import GrammarCompiler
 
 ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]})
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ def test_other_requests_run_while_a_grammar_is_compiled(llm: LLM, monkeypatch: p
     may, build = threading.Event(), GrammarCompiler._build
 
     def slow(self: GrammarCompiler, grammar: GrammarSpec, param: str) -> Any:
-        assert may.wait(PATIENCE)
+        assert may.wait(TIMEOUT_S)
         return build(self, grammar, param)
 
     monkeypatch.setattr(GrammarCompiler, "_build", slow)
     engine, ended = llm.engine, []
-    engine.add(Submission("slow", [1, 2, 3], params("choice", '["no", "never"]'), timeout=PATIENCE))
-    engine.add(Submission("plain", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), timeout=PATIENCE))
+    engine.add(Submission("slow", [1, 2, 3], params("choice", '["no", "never"]'), timeout=TIMEOUT_S))
+    engine.add(Submission("plain", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), timeout=TIMEOUT_S))
     while "plain" not in ended:
         ended += [output.id for output in engine.step() if output.finish is not None]
     assert not engine.idle and not may.is_set()
@@ -84,11 +84,11 @@ def test_interrupted_call_does_not_disturb_the_next(llm: LLM, monkeypatch: pytes
         llm.generate(["two", [-1]], plain, progress=False)
     assert llm.generate("one", plain, progress=False)[0].tokens == alone
 
-    def interrupted(*_: object) -> None:
+    def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm, "_apply_output", interrupted)
+        patch.setattr(llm, "_apply_output", raise_interrupt)
         llm.generate(["two", "three"], plain, progress=False)
     llm.engine.step()
     assert llm.engine.idle

@@ -25,7 +25,7 @@ from emberline.models.sleep import iter_instances, sleep
 
 
 @dataclass
-class Fake:
+class FakeModel:
     """A model that has only a size. `fails` is raised by the next call."""
 
     name: str
@@ -38,13 +38,13 @@ class Fake:
 
     def wake(self) -> int:
         assert not self.awake
-        return self._turn("wake", 3.0, True)
+        return self._change_state("wake", 3.0, True)
 
     def sleep(self) -> int:
         assert self.awake and self.idle
-        return self._turn("sleep", 2.0, False)
+        return self._change_state("sleep", 2.0, False)
 
-    def _turn(self, what: str, seconds: float, awake: bool) -> int:
+    def _change_state(self, what: str, seconds: float, awake: bool) -> int:
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -55,131 +55,131 @@ class Fake:
 
 
 @dataclass
-class House:
+class SwapHarness:
     memory: int
     sizes: dict[str, int]
     clock: ManualClock = field(default_factory=ManualClock)
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sleeper = SleepManager(self.memory, self.clock)
-        self.models = {name: Fake(name, size, self.clock, self.log) for name, size in self.sizes.items()}
+        self.manager = SleepManager(self.memory, self.clock)
+        self.models = {name: FakeModel(name, size, self.clock, self.log) for name, size in self.sizes.items()}
         for name, model in self.models.items():
-            self.sleeper.add(name, model)
+            self.manager.add(name, model)
 
     def use(self, *names: str) -> list[str]:
         del self.log[:]
         for name in names:
-            self.sleeper.ensure_awake(name)
+            self.manager.ensure_awake(name)
         self.check()
         return self.log
 
     def check(self) -> None:
         awake = {name for name, model in self.models.items() if model.awake}
-        assert set(self.sleeper.awake_models) == awake
-        assert self.sleeper.used_bytes == sum(self.models[name].nbytes for name in awake) <= self.memory
+        assert set(self.manager.awake_models) == awake
+        assert self.manager.used_bytes == sum(self.models[name].nbytes for name in awake) <= self.memory
 
 
 def test_least_recently_used_models_sleep_and_no_others() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
-    assert house.use("a", "b", "c") == ["wake a", "wake b", "wake c"]  # exactly full
-    assert house.use("a", "a") == []
-    assert house.sleeper.awake_models == ("b", "c", "a")
-    assert house.use("d") == ["sleep b", "sleep c", "wake d"]
-    assert house.use("b") == ["sleep a", "wake b"]
-    assert house.sleeper.awake_models == ("d", "b") and house.sleeper.used_bytes == 80
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 30, "d": 50})
+    assert harness.use("a", "b", "c") == ["wake a", "wake b", "wake c"]  # exactly full
+    assert harness.use("a", "a") == []
+    assert harness.manager.awake_models == ("b", "c", "a")
+    assert harness.use("d") == ["sleep b", "sleep c", "wake d"]
+    assert harness.use("b") == ["sleep a", "wake b"]
+    assert harness.manager.awake_models == ("d", "b") and harness.manager.used_bytes == 80
 
 
 def test_seconds_and_bytes_are_counted() -> None:
-    house = House(10, {"a": 10, "b": 8})
-    house.use("a", "b", "a")
-    turns = house.sleeper.stats["a"]
+    harness = SwapHarness(10, {"a": 10, "b": 8})
+    harness.use("a", "b", "a")
+    turns = harness.manager.stats["a"]
     assert (turns.wakes, turns.wake_seconds, turns.wake_bytes) == (2, 6.0, 10)
     assert (turns.sleeps, turns.sleep_seconds, turns.sleep_bytes) == (1, 2.0, 5)
-    assert house.sleeper.stats["b"].sleep_bytes == 4
+    assert harness.manager.stats["b"].sleep_bytes == 4
 
 
 def test_busy_models_do_not_sleep() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
-    house.use("a", "b", "c")
-    house.models["a"].idle = False
-    assert house.use("d") == ["sleep b", "sleep c", "wake d"]  # a was used less recently
-    house.models["d"].idle = False
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 30, "d": 50})
+    harness.use("a", "b", "c")
+    harness.models["a"].idle = False
+    assert harness.use("d") == ["sleep b", "sleep c", "wake d"]  # a was used less recently
+    harness.models["d"].idle = False
     with pytest.raises(Overloaded, match=r"'b' needs .* a d"):
-        house.use("b")
-    house.check()
-    assert house.log == [] and house.sleeper.awake_models == ("a", "d")
-    assert house.use("a") == []
+        harness.use("b")
+    harness.check()
+    assert harness.log == [] and harness.manager.awake_models == ("a", "d")
+    assert harness.use("a") == []
 
 
 def test_busy_models_to_sleep_are_listed() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
-    house.use("a", "b", "c")
-    assert house.sleeper.busy_models_to_sleep("d") == []
-    house.models["a"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == [] and house.sleeper.busy_models_to_sleep("e") == ["a"]
-    house.models["c"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == ["a"]  # enough together with b; used less recently than c
-    house.models["b"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == ["a", "b"] and house.sleeper.busy_models_to_sleep("e") == [
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
+    harness.use("a", "b", "c")
+    assert harness.manager.busy_models_to_sleep("d") == []
+    harness.models["a"].idle = False
+    assert harness.manager.busy_models_to_sleep("d") == [] and harness.manager.busy_models_to_sleep("e") == ["a"]
+    harness.models["c"].idle = False
+    assert harness.manager.busy_models_to_sleep("d") == ["a"]  # enough together with b; used less recently than c
+    harness.models["b"].idle = False
+    assert harness.manager.busy_models_to_sleep("d") == ["a", "b"] and harness.manager.busy_models_to_sleep("e") == [
         "a",
         "b",
         "c",
     ]
-    assert house.sleeper.busy_models_to_sleep("c") == []  # the model is already awake
-    assert house.sleeper.awake_since("a") == 3.0 and house.sleeper.awake_since("d") is None
+    assert harness.manager.busy_models_to_sleep("c") == []  # the model is already awake
+    assert harness.manager.awake_since("a") == 3.0 and harness.manager.awake_since("d") is None
 
 
 def test_impossible_wake_changes_nothing() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 90})
-    house.use("a", "b")
-    house.models["b"].idle = False
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 90})
+    harness.use("a", "b")
+    harness.models["b"].idle = False
     with pytest.raises(Overloaded):
-        house.use("c")
-    assert house.sleeper.awake_models == ("a", "b") and house.models["a"].awake
+        harness.use("c")
+    assert harness.manager.awake_models == ("a", "b") and harness.models["a"].awake
     with pytest.raises(ModelNotFound, match="'z'"):
-        house.use("z")
+        harness.use("z")
     with pytest.raises(ModelError, match="'huge' needs"):
-        house.sleeper.add("huge", Fake("huge", 101, house.clock, house.log))
+        harness.manager.add("huge", FakeModel("huge", 101, harness.clock, harness.log))
 
 
 def test_failed_wake_or_sleep_leaves_other_models_unchanged() -> None:
-    house = House(100, {"a": 40, "b": 60, "c": 60})
-    house.use("a", "b")
-    house.models["c"].fails = RuntimeError("out of memory")
+    harness = SwapHarness(100, {"a": 40, "b": 60, "c": 60})
+    harness.use("a", "b")
+    harness.models["c"].fails = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        house.use("c")
-    house.check()
-    assert not house.models["c"].awake and house.models["b"].awake == ("b" in house.sleeper.awake_models)
-    assert house.sleeper.stats["c"].wakes == 0
-    assert house.use("c") == ["wake c"]  # enough memory is already free
-    house.models["c"].fails = ModelError("cannot pin")
+        harness.use("c")
+    harness.check()
+    assert not harness.models["c"].awake and harness.models["b"].awake == ("b" in harness.manager.awake_models)
+    assert harness.manager.stats["c"].wakes == 0
+    assert harness.use("c") == ["wake c"]  # enough memory is already free
+    harness.models["c"].fails = ModelError("cannot pin")
     with pytest.raises(ModelError, match="cannot pin"):
-        house.use("b")
-    house.check()
-    assert house.models["c"].awake and not house.models["b"].awake
-    assert house.use("b") == ["sleep c", "wake b"]
+        harness.use("b")
+    harness.check()
+    assert harness.models["c"].awake and not harness.models["b"].awake
+    assert harness.use("b") == ["sleep c", "wake b"]
 
 
 def test_awake_models_always_fit_the_memory() -> None:
     rng = random.Random(3)
-    house = House(100, {f"m{i}": rng.randrange(1, 101) for i in range(8)})
+    harness = SwapHarness(100, {f"m{i}": rng.randrange(1, 101) for i in range(8)})
     used: list[str] = []
     for _ in range(2000):
-        model = house.models[rng.choice(list(house.models))]
+        model = harness.models[rng.choice(list(harness.models))]
         model.idle = rng.random() < 0.8
-        name = rng.choice(list(house.models))
-        held = {n for n, m in house.models.items() if m.awake and not m.idle}
+        name = rng.choice(list(harness.models))
+        held = {n for n, m in harness.models.items() if m.awake and not m.idle}
         if rng.random() < 0.1:
             model.fails = RuntimeError("no")
         try:
-            house.use(name)
+            harness.use(name)
             used.append(name)
-            assert house.sleeper.awake_models[-1] == name
+            assert harness.manager.awake_models[-1] == name
         except (Overloaded, RuntimeError):
             pass
-        house.check()
-        assert all(house.models[n].awake for n in held)
+        harness.check()
+        assert all(harness.models[n].awake for n in held)
     assert len(used) > 500
 
 
@@ -202,7 +202,7 @@ def test_model_memory_matches_the_plans() -> None:
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_backend", ops._backend)
     monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
     plain_arithmetic()
@@ -223,20 +223,20 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("use_plain_arithmetic")
 def test_engine_gives_the_same_tokens_after_sleep(tmp_path: Path) -> None:
     kinds = {"a": "llama", "b": "qwen3"}
     homes = {name: tiny.write(tmp_path / name, kind, seed=i) for i, (name, kind) in enumerate(kinds.items())}
     models = {name: SwappedEngine(planned(home), lambda home=home: booted(home)) for name, home in homes.items()}
-    sleeper = SleepManager(max(m.nbytes for m in models.values()))
+    manager = SleepManager(max(m.nbytes for m in models.values()))
     for name, model in models.items():
-        sleeper.add(name, model)
+        manager.add(name, model)
     expected = {name: tokens(booted(home).engine, "x") for name, home in homes.items()}
     hits = dict.fromkeys(models, 0)
     for turn in range(3):
         for name, model in models.items():
-            sleeper.ensure_awake(name)
-            assert sleeper.awake_models == (name,)
+            manager.ensure_awake(name)
+            assert manager.awake_models == (name,)
             assert (
                 model.engine.kv.num_cached == 0 and model.engine.kv.hit_tokens == hits[name]
             )  # the blocks are lost, the counters are kept
@@ -244,11 +244,11 @@ def test_engine_gives_the_same_tokens_after_sleep(tmp_path: Path) -> None:
             assert tokens(model.engine, f"{turn}+") == expected[name]
             assert model.engine.kv.hit_tokens > hits[name]
             hits[name] = model.engine.kv.hit_tokens
-    turns = sleeper.stats["a"]
+    turns = manager.stats["a"]
     storages = [t.untyped_storage() for t in memory_of(models["b"])]
     copied = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    assert sleeper.stats["b"].sleep_bytes == copied > 0  # copied once, though it slept twice
-    assert (turns.wakes, turns.sleeps, sleeper.stats["b"].sleeps) == (3, 3, 2)
+    assert manager.stats["b"].sleep_bytes == copied > 0  # copied once, though it slept twice
+    assert (turns.wakes, turns.sleeps, manager.stats["b"].sleeps) == (3, 3, 2)
 
 
 def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
@@ -256,7 +256,7 @@ def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
     return list(iter_instances(torch.Tensor, model._gpu_engine.runner.model))
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("use_plain_arithmetic")
 def test_sleeping_engine_has_no_memory_and_cannot_run(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m", "qwen2")
     model = SwappedEngine(planned(home), lambda: booted(home))

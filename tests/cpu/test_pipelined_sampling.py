@@ -182,7 +182,7 @@ def test_penalties_and_grammars_need_no_extra_steps(engine: Callable[..., Engine
     submission = {s.id: s for s in requests()}[name]
     plain = replace(requests()[0], prompt=submission.prompt, params=SamplingParams(max_tokens=count, ignore_eos=True))
 
-    def calls(asked: Submission) -> int:
+    def count_calls(asked: Submission) -> int:
         made, steps, seen = engine(), 0, 0
         made.add(asked)
         while not seen:  # a grammar is compiled in another thread
@@ -194,7 +194,9 @@ def test_penalties_and_grammars_need_no_extra_steps(engine: Callable[..., Engine
         assert made.runner.launches <= count + 1  # one more if the last token was read after the next step was launched
         return steps
 
-    assert calls(submission) <= calls(plain) + 2  # two if the last token was read while another step was in flight
+    assert (
+        count_calls(submission) <= count_calls(plain) + 2
+    )  # two if the last token was read while another step was in flight
 
 
 def test_device_counts_equal_host_counts() -> None:

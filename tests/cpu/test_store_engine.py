@@ -43,7 +43,7 @@ def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> E
     ).engine  # fmt: skip
 
 
-def ask(engine: Engine, seed: int, salt: str = "") -> Answer:
+def complete(engine: Engine, seed: int, salt: str = "") -> Answer:
     """Return the tokens, their log-probabilities, and the number of cached prompt tokens."""
     prompt = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(seed)).tolist()
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
@@ -63,10 +63,10 @@ def ask(engine: Engine, seed: int, salt: str = "") -> Answer:
 @pytest.mark.parametrize("codec", ["uw", "none"])
 def test_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster, codec: str) -> None:
     one, two, alone = engine(model, master, codec), engine(model, master), engine(model, None)
-    expected = ask(alone, 1)
-    assert ask(one, 1) == expected and expected[2] == 0
-    assert ask(two, 1, salt="another tenant")[2] == 0
-    assert ask(two, 1) == (*expected[:2], 40)
+    expected = complete(alone, 1)
+    assert complete(one, 1) == expected and expected[2] == 0
+    assert complete(two, 1, salt="another tenant")[2] == 0
+    assert complete(two, 1) == (*expected[:2], 40)
     assert two.stats().tiers["store"].hit_tokens == 40
     one.close()
     two.close()
@@ -74,10 +74,10 @@ def test_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster,
 
 def test_requests_continue_without_the_store(model: Path, master: MooncakeMaster) -> None:
     one, alone = engine(model, master), engine(model, None)
-    ask(one, 1)
+    complete(one, 1)
     master.hang()
-    assert ask(one, 2) == ask(alone, 2)  # only one request waits for the store
-    assert not one.stats().tiers["store"].on and ask(one, 3) == ask(alone, 3)
+    assert complete(one, 2) == complete(alone, 2)  # only one request waits for the store
+    assert not one.stats().tiers["store"].on and complete(one, 3) == complete(alone, 3)
     master.kill()
-    assert ask(one, 4) == ask(alone, 4)
+    assert complete(one, 4) == complete(alone, 4)
     one.close()

@@ -47,47 +47,47 @@ def submissions(name: str) -> Iterator[Submission]:
         yield Submission(f"{name}{i}", prompt, params, model=name)
 
 
-def said_by(fleet, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyped-def]
+def run_all(group, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyped-def]
     left = [one for many in zip(*(submissions(name) for name in names), strict=True) for one in many]
-    said: dict[str, list[int]] = {}
+    tokens_by_id: dict[str, list[int]] = {}
     ended: list[str] = []
     steps = 0
-    while left or not fleet.idle:
+    while left or not group.idle:
         if left and steps % 3 == 0:
-            fleet.add(left.pop(0))
+            group.add(left.pop(0))
         steps += 1
-        report = fleet.step()
+        report = group.step()
         assert not report.refused
         for outputs in report.outputs.values():
             for output in outputs:
                 assert output.error is None
-                said.setdefault(output.id, []).extend(output.tokens)
+                tokens_by_id.setdefault(output.id, []).extend(output.tokens)
                 ended += [output.id] if output.finish is not None else []
     assert len(ended) == len(set(ended)) == COUNT * len(names)
     for name in names:
-        fleet.engines[name].kv.check()
-    return said
+        group.engines[name].kv.check()
+    return tokens_by_id
 
 
 @pytest.fixture(scope="module")
 def expected(configs: dict[str, EngineConfig]) -> dict[str, list[int]]:
     from emberline.engine.engine_group_boot import boot_engine_group
 
-    said: dict[str, list[int]] = {}
+    tokens_by_id: dict[str, list[int]] = {}
     for name, config in configs.items():
-        fleet, _ = boot_engine_group({name: config}, TimeSharingConfig())
-        said |= said_by(fleet, name)
-    return said
+        group, _ = boot_engine_group({name: config}, TimeSharingConfig())
+        tokens_by_id |= run_all(group, name)
+    return tokens_by_id
 
 
 def test_models_that_fit_are_awake_together(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
     from emberline.engine.engine_group_boot import boot_engine_group
 
-    fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
-    assert all(fleet.is_awake(name) for name in configs) and set(loaded) == set(configs)
+    group, loaded = boot_engine_group(configs, TimeSharingConfig())
+    assert all(group.is_awake(name) for name in configs) and set(loaded) == set(configs)
     for _ in range(2):
-        assert said_by(fleet, "abc") == expected
-    assert all(fleet.sleep_stats(name).sleeps == 0 for name in configs)
+        assert run_all(group, "abc") == expected
+    assert all(group.sleep_stats(name).sleeps == 0 for name in configs)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
@@ -105,10 +105,10 @@ def test_models_that_do_not_fit_share_the_gpu_over_time(
 
     members, _ = plan_time_sharing(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
     memory = at_once * max(member.nbytes for member in members.values())
-    fleet = EngineGroup(members, memory, TimeSharingConfig(turn=0.02))
+    group = EngineGroup(members, memory, TimeSharingConfig(turn=0.02))
     for _ in range(2):
-        assert said_by(fleet, "abc") == expected
-    assert all(fleet.sleep_stats(name).wakes > 1 for name in configs)
+        assert run_all(group, "abc") == expected
+    assert all(group.sleep_stats(name).wakes > 1 for name in configs)
     for member in members.values():
         member.close()
 
@@ -117,7 +117,7 @@ def test_models_share_memory_by_default(configs: dict[str, EngineConfig], expect
     from emberline.engine.engine_group_boot import boot_engine_group
 
     plain = {name: replace(config, kv_memory=None) for name, config in configs.items()}
-    fleet, loaded = boot_engine_group(plain, TimeSharingConfig())
-    assert all(fleet.is_awake(name) for name in plain)
+    group, loaded = boot_engine_group(plain, TimeSharingConfig())
+    assert all(group.is_awake(name) for name in plain)
     assert sum(one.kv_bytes for one in loaded.values()) > 0.8 * torch.cuda.mem_get_info()[1]
-    assert said_by(fleet, "abc") == expected
+    assert run_all(group, "abc") == expected

@@ -34,14 +34,14 @@ LEFT = 512 << 20  # cuBLAS's workspace of a stream, handles, and small tensors t
 
 
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         name: tiny.write(tmp_path_factory.mktemp(name), config, seed=i)
         for i, (name, config) in enumerate(KINDS.items())
     }
 
 
-def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore[no-untyped-def]
+def make_swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore[no-untyped-def]
     from emberline.engine.gpu.boot import boot_from_checkpoint
     from emberline.engine.gpu.swap import SwappedEngine
     from emberline.engine.memory import plan_memory
@@ -91,10 +91,10 @@ def poison(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_models_by_turns_give_the_same_tokens(homes: dict[str, Path], dtype: torch.dtype) -> None:
+def test_two_models_by_turns_give_the_same_tokens(checkpoints: dict[str, Path], dtype: torch.dtype) -> None:
     from emberline.engine.gpu.swap import SleepManager
 
-    models = {name: swapped(home, dtype) for name, home in homes.items()}
+    models = {name: make_swapped(home, dtype) for name, home in checkpoints.items()}
     sleeper = SleepManager(max(model.nbytes for model in models.values()))
     for name, model in models.items():
         sleeper.add(name, model)
@@ -113,10 +113,10 @@ def test_two_models_by_turns_give_the_same_tokens(homes: dict[str, Path], dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sleep_frees_device_memory(homes: dict[str, Path], dtype: torch.dtype) -> None:
+def test_sleep_frees_device_memory(checkpoints: dict[str, Path], dtype: torch.dtype) -> None:
     from emberline.models.sleep import iter_instances
 
-    first = swapped(homes["a"], dtype)
+    first = make_swapped(checkpoints["a"], dtype)
     first.wake()
     tokens(first.engine, "first")  # this loads every kernel
     first.close()
@@ -124,7 +124,7 @@ def test_sleep_frees_device_memory(homes: dict[str, Path], dtype: torch.dtype) -
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     bare = torch.cuda.mem_get_info()[0]
-    model = swapped(homes["a"], dtype)
+    model = make_swapped(checkpoints["a"], dtype)
     model.wake()
     expected = tokens(model.engine, "x")
     runner = model.engine.runner
@@ -150,11 +150,11 @@ def test_sleep_frees_device_memory(homes: dict[str, Path], dtype: torch.dtype) -
     model.close()
 
 
-def test_models_that_fit_stay_awake(homes: dict[str, Path]) -> None:
+def test_models_that_fit_stay_awake(checkpoints: dict[str, Path]) -> None:
     """One model sleeps and wakes while the other has open requests."""
     from emberline.engine.gpu.swap import SleepManager, model_memory
 
-    models = {name: swapped(home, torch.float32) for name, home in homes.items()}
+    models = {name: make_swapped(home, torch.float32) for name, home in checkpoints.items()}
     sleeper = SleepManager(model_memory(torch.cuda.mem_get_info()[1]))
     for name, model in models.items():
         sleeper.add(name, model)

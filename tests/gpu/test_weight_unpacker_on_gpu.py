@@ -37,14 +37,14 @@ SIZES = {
 Layer = tuple[PackedWeight, ...]  # a square matrix; gate and up; down
 
 
-def settled(rows: Tensor, *, gated: bool = False) -> PackedWeight:
+def make_weight(rows: Tensor, *, gated: bool = False) -> PackedWeight:
     n, k = rows.shape
     weight = ops.empty_weight(n, k, rows.dtype, rows.device, gated=gated)
     assert ops.fill_weight(weight, rows) < rows.nbytes
     return weight
 
 
-def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: WeightUnpacker | None) -> Tensor:
+def compute_products(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: WeightUnpacker | None) -> Tensor:
     """Compute the products of a model without attention."""
     x = x.clone()
     norm = torch.ones(HIDDEN, device="cuda")
@@ -55,7 +55,7 @@ def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: WeightUn
     return ops.linear(x, head, float32_output=True)
 
 
-def repeated(work: Callable[[], Tensor], device: CudaDevice) -> tuple[Tensor, Callable[[], None]]:
+def capture_step(work: Callable[[], Tensor], device: CudaDevice) -> tuple[Tensor, Callable[[], None]]:
     """Return the result tensor of a captured step, and a function that replays it."""
     made: list[Tensor] = []
     replay = device.step_stream.capture(lambda: made.append(work()))
@@ -69,26 +69,26 @@ def test_products_equal_those_of_plain_weights(m: int) -> None:
     rows = [[heavy(n, k) for n, k, _ in shapes] for _ in range(LAYERS)]
     last, x = heavy(4096, HIDDEN), random(m, HIDDEN)
     both = []
-    for make in (ops.pack_linear, settled):
+    for make in (ops.pack_linear, make_weight):
         layers = [tuple(make(w, gated=s[2]) for w, s in zip(layer, shapes, strict=True)) for layer in rows]
         both.append((layers, make(last)))
     device = CudaDevice()
     torch.cuda.synchronize()
     with torch.inference_mode(), device.step_stream.activate():
-        expected = computed(x, *both[0], None)
+        expected = compute_products(x, *both[0], None)
         order = [weight for layer in both[1][0] for weight in layer]
         ahead = WeightUnpacker(order, len(order), device.step_stream, device.new_stream())
         for _ in range(3):
-            assert torch.equal(computed(x, *both[1], ahead.begin_step()), expected)
+            assert torch.equal(compute_products(x, *both[1], ahead.begin_step()), expected)
         places = [place.memory for place in ahead._buffers]
         assert len(places) == 2
-        result, replay = repeated(lambda: computed(x, *both[1], ahead.begin_step()), device)
+        result, replay = capture_step(lambda: compute_products(x, *both[1], ahead.begin_step()), device)
         for _ in range(20):
             for memory in (result, *places):
                 memory.fill_(torch.nan)
             replay()
             assert torch.equal(result, expected)
-        assert torch.equal(computed(x, *both[1], ahead.begin_step()), expected), "after a captured step"
+        assert torch.equal(compute_products(x, *both[1], ahead.begin_step()), expected), "after a captured step"
 
 
 def test_engine_gives_the_same_tokens(tmp_path: Path) -> None:

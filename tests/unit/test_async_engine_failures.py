@@ -27,16 +27,16 @@ from emberline.engine import async_engine
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import StartEngine, encode_message
 
-BEGUN = """
+STARTED = """
 import socket, sys, time
 from emberline.core.events import Stats
 from emberline.engine.messages import Progress, Ready, encode
 engine = socket.socket(fileno=int(sys.argv[1]))
 engine.recv(1 << 16)
 """
-READY = BEGUN + "engine.sendall(encode(Ready({})))\n"
+READY = STARTED + "engine.sendall(encode(Ready({})))\n"
 # Writing to it fails and closes the client's transport.
-READY_BUT_DEAF = BEGUN + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode(Ready({}))); time.sleep(60)"
+READY_WITHOUT_READING = STARTED + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode(Ready({}))); time.sleep(60)"
 THEN_DIES = READY + "engine.recv(1 << 16)"
 THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
 THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
@@ -64,7 +64,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @asynccontextmanager
-async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
+async def running_engine(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
     command = sys.executable, "-c", script
     engine = AsyncEngine({"m": EngineConfig("m")}, TimeSharingConfig(), stall_timeout=stall_timeout, command=command)
     try:
@@ -74,7 +74,7 @@ async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[As
         await engine.stop()
 
 
-async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
+async def submit_one(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
     """Submit a request after `turns` iterations of the event loop, and return the error it ends with."""
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -92,23 +92,23 @@ async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "MAX_RESTART_PAUSE_S", 0.01)
     monkeypatch.setattr(async_engine, "REAP_TIMEOUT_S", 0.05)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_submission_while_the_process_dies_fails(hasty: None, run: Run) -> None:
+def test_submission_while_the_process_dies_fails(short_timeouts: None, run: Run) -> None:
     async def main() -> None:
-        async with started(READY_BUT_DEAF) as engine:
-            ends = await asyncio.gather(*(ask(engine, turns) for turns in range(8)))
+        async with running_engine(READY_WITHOUT_READING) as engine:
+            ends = await asyncio.gather(*(submit_one(engine, turns) for turns in range(8)))
         assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first one was sent without an error
         assert engine.num_open == 0
 
     run(main())
 
 
-class Spawning:
+class FailingSpawns:
     """Makes spawning fail a given number of times, from a given process on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, times: int) -> None:
@@ -125,19 +125,19 @@ class Spawning:
 
 def test_start_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        Spawning(monkeypatch, 0, 1)
+        FailingSpawns(monkeypatch, 0, 1)
         with pytest.raises(EngineFailed, match="Cannot allocate memory"):
-            async with started(READY):
+            async with running_engine(READY):
                 pass
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_failed_restart_is_retried(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_restart_is_retried(short_timeouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        spawning = Spawning(monkeypatch, 1, 2)
-        async with started(THEN_DIES) as engine:
-            assert isinstance(await ask(engine), EngineFailed)
+        spawning = FailingSpawns(monkeypatch, 1, 2)
+        async with running_engine(THEN_DIES) as engine:
+            assert isinstance(await submit_one(engine), EngineFailed)
             while engine.state is not EngineState.READY:
                 await asyncio.sleep(0.01)
             assert spawning.count == 4 and engine.restarts == 3
@@ -145,14 +145,14 @@ def test_failed_restart_is_retried(hasty: None, monkeypatch: pytest.MonkeyPatch)
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_error_in_a_report_handler_ends_open_requests(hasty: None) -> None:
-    def fails(model: str, stats: Stats) -> None:
+def test_error_in_a_report_handler_ends_open_requests(short_timeouts: None) -> None:
+    def raise_error(model: str, stats: Stats) -> None:
         raise KeyError(model)
 
     async def main() -> None:
-        async with started(THEN_REPORTS) as engine:
-            engine.on_stats = fails
-            assert "KeyError" in (await ask(engine)).message
+        async with running_engine(THEN_REPORTS) as engine:
+            engine.on_stats = raise_error
+            assert "KeyError" in (await submit_one(engine)).message
 
     asyncio.run(main())
 
@@ -160,24 +160,24 @@ def test_error_in_a_report_handler_ends_open_requests(hasty: None) -> None:
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 @pytest.mark.parametrize(("script", "stall_timeout"), [(THEN_HANGS_UP, 120.0), (THEN_HANGS, 0.4)])
 def test_unkillable_process_does_not_delay_the_restart(
-    hasty: None, monkeypatch: pytest.MonkeyPatch, script: str, stall_timeout: float, run: Run
+    short_timeouts: None, monkeypatch: pytest.MonkeyPatch, script: str, stall_timeout: float, run: Run
 ) -> None:
     async def main() -> None:
-        async with started(script, stall_timeout) as engine:
+        async with running_engine(script, stall_timeout) as engine:
             pid = engine.pid
             assert pid is not None
             with monkeypatch.context() as patched:
                 patched.setattr(subprocess.Popen, "kill", lambda process: None)
-                end = await ask(engine)
+                end = await submit_one(engine)
             os.kill(pid, signal.SIGKILL)
             assert "still running" in end.message
 
     run(main())
 
 
-def test_suspended_machine_is_not_a_stall(hasty: None) -> None:
+def test_suspended_machine_is_not_a_stall(short_timeouts: None) -> None:
     async def main() -> None:
-        async with started(KEEPS_REPORTING, stall_timeout=0.8) as engine:
+        async with running_engine(KEEPS_REPORTING, stall_timeout=0.8) as engine:
             pid = engine.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
@@ -186,15 +186,15 @@ def test_suspended_machine_is_not_a_stall(hasty: None) -> None:
             await asyncio.sleep(1.2)
             assert engine.pid == pid and engine.restarts == 0 and engine.state is EngineState.READY
             os.kill(pid, signal.SIGSTOP)  # only the process
-            assert isinstance(await ask(engine), EngineFailed)
+            assert isinstance(await submit_one(engine), EngineFailed)
 
     asyncio.run(main())
 
 
 def test_progress_within_a_step_prevents_a_stall() -> None:
     async def main() -> None:
-        async with started(COMPUTES_THEN_HANGS, stall_timeout=2.0) as engine:  # 3 s of progress
-            assert isinstance(await ask(engine), EngineFailed)
+        async with running_engine(COMPUTES_THEN_HANGS, stall_timeout=2.0) as engine:  # 3 s of progress
+            assert isinstance(await submit_one(engine), EngineFailed)
             assert engine.progress_reports == 12
 
     asyncio.run(main())

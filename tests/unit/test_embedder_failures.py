@@ -12,9 +12,9 @@ import pytest
 from emberline.core.errors import EngineFailed, EngineUnavailable
 from emberline.engine.embedder import EmbedderProcess
 
-ASKED = "import sys, time; sys.stdin.buffer.read(4); "
-HALF = ASKED + "sys.stdout.buffer.write((100).to_bytes(4, 'little') + b'half')"
-NOTHING = ASKED + "time.sleep(60)"
+READ_REQUEST = "import sys, time; sys.stdin.buffer.read(4); "
+HALF = READ_REQUEST + "sys.stdout.buffer.write((100).to_bytes(4, 'little') + b'half')"
+NOTHING = READ_REQUEST + "time.sleep(60)"
 
 
 def embedder(script: str) -> EmbedderProcess:

@@ -30,7 +30,7 @@ def walk(matcher: GrammarMatcher, text: str) -> int:
     return len(ids)
 
 
-def takes(compiler: GrammarCompiler, grammar: GrammarSpec, text: str) -> bool:
+def accepts(compiler: GrammarCompiler, grammar: GrammarSpec, text: str) -> bool:
     matcher = compiler.compile(grammar)
     return walk(matcher, text) == len(encode(text)) and EOS in matcher.allowed_tokens()
 
@@ -80,8 +80,8 @@ TREE = schema(type="object", properties={"kids": {"type": "array", "items": {"$r
 def test_each_kind_accepts_and_rejects_texts(
     compiler: GrammarCompiler, grammar: GrammarSpec, good: list[str], bad: list[str]
 ) -> None:
-    assert [text for text in good if not takes(compiler, grammar, text)] == []
-    assert [text for text in bad if takes(compiler, grammar, text)] == []
+    assert [text for text in good if not accepts(compiler, grammar, text)] == []
+    assert [text for text in bad if accepts(compiler, grammar, text)] == []
 
 
 def test_grammar_is_complete_when_no_token_may_follow(compiler: GrammarCompiler) -> None:
@@ -125,19 +125,19 @@ def test_fork_rollback_and_count_valid(compiler: GrammarCompiler) -> None:
 def test_cache_is_limited_and_matchers_are_independent(compiler: GrammarCompiler) -> None:
     grammars = [GrammarSpec("choice", json.dumps([f"w{i}"])) for i in range(MAX_CACHED_GRAMMARS + 5)]
     for grammar in grammars:
-        assert takes(compiler, grammar, json.loads(grammar.text)[0])
+        assert accepts(compiler, grammar, json.loads(grammar.text)[0])
     assert len(compiler._compiled) == MAX_CACHED_GRAMMARS
-    assert takes(compiler, grammars[-1], f"w{MAX_CACHED_GRAMMARS + 4}") and takes(compiler, grammars[0], "w0")
+    assert accepts(compiler, grammars[-1], f"w{MAX_CACHED_GRAMMARS + 4}") and accepts(compiler, grammars[0], "w0")
 
 
 def test_white_space_is_limited(compiler: GrammarCompiler) -> None:
-    assert takes(compiler, OPEN, '{\n\t\t"a" : 1 }')
-    assert not takes(compiler, OPEN, "{" + "\n" * 65 + '"a": 1}')
+    assert accepts(compiler, OPEN, '{\n\t\t"a" : 1 }')
+    assert not accepts(compiler, OPEN, "{" + "\n" * 65 + '"a": 1}')
 
 
 DEEP = '{"items":' * 3000 + "{}" + "}" * 3000
 
-REFUSED = [
+REJECTED = [
     (schema(**{"not": {"type": "string"}}), "not"),
     (schema(type="array", uniqueItems=True), "uniqueItems"),
     (schema(type="object", properties={"a": {"if": {}, "then": {}}}), '"if", "then"'),
@@ -170,7 +170,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("grammar", "says"), REFUSED, ids=[f"{g.kind}-{g.text[:30]}" for g, _ in REFUSED])
+@pytest.mark.parametrize(("grammar", "says"), REJECTED, ids=[f"{g.kind}-{g.text[:30]}" for g, _ in REJECTED])
 def test_errors_name_the_reason(compiler: GrammarCompiler, grammar: GrammarSpec, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         compiler.compile(grammar, param="text.format")
@@ -179,7 +179,9 @@ def test_errors_name_the_reason(compiler: GrammarCompiler, grammar: GrammarSpec,
 
 
 def test_cache_distinguishes_kinds(compiler: GrammarCompiler) -> None:
-    assert takes(compiler, GrammarSpec("regex", '["a"]'), "a") and takes(compiler, GrammarSpec("choice", '["a"]'), "a")
-    assert takes(compiler, GrammarSpec("regex", '["a"]'), '"') and not takes(
+    assert accepts(compiler, GrammarSpec("regex", '["a"]'), "a") and accepts(
+        compiler, GrammarSpec("choice", '["a"]'), "a"
+    )
+    assert accepts(compiler, GrammarSpec("regex", '["a"]'), '"') and not accepts(
         compiler, GrammarSpec("choice", '["a"]'), '"'
     )

@@ -21,7 +21,7 @@ FINE = GrammarSpec("json_object")
 ENDLESS = GrammarSpec(
     "json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]})
 )
-BOTTOMLESS = GrammarSpec(
+RECURSIVE = GrammarSpec(
     "grammar", "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(9000)) + '\nr9000: "z"'
 )
 
@@ -34,7 +34,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarGuard]:
     guard.close()
 
 
-@pytest.mark.parametrize(("grammar", "says"), [(ENDLESS, "more than"), (BOTTOMLESS, "too deep")], ids=["hang", "crash"])
+@pytest.mark.parametrize(("grammar", "says"), [(ENDLESS, "more than"), (RECURSIVE, "too deep")], ids=["hang", "crash"])
 def test_grammar_that_ends_the_child_is_rejected_and_the_next_works(
     guard: GrammarGuard, grammar: GrammarSpec, says: str
 ) -> None:

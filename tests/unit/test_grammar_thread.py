@@ -29,10 +29,10 @@ from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_thread import GrammarThread
 
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
-class Following:
+class GrammarSupport:
     """Makes a fake runner support grammars; the test completes their futures."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -49,20 +49,20 @@ class Following:
         return super().run(plan)  # type: ignore[misc,no-any-return]
 
 
-class Plain(Following, FakeRunner):
+class SyncGrammarRunner(GrammarSupport, FakeRunner):
     pass
 
 
-class Ahead(Following, FakePipelinedRunner):
+class PipelinedGrammarRunner(GrammarSupport, FakePipelinedRunner):
     pass
 
 
-def engine(runner: type[Plain] | type[Ahead] = Plain) -> Engine:
+def engine(runner: type[SyncGrammarRunner] | type[PipelinedGrammarRunner] = SyncGrammarRunner) -> Engine:
     return Engine(SchedulerConfig(block_size=8, max_batch_tokens=64, max_running=4), runner(64, 8), ManualClock())
 
 
 def futures(e: Engine) -> dict[str, Future[None]]:
-    assert isinstance(e.runner, Following)
+    assert isinstance(e.runner, GrammarSupport)
     return e.runner.futures
 
 
@@ -91,8 +91,10 @@ def assert_nothing_kept(e: Engine) -> bool:
     return e.idle and not any(kept)
 
 
-@pytest.mark.parametrize("runner", [Plain, Ahead])
-def test_other_requests_overtake_until_the_grammar_is_compiled(runner: type[Plain] | type[Ahead]) -> None:
+@pytest.mark.parametrize("runner", [SyncGrammarRunner, PipelinedGrammarRunner])
+def test_other_requests_overtake_until_the_grammar_is_compiled(
+    runner: type[SyncGrammarRunner] | type[PipelinedGrammarRunner],
+) -> None:
     e = engine(runner)
     e.add(submission("slow", "a", n=2))
     e.add(submission("next"))
@@ -154,8 +156,10 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(events=EVENTS, runner=st.sampled_from([Plain, Ahead]))
-def test_every_request_ends_exactly_once(events: list[tuple[str, int]], runner: type[Plain] | type[Ahead]) -> None:
+@given(events=EVENTS, runner=st.sampled_from([SyncGrammarRunner, PipelinedGrammarRunner]))
+def test_every_request_ends_exactly_once(
+    events: list[tuple[str, int]], runner: type[SyncGrammarRunner] | type[PipelinedGrammarRunner]
+) -> None:
     e = engine(runner)
     assert isinstance(e.clock, ManualClock)
     opened: set[tuple[str, int]] = set()
@@ -197,7 +201,7 @@ class Compiler(GrammarCompiler):
         self.built: list[str] = []
 
     def _build(self, grammar: GrammarSpec, param: str) -> Any:
-        assert self.may.wait(PATIENCE)
+        assert self.may.wait(TIMEOUT_S)
         self.built.append(grammar.text)
         if grammar.text == "panic":
             raise BaseException("it is broken")
@@ -218,7 +222,7 @@ def test_compile_does_not_block_and_equal_grammars_compile_once(compiler: Compil
     one, same, other = thread.compile(regex("a+")), thread.compile(regex("a+")), thread.compile(regex("b"))
     assert one is same and not one.done() and not other.done()
     compiler.may.set()
-    assert one.result(PATIENCE).allowed_tokens() != other.result(PATIENCE).allowed_tokens()
+    assert one.result(TIMEOUT_S).allowed_tokens() != other.result(TIMEOUT_S).allowed_tokens()
     del one, same
     assert thread.compile(regex("a+")).done()  # cached, though its future was dropped
     assert compiler.built == ["a+", "b"]
@@ -230,7 +234,7 @@ def test_grammar_with_dropped_future_is_skipped(compiler: Compiler) -> None:
     del dropped
     gc.collect()
     compiler.may.set()
-    first.result(PATIENCE), last.result(PATIENCE)
+    first.result(TIMEOUT_S), last.result(TIMEOUT_S)
     assert compiler.built == ["a", "c"]
 
 
@@ -238,20 +242,20 @@ def test_compile_error_does_not_affect_the_next_grammar(compiler: Compiler) -> N
     compiler.may.set()
     thread = GrammarThread(lambda: compiler)
     with pytest.raises(InvalidRequest, match="cannot be used"):
-        thread.compile(regex("(")).result(PATIENCE)
+        thread.compile(regex("(")).result(TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="it is broken"):
-        thread.compile(regex("panic")).result(PATIENCE)
-    assert thread.compile(regex("a")).result(PATIENCE).allowed_tokens()
+        thread.compile(regex("panic")).result(TIMEOUT_S)
+    assert thread.compile(regex("a")).result(TIMEOUT_S).allowed_tokens()
 
 
 def test_missing_compiler_fails_each_request() -> None:
-    def missing() -> GrammarCompiler:
+    def raise_missing() -> GrammarCompiler:
         raise FileNotFoundError("no tokenizer.json")
 
-    thread = GrammarThread(missing)
+    thread = GrammarThread(raise_missing)
     for text in ("a", "b"):
         with pytest.raises(InvalidRequest, match="no tokenizer"):
-            thread.compile(regex(text)).result(PATIENCE)
+            thread.compile(regex(text)).result(TIMEOUT_S)
 
 
 def test_cached_grammar_is_found_while_another_compiles(compiler: Compiler) -> None:
@@ -264,5 +268,5 @@ def test_cached_grammar_is_found_while_another_compiles(compiler: Compiler) -> N
     other.start()
     assert compiler.find_compiled(regex("a")) is not None
     compiler.may.set()
-    other.join(PATIENCE)
+    other.join(TIMEOUT_S)
     assert compiler.find_compiled(regex("b")) is not None

@@ -31,7 +31,7 @@ LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
 H200 = 141 * 10**9
 
 
-def planned(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -> MemoryPlan:
+def make_plan(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -> MemoryPlan:
     usual: dict[str, Any] = {
         "dtype_bytes": 2,
         "kv_dtype_bytes": 2,
@@ -44,11 +44,11 @@ def planned(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -
 
 
 def test_llama_8b_on_an_h200() -> None:
-    found = planned()
+    found = make_plan()
     assert found.weights == pytest.approx(8_030_261_248 * 2, rel=1e-4)  # the published number of parameters
     assert kv_token_bytes(LLAMA_8B, 2) == 131072
     assert found.kv_tokens > 850_000
-    narrow = planned(kv_dtype_bytes=1)  # half as large, but chunks need a bf16 copy
+    narrow = make_plan(kv_dtype_bytes=1)  # half as large, but chunks need a bf16 copy
     widened = (narrow.scratch - found.scratch) // (131072 // 2)
     assert 0 < widened < 0.01 * narrow.kv_tokens
     assert narrow.kv_tokens == pytest.approx(2 * found.kv_tokens - widened, abs=2 * 64)
@@ -63,7 +63,7 @@ def test_llama_8b_on_an_h200() -> None:
     kv_dtype_bytes=st.sampled_from([1, 2, 4]),
 )
 def test_parts_add_up_and_blocks_are_whole(total: int, **changes: int) -> None:
-    found = planned(total=total, **changes)
+    found = make_plan(total=total, **changes)
     assert sum(size for _, size in found.rows()) == total
     assert all(size > 0 for _, size in found.rows())
     assert found.fixed_bytes + found.kv_bytes <= total * 0.95
@@ -74,15 +74,15 @@ def test_parts_add_up_and_blocks_are_whole(total: int, **changes: int) -> None:
 
 
 def test_larger_settings_reduce_the_kv_cache() -> None:
-    base = planned()
+    base = make_plan()
     for name, more in {
         "dtype_bytes": 4,
         "max_running": 512,
         "max_batch_tokens": 16384,
         "max_context": 1 << 20,
     }.items():
-        assert planned(**{name: more}).kv_tokens < base.kv_tokens, name
-    assert planned(replace(LLAMA_8B, kv_heads=32)).activations > base.activations
+        assert make_plan(**{name: more}).kv_tokens < base.kv_tokens, name
+    assert make_plan(replace(LLAMA_8B, kv_heads=32)).activations > base.activations
 
 
 def test_weights_follow_the_config() -> None:
@@ -136,11 +136,11 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
 
 
 def test_configured_kv_tokens_are_used() -> None:
-    found = planned(kv_tokens=100_001)
+    found = make_plan(kv_tokens=100_001)
     assert found.kv_tokens == 100_032
     assert found.spare_bytes > H200 // 2
     with pytest.raises(ModelError, match="does not fit") as refused:
-        planned(kv_tokens=2_000_000)
+        make_plan(kv_tokens=2_000_000)
     assert "--kv-memory" in (refused.value.hint or "")
 
 
@@ -156,38 +156,38 @@ def test_error_names_the_sizes(total: int, changes: dict[str, int], hint: str) -
     with pytest.raises(
         ModelError, match=rf"of {total / 2**30:.2f} GiB are usable.* too little.*weights 14.96"
     ) as error:
-        planned(total=total, **changes)
+        make_plan(total=total, **changes)
     assert hint in (error.value.hint or "")
 
 
 def test_plan_as_text() -> None:
-    text = str(planned())
+    text = str(make_plan())
     assert "weights" in text and "14.96 GiB" in text and "kv cache" in text
-    assert f"{planned().kv_tokens} tokens" in text
+    assert f"{make_plan().kv_tokens} tokens" in text
 
 
 def test_scratch_includes_unpacked_weights() -> None:
     """Steps with many rows need two whole matrices of a layer, of any size, and a part of the output head."""
 
     def more(config: ModelConfig) -> int:
-        return planned(config, packed=True).scratch - planned(config).scratch
+        return make_plan(config, packed=True).scratch - make_plan(config).scratch
 
     widest = 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
     assert more(LLAMA_8B) == 2 * (2 * widest + MAX_UNPACKED_WEIGHTS)
     assert more(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)) == 2 * (4 * widest + MAX_UNPACKED_WEIGHTS)
     assert more(replace(LLAMA_8B, vocab=1000)) == 2 * (2 * widest + 1000 * LLAMA_8B.hidden)
-    assert planned(LLAMA_8B, both=True).scratch == planned(LLAMA_8B).scratch, "there is nothing to unpack"
+    assert make_plan(LLAMA_8B, both=True).scratch == make_plan(LLAMA_8B).scratch, "there is nothing to unpack"
 
 
 def test_both_formats_take_the_memory_of_both_except_the_embedding() -> None:
     head = LLAMA_8B.vocab * LLAMA_8B.hidden
-    plain, packed, both = (planned(LLAMA_8B, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
+    plain, packed, both = (make_plan(LLAMA_8B, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
     assert both == pytest.approx(plain + packed - head * 12.2 / 8, rel=1e-3)
     tied = replace(LLAMA_8B, tie_embeddings=True)
-    plain, packed, both = (planned(tied, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
+    plain, packed, both = (make_plan(tied, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
     assert both == pytest.approx(plain + packed, rel=1e-3)
     odd = replace(LLAMA_8B, vocab=LLAMA_8B.vocab + 1)  # a head that cannot be packed is kept once
-    assert planned(odd, both=True).weights - planned(LLAMA_8B, both=True).weights < -1.4 * head
+    assert make_plan(odd, both=True).weights - make_plan(LLAMA_8B, both=True).weights < -1.4 * head
 
 
 @given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))
@@ -206,7 +206,7 @@ def test_each_kind_of_step_has_a_planned_shape() -> None:
         256, 8192
     )
     more = len(captured_shapes(256, 8192)) - len(captured_shapes(64, 8192))
-    assert more > 0 and planned().graphs - planned(max_running=64).graphs == more * memory.GRAPH_BYTES
+    assert more > 0 and make_plan().graphs - make_plan(max_running=64).graphs == more * memory.GRAPH_BYTES
 
 
 def _work(tokens: int) -> WorkItem:

@@ -37,7 +37,7 @@ def test_no_streams_means_no_limit_and_a_missed_target_still_makes_progress() ->
     assert PromptPacer(1e-6, TAIL).prompt_token_budget(5) == MIN_PROMPT_TOKENS
 
 
-class Timed(FakeRunner):
+class TimedRunner(FakeRunner):
     """A runner whose steps take time in proportion to their tokens."""
 
     def __init__(self, clock: ManualClock) -> None:
@@ -56,7 +56,7 @@ class Timed(FakeRunner):
 @pytest.mark.parametrize(("target", "tail"), [(None, 4.0), (0.02, 1.5), (0.02, 4.0)])
 def test_stream_continues_beside_a_long_prompt(target: float | None, tail: float) -> None:
     clock = ManualClock()
-    runner = Timed(clock)
+    runner = TimedRunner(clock)
     config = SchedulerConfig(max_batch_tokens=8192, max_context=32_768, itl_target=target, itl_tail=tail)
     engine = Engine(config, runner, clock)
     engine.add(Submission("stream", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True)))
@@ -73,7 +73,7 @@ def test_stream_continues_beside_a_long_prompt(target: float | None, tail: float
     assert sum(t > 1.2 * target for t in took) <= len(took) / TOKENS_PER_LATE_TOKEN + 1
 
 
-def grants(pacer: PromptPacer, steps: int, waited: float, streams: int = 50) -> list[int]:
+def budgets(pacer: PromptPacer, steps: int, waited: float, streams: int = 50) -> list[int]:
     """Return the budgets of steps that use all of them."""
     allowed = []
     for _ in range(steps):
@@ -84,20 +84,20 @@ def grants(pacer: PromptPacer, steps: int, waited: float, streams: int = 50) -> 
 
 def test_prompts_that_waited_long_get_longer_steps() -> None:
     pacer = PromptPacer(0.03, TAIL)
-    (usual,) = grants(pacer, 1, waited=0.0)
-    assert grants(pacer, 600, waited=0.2) == [usual] * 600, "nobody has waited for long"
-    burst = grants(pacer, 100, waited=0.3)
+    (usual,) = budgets(pacer, 1, waited=0.0)
+    assert budgets(pacer, 600, waited=0.2) == [usual] * 600, "nobody has waited for long"
+    burst = budgets(pacer, 100, waited=0.3)
     row = MAX_LATE_TOKENS // 50
     assert all(grant > 1.3 * usual for grant in burst[:row]), "what was saved is used up at once"
     assert sum(grant > usual for grant in burst) <= row + 100 / TOKENS_PER_LATE_TOKEN, "and then they come one by one"
-    assert 6 <= sum(grant > usual for grant in grants(pacer, 100, waited=0.3)) <= 8
+    assert 6 <= sum(grant > usual for grant in budgets(pacer, 100, waited=0.3)) <= 8
 
 
 def test_late_tokens_are_counted_not_steps() -> None:
     """Steps with few streams save few late tokens for steps with many."""
     pacer = PromptPacer(0.03, TAIL)
     usual = pacer.prompt_token_budget(50)
-    grants(pacer, 100, waited=0.0, streams=2)
+    budgets(pacer, 100, waited=0.0, streams=2)
     assert pacer.prompt_token_budget(50, 0.3) == usual
 
 
@@ -109,13 +109,13 @@ def test_unused_long_step_is_not_counted() -> None:
     for _ in range(600):
         pacer.prompt_token_budget(50, 5.0)
         pacer.record_plan(0)
-    assert all(grant > usual for grant in grants(pacer, MAX_LATE_TOKENS // 50, waited=5.0))
+    assert all(grant > usual for grant in budgets(pacer, MAX_LATE_TOKENS // 50, waited=5.0))
 
 
 def test_many_streams_get_long_steps_too() -> None:
     pacer = PromptPacer(0.03, TAIL)
     usual = pacer.prompt_token_budget(2 * MAX_LATE_TOKENS) or 0
-    assert any(grant > usual for grant in grants(pacer, 50, waited=5.0, streams=2 * MAX_LATE_TOKENS))
+    assert any(grant > usual for grant in budgets(pacer, 50, waited=5.0, streams=2 * MAX_LATE_TOKENS))
 
 
 def test_tail_without_a_target_is_rejected() -> None:

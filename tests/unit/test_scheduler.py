@@ -366,13 +366,13 @@ def test_victim_equals_that_of_a_full_scan(asked: list[tuple[int, int, int, int]
     e, found = engine(blocks), list[str]()
     choose = e.scheduler._choose_victim
 
-    def compared(request: Request) -> Request:
+    def compare_victims(request: Request) -> Request:
         chosen = choose(request)
         assert chosen is victim_by_scanning(e, request)
         found.append(chosen.id)
         return chosen
 
-    e.scheduler._choose_victim = compared  # type: ignore[method-assign]
+    e.scheduler._choose_victim = compare_victims  # type: ignore[method-assign]
     for i, (length, start, tokens, n) in enumerate(asked):
         priority = Priority.BATCH if i % 3 == 2 else Priority.INTERACTIVE
         if -(-(length + tokens) // 8) < blocks:

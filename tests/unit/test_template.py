@@ -167,7 +167,7 @@ def test_long_conversation_is_within_the_budget() -> None:
 
 GROW = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ %s }}"
 TALL = "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}"
-HOSTILE = {  # without a budget each of them would succeed or hang
+MALICIOUS = {  # without a budget each of them would succeed or hang
     "loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "loop-conditions": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "text-in-loops": "{% for i in range(99999) %}" + "{% if 1 %}some text{% endif %}" * 1000 + "{% endfor %}",
@@ -228,10 +228,10 @@ HOSTILE = {  # without a budget each of them would succeed or hang
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", MALICIOUS)
 def test_malicious_templates_end_soon(name: str) -> None:
     with pytest.raises(EmberlineError):
-        render(HOSTILE[name])
+        render(MALICIOUS[name])
 
 
 def test_extra_variables_are_those_that_the_template_reads() -> None:

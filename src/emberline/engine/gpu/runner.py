@@ -281,7 +281,7 @@ class GPURunner:
         self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, weight_unpacker: ops.WeightUnpacker
     ) -> StepInputs:
         """Stage the model's inputs; those of one shape always get the addresses that they had at its capture."""
-        most, sought = (
+        min_tiles, logit_tokens = (
             (0, batch.logit_rows) if shape is None else (ops.max_prefill_tiles(shape.tokens, shape.chunks), None)
         )
         return StepInputs(
@@ -293,7 +293,7 @@ class GPURunner:
             rows=staged.put(batch.rows),
             query_start=staged.put(batch.query_start),
             tiles=self._attention_planner.plan(
-                batch.starts, batch.counts, batch.singles, staged.put, min_tiles=most, logit_tokens=sought
+                batch.starts, batch.counts, batch.singles, staged.put, min_tiles=min_tiles, logit_tokens=logit_tokens
             ),
             logit_rows=staged.put(batch.logit_rows) if shape is None or shape.chunks else None,
             weight_unpacker=weight_unpacker,
