@@ -90,10 +90,10 @@ def test_doctor_and_boot_make_the_same_plan(
     loaded = serve(directory, options)
     code, output = run_doctor(capsys, directory, options)
     assert code == 0, output
-    done, told = boot_plans
-    assert told == done
-    assert f": {done.kv_tokens} tokens" in output
-    assert loaded.kv_tokens == done.kv_tokens and loaded.kv_bytes == done.kv_bytes
+    boot_plan, doctor_plan = boot_plans
+    assert doctor_plan == boot_plan
+    assert f": {boot_plan.kv_tokens} tokens" in output
+    assert loaded.kv_tokens == boot_plan.kv_tokens and loaded.kv_bytes == boot_plan.kv_bytes
     assert loaded.device == "cuda" and loaded.kv_dtype.startswith(str(options.get("kv_dtype", "")))
     cut = re.search(r"limited to (\d+) tokens", output)
     context = re.search(r"per step, context (\d+)$", output, re.MULTILINE)
@@ -213,6 +213,6 @@ def test_plan_reserves_buffers_for_copied_blocks(
     serve(directory, {"kv_host_memory": 64 << 20}).engine.close()
     for flags in ((), ("--tiers",), ("--tiers", "--transfer")):
         assert main(["doctor", "--model", str(directory), "--gpu-memory", str(MEMORY), *flags]) == 0
-    done, plain, tiers, both = boot_plans
-    assert tiers == done
+    boot_plan, plain, tiers, both = boot_plans
+    assert tiers == boot_plan
     assert plain.scratch < tiers.scratch < both.scratch and plain.kv_tokens > tiers.kv_tokens > both.kv_tokens

@@ -111,7 +111,7 @@ def test_row_of_absent_request_is_reused_and_its_table_sent_again() -> None:
 
 def test_captured_steps_share_one_logits_tensor() -> None:
     """Separate tensors for all captured steps would take more memory than planned."""
-    nobody: Any = None
-    track = StepGraphs(nobody, nobody, nobody, max_step_rows(200))
-    few, many = (track.logits(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
+    unused: Any = None
+    step_graphs = StepGraphs(unused, unused, unused, max_step_rows(200))
+    few, many = (step_graphs.logits(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
     assert few.data_ptr() == many.data_ptr() and few.shape == (8, 10) and len(many) == max_step_rows(200)

@@ -106,7 +106,7 @@ def limit_to_transport(transport: str, ticket: dict[str, Any]) -> dict[str, Any]
 def wait_until_freed(*engines: Engine) -> None:
     ends = time.monotonic() + 30
     while any(e.kv.num_free + e.kv.num_cached < e.kv.num_blocks for e in engines):
-        assert time.monotonic() < ends, "somebody still holds blocks"
+        assert time.monotonic() < ends, "blocks are still in use"
         for e in engines:
             e.step()
             e.kv.check_invariants()
@@ -124,11 +124,11 @@ def expected(checkpoint: Path) -> dict[str, Reply]:
 
 @pytest.fixture(scope="module")
 def engines_by_name(checkpoint: Path) -> Iterator[dict[str, Engine]]:
-    made = {
+    started = {
         name: start_engine(checkpoint, name, block) for name, block in (("p8", 8), ("p32", 32), ("d8", 8), ("d16", 16))
     }
-    yield made
-    for one in made.values():
+    yield started
+    for one in started.values():
         one.close()
 
 
@@ -178,11 +178,12 @@ def test_resuming_at_every_position_gives_the_same_tokens(
 ) -> None:
     whole = expected[wish]
     for cut in range(len(whole.tokens) + 1):
-        said = tuple(whole.tokens[:cut])
+        resumed_tokens = tuple(whole.tokens[:cut])
         reply = run(
-            engines_by_name["d8"], replace(make_submission(PARAMS[wish]), resumed=(said,), salt=f"{wish} {cut}")
+            engines_by_name["d8"],
+            replace(make_submission(PARAMS[wish]), resumed=(resumed_tokens,), salt=f"{wish} {cut}"),
         )
-        assert [*said, *reply.tokens] == whole.tokens and reply.finish is whole.finish
+        assert [*resumed_tokens, *reply.tokens] == whole.tokens and reply.finish is whole.finish
         assert reply.logprobs == whole.logprobs[cut:]
         if cut < len(whole.tokens):
             assert reply.stop_token == whole.stop_token

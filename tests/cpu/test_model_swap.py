@@ -93,9 +93,9 @@ def test_least_recently_used_models_sleep_and_no_others() -> None:
 def test_seconds_and_bytes_are_counted() -> None:
     harness = SwapHarness(10, {"a": 10, "b": 8})
     harness.use("a", "b", "a")
-    turns = harness.manager.stats["a"]
-    assert (turns.wakes, turns.wake_seconds, turns.wake_bytes) == (2, 6.0, 10)
-    assert (turns.sleeps, turns.sleep_seconds, turns.sleep_bytes) == (1, 2.0, 5)
+    sleep_stats = harness.manager.stats["a"]
+    assert (sleep_stats.wakes, sleep_stats.wake_seconds, sleep_stats.wake_bytes) == (2, 6.0, 10)
+    assert (sleep_stats.sleeps, sleep_stats.sleep_seconds, sleep_stats.sleep_bytes) == (1, 2.0, 5)
     assert harness.manager.stats["b"].sleep_bytes == 4
 
 
@@ -169,7 +169,7 @@ def test_awake_models_always_fit_the_memory() -> None:
         model = harness.models[rng.choice(list(harness.models))]
         model.idle = rng.random() < 0.8
         name = rng.choice(list(harness.models))
-        held = {n for n, m in harness.models.items() if m.awake and not m.idle}
+        busy = {n for n, m in harness.models.items() if m.awake and not m.idle}
         if rng.random() < 0.1:
             model.fails = RuntimeError("no")
         try:
@@ -179,7 +179,7 @@ def test_awake_models_always_fit_the_memory() -> None:
         except (Overloaded, RuntimeError):
             pass
         harness.check()
-        assert all(harness.models[n].awake for n in held)
+        assert all(harness.models[n].awake for n in busy)
     assert len(used) > 500
 
 
@@ -244,11 +244,11 @@ def test_engine_gives_the_same_tokens_after_sleep(tmp_path: Path) -> None:
             assert tokens(model.engine, f"{turn}+") == expected[name]
             assert model.engine.kv.hit_tokens > hits[name]
             hits[name] = model.engine.kv.hit_tokens
-    turns = manager.stats["a"]
+    sleep_stats = manager.stats["a"]
     storages = [t.untyped_storage() for t in memory_of(models["b"])]
     copied = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     assert manager.stats["b"].sleep_bytes == copied > 0  # copied once, though it slept twice
-    assert (turns.wakes, turns.sleeps, manager.stats["b"].sleeps) == (3, 3, 2)
+    assert (sleep_stats.wakes, sleep_stats.sleeps, manager.stats["b"].sleeps) == (3, 3, 2)
 
 
 def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
@@ -266,13 +266,13 @@ def test_sleeping_engine_has_no_memory_and_cannot_run(tmp_path: Path) -> None:
     assert not model.idle
     model.engine.abort("open")
     assert [o.id for o in model.engine.step()] == ["open"] and model.idle
-    held = [*memory_of(model), model.engine.runner.cache.keys, model.engine.runner.cache.values]  # type: ignore[attr-defined]
+    busy = [*memory_of(model), model.engine.runner.cache.keys, model.engine.runner.cache.values]  # type: ignore[attr-defined]
     model.sleep()
-    assert all(t.untyped_storage().nbytes() == 0 for t in held)
+    assert all(t.untyped_storage().nbytes() == 0 for t in busy)
     with pytest.raises(AssertionError, match="the model sleeps"):
         _ = model.engine
     fail_during_wake(model)
-    assert all(t.untyped_storage().nbytes() == 0 for t in held)  # restored memory was freed again
+    assert all(t.untyped_storage().nbytes() == 0 for t in busy)  # restored memory was freed again
     model.wake()
     assert not model.engine.runner.cache.keys.any()  # type: ignore[attr-defined]
     assert tokens(model.engine, "b") == expected

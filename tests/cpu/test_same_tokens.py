@@ -95,13 +95,13 @@ def test_tokens_and_logprobs_do_not_depend_on_scheduling(model: DecoderModel, na
     alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for submission in submissions(params):
         alone |= run(engine(model, prefix=False), [submission])
-    ways = {
+    variants = {
         "batched": run(engine(model), submissions(params)),
         "chunked": run(engine(model, budget=16, running=4), submissions(params), gap=1),
         "cached": run(engine(model, running=1), submissions(params)),
         "no prefix cache": run(engine(model, prefix=False), submissions(params), gap=2),
     }
-    ways |= {
+    variants |= {
         "ahead": run(engine(model, ahead=True), submissions(params)),
         "ahead, padded": run(engine(model, ahead=True, graphs=True), submissions(params), gap=1),
         "ahead, padded, chunked": run(
@@ -111,10 +111,10 @@ def test_tokens_and_logprobs_do_not_depend_on_scheduling(model: DecoderModel, na
         "ahead, preempted": run(engine(model, blocks=9, running=6, ahead=True, graphs=True), submissions(params)),
     }
     tight = engine(model, blocks=9, running=6)
-    ways["preempted"] = run(tight, submissions(params))
+    variants["preempted"] = run(tight, submissions(params))
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
-    for way, got in ways.items():
-        assert got == alone, way
+    for variant, got in variants.items():
+        assert got == alone, variant
 
 
 def test_first_of_n_equals_n_1_and_all_differ(model: DecoderModel) -> None:
@@ -190,5 +190,5 @@ def test_request_that_fails_while_its_next_chunk_is_planned_ends(model: DecoderM
     (refused,) = (o for o in outputs if o.id == "r2")
     assert refused.finish is FinishReason.ERROR and "too long" in str(refused.error)
     for i in (0, 1, 3, 4, 5):
-        said = [t for o in outputs if o.id == f"r{i}" for t in o.tokens]
-        assert said == expected[f"r{i}", 0][0]
+        tokens_of_request = [t for o in outputs if o.id == f"r{i}" for t in o.tokens]
+        assert tokens_of_request == expected[f"r{i}", 0][0]

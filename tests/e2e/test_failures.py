@@ -202,7 +202,7 @@ def test_engine_death_ends_all_streams_and_restarts(own: Server) -> None:
     assert '"error"' in rest and "engine_failed" in rest
     connection.close()
     watcher.join()
-    assert 503 in seen, "/health/ready never said that the engine was gone"
+    assert 503 in seen, "/health/ready never reported that the engine was down"
     until(lambda: call(own, "/health/ready")[0] == 200, 90)
     assert stats(own)["engine_restarts"] == restarts + 1
     answer = call(own, "/v1/chat/completions", {**LONG, "stream": False, "max_tokens": 3})

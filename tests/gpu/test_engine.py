@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, kind: str) -> None
     plain = engine(checkpoint, exact, graphs=False, overlap=False, prefix_cache=False, max_running=1)
     for submission in submissions(params):
         alone |= run(plain, [submission])
-    ways = {
+    variants = {
         "eager": run(engine(checkpoint, exact, graphs=False), submissions(params)),
         "graphs": run(engine(checkpoint, exact), submissions(params), gap=1),
         "graphs, plain loop": run(engine(checkpoint, exact, overlap=False), submissions(params)),
@@ -94,10 +94,10 @@ def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, kind: str) -> None
         "small blocks": run(engine(checkpoint, exact, block_size=16), submissions(params)),
     }
     tight = engine(checkpoint, exact, kv_tokens=896, block_size=16)
-    ways["preempted"] = run(tight, submissions(params))
+    variants["preempted"] = run(tight, submissions(params))
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
-    for way, got in ways.items():
-        assert got == alone, way
+    for variant, got in variants.items():
+        assert got == alone, variant
 
 
 def scores(e: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:

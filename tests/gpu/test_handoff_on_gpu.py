@@ -63,11 +63,11 @@ def prefill(pipe: Connection, checkpoint: Path, dtypes: tuple[str, str]) -> None
     pipe.send(("ready", None))
     while True:
         if pipe.poll(0.0 if not engine.idle else 0.005):
-            asked = pipe.recv()
-            if asked is None:
+            message = pipe.recv()
+            if message is None:
                 return engine.close()
-            if isinstance(asked, Submission):
-                engine.add(replace(asked, publish=True))
+            if isinstance(message, Submission):
+                engine.add(replace(message, publish=True))
             else:
                 whole = engine.kv.num_free + engine.kv.num_cached == engine.kv.num_blocks
                 pipe.send(("stats", (engine.stats().transfer, whole)))
@@ -94,11 +94,11 @@ class Pair:
         self.decode.kv.check_invariants()
         return tokens
 
-    def ticket(self, submission: Submission, *ways: str) -> dict[str, Any]:
+    def ticket(self, submission: Submission, *transports: str) -> dict[str, Any]:
         """Return the first ticket, while most of the prompt is not computed yet, limited to these transports."""
         self.pipe.send(submission)
         receive = self.receive(submission.id)
-        endpoints = {transport: receive["peer"]["endpoints"][transport] for transport in ways}
+        endpoints = {transport: receive["peer"]["endpoints"][transport] for transport in transports}
         return {**receive, "peer": {**receive["peer"], "endpoints": endpoints}}
 
     def disconnect(self) -> None:
@@ -112,7 +112,7 @@ class Pair:
             found, value = self.pipe.recv()
             if found == what:
                 return value
-        raise AssertionError("the other process says nothing")
+        raise AssertionError("the other process does not answer")
 
     def stats(self) -> TransferStats:
         found = self.decode.stats().transfer
@@ -158,7 +158,7 @@ def wait_until_freed(pair: Pair) -> TransferStats:
             assert isinstance(theirs, TransferStats)
             return theirs
         time.sleep(0.01)
-    raise AssertionError("somebody still holds blocks")
+    raise AssertionError("blocks are still in use")
 
 
 def check_handoff(pair: Pair, transport: str) -> None:

@@ -103,8 +103,8 @@ def test_two_models_by_turns_give_the_same_tokens(checkpoints: dict[str, Path], 
         for name, model in models.items():
             sleeper.ensure_awake(name)
             assert sleeper.awake_models == (name,) and model.engine.kv.num_cached == 0
-            said = tokens(model.engine, f"{turn}-")
-            assert said == expected.setdefault(name, said), (name, turn)
+            tokens_now = tokens(model.engine, f"{turn}-")
+            assert tokens_now == expected.setdefault(name, tokens_now), (name, turn)
     assert expected["a"] != expected["b"]
     turns = sleeper.stats["b"]
     assert (turns.wakes, turns.sleeps) == (3, 2) and turns.sleep_bytes >= models["b"].engine.runner.model.weight_bytes

@@ -128,7 +128,7 @@ def test_save_and_load_do_not_wait_for_the_device(dtype: torch.dtype) -> None:
         for half in halves:
             half[:, :32].zero_()
         busy = not torch.cuda.current_stream().query()
-    assert busy, "somebody waited for it"
+    assert busy, "the host waited for the device"
     saved()
     with torch.inference_mode(), device.step_stream.activate():
         copier.launch([], copies)()

@@ -98,11 +98,11 @@ def test_engine_gives_the_same_tokens(tmp_path: Path) -> None:
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path, tiny.config("llama", **SIZES), dtype=torch.bfloat16, seed=3)
-    said: list[list[object]] = []
+    outputs_by_format: list[list[object]] = []
     for weights in ("plain", "packed"):
         settings = GPUConfig(max_running=4, max_batch_tokens=2048, kv_tokens=16384, weights=weights, prefix_cache=False)
         booted = boot_from_checkpoint(tmp_path, settings)
-        heard: list[object] = []
+        outputs_now: list[object] = []
         for i, length in enumerate((700, 701, 690, 1500, 699, 1600, MAX_SCORED_TOKENS)):
             prompt = [3 + (7 * i + 11 * j) % 4000 for j in range(length)]
             scored = 1 if length == MAX_SCORED_TOKENS else None
@@ -111,8 +111,8 @@ def test_engine_gives_the_same_tokens(tmp_path: Path) -> None:
             while not booted.engine.idle:
                 for output in booted.engine.step():
                     assert output.error is None
-                    heard += [*output.tokens, *(p.logprob for p in output.prompt_logprobs or ())]
+                    outputs_now += [*output.tokens, *(p.logprob for p in output.prompt_logprobs or ())]
         assert len(booted.runner._graphs.weight_unpacker._buffers) == (2 if weights == "packed" else 0)
-        said.append(heard)
+        outputs_by_format.append(outputs_now)
         del booted
-    assert said[0] == said[1] and len(said[0]) > 7 * 12
+    assert outputs_by_format[0] == outputs_by_format[1] and len(outputs_by_format[0]) > 7 * 12

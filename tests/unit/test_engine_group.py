@@ -83,7 +83,7 @@ class GroupHarness:
         self.tokens: dict[str, list[int]] = {}
         self.endings: Counter[str] = Counter()
         self.timings: dict[str, float] = {}
-        self.refused: dict[str, EmberlineError] = {}
+        self.rejected: dict[str, EmberlineError] = {}
         self.open: dict[str, int] = {}  # completions that have not ended
         self.reports: list[StepReport] = []
 
@@ -104,7 +104,7 @@ class GroupHarness:
                 self.take(output)
         for name, error in report.rejected:
             assert self.open[name] > 0 and name not in self.tokens
-            self.refused[name], self.open[name] = error, 0
+            self.rejected[name], self.open[name] = error, 0
         awake = [model for model in self.models.values() if model.awake]
         assert sum(model.nbytes for model in awake) <= self.memory
         assert {model.name for model in awake} == {name for name in self.models if self.group.is_awake(name)}
@@ -194,15 +194,15 @@ def test_busy_model_runs_for_its_turn_then_drains_and_sleeps() -> None:
     harness.step()
     assert late in harness.tokens, "it still takes requests"
     harness.step(0.2)  # b has waited for one turn
-    held = harness.submit_one("a", tokens=2)
+    waiting_id = harness.submit_one("a", tokens=2)
     while harness.open[first]:
-        assert harness.awake == ["a"] and held not in harness.tokens
+        assert harness.awake == ["a"] and waiting_id not in harness.tokens
         harness.step()
     harness.step()
     assert harness.log == ["sleep a", "wake b"]
     harness.finish()
     assert harness.log == ["sleep a", "wake b", "sleep b", "wake a"]
-    assert all(harness.endings[name] == 1 for name in (first, late, other, held)) and not harness.refused
+    assert all(harness.endings[name] == 1 for name in (first, late, other, waiting_id)) and not harness.rejected
 
 
 def test_busy_model_is_not_drained_if_idle_ones_are_enough() -> None:
@@ -231,11 +231,11 @@ def test_model_that_just_woke_gets_its_turn() -> None:
     harness.step()
     assert quick in harness.tokens and waiting not in harness.tokens
     harness.step(1.5)
-    held = harness.submit_one("b", tokens=2)
+    waiting_id = harness.submit_one("b", tokens=2)
     harness.step()
-    assert held not in harness.tokens
+    assert waiting_id not in harness.tokens
     harness.finish()
-    assert not harness.refused
+    assert not harness.rejected
 
 
 def test_model_that_is_no_longer_draining_continues_at_once() -> None:
@@ -244,13 +244,13 @@ def test_model_that_is_no_longer_draining_continues_at_once() -> None:
     gone = harness.submit_one("b")
     harness.step(6.0)
     harness.submit_one("c")  # a need not sleep for this one yet
-    held = harness.submit_one("a", tokens=1)
+    waiting_id = harness.submit_one("a", tokens=1)
     harness.step()
-    assert held not in harness.tokens
+    assert waiting_id not in harness.tokens
     harness.group.abort(gone)
     harness.step()
     harness.step()
-    assert held in harness.tokens
+    assert waiting_id in harness.tokens
     harness.finish()
 
 
@@ -265,7 +265,7 @@ def test_constant_load_on_one_model_does_not_starve_another() -> None:
                 harness.submit_one("a", tokens=4)
             harness.step(0.5)
         waits.append(harness.clock.now() - began)
-    assert max(waits) < 5.0 + 8.0 and not harness.refused
+    assert max(waits) < 5.0 + 8.0 and not harness.rejected
     harness.finish()
 
 
@@ -287,16 +287,17 @@ def test_model_keeps_its_position_while_its_requests_change() -> None:
     harness.step(10.0)
     harness.submit_one("a", tokens=25)
     harness.step()
-    names, held = [], ""
+    names, waiting_id = [], ""
     while "wake b" not in harness.log:
         names.append(harness.submit_one("b"))
         if harness.clock.now() > 116.0:
-            held = harness.submit_one("a", tokens=1)
+            waiting_id = harness.submit_one("a", tokens=1)
         harness.step(1.0)
-        assert held not in harness.tokens
+        assert waiting_id not in harness.tokens
     harness.finish()
     assert (
-        isinstance(harness.refused[names[0]], Overloaded) and harness.endings[names[-1]] == harness.endings[held] == 1
+        isinstance(harness.rejected[names[0]], Overloaded)
+        and harness.endings[names[-1]] == harness.endings[waiting_id] == 1
     )
 
 
@@ -306,11 +307,11 @@ def test_request_that_waited_too_long_is_rejected_with_retry_after() -> None:
     harness.step()
     name, slow = harness.submit_one("b"), harness.submit_one("b", timeout=3.0)
     harness.step(3.0)
-    assert isinstance(harness.refused[slow], DeadlineExceeded) and name not in harness.refused
+    assert isinstance(harness.rejected[slow], DeadlineExceeded) and name not in harness.rejected
     harness.step(4.4)
-    assert name not in harness.refused
+    assert name not in harness.rejected
     harness.step(0.1)
-    error = harness.refused[name]
+    error = harness.rejected[name]
     assert isinstance(error, Overloaded) and error.retry_after == 5 and "busy" in error.message
     harness.finish()
     assert harness.log == []
@@ -320,14 +321,14 @@ def test_waiting_for_a_model_counts_as_queue_time() -> None:
     harness = two_models()
     harness.submit_one("a", tokens=10)
     harness.step()
-    came = harness.clock.now()
+    submitted_at = harness.clock.now()
     name, dying = harness.submit_one("b"), harness.submit_one("b", tokens=40, timeout=20.0)
     harness.step(4.0)
     while name not in harness.tokens:
         harness.step(0.5)
     harness.step(20.0)
     harness.finish()
-    assert harness.timings[name] == came and harness.timings[dying] == came
+    assert harness.timings[name] == submitted_at and harness.timings[dying] == submitted_at
     assert len(harness.tokens[dying]) < 40, "its time limit began when it came"
 
 
@@ -338,8 +339,8 @@ def test_failed_wake_rejects_only_the_requests_that_waited() -> None:
     harness.models["c"].fails = RuntimeError("out of memory")
     names = [harness.submit_one("c"), harness.submit_one("c", n=3)]
     harness.step()
-    assert all(isinstance(harness.refused[name], EngineUnavailable) for name in names)
-    assert "out of memory" not in str(harness.refused[names[0]]), "that is for the log"
+    assert all(isinstance(harness.rejected[name], EngineUnavailable) for name in names)
+    assert "out of memory" not in str(harness.rejected[names[0]]), "that is for the log"
     assert harness.reports[-1].sleep_changes == {"b"}
     again, other = harness.submit_one("c"), harness.submit_one("a")
     harness.finish()
@@ -365,7 +366,7 @@ def test_model_that_cannot_sleep_continues() -> None:
     harness.models["a"].fails = RuntimeError("cannot pin memory")
     name = harness.submit_one("b")
     harness.step()
-    assert isinstance(harness.refused[name], EngineUnavailable) and harness.awake == ["a"]
+    assert isinstance(harness.rejected[name], EngineUnavailable) and harness.awake == ["a"]
     harness.submit_one("a")
     harness.finish()
     harness.submit_one("b")
@@ -380,13 +381,13 @@ def test_waiting_submission_is_aborted() -> None:
     name = harness.submit_one("b", n=3)
     harness.step(10.0)
     assert harness.group.stats("b").waiting == harness.group.stats("b").asleep == 1
-    held = harness.submit_one("a", tokens=1)
+    waiting_id = harness.submit_one("a", tokens=1)
     harness.group.abort(name)
     harness.group.abort(name)
     harness.step()
     assert harness.endings[name] == 3 and harness.group.stats("b").waiting == 0
     harness.step()
-    assert held in harness.tokens, "nobody waits for a's memory any more"
+    assert waiting_id in harness.tokens, "no model waits for a's memory any more"
     name = harness.submit_one("b")
     harness.step(10.0)
     harness.group.abort(name)
@@ -411,7 +412,7 @@ def test_one_waiting_completion_is_aborted() -> None:
     for index in (0, 0, 1):
         harness.group.abort_completion(name, index)
     harness.finish()
-    assert harness.endings[name] == 2 and harness.log.count("wake b") == 1, "nobody was left to wake it for"
+    assert harness.endings[name] == 2 and harness.log.count("wake b") == 1, "no request was left to wake it for"
 
 
 def test_aborts_reach_their_engine_and_outputs_are_complete() -> None:
@@ -442,7 +443,7 @@ def test_queue_of_a_sleeping_model_is_limited() -> None:
     names = [many.submit_one("b", tokens=1) for _ in range(20)]  # more than its engine accepts
     many.finish()
     assert sum(many.endings[name] for name in names) == 12
-    assert sum(isinstance(many.refused.get(name), Overloaded) for name in names) == 8
+    assert sum(isinstance(many.rejected.get(name), Overloaded) for name in names) == 8
 
 
 def test_only_changed_models_are_reported() -> None:
@@ -481,8 +482,8 @@ def test_every_request_ends_exactly_once(seed: int, is_pipelined: bool) -> None:
     for model in harness.models.values():
         model.fails = None
     harness.finish()
-    kinds = Counter(type(error).__name__ for error in harness.refused.values())
-    done = [name for name in harness.open if name not in harness.refused]
+    kinds = Counter(type(error).__name__ for error in harness.rejected.values())
+    done = [name for name in harness.open if name not in harness.rejected]
     assert kinds["EngineUnavailable"] and kinds["Overloaded"] and kinds["DeadlineExceeded"] and full, kinds
     assert all(harness.endings[name] == n for name, n in asked.items() if name in done)
     assert len(done) > 100 and {name[0] for name in done} == set("abcde")

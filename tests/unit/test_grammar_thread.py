@@ -67,8 +67,8 @@ def futures(e: Engine) -> dict[str, Future[None]]:
 
 
 def submission(name: str, grammar: str | None = None, *, n: int = 1, timeout: float = 1e9) -> Submission:
-    held = None if grammar is None else GrammarSpec("regex", grammar)
-    params = SamplingParams(max_tokens=4, n=n, temperature=0.0, grammar=held)
+    blocked = None if grammar is None else GrammarSpec("regex", grammar)
+    params = SamplingParams(max_tokens=4, n=n, temperature=0.0, grammar=blocked)
     return Submission(name, list(range(10)), params, timeout=timeout)
 
 

@@ -85,7 +85,7 @@ def budgets(pacer: PromptPacer, steps: int, waited: float, streams: int = 50) ->
 def test_prompts_that_waited_long_get_longer_steps() -> None:
     pacer = PromptPacer(0.03, TAIL)
     (usual,) = budgets(pacer, 1, waited=0.0)
-    assert budgets(pacer, 600, waited=0.2) == [usual] * 600, "nobody has waited for long"
+    assert budgets(pacer, 600, waited=0.2) == [usual] * 600, "no prompt has waited for long"
     burst = budgets(pacer, 100, waited=0.3)
     row = MAX_LATE_TOKENS // 50
     assert all(grant > 1.3 * usual for grant in burst[:row]), "what was saved is used up at once"

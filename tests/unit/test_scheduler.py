@@ -344,10 +344,10 @@ def test_own_blocks_after_preemption_do_not_count_as_cached() -> None:
 def victim_by_scanning(e: Engine, request: Request) -> Request:
     """Return the victim by definition: lower rank, batch first, then the fewest unshared blocks, then the latest."""
     kv, rank = e.kv, e.scheduler.waiting.rank
-    held = Counter(block for r in e.scheduler.running for block in kv.block_table(r))
+    in_use = Counter(block for r in e.scheduler.running for block in kv.block_table(r))
 
     def private(r: Request) -> int:
-        return sum(held[block] == 1 for block in kv.block_table(r))
+        return sum(in_use[block] == 1 for block in kv.block_table(r))
 
     behind = [r for r in e.scheduler.running if rank(r) > rank(request) and private(r) > 0]
     return min(behind, key=lambda r: (-r.priority, private(r), -rank(r)[0])) if behind else request

@@ -8,9 +8,9 @@ from emberline.server.metrics import ModelMetrics, render_exposition
 
 
 def test_metrics_by_tier() -> None:
-    told = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
-    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=told))))
-    assert isinstance(message, EngineUpdate) and message.stats.tiers == told
+    tier_stats = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
+    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=tier_stats))))
+    assert isinstance(message, EngineUpdate) and message.stats.tiers == tier_stats
     text = render_exposition(ModelMetrics("m").families(message.stats, restarts=0, ready=True, block_size=16))
     for line in (
         'emberline:kv_tier_hit_tokens_total{model_name="m",tier="host"} 32.0',
