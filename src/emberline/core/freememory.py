@@ -15,7 +15,9 @@ CGROUP_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_b
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes; without /proc and control groups (macOS) that is half of the machine's memory."""
+    """Return the bytes that this process may still allocate.
+
+    Without /proc and control groups (macOS) that is half of the machine's memory."""
     limits = []
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()

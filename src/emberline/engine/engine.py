@@ -78,7 +78,7 @@ class GrammarRunner(Runner, Protocol):
 
 
 class OutputMatcher(Protocol):
-    """A compiled grammar with its state after an output."""
+    """A compiled grammar, and its state after the output so far."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -237,7 +237,7 @@ class Engine:
 
     @property
     def needs_polling(self) -> bool:
-        """Whether it needs steps although it is idle: peers hold its blocks, or are being connected."""
+        """Whether an idle engine still needs steps, because peers hold its blocks or are being connected."""
         is_pairing = self.pairing is not None and self.pairing.has_pending_changes
         return is_pairing or self.kv.has_pinned or self.kv.num_quarantined > 0
 

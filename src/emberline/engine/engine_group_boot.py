@@ -162,7 +162,7 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
 
     Raises InvalidRequest if transfers are required."""
     if config.transfer is not None and config.transfer.required:
-        hint = "serve one model with each worker, or with --role both"
+        hint = "serve one model per worker, or use --role both"
         message = "models that share a GPU cannot exchange KV blocks with other workers"
         raise InvalidRequest(message, param="transfer", hint=hint)
     return replace(config, transfer=None)
