@@ -95,11 +95,11 @@ def test_preload_needs_no_torch_and_uses_the_record(tmp_path: Path) -> None:
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
 from pathlib import Path
-from emberline.engine import early
-with early.begin(Path({str(directory)!r})) as reader:
-    assert reader.wait_first(0) and len(early.noted()) == 3
-    while (piece := reader.take(10)) is not None:
-        reader.give_back(piece)
+from emberline.engine import preload
+with preload.start_preload(Path({str(directory)!r})) as reader:
+    assert reader.wait_for_prefetch(0) and len(preload.read_record()) == 3
+    while (chunk := reader.take(10)) is not None:
+        reader.give_back(chunk)
     print(reader.stats.bytes)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(preload.__file__).parents[2])}

@@ -30,18 +30,18 @@ from emberline.engine.messages import StartEngine, encode_message
 STARTED = """
 import socket, sys, time
 from emberline.core.events import Stats
-from emberline.engine.messages import Progress, Ready, encode
+from emberline.engine.messages import EngineUpdate, Ready, encode_message
 engine = socket.socket(fileno=int(sys.argv[1]))
 engine.recv(1 << 16)
 """
-READY = STARTED + "engine.sendall(encode(Ready({})))\n"
+READY = STARTED + "engine.sendall(encode_message(Ready({})))\n"
 # Writing to it fails and closes the client's transport.
-READY_WITHOUT_READING = STARTED + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode(Ready({}))); time.sleep(60)"
+READY_WITHOUT_READING = STARTED + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode_message(Ready({}))); time.sleep(60)"
 THEN_DIES = READY + "engine.recv(1 << 16)"
 THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
-THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
+THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode_message(EngineUpdate('m', [], Stats()))); time.sleep(60)"
 THEN_HANGS = READY + "time.sleep(60)"
-KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode(Progress('m', [], Stats())))"
+KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode_message(EngineUpdate('m', [], Stats())))"
 # A step that does not end: its kernels make progress for a while, then none.
 COMPUTES_THEN_HANGS = (
     "from emberline.engine.process import report_progress\n"  # slow, so before it is ready
@@ -54,7 +54,7 @@ report_progress(engine, lambda: next(done, 12), interval=0.25)
 BOOTS_FOR_EVER = """
 import sys, threading, types
 boots = types.ModuleType("emberline.engine.engine_group_boot")
-boots.boot_fleet = lambda *_: (print("boots", flush=True), threading.Event().wait())
+boots.boot_engine_group = lambda *_: (print("boots", flush=True), threading.Event().wait())
 sys.modules[boots.__name__] = boots
 from emberline.engine import process
 sys.exit(process.main())

@@ -92,8 +92,8 @@ def test_grammar_is_complete_when_no_token_may_follow(compiler: GrammarCompiler)
     assert matcher.is_complete and matcher.allowed_tokens() == [EOS]
     number = compiler.compile(GrammarSpec("regex", "[0-9]+"))
     walk(number, "12")
-    assert EOS in number.allowed() and not number.done
-    assert number.accept(EOS) and number.done and number.error is None
+    assert EOS in number.allowed_tokens() and not number.is_complete
+    assert number.accept(EOS) and number.is_complete and number.error is None
 
 
 def test_masks_cover_the_vocabulary_and_exclude_padding(compiler: GrammarCompiler) -> None:
