@@ -36,12 +36,15 @@ engine.recv(1 << 16)
 """
 READY = STARTED + "engine.sendall(encode_message(Ready({})))\n"
 # Writing to it fails and closes the client's transport.
-READY_WITHOUT_READING = STARTED + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode_message(Ready({}))); time.sleep(60)"
+READY_WITHOUT_READING = (
+    STARTED + "engine.shutdown(socket.SHUT_RD)\nengine.sendall(encode_message(Ready({})))\ntime.sleep(60)"
+)
 THEN_DIES = READY + "engine.recv(1 << 16)"
 THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
-THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode_message(EngineUpdate('m', [], Stats()))); time.sleep(60)"
+UPDATE = "engine.sendall(encode_message(EngineUpdate('m', [], Stats())))"
+THEN_REPORTS = READY + f"engine.recv(1 << 16); {UPDATE}; time.sleep(60)"
 THEN_HANGS = READY + "time.sleep(60)"
-KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode_message(EngineUpdate('m', [], Stats())))"
+KEEPS_REPORTING = READY + f"while not time.sleep(0.02): {UPDATE}"
 # A step that does not end: its kernels make progress for a while, then none.
 COMPUTES_THEN_HANGS = (
     "from emberline.engine.process import report_progress\n"  # slow, so before it is ready
