@@ -226,7 +226,7 @@ def test_failed_step_stores_no_blocks(model: DecoderModel, monkeypatch: pytest.M
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("racing.RacingMark.wait", broken)
+    monkeypatch.setattr("racing.RacingEvent.wait", broken)
     with pytest.raises(RuntimeError, match="gone"):
         tiered.steps(2)
     assert tiered.host.stats().blocks == 0
@@ -329,7 +329,7 @@ def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.Mon
 def test_settings_create_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boot on a simulated GPU, then boot again: the second one finds the files of the first."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
+    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
