@@ -44,7 +44,7 @@ class RacingLane(HostStream):
         self.device.at_work = before
 
     def record_event(self) -> DeviceEvent:
-        return RacingEvent(self.device, dict(self.device.completed[self.name]))
+        return RacingEvent(self.device, dict(self.device.pasts[self.name]))
 
     def wait_event(self, event: DeviceEvent) -> None:
         assert isinstance(event, RacingEvent)
@@ -57,7 +57,7 @@ class Racing(TorchDispatchMode):
     def __init__(self, *, pins: bool = True) -> None:
         super().__init__()
         self.torch_device = torch.device("cpu")
-        self.completed: defaultdict[str, Progress] = defaultdict(dict)
+        self.pasts: defaultdict[str, Progress] = defaultdict(dict)
         self.at_work = HOST
         self.races: list[str] = []
         self.pinned_now: list[Tensor] = []
@@ -107,7 +107,7 @@ class Racing(TorchDispatchMode):
             self._area = range(begin, begin + len(area))
 
     def learn(self, stream: str, progress: Progress) -> None:
-        mine = self.completed[stream]
+        mine = self.pasts[stream]
         mine.update({other: max(count, mine.get(other, 0)) for other, count in progress.items()})
 
     def note(self, operation: str, *memory: Tensor | memoryview, writes: bool) -> None:
@@ -134,15 +134,15 @@ class Racing(TorchDispatchMode):
 
     def _act(self, stream: str, used: list[tuple[int, bool]], operation: str) -> None:
         """Add an operation of the stream, after everything that the host knows to be complete."""
-        progress = self.completed[stream]
-        self.learn(stream, self.completed[HOST])
+        progress = self.pasts[stream]
+        self.learn(stream, self.pasts[HOST])
         progress[stream] = progress.get(stream, 0) + 1
         for address, writes in used:
             if address in self._names or address in self._area:
                 self._use(stream, address, writes, operation)
 
     def _use(self, stream: str, address: int, writes: bool, operation: str) -> None:
-        progress = self.completed[stream]
+        progress = self.pasts[stream]
         others = dict([self._written[address]]) if address in self._written else {}
         if writes:
             others |= {other: max(count, others.get(other, 0)) for other, count in self._read[address].items()}
