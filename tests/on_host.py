@@ -1,4 +1,4 @@
-"""Engines as on a GPU, with the CPU as device: their memory can be given back, so that they sleep for real."""
+"""Engines of the GPU runner with the CPU as device. Their memory can be freed, so that they can really sleep."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from emberline.kernels import ops, ref
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.loader import load_decoder
 
-TOTAL = 4 << 30  # memory of a device that could be
+TOTAL = 4 << 30  # memory of the simulated device
 
 
 def plain_arithmetic() -> None:
-    """torch's own: like a GPU's kernels, and unlike the CPU's, it asks tensors where they are each time."""
+    """Use torch's own arithmetic, which like GPU kernels reads the tensors' addresses at each call."""
     ops._backend = ops.Backend(None, "", "asked for")
-    uniform = ref.uniform_from_seed  # of copies: memory that numpy has seen cannot be given back
+    uniform = ref.uniform_from_seed  # on copies: memory that numpy has used cannot be freed
     ref.uniform_from_seed = lambda seed, position: uniform(seed.clone(), position.clone())
 
 

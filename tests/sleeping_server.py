@@ -1,5 +1,4 @@
-"""`emberline` as on a GPU with memory for one model at a time, the CPU standing in for it. Without a command, its
-engine process."""
+"""`emberline` on a simulated GPU with memory for one model at a time. Without a command it is the engine process."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def engine() -> int:
             for name, config in configs.items()
         }
         broken = members.get("broken")
-        if broken is not None:  # it was loaded, and then its memory does not come back
+        if broken is not None:  # after it was loaded once, waking it fails
             wake, first = broken.wake, [True]
 
             def once() -> int:

@@ -1,4 +1,4 @@
-"""The arrays of a step: padding changes nothing for those who are in it."""
+"""The arrays of a step: padding does not change the work of its requests."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[Devic
 
 @settings(max_examples=80, deadline=None)
 @given(singles=st.lists(st.integers(0, 200), max_size=40), chunks=CHUNKS)
-def test_a_shaped_step_holds_the_same_and_nothing_that_matters_besides(
-    singles: list[int], chunks: list[tuple[int, int, bool]]
-) -> None:
+def test_padded_batch_has_the_same_work(singles: list[int], chunks: list[tuple[int, int, bool]]) -> None:
     rows, work = step(singles, chunks)
     if not work:
         return
@@ -60,7 +58,7 @@ def test_a_shaped_step_holds_the_same_and_nothing_that_matters_besides(
             assert np.array_equal(ours, getattr(plain, name)[real[row] : real[row + 1]]), name
     mine = np.isin(shaped.token_rows, plain.rows)
     assert mine.sum() == len(plain.tokens) and (shaped.slots[~mine] == -1).all()
-    # The logits that are wanted belong to the same tokens, in the same order.
+    # The used rows of logits belong to the same tokens, in the same order.
     order = shaped.slots[shaped.logit_rows[shaped.wanted]]
     assert np.array_equal(order, plain.slots[plain.logit_rows])
 
@@ -86,19 +84,19 @@ def test_tokens_of_chunks_follow_those_of_singles() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 63, 65, 200, 300, 700, 1000])
-def test_padding_is_small_and_room_is_planned_for_it(rows: int) -> None:
+def test_padding_is_small_and_within_the_planned_rows(rows: int) -> None:
     assert rows <= pad_rows(rows) <= max(rows * 1.34, rows + 7)
     assert pad_rows(rows) <= max_step_rows(rows)
 
 
-def test_what_has_no_shape() -> None:
+def test_uncapturable_work_has_no_shape() -> None:
     long = [WorkItem("a", 0, [1] * (MAX_CHUNK_TOKENS + 1), [], samples=True)]
     scored = [WorkItem("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
     crowd = [WorkItem(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
     assert StepShape.of([], long) is None and StepShape.of([], scored) is None and StepShape.of([], crowd) is None
 
 
-def test_a_row_of_one_who_is_not_in_the_step_is_given_on_and_its_table_sent_again() -> None:
+def test_row_of_absent_request_is_reused_and_its_table_sent_again() -> None:
     rows, (a, b, c) = step([16], [(0, 20, True), (0, 33, True)])
     few = DeviceRows(2, 32, torch.device("cpu"))
     for w in (a, b, c):
@@ -111,9 +109,9 @@ def test_a_row_of_one_who_is_not_in_the_step_is_given_on_and_its_table_sent_agai
             assert few.host_tables[few[w.id].index, : len(w.blocks)].tolist() == w.blocks
 
 
-def test_captured_steps_leave_their_logits_in_one_place() -> None:
-    """Else what each of them was captured with would add up, beyond what was planned."""
-    nobody: Any = None
-    track = StepGraphs(nobody, nobody, nobody, max_step_rows(200))
-    few, many = (track.logits(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
+def test_captured_steps_share_one_logits_tensor() -> None:
+    """Separate tensors for all captured steps would take more memory than planned."""
+    unused: Any = None
+    step_graphs = StepGraphs(unused, unused, unused, max_step_rows(200))
+    few, many = (step_graphs.logits(rows, 10, torch.device("cpu")) for rows in (8, max_step_rows(200)))
     assert few.data_ptr() == many.data_ptr() and few.shape == (8, 10) and len(many) == max_step_rows(200)

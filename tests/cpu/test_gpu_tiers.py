@@ -1,4 +1,4 @@
-"""Tiers below a GPU's cache, with the CPU as device: the same tokens, by copies that no order of lanes could spoil."""
+"""Tiers below a GPU's cache, with the CPU as device: the same tokens, and copies without races between streams."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 0)  # a block each: no plan of several is done in one piece
+    # One block each, so that a plan with several blocks needs several pieces.
+    monkeypatch.setattr(memory, "COPY_PIECE_BYTES", 0)
 
 
-class House:
-    """An engine above its tiers, or one without. Files are read and written when the test says so."""
+class TieredEngine:
+    """An engine with or without tiers. Files are read and written when the test calls `run`."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class House:
         c = model.config
         shape = KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16)
         cache = KVCache(shape, blocks)
-        cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be given back
+        cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be freed
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, tiers=tiers, **settings)  # type: ignore[arg-type]
         self.device = Racing(pins=pins)
         self.runner = GPURunner(
@@ -82,12 +83,12 @@ class House:
         self.device.watch(kept=self.runner.device_buffers())
         forward = self.runner._forward
 
-        def noted(inputs: StepInputs, out: Tensor | None) -> Tensor:
-            alone = self.device.at_work == "steps"  # beside each other, parts write to different blocks
+        def record_forward(inputs: StepInputs, out: Tensor | None) -> Tensor:
+            alone = self.device.at_work == "steps"  # parts that run in parallel write to different blocks
             self.device.note("the model", cache.keys, cache.values, writes=alone)
             return forward(inputs, out)
 
-        self.runner._forward = noted  # type: ignore[method-assign]
+        self.runner._forward = record_forward  # type: ignore[method-assign]
         self.tiers: TierStack | None = None
         if tiers:
             self.tiers = make_tiers(self.runner, partial(self.make_tiers, disk))
@@ -99,7 +100,7 @@ class House:
     def make_tiers(self, disk: Path | None, layout: str, shape: KVShape) -> TierStack:
         size = shape.block_bytes
         below: list[Tier] = [DiskTier(disk, layout, size, 1 << 24)] if disk is not None else []
-        return Attended(HostTier(size, 64 * buffer_bytes_for(size)), below, self.device)
+        return CheckedTierStack(HostTier(size, 64 * buffer_bytes_for(size)), below, self.device)
 
     def run(self, *submissions: Submission) -> Folded:
         for submission in submissions:
@@ -129,8 +130,8 @@ class House:
         return outputs
 
 
-class Attended(TierStack):
-    """Others may read a buffer as soon as it is said to be full: then it must be."""
+class CheckedTierStack(TierStack):
+    """Checks that a buffer is complete when it is reported as saved: other threads may read it from then on."""
 
     def __init__(self, host: HostTier, below: list[Tier], device: Racing) -> None:
         super().__init__(host, below, threads=False)
@@ -146,7 +147,8 @@ class Attended(TierStack):
     def release_fetched(self, digest: bytes) -> None:
         buffer = self.host.pin(digest)
         assert buffer is not None
-        self.device.note("a writer", buffer, writes=True)  # the next block, as soon as this one is evicted
+        # The buffer of the next block, as soon as this one is evicted.
+        self.device.note("a writer", buffer, writes=True)
         self.host.unpin(digest)
         super().release_fetched(digest)
 
@@ -159,79 +161,82 @@ def fold(outputs: list[Output]) -> Folded:
     return folded
 
 
-def ask(seed: int, name: str = "r", /, *, tokens: int = OUT) -> Submission:
+def make_submission(seed: int, name: str = "r", /, *, tokens: int = OUT) -> Submission:
     prompt = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(seed)).tolist()
     return Submission(name, prompt, SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=0))
 
 
-def others(house: House) -> None:
-    """Requests that push everything else out of the main cache."""
+def evict_all(tiered: TieredEngine) -> None:
+    """Return requests that evict everything else from the main cache."""
     for seed in (100, 101, 102):
-        house.run(ask(seed))
+        tiered.run(make_submission(seed))
 
 
-def same(got: Folded, expected: Folded, cached: int | None = None) -> None:
+def assert_same(got: Folded, expected: Folded, cached: int | None = None) -> None:
     assert {name: value[:2] for name, value in got.items()} == {name: value[:2] for name, value in expected.items()}
     assert cached is None or {value[2] for value in got.values()} == {cached}
 
 
-WAYS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, object]] = {
     "captured": {},
     "out of reach": {"pins": False},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_evicted_prefixes_come_back(model: DecoderModel, way: str, tmp_path: Path) -> None:
-    fresh = House(model, tiers=False).run(ask(1))
-    house = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
-    same(house.run(ask(1)), fresh, cached=0)
-    others(house)
-    same(house.run(ask(1)), fresh, cached=40)
-    assert house.engine.kv.hit_tokens == 0, "the main cache had forgotten it"
-    assert house.engine.stats().tiers["host"].hit_tokens == 40
-    after = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
-    same(after.run(ask(1)), fresh, cached=40)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_evicted_prefixes_are_loaded_from_tiers(model: DecoderModel, setting: str, tmp_path: Path) -> None:
+    fresh = TieredEngine(model, tiers=False).run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path, **SETTINGS[setting])  # type: ignore[arg-type]
+    assert_same(tiered.run(make_submission(1)), fresh, cached=0)
+    evict_all(tiered)
+    assert_same(tiered.run(make_submission(1)), fresh, cached=40)
+    assert tiered.engine.kv.hit_tokens == 0, "the main cache had forgotten it"
+    assert tiered.engine.stats().tiers["host"].hit_tokens == 40
+    after = TieredEngine(model, tmp_path, **SETTINGS[setting])  # type: ignore[arg-type]
+    assert_same(after.run(make_submission(1)), fresh, cached=40)
     assert after.engine.stats().tiers["disk"].hit_tokens == 40
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: DecoderModel) -> Folded:
-    return House(model, tiers=False, blocks=40).run(*(ask(seed, f"r{seed}", tokens=20) for seed in range(4)))
+def expected_outputs(model: DecoderModel) -> Folded:
+    return TieredEngine(model, tiers=False, blocks=40).run(
+        *(make_submission(seed, f"r{seed}", tokens=20) for seed in range(4))
+    )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_preempted_requests_come_back(model: DecoderModel, undisturbed: Folded, way: str) -> None:
-    house = House(model, blocks=14, **WAYS[way])  # type: ignore[arg-type]
-    first, *rest = (ask(seed, f"r{seed}", tokens=20) for seed in range(4))
-    house.engine.add(replace(first, priority=Priority.BATCH))
-    outputs = house.steps(4)
-    for submission in rest:  # these go first, and need all the room there is
-        house.engine.add(submission)
-    same(fold([*outputs, *house.finish()]), undisturbed)
-    assert house.engine.scheduler.preemptions > 0
-    assert house.engine.stats().tiers["host"].hit_tokens > 0
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_preempted_requests_load_their_blocks(model: DecoderModel, expected_outputs: Folded, setting: str) -> None:
+    tiered = TieredEngine(model, blocks=14, **SETTINGS[setting])  # type: ignore[arg-type]
+    first, *rest = (make_submission(seed, f"r{seed}", tokens=20) for seed in range(4))
+    tiered.engine.add(replace(first, priority=Priority.BATCH))
+    outputs = tiered.steps(4)
+    for submission in rest:  # these run first, and need all blocks
+        tiered.engine.add(submission)
+    assert_same(fold([*outputs, *tiered.finish()]), expected_outputs)
+    assert tiered.engine.scheduler.preemptions > 0
+    assert tiered.engine.stats().tiers["host"].hit_tokens > 0
 
 
-def test_a_step_that_fails_publishes_nothing(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = House(model)
-    house.engine.add(ask(1))
-    house.steps(3)  # the prompt is computed, the second token too; the third plan saves the blocks
-    assert house.host.num_pinned == 5
+def test_failed_step_stores_no_blocks(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiered = TieredEngine(model)
+    tiered.engine.add(make_submission(1))
+    tiered.steps(3)  # the prompt and the second token are computed; the third plan saves the blocks
+    assert tiered.host.num_pinned == 5
 
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("racing.RacingMark.wait", broken)
+    monkeypatch.setattr("racing.RacingEvent.wait", broken)
     with pytest.raises(RuntimeError, match="gone"):
-        house.steps(2)
-    assert house.host.stats().blocks == 0
+        tiered.steps(2)
+    assert tiered.host.stats().blocks == 0
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans at random, launched before the last is over: buffers hold, to the bit, what they would if each were
-    carried out at once. Blocks that are loaded twice have what came last."""
+def test_device_copies_equal_host_copies(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers have the same content for pipelined random plans as for plans executed one at a time.
+
+    Blocks that are loaded twice have the content of the last load."""
     rng = random.Random(3)
     shape = KVShape(3, 2, 16, BLOCK, torch.bfloat16)
     caches = [KVCache(shape, 10) for _ in range(2)]
@@ -249,7 +254,7 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
     with device, device.step_stream.activate():
         under_way = None
         for step in range(40):
-            half = step % 2 * 8  # the other buffers belong to the plan that is under way
+            half = step % 2 * 8  # the other buffers belong to the plan in flight
             slots = [half + i for i in rng.sample(range(8), 8)]
             blocks = [rng.randrange(10) for _ in slots]
             cut = rng.randrange(9)
@@ -274,41 +279,41 @@ def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def movable(tmp_path: Path) -> Iterator[DecoderModel]:
-    """A model whose memory can be given back."""
+def movable_model(tmp_path: Path) -> Iterator[DecoderModel]:
+    """Return a model whose memory can be freed."""
     backend, uniform = ops._backend, ref.uniform_from_seed
     plain_arithmetic()
     yield load_decoder(tiny.write(tmp_path, tiny.CONFIGS["llama"]), "bfloat16")
     ops._backend, ref.uniform_from_seed = backend, uniform
 
 
-def test_lower_tiers_outlast_sleep(movable: DecoderModel) -> None:
-    house = House(movable)
-    fresh = house.run(ask(1))
-    slept = sleep_runner(house.runner)
-    reset_prefix_cache(house.engine)
-    assert house.runner.copier is not None
-    assert all(piece.rows.untyped_storage().nbytes() == 0 for piece in house.runner.copier._pieces)
+def test_lower_tiers_survive_sleep(movable_model: DecoderModel) -> None:
+    tiered = TieredEngine(movable_model)
+    fresh = tiered.run(make_submission(1))
+    slept = sleep_runner(tiered.runner)
+    reset_prefix_cache(tiered.engine)
+    assert tiered.runner.copier is not None
+    assert all(piece.rows.untyped_storage().nbytes() == 0 for piece in tiered.runner.copier._pieces)
     wake_runner(slept)
-    house.device.watch(kept=house.runner.device_buffers())
-    again = house.run(ask(1))
+    tiered.device.watch(kept=tiered.runner.device_buffers())
+    again = tiered.run(make_submission(1))
     assert again["r"][0] == fresh["r"][0] and again["r"][2] == 40
-    assert house.engine.stats().tiers["host"].hit_tokens == 40
+    assert tiered.engine.stats().tiers["host"].hit_tokens == 40
     slept.close()
 
 
 @pytest.mark.parametrize("pins", [True, False])
-def test_main_memory_is_pinned_until_it_is_closed(model: DecoderModel, pins: bool) -> None:
-    house = House(model, pins=pins)
-    assert len(house.device.pinned_now) == pins
-    house.engine.add(ask(1))
-    house.steps(3)
-    assert house.host.num_pinned == 5, "blocks are on their way"
-    house.engine.close()
-    assert house.device.pinned_now == [] and house.device.races == []
+def test_host_tier_is_pinned_until_closed(model: DecoderModel, pins: bool) -> None:
+    tiered = TieredEngine(model, pins=pins)
+    assert len(tiered.device.pinned_now) == pins
+    tiered.engine.add(make_submission(1))
+    tiered.steps(3)
+    assert tiered.host.num_pinned == 5, "blocks are on their way"
+    tiered.engine.close()
+    assert tiered.device.pinned_now == [] and tiered.device.races == []
 
 
-def test_scratch_is_planned_for(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_includes_copy_scratch(model: DecoderModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def scratch(**settings: object) -> int:
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
@@ -321,10 +326,10 @@ def test_scratch_is_planned_for(model: DecoderModel, monkeypatch: pytest.MonkeyP
         assert numbers.nbytes < 1024
 
 
-def test_settings_become_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole boot on a GPU that is none, and a second one that finds the first one's files."""
+def test_settings_create_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boot on a simulated GPU, then boot again: the second one finds the files of the first."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
+    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -340,7 +345,7 @@ def test_settings_become_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     for cached in (0, 32):
         engine = boot(config).engine
-        engine.add(ask(1))
+        engine.add(make_submission(1))
         outputs: list[Output] = []
         while not engine.idle:
             outputs += engine.step()

@@ -1,5 +1,4 @@
-"""The engine in one's own process: grammars are followed, tried out elsewhere first, and compiled beside the loop; a
-call that is broken off leaves it to the next; closed, it leaves nothing but its blocks."""
+"""LLM in the calling process: grammars are checked first and compiled in a thread, and interrupted calls clean up."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from emberline.core.request import Submission
 from emberline.engine.grammar import GrammarCompiler
 
 ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]})
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +43,13 @@ def params(kind: Any, text: str) -> SamplingParams:
     return SamplingParams(max_tokens=12, temperature=0.0, grammar=GrammarSpec(kind, text))
 
 
-def test_a_grammar_is_followed(llm: LLM) -> None:
+def test_output_matches_the_grammar(llm: LLM) -> None:
     for done in llm.generate(["one", "two"], params("regex", "[a-c]{3}x[0-9]+"), progress=False):
         assert re.fullmatch("[a-c]{3}x[0-9]+", done.text)
 
 
 @pytest.mark.parametrize(("kind", "text"), [("json_schema", ENDLESS), ("regex", "(")])
-def test_what_would_hang_or_fail_is_refused_before_the_engine_sees_it(llm: LLM, kind: str, text: str) -> None:
+def test_dangerous_grammar_is_rejected_before_the_engine(llm: LLM, kind: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be used") as refused:
         llm.generate("one", params(kind, text), progress=False)
     assert refused.value.param == "grammar"
@@ -58,17 +57,17 @@ def test_what_would_hang_or_fail_is_refused_before_the_engine_sees_it(llm: LLM, 
     assert llm.generate("one", params("choice", '["yes"]'), progress=False)[0].text == "yes"
 
 
-def test_others_go_on_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_run_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     may, build = threading.Event(), GrammarCompiler._build
 
     def slow(self: GrammarCompiler, grammar: GrammarSpec, param: str) -> Any:
-        assert may.wait(PATIENCE)
+        assert may.wait(TIMEOUT_S)
         return build(self, grammar, param)
 
     monkeypatch.setattr(GrammarCompiler, "_build", slow)
     engine, ended = llm.engine, []
-    engine.add(Submission("slow", [1, 2, 3], params("choice", '["no", "never"]'), timeout=PATIENCE))
-    engine.add(Submission("plain", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), timeout=PATIENCE))
+    engine.add(Submission("slow", [1, 2, 3], params("choice", '["no", "never"]'), timeout=TIMEOUT_S))
+    engine.add(Submission("plain", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), timeout=TIMEOUT_S))
     while "plain" not in ended:
         ended += [output.id for output in engine.step() if output.finish is not None]
     assert not engine.idle and not may.is_set()
@@ -78,25 +77,25 @@ def test_others_go_on_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.
     assert ended == ["plain", "slow"]
 
 
-def test_a_call_that_is_broken_off_leaves_the_engine_to_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_call_does_not_disturb_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     alone = llm.generate("one", plain, progress=False)[0].tokens
     with pytest.raises(InvalidRequest, match="outside"):
         llm.generate(["two", [-1]], plain, progress=False)
     assert llm.generate("one", plain, progress=False)[0].tokens == alone
 
-    def interrupted(*_: object) -> None:
+    def raise_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm, "_apply_output", interrupted)
+        patch.setattr(llm, "_apply_output", raise_interrupt)
         llm.generate(["two", "three"], plain, progress=False)
     llm.engine.step()
     assert llm.engine.idle
     assert llm.generate("one", plain, progress=False)[0].tokens == alone
 
 
-def test_a_batch_may_be_larger_than_the_queue(directory: Path, llm: LLM) -> None:
+def test_batch_may_be_larger_than_the_queue(directory: Path, llm: LLM) -> None:
     prompts, plain = [f"{i}" for i in range(8)], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, n=2)
     with LLM(directory, device="cpu", kv_memory=1 << 20, max_running=1, max_waiting=1) as small:
         done = small.generate(prompts, plain, progress=False)
@@ -105,7 +104,7 @@ def test_a_batch_may_be_larger_than_the_queue(directory: Path, llm: LLM) -> None
     assert [c.tokens for c in done] == [c.tokens for c in llm.generate(prompts, plain, progress=False)]
 
 
-def test_what_no_queue_has_room_for_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_beyond_any_queue_is_rejected(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise Overloaded("full")
 
@@ -114,7 +113,7 @@ def test_what_no_queue_has_room_for_is_refused(llm: LLM, monkeypatch: pytest.Mon
         llm.generate("one", progress=False)
 
 
-def test_a_model_without_a_chat_template_continues_prompts(tmp_path: Path) -> None:
+def test_model_without_chat_template_completes_prompts(tmp_path: Path) -> None:
     tokenizer_file(tiny.write(tmp_path, tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS)))
     with LLM(tmp_path, device="cpu", kv_memory=1 << 20) as bare:
         assert bare.generate("one", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)[0].tokens
@@ -122,7 +121,7 @@ def test_a_model_without_a_chat_template_continues_prompts(tmp_path: Path) -> No
             bare.chat([{"role": "user", "content": "one"}])
 
 
-def test_the_least_of_tokens_comes_before_stop_strings(llm: LLM) -> None:
+def test_min_tokens_precede_stop_strings(llm: LLM) -> None:
     plain = SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0, ignore_eos=True)
     text = llm.generate("one", plain, progress=False)[0].text
     assert llm.generate("one", replace(plain, stop=(text[2],)), progress=False)[0].text == text
@@ -130,7 +129,7 @@ def test_the_least_of_tokens_comes_before_stop_strings(llm: LLM) -> None:
     assert sooner.text == text[:2] and sooner.finish_reason == "stop"
 
 
-def test_closed_it_leaves_nothing_but_its_blocks(directory: Path, tmp_path: Path) -> None:
+def test_close_leaves_only_stored_blocks(directory: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "device": "cpu",
         "kv_memory": 1 << 20,

@@ -1,4 +1,4 @@
-"""The same tokens, bit for bit, whichever way a request is computed: alone, batched, chunked, cached, preempted."""
+"""The same tokens, bit for bit, however a request is computed: alone, batched, chunked, cached or preempted."""
 
 from __future__ import annotations
 
@@ -90,18 +90,18 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_every_way_gives_the_same_tokens_and_logprobs(model: DecoderModel, name: str) -> None:
+def test_tokens_and_logprobs_do_not_depend_on_scheduling(model: DecoderModel, name: str) -> None:
     params = PARAMS[name]
     alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
     for submission in submissions(params):
         alone |= run(engine(model, prefix=False), [submission])
-    ways = {
+    variants = {
         "batched": run(engine(model), submissions(params)),
         "chunked": run(engine(model, budget=16, running=4), submissions(params), gap=1),
         "cached": run(engine(model, running=1), submissions(params)),
         "no prefix cache": run(engine(model, prefix=False), submissions(params), gap=2),
     }
-    ways |= {
+    variants |= {
         "ahead": run(engine(model, ahead=True), submissions(params)),
         "ahead, padded": run(engine(model, ahead=True, graphs=True), submissions(params), gap=1),
         "ahead, padded, chunked": run(
@@ -111,13 +111,13 @@ def test_every_way_gives_the_same_tokens_and_logprobs(model: DecoderModel, name:
         "ahead, preempted": run(engine(model, blocks=9, running=6, ahead=True, graphs=True), submissions(params)),
     }
     tight = engine(model, blocks=9, running=6)
-    ways["preempted"] = run(tight, submissions(params))
+    variants["preempted"] = run(tight, submissions(params))
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
-    for way, got in ways.items():
-        assert got == alone, way
+    for variant, got in variants.items():
+        assert got == alone, variant
 
 
-def test_the_first_of_n_is_what_n_1_gives_and_all_differ(model: DecoderModel) -> None:
+def test_first_of_n_equals_n_1_and_all_differ(model: DecoderModel) -> None:
     one = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4)
     many = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4, n=4)
     single = run(engine(model), submissions(one)[2:3])
@@ -144,8 +144,8 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: DecoderModel) -> None:
     assert [len(s) for s in whole] == [n - 1 for n in LENGTHS]
 
 
-def test_more_requests_may_have_begun_than_can_run(model: DecoderModel) -> None:
-    """Interactive ones overtake a batch one that was preempted: it keeps what it sampled, but no row on the device."""
+def test_more_requests_may_have_started_than_can_run(model: DecoderModel) -> None:
+    """Interactive requests overtake a preempted batch request: it keeps its tokens but loses its device row."""
     small, middle, long = (submissions(SamplingParams(max_tokens=OUT, temperature=0.0))[i] for i in (0, 1, 2))
     long = replace(long, priority=Priority.BATCH)
     expected: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
@@ -174,8 +174,8 @@ class Choosy(SamplingStateFactory):
         return super().__call__(admission)
 
 
-def test_who_is_refused_while_its_next_chunk_is_planned(model: DecoderModel) -> None:
-    """The second plan names it before the result of the first has told that it failed."""
+def test_request_that_fails_while_its_next_chunk_is_planned_ends(model: DecoderModel) -> None:
+    """The second plan includes the request, because it was made before the first result reported its failure."""
     params = PARAMS["greedy"]
     expected = run(engine(model, prefix=False), submissions(params))
     e = engine(model, budget=16, running=4, prefix=False, ahead=True)
@@ -190,5 +190,5 @@ def test_who_is_refused_while_its_next_chunk_is_planned(model: DecoderModel) -> 
     (refused,) = (o for o in outputs if o.id == "r2")
     assert refused.finish is FinishReason.ERROR and "too long" in str(refused.error)
     for i in (0, 1, 3, 4, 5):
-        said = [t for o in outputs if o.id == f"r{i}" for t in o.tokens]
-        assert said == expected[f"r{i}", 0][0]
+        tokens_of_request = [t for o in outputs if o.id == f"r{i}" for t in o.tokens]
+        assert tokens_of_request == expected[f"r{i}", 0][0]

@@ -1,4 +1,4 @@
-"""A prefix that one engine has computed is another's, through a real store; and the store may hang or die."""
+"""Engines reuse each other's prefixes through a real store, and continue if the store hangs or dies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
-    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # parting takes two seconds
+    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # closing takes two seconds
     started = MooncakeMaster().start()
     yield started
     started.kill()
@@ -43,8 +43,8 @@ def engine(model: Path, master: MooncakeMaster | None, codec: str = "auto") -> E
     ).engine  # fmt: skip
 
 
-def ask(engine: Engine, seed: int, salt: str = "") -> Answer:
-    """Tokens, their log-probabilities, and how many of the prompt's were not computed."""
+def complete(engine: Engine, seed: int, salt: str = "") -> Answer:
+    """Return the tokens, their log-probabilities, and the number of cached prompt tokens."""
     prompt = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(seed)).tolist()
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
     engine.add(Submission("r", prompt, params, salt=salt))
@@ -61,23 +61,23 @@ def ask(engine: Engine, seed: int, salt: str = "") -> Answer:
 
 
 @pytest.mark.parametrize("codec", ["uw", "none"])
-def test_a_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster, codec: str) -> None:
+def test_prefix_is_reused_by_another_engine(model: Path, master: MooncakeMaster, codec: str) -> None:
     one, two, alone = engine(model, master, codec), engine(model, master), engine(model, None)
-    expected = ask(alone, 1)
-    assert ask(one, 1) == expected and expected[2] == 0
-    assert ask(two, 1, salt="another tenant")[2] == 0
-    assert ask(two, 1) == (*expected[:2], 40)
+    expected = complete(alone, 1)
+    assert complete(one, 1) == expected and expected[2] == 0
+    assert complete(two, 1, salt="another tenant")[2] == 0
+    assert complete(two, 1) == (*expected[:2], 40)
     assert two.stats().tiers["store"].hit_tokens == 40
     one.close()
     two.close()
 
 
-def test_requests_go_on_without_the_store(model: Path, master: MooncakeMaster) -> None:
+def test_requests_continue_without_the_store(model: Path, master: MooncakeMaster) -> None:
     one, alone = engine(model, master), engine(model, None)
-    ask(one, 1)
+    complete(one, 1)
     master.hang()
-    assert ask(one, 2) == ask(alone, 2)  # it is waited for once
-    assert not one.stats().tiers["store"].on and ask(one, 3) == ask(alone, 3)
+    assert complete(one, 2) == complete(alone, 2)  # only one request waits for the store
+    assert not one.stats().tiers["store"].on and complete(one, 3) == complete(alone, 3)
     master.kill()
-    assert ask(one, 4) == ask(alone, 4)
+    assert complete(one, 4) == complete(alone, 4)
     one.close()

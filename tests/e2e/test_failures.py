@@ -1,4 +1,4 @@
-"""What happens when things go wrong: nothing hangs, nothing leaks, and the server says what it is."""
+"""Failures of clients and of the engine: nothing hangs, nothing leaks, and the server reports the error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG: Any = {
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server these tests may hurt: small queue, short patience, keys."""
+    """Start a server that these tests may damage: small queue, short timeouts, API keys."""
     started = start_server(
         tmp_path_factory.mktemp("own") / "log",
         "--api-key",
@@ -98,13 +98,13 @@ def engine_pid(server: Server) -> int:
     return found[0]
 
 
-def test_keys(own: Server) -> None:
+def test_api_key_is_required(own: Server) -> None:
     assert call(own, "/v1/models", key="wrong")[0] == 401
     assert call(own, "/v1/models", key="other")[0] == 200
     assert call(own, "/health/live", key="wrong")[0] == 200
 
 
-def test_a_client_that_leaves_frees_its_blocks(own: Server) -> None:
+def test_client_disconnect_frees_blocks(own: Server) -> None:
     connection, reply = open_stream(own, LONG)
     assert reply.status == 200 and reply.readline()
     until(lambda: stats(own)["running"] == 1)
@@ -113,7 +113,7 @@ def test_a_client_that_leaves_frees_its_blocks(own: Server) -> None:
     until(lambda: all_free(own))
 
 
-def test_a_full_queue_says_so(own: Server) -> None:
+def test_full_queue_is_a_429(own: Server) -> None:
     streams = [open_stream_soon(own) for _ in range(4)]
     until(lambda: stats(own)["running"] + stats(own)["waiting"] == 4)
     status, body, headers = call(own, "/v1/chat/completions", {**LONG, "stream": False})
@@ -125,7 +125,7 @@ def test_a_full_queue_says_so(own: Server) -> None:
 
 
 def open_stream_soon(server: Server) -> socket.socket:
-    """Sends the request and does not wait: those in the queue have no reply yet."""
+    """Send the request without waiting for a reply, which queued requests do not have yet."""
     host, port = server.url.removeprefix("http://").split(":")
     raw = socket.create_connection((host, int(port)))
     body = json.dumps(LONG).encode()
@@ -152,7 +152,7 @@ def open_stream_soon(server: Server) -> socket.socket:
     ],
     ids=["empty", "cut", "utf8", "deep", "huge", "path"],
 )
-def test_hostile_bodies(own: Server, raw: bytes, status: int) -> None:
+def test_malformed_bodies_are_rejected(own: Server, raw: bytes, status: int) -> None:
     try:
         got, body, _ = call(own, "/v1/chat/completions", raw=raw)
         assert (got, "message" in body["error"]) == (status, True), body
@@ -175,20 +175,20 @@ def test_hostile_bodies(own: Server, raw: bytes, status: int) -> None:
     ],
     ids=["repeats", "nested", "lookahead", "left recursion", "self", "items", "patterns", "choices"],
 )
-def test_hostile_grammars(own: Server, limits: dict[str, Any]) -> None:
-    """Served or refused, but answered; and nobody else notices."""
+def test_malicious_grammars_are_rejected(own: Server, limits: dict[str, Any]) -> None:
+    """The request is served or rejected, and other requests are not affected."""
     body = {"model": "smollm2", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, **limits}
     status, reply, _ = call(own, "/v1/chat/completions", body)
     assert status == 200 or (status == 400 and reply["error"]["message"]), reply
     assert call(own, "/health/ready")[0] == 200 and all_free(own)
 
 
-def test_unknown_paths_and_methods(own: Server) -> None:
+def test_unknown_paths_and_methods_are_rejected(own: Server) -> None:
     assert call(own, "/v1/nothing", {})[0] == 404
     assert call(own, "/v1/chat/completions")[0] == 405
 
 
-def test_an_engine_that_dies_ends_every_stream_and_comes_back(own: Server) -> None:
+def test_engine_death_ends_all_streams_and_restarts(own: Server) -> None:
     restarts = stats(own)["engine_restarts"]
     connection, reply = open_stream(own, LONG)
     reply.readline()
@@ -202,24 +202,24 @@ def test_an_engine_that_dies_ends_every_stream_and_comes_back(own: Server) -> No
     assert '"error"' in rest and "engine_failed" in rest
     connection.close()
     watcher.join()
-    assert 503 in seen, "/health/ready never said that the engine was gone"
+    assert 503 in seen, "/health/ready never reported that the engine was down"
     until(lambda: call(own, "/health/ready")[0] == 200, 90)
     assert stats(own)["engine_restarts"] == restarts + 1
     answer = call(own, "/v1/chat/completions", {**LONG, "stream": False, "max_tokens": 3})
     assert answer[0] == 200 and all_free(own)
 
 
-def test_an_engine_that_hangs_is_restarted(own: Server) -> None:
+def test_engine_that_hangs_is_restarted(own: Server) -> None:
     connection, reply = open_stream(own, LONG)
     reply.readline()
     os.kill(engine_pid(own), signal.SIGSTOP)
-    rest = reply.read().decode()  # ends by itself: nothing waits without a deadline
+    rest = reply.read().decode()  # the stream ends by itself: every wait has a deadline
     assert "engine_failed" in rest
     connection.close()
     until(lambda: call(own, "/health/progress")[0] == 200, 90)
 
 
-def test_a_deadline_ends_a_request(tmp_path: Path) -> None:
+def test_request_timeout_ends_a_request(tmp_path: Path) -> None:
     server = start_server(tmp_path / "log", "--request-timeout", "1", "--embedder", "none", "--kv-memory", "256M")
     try:
         status, body, _ = call(server, "/v1/chat/completions", {**LONG, "stream": False})
@@ -229,7 +229,7 @@ def test_a_deadline_ends_a_request(tmp_path: Path) -> None:
         stop_server(server)
 
 
-def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path) -> None:
+def test_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + b"\xff" * 100)
     with pytest.raises(AssertionError) as raised:
         start_server(tmp_path / "log", str(tmp_path / "broken.gguf"))

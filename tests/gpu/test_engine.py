@@ -1,4 +1,4 @@
-"""The engine on a GPU: the same tokens whichever way a request is computed, and the numbers of transformers."""
+"""The engine on a GPU: the same tokens however a request is computed, and the same numbers as transformers."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ def run(e: Engine, pending: list[Submission], gap: int = 0) -> dict[str, list[in
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "penalised", "biased"])
-def test_every_way_gives_the_same_tokens(checkpoint: Path, kind: str) -> None:
-    """In float32, where rounding is below the differences between the logits that these seeds meet. Of a thousand
-    tokens that may be drawn, two are sometimes nearer than that: 5e-6 with seed 4 and no top_k, 2e-4 as it is."""
+def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, kind: str) -> None:
+    """In float32 rounding errors are smaller than the differences between logits that these seeds meet.
+
+    With a thousand candidates two logits are sometimes closer: 5e-6 with seed 4 and no top_k, 2e-4 as configured."""
     params = {
         "greedy": SamplingParams(max_tokens=OUT, temperature=0.0),
         "seeded": SamplingParams(max_tokens=OUT, temperature=1.2, top_p=0.95, top_k=50, min_p=0.01, seed=12),
@@ -85,7 +86,7 @@ def test_every_way_gives_the_same_tokens(checkpoint: Path, kind: str) -> None:
     plain = engine(checkpoint, exact, graphs=False, overlap=False, prefix_cache=False, max_running=1)
     for submission in submissions(params):
         alone |= run(plain, [submission])
-    ways = {
+    variants = {
         "eager": run(engine(checkpoint, exact, graphs=False), submissions(params)),
         "graphs": run(engine(checkpoint, exact), submissions(params), gap=1),
         "graphs, plain loop": run(engine(checkpoint, exact, overlap=False), submissions(params)),
@@ -93,10 +94,10 @@ def test_every_way_gives_the_same_tokens(checkpoint: Path, kind: str) -> None:
         "small blocks": run(engine(checkpoint, exact, block_size=16), submissions(params)),
     }
     tight = engine(checkpoint, exact, kv_tokens=896, block_size=16)
-    ways["preempted"] = run(tight, submissions(params))
+    variants["preempted"] = run(tight, submissions(params))
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
-    for way, got in ways.items():
-        assert got == alone, way
+    for variant, got in variants.items():
+        assert got == alone, variant
 
 
 def scores(e: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
@@ -111,7 +112,7 @@ def scores(e: Engine, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_transformers(checkpoint: Path, dtype: torch.dtype) -> None:
+def test_logprobs_equal_those_of_transformers(checkpoint: Path, dtype: torch.dtype) -> None:
     transformers = pytest.importorskip("transformers")
     prompts = [s.prompt for s in submissions(SamplingParams()) if len(s.prompt) > 1]
     exact = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
@@ -133,7 +134,7 @@ def test_logprobs_are_those_of_transformers(checkpoint: Path, dtype: torch.dtype
 
 
 def test_bf16_steps_of_one_token_agree_with_chunks(checkpoint: Path) -> None:
-    """The kernels for single tokens against those for chunks: what was generated, scored again as a prompt."""
+    """Generated tokens, from kernels for single tokens, are scored again as a prompt, by kernels for chunks."""
     e = engine(checkpoint, torch.bfloat16)
     params = SamplingParams(max_tokens=OUT, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
     logprobs: dict[str, list[float]] = {}
@@ -157,7 +158,7 @@ def test_float8_keys_cost_little(checkpoint: Path) -> None:
     wide = scores(engine(checkpoint, torch.bfloat16), prompts)
     narrow = scores(engine(checkpoint, torch.bfloat16, kv_dtype="float8"), prompts)
     errors = torch.cat([(a - b).abs() for a, b in zip(wide, narrow, strict=True)])
-    # Attention of these models is far sharper than a trained one's; keys read wrongly cost about 5.
+    # Attention of these models is far sharper than that of trained ones; wrong keys would change a score by about 5.
     assert 0 < errors.mean().item() < 0.6
 
 

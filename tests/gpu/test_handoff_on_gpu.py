@@ -1,5 +1,6 @@
-"""A request moves between two engines in two processes on a GPU, through main memory and straight across: the tokens
-are those of one engine alone, and a peer that is killed costs nothing but time."""
+"""A request moves between two engine processes on a GPU, through main memory and by CUDA IPC.
+
+The tokens equal those of one engine alone, and a killed peer costs only time."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 CONFIG = tiny.config("llama", **tiny.GPU_SIZES)
 LENGTH, OUT, BLOCK = 1504, 40, 16
-# A logit's last bits change with the batch, and in float32 that seldom changes a token. In other dtypes, only steps of
-# the same shape are compared: the prompt is full blocks, so that nothing of it is left to compute.
+# The last bits of logits depend on the batch, which in float32 rarely changes a token. In other dtypes only steps of
+# the same shape are compared: the prompt consists of full blocks, so that no part of it is left to compute.
 assert LENGTH % BLOCK == 0
-FLOAT32, FLOAT8 = ("float32", "float32"), ("bfloat16", "float8")  # of the weights; of keys and values
+FLOAT32, FLOAT8 = ("float32", "float32"), ("bfloat16", "float8")  # dtypes of weights and of KV cache
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(tiny.write(tmp_path_factory.mktemp("model"), CONFIG))
 
 
-def started(checkpoint: Path, name: str, dtypes: tuple[str, str]) -> Engine:
+def start_engine(checkpoint: Path, name: str, dtypes: tuple[str, str]) -> Engine:
     from emberline.engine.boot import boot
 
     config = EngineConfig(
@@ -57,16 +58,16 @@ def started(checkpoint: Path, name: str, dtypes: tuple[str, str]) -> Engine:
 
 
 def prefill(pipe: Connection, checkpoint: Path, dtypes: tuple[str, str]) -> None:
-    """A process of its own: computes prompts that it is sent, and tells of their tickets."""
-    engine = started(checkpoint, "p", dtypes)
+    """Run in another process: compute received prompts and send back their tickets."""
+    engine = start_engine(checkpoint, "p", dtypes)
     pipe.send(("ready", None))
     while True:
         if pipe.poll(0.0 if not engine.idle else 0.005):
-            asked = pipe.recv()
-            if asked is None:
+            message = pipe.recv()
+            if message is None:
                 return engine.close()
-            if isinstance(asked, Submission):
-                engine.add(replace(asked, publish=True))
+            if isinstance(message, Submission):
+                engine.add(replace(message, publish=True))
             else:
                 whole = engine.kv.num_free + engine.kv.num_cached == engine.kv.num_blocks
                 pipe.send(("stats", (engine.stats().transfer, whole)))
@@ -93,25 +94,25 @@ class Pair:
         self.decode.kv.check_invariants()
         return tokens
 
-    def ticket(self, submission: Submission, *ways: str) -> dict[str, Any]:
-        """The first: most of the prompt is still to be computed. By these ways only."""
+    def ticket(self, submission: Submission, *transports: str) -> dict[str, Any]:
+        """Return the first ticket, while most of the prompt is not computed yet, limited to these transports."""
         self.pipe.send(submission)
-        told = self.told(submission.id)
-        endpoints = {way: told["peer"]["endpoints"][way] for way in ways}
-        return {**told, "peer": {**told["peer"], "endpoints": endpoints}}
+        receive = self.receive(submission.id)
+        endpoints = {transport: receive["peer"]["endpoints"][transport] for transport in transports}
+        return {**receive, "peer": {**receive["peer"], "endpoints": endpoints}}
 
-    def part(self) -> None:
-        """The next pull finds its way anew."""
+    def disconnect(self) -> None:
+        """Disconnect, so that the next pull chooses a transport again."""
         assert self.decode.transfer_endpoint is not None
         self.decode.transfer_endpoint.receiver.close()
         self.decode.transfer_endpoint.receiver.connected_transports.clear()
 
-    def told(self, what: str) -> Any:
+    def receive(self, what: str) -> Any:
         while self.pipe.poll(60):
             found, value = self.pipe.recv()
             if found == what:
                 return value
-        raise AssertionError("the other process says nothing")
+        raise AssertionError("the other process does not answer")
 
     def stats(self) -> TransferStats:
         found = self.decode.stats().transfer
@@ -119,15 +120,15 @@ class Pair:
         return found
 
 
-def paired(checkpoint: Path, dtypes: tuple[str, str]) -> Iterator[Pair]:
+def start_pair(checkpoint: Path, dtypes: tuple[str, str]) -> Iterator[Pair]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=prefill, args=(theirs, checkpoint, dtypes), daemon=True)
     process.start()
-    theirs.close()  # so that we hear of its end
-    decode = started(checkpoint, "d", dtypes)
+    theirs.close()  # so that its end is noticed
+    decode = start_engine(checkpoint, "d", dtypes)
     pair = Pair(ours, process, decode)
-    pair.told("ready")
+    pair.receive("ready")
     yield pair
     decode.close()
     if process.is_alive():
@@ -138,65 +139,65 @@ def paired(checkpoint: Path, dtypes: tuple[str, str]) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path) -> Iterator[Pair]:
-    yield from paired(checkpoint, FLOAT32)
+    yield from start_pair(checkpoint, FLOAT32)
 
 
-def ask(seed: int) -> Submission:
+def make_submission(seed: int) -> Submission:
     prompt = [random.Random(seed).randrange(3, 1000) for _ in range(LENGTH)]
     params = SamplingParams(max_tokens=OUT, temperature=0.0, ignore_eos=True)
     return Submission(f"r{time.monotonic_ns()}", prompt, params, timeout=60.0)
 
 
-def settled(pair: Pair) -> TransferStats:
+def wait_until_freed(pair: Pair) -> TransferStats:
     ends = time.monotonic() + 20
     while time.monotonic() < ends:
         pair.decode.step()
         pair.pipe.send("stats")
-        (theirs, whole), kv = pair.told("stats"), pair.decode.kv
+        (theirs, whole), kv = pair.receive("stats"), pair.decode.kv
         if whole and kv.num_free + kv.num_cached == kv.num_blocks:
             assert isinstance(theirs, TransferStats)
             return theirs
         time.sleep(0.01)
-    raise AssertionError("somebody still holds blocks")
+    raise AssertionError("blocks are still in use")
 
 
-def handed_over(pair: Pair, way: str) -> None:
-    pair.part()
+def check_handoff(pair: Pair, transport: str) -> None:
+    pair.disconnect()
     for seed in range(3):
-        submission = replace(ask(seed), salt=way)
-        expected = pair.run(replace(submission, salt=f"{way} alone"))
+        submission = replace(make_submission(seed), salt=transport)
+        expected = pair.run(replace(submission, salt=f"{transport} alone"))
         before, computed = pair.stats(), pair.decode.stats().prompt_tokens
-        assert pair.run(ask_again(submission), pair.ticket(submission, way)) == expected
+        assert pair.run(with_new_id(submission), pair.ticket(submission, transport)) == expected
         after = pair.stats()
         assert after.hit_tokens - before.hit_tokens == LENGTH and after.pull_failures == {}
         assert pair.decode.stats().prompt_tokens == computed
-    theirs = settled(pair)
+    theirs = wait_until_freed(pair)
     assert theirs.sent_bytes >= pair.stats().pulled_bytes and set(theirs.ended) == {"acknowledged"}
-    assert pair.stats().reached == {way: 1} and pair.stats().passed_over == {}
+    assert pair.stats().reached == {transport: 1} and pair.stats().passed_over == {}
 
 
-@pytest.mark.parametrize("way", ["tcp", "cuda"])
-def test_prefill_there_and_decode_here(pair: Pair, way: str) -> None:
-    handed_over(pair, way)
+@pytest.mark.parametrize("transport", ["tcp", "cuda"])
+def test_prefill_and_decode_in_two_processes_give_the_same_tokens(pair: Pair, transport: str) -> None:
+    check_handoff(pair, transport)
 
 
-def test_narrow_keys_and_values(checkpoint: Path) -> None:
-    for pair in paired(checkpoint, FLOAT8):
-        for way in ("tcp", "cuda"):
-            handed_over(pair, way)
+def test_float8_blocks_are_transferred(checkpoint: Path) -> None:
+    for pair in start_pair(checkpoint, FLOAT8):
+        for transport in ("tcp", "cuda"):
+            check_handoff(pair, transport)
 
 
-def ask_again(submission: Submission) -> Submission:
+def with_new_id(submission: Submission) -> Submission:
     return replace(submission, id=f"{submission.id} again")
 
 
-@pytest.mark.parametrize("way", ["tcp", "cuda"])
-def test_many_at_once_beside_others(pair: Pair, way: str) -> None:
-    """Blocks arrive while steps that knew them before are under way, and new shapes of steps are captured."""
-    pair.part()
-    expected = {seed: pair.run(replace(ask(seed), salt="many alone")) for seed in range(20, 26)}
-    submissions = {seed: replace(ask(seed), salt=f"many {way}") for seed in expected}
-    tickets = {seed: pair.ticket(one, way) for seed, one in submissions.items() if seed % 3}
+@pytest.mark.parametrize("transport", ["tcp", "cuda"])
+def test_many_transfers_run_beside_other_requests(pair: Pair, transport: str) -> None:
+    """Blocks arrive while steps that used them before are running and new shapes are captured."""
+    pair.disconnect()
+    expected = {seed: pair.run(replace(make_submission(seed), salt="many alone")) for seed in range(20, 26)}
+    submissions = {seed: replace(make_submission(seed), salt=f"many {transport}") for seed in expected}
+    tickets = {seed: pair.ticket(one, transport) for seed, one in submissions.items() if seed % 3}
     for seed, one in submissions.items():
         pair.decode.add(replace(one, source=tickets.get(seed)))
     tokens: dict[str, list[int]] = {}
@@ -206,52 +207,53 @@ def test_many_at_once_beside_others(pair: Pair, way: str) -> None:
         if pair.decode.idle:
             break
     assert {seed: tokens[one.id] for seed, one in submissions.items()} == expected
-    assert pair.stats().pull_failures == {} and set(pair.stats().reached) == {way}
-    settled(pair)
+    assert pair.stats().pull_failures == {} and set(pair.stats().reached) == {transport}
+    wait_until_freed(pair)
 
 
-@pytest.mark.parametrize("way", ["tcp", "cuda"])
-def test_aborted_while_blocks_arrive(pair: Pair, way: str) -> None:
-    pair.part()
+@pytest.mark.parametrize("transport", ["tcp", "cuda"])
+def test_abort_during_a_transfer_frees_all_blocks(pair: Pair, transport: str) -> None:
+    pair.disconnect()
     for steps in range(4):
-        submission = replace(ask(40 + steps), salt=f"aborted {way}")
-        pair.decode.add(replace(submission, source=pair.ticket(submission, way)))
+        submission = replace(make_submission(40 + steps), salt=f"aborted {transport}")
+        pair.decode.add(replace(submission, source=pair.ticket(submission, transport)))
         for _ in range(steps):
             pair.decode.step()
         pair.decode.abort(submission.id)
-        settled(pair)
-        again = replace(ask(40 + steps), salt=f"aborted {way}")
-        assert pair.run(again) == pair.run(replace(ask(40 + steps), salt="other"))
-    assert pair.stats().reached == {way: 1}
+        wait_until_freed(pair)
+        again = replace(make_submission(40 + steps), salt=f"aborted {transport}")
+        assert pair.run(again) == pair.run(replace(make_submission(40 + steps), salt="other"))
+    assert pair.stats().reached == {transport: 1}
 
 
-def test_memory_that_cannot_be_opened_is_passed_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmappable_memory_falls_back_to_another_transport(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from emberline.engine.gpu import ipc
     from emberline.kernels.cuda.driver import CudaDriverError
 
-    def refused(*_: object) -> None:
+    def raise_error(*_: object) -> None:
         raise CudaDriverError("peer access is not supported")
 
-    monkeypatch.setattr(ipc, "OpenedMemory", refused)
-    pair.part()
-    submission = replace(ask(60), salt="passed over")
+    monkeypatch.setattr(ipc, "OpenedMemory", raise_error)
+    pair.disconnect()
+    submission = replace(make_submission(60), salt="passed over")
     expected = pair.run(replace(submission, salt="passed over alone"))
-    assert pair.run(ask_again(submission), pair.ticket(submission, "cuda", "tcp")) == expected
+    assert pair.run(with_new_id(submission), pair.ticket(submission, "cuda", "tcp")) == expected
     assert pair.stats().reached == {"tcp": 1} and pair.stats().passed_over == {"cuda": 1}
     assert pair.stats().pull_failures == {}
-    settled(pair)
+    wait_until_freed(pair)
 
 
-def test_a_peer_that_is_killed(pair: Pair) -> None:
-    """Its memory was open here, and read a moment ago: our device is none the worse for it, and the memory is given
-    back. Last: from here on nobody answers."""
+def test_killed_peer_makes_blocks_recomputed(pair: Pair) -> None:
+    """The peer's memory was mapped and just read: our device still works, and the memory is freed.
+
+    This test is the last one, since no peer answers afterwards."""
     assert pair.decode.transfer_endpoint is not None
     receiver = pair.decode.transfer_endpoint.receiver
 
-    pair.part()
-    submission = replace(ask(80), salt="killed")
+    pair.disconnect()
+    submission = replace(make_submission(80), salt="killed")
     expected = pair.run(replace(submission, salt="killed alone"))
-    pair.decode.add(replace(ask_again(submission), source=pair.ticket(submission, "cuda")))
+    pair.decode.add(replace(with_new_id(submission), source=pair.ticket(submission, "cuda")))
     request = next(iter(pair.decode.scheduler.requests.values()))
     ends, tokens = time.monotonic() + 20, []
     while request.num_computed < BLOCK and time.monotonic() < ends:
@@ -267,4 +269,6 @@ def test_a_peer_that_is_killed(pair: Pair) -> None:
         time.sleep(0.01)
     assert link._memory._users == 0  # type: ignore[attr-defined]
     assert torch.ones(8, device="cuda").sum().item() == 8.0
-    assert pair.run(replace(ask(81), salt="after")) == pair.run(replace(ask(81), salt="once more"))
+    assert pair.run(replace(make_submission(81), salt="after")) == pair.run(
+        replace(make_submission(81), salt="once more")
+    )

@@ -1,4 +1,4 @@
-"""Tiers below the cache of a GPU: the same tokens from host memory and files, whether or not the driver pins it."""
+"""Tiers below the cache of a GPU: the same tokens from host memory and files, with or without pinned memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def submissions() -> list[Submission]:
 
 
 def run(e: Engine) -> dict[str, list[int]]:
-    """All at once: the cache has room for two and a half, so they are preempted and evicted."""
+    """Run all requests together: the cache has space for two and a half, so they are preempted and evicted."""
     outputs: list[Output] = []
     for submission in submissions():
         e.add(submission)
@@ -74,7 +74,7 @@ def run(e: Engine) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("pins", [True, False])
 @pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"overlap": False}])
-def test_the_same_tokens(
+def test_tiers_give_the_same_tokens(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], pins: bool
 ) -> None:
     if not pins:
@@ -91,7 +91,7 @@ def test_the_same_tokens(
     second.close()
 
 
-def test_memory_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
+def test_failed_pinning_leaves_the_device_usable() -> None:
     from emberline.engine.gpu.device import CudaDevice
 
     device = CudaDevice()
@@ -105,8 +105,8 @@ def test_memory_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_there_and_back_without_waiting(dtype: torch.dtype) -> None:
-    """Blocks are saved, and overwritten, while the device is busy with something else; and come back."""
+def test_save_and_load_do_not_wait_for_the_device(dtype: torch.dtype) -> None:
+    """Blocks are saved and overwritten while the device is busy with other work, and are loaded again."""
     from emberline.core.plan import BlockCopy
     from emberline.engine.gpu.copier import DeviceCopier
     from emberline.engine.gpu.device import CudaDevice
@@ -123,12 +123,12 @@ def test_there_and_back_without_waiting(dtype: torch.dtype) -> None:
     before = [half.clone() for half in halves]
     torch.cuda.synchronize()
     with torch.inference_mode(), device.step_stream.activate():
-        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+        torch.cuda._sleep(1_000_000_000)  # cycles, about half a second
         saved = copier.launch(copies, [])
         for half in halves:
             half[:, :32].zero_()
         busy = not torch.cuda.current_stream().query()
-    assert busy, "somebody waited for it"
+    assert busy, "the host waited for the device"
     saved()
     with torch.inference_mode(), device.step_stream.activate():
         copier.launch([], copies)()

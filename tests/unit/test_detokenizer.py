@@ -1,4 +1,4 @@
-"""Incremental text: however tokens arrive, the pieces add up to the whole; stop strings end it at the same place."""
+"""Detokenizer: for any grouping of tokens, pieces add up to the same text and stop strings end it at the same place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def all_three(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
 
 
 def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """`ids` in runs of these sizes, then one by one."""
+    """Split `ids` into groups of these sizes, then single ones."""
     out, at = [], 0
     for size in sizes:
         out.append(list(ids[at : at + size]))
@@ -39,7 +39,7 @@ SIZES = st.lists(st.integers(0, 5), max_size=8)
 
 @settings(max_examples=200, deadline=None)
 @given(text=TEXT, sizes=SIZES, skip=st.booleans())
-def test_pieces_add_up_for_text(all_three: list[Tokenizer], text: str, sizes: list[int], skip: bool) -> None:
+def test_pieces_of_text_add_up(all_three: list[Tokenizer], text: str, sizes: list[int], skip: bool) -> None:
     for tokenizer in all_three:
         ids = tokenizer.encode(text)
         detokenizer = Detokenizer(tokenizer, skip_special=skip)
@@ -50,8 +50,8 @@ def test_pieces_add_up_for_text(all_three: list[Tokenizer], text: str, sizes: li
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 268), max_size=30), sizes=SIZES)
-def test_pieces_add_up_for_any_ids(all_three: list[Tokenizer], ids: list[int], sizes: list[int]) -> None:
-    """Bytes in an order that is not UTF-8, specials, ids outside the vocabulary."""
+def test_pieces_of_any_ids_add_up(all_three: list[Tokenizer], ids: list[int], sizes: list[int]) -> None:
+    """Includes invalid UTF-8, special tokens and ids outside the vocabulary."""
     for tokenizer in all_three:
         detokenizer = Detokenizer(tokenizer)
         text = "".join(detokenizer.push(run) for run in cut(ids, sizes)) + detokenizer.flush()
@@ -65,7 +65,7 @@ def test_pieces_add_up_for_any_ids(all_three: list[Tokenizer], ids: list[int], s
     sizes=SIZES,
     include=st.booleans(),
 )
-def test_stop_strings_wherever_tokens_end(
+def test_stop_strings_are_found_across_token_boundaries(
     all_three: list[Tokenizer], text: str, stop: list[str], sizes: list[int], include: bool
 ) -> None:
     for tokenizer in all_three:
@@ -73,7 +73,7 @@ def test_stop_strings_wherever_tokens_end(
         whole = tokenizer.decode(ids)
         ends = [e for e in range(1, len(whole) + 1) if whole[:e].endswith(tuple(stop))]
         expected, found = whole, None
-        if ends:  # the definition: read letter by letter; the first end counts, and there the longest
+        if ends:  # by definition: the stop string that ends first counts, and of those the longest
             found = max((s for s in stop if whole[: ends[0]].endswith(s)), key=len)
             expected = whole[: ends[0] if include else ends[0] - len(found)]
         detokenizer = Detokenizer(tokenizer, stop=tuple(stop), include_stop=include)
@@ -90,7 +90,7 @@ def tokenizer(all_three: list[Tokenizer]) -> Tokenizer:
     return all_three[0]
 
 
-def test_what_may_become_a_stop_string_waits(tokenizer: Tokenizer) -> None:
+def test_possible_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, stop=("END",))
     letters = {c: tokenizer.encode(c) for c in "xEND"}
     assert [detokenizer.push(letters[c]) for c in "xEN"] == ["x", "", ""]
@@ -100,24 +100,25 @@ def test_what_may_become_a_stop_string_waits(tokenizer: Tokenizer) -> None:
     assert detokenizer.push(letters["x"]) == detokenizer.flush() == ""
 
 
-def test_tokens_after_the_stop_are_not_taken(tokenizer: Tokenizer) -> None:
+def test_tokens_after_the_stop_are_ignored(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, stop=("b",))
     assert detokenizer.push(tokenizer.encode("abcd")) == "a"
     assert len(detokenizer.offsets) == 2
 
 
 @pytest.mark.parametrize("sizes", [[], [2], [3], [7]])
-def test_stop_strings_wait_for_the_least_of_tokens(tokenizer: Tokenizer, sizes: list[int]) -> None:
+def test_stop_strings_are_ignored_before_min_tokens(tokenizer: Tokenizer, sizes: list[int]) -> None:
     ids = [i for c in "abcabxab" for i in tokenizer.encode(c)]
     detokenizer = Detokenizer(tokenizer, stop=("ab",), min_tokens=4)
-    assert "".join(detokenizer.push(run) for run in cut(ids, sizes)) == "abcabx"  # the second begins too soon
+    # The second one begins within min_tokens.
+    assert "".join(detokenizer.push(run) for run in cut(ids, sizes)) == "abcabx"
     assert detokenizer.matched_stop == "ab" and len(detokenizer.offsets) == 8
     early = Detokenizer(tokenizer, stop=("ab",), min_tokens=4)
     assert [early.push([i]) for i in ids[:4]] == [*"abca"]  # nothing is held back
     assert early.flush() == ""
 
 
-def test_a_character_is_shown_when_it_is_whole(tokenizer: Tokenizer) -> None:
+def test_only_whole_characters_are_emitted(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙂x")
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.push([i]) for i in ids] == ["", "", "🙂", "x"]
@@ -135,14 +136,14 @@ def test_offsets_count_characters(tokenizer: Tokenizer) -> None:
     assert detokenizer.offsets == [0, 1, 5, 5]
 
 
-def test_the_first_space_of_sentencepiece(all_three: list[Tokenizer]) -> None:
+def test_first_space_of_sentencepiece_is_dropped(all_three: list[Tokenizer]) -> None:
     pieces = all_three[1]
     ids = pieces.encode("the", add_special=False)
     assert Detokenizer(pieces).push(ids) == "the"
     assert Detokenizer(pieces, continues_prompt=True).push(ids) == " the"
 
 
-def test_opaque_vocabularies_do_not_stream(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_opaque_vocabularies_are_rejected(tmp_path_factory: pytest.TempPathFactory) -> None:
     inner = made.byte_level()
     from tokenizers import decoders
 

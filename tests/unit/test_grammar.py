@@ -1,4 +1,4 @@
-"""GrammarCompiler and Matcher on a byte-sized vocabulary: what each kind lets through, and what is refused and how."""
+"""GrammarCompiler and GrammarMatcher on a vocabulary of bytes: accepted and rejected texts, and errors of each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.params import GrammarSpec
 from emberline.engine.grammar import MAX_CACHED_GRAMMARS, MAX_GRAMMAR_CHARS, GrammarCompiler, GrammarMatcher
 
-PADDED = VOCAB_SIZE + 77  # models pad their embedding
+PADDED = VOCAB_SIZE + 77  # models pad their vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 
 
 def walk(matcher: GrammarMatcher, text: str) -> int:
-    """How many tokens of the text the masks allow."""
+    """Return how many tokens of the text the masks allow."""
     ids = encode(text)
     for n, token in enumerate(ids):
         if token not in matcher.allowed_tokens():
@@ -30,7 +30,7 @@ def walk(matcher: GrammarMatcher, text: str) -> int:
     return len(ids)
 
 
-def takes(compiler: GrammarCompiler, grammar: GrammarSpec, text: str) -> bool:
+def accepts(compiler: GrammarCompiler, grammar: GrammarSpec, text: str) -> bool:
     matcher = compiler.compile(grammar)
     return walk(matcher, text) == len(encode(text)) and EOS in matcher.allowed_tokens()
 
@@ -57,7 +57,11 @@ TREE = schema(type="object", properties={"kids": {"type": "array", "items": {"$r
 @pytest.mark.parametrize(
     ("grammar", "good", "bad"),
     [
-        (GrammarSpec("json_object"), ["{}", '{"a": [1, {"b": null}]}', '{\n  "é": "中"\n}'], ["[]", "1", "{", ' {"a":1}']),
+        (
+            GrammarSpec("json_object"),
+            ["{}", '{"a": [1, {"b": null}]}', '{\n  "é": "中"\n}'],
+            ["[]", "1", "{", ' {"a":1}'],
+        ),
         (PERSON, ['{"name": "Ada", "age": 3}'], ['{"name": "Ada"}', '{"name": "Adalbert", "age": 3}']),
         (PERSON, [], ['{"name":"A","age":-1}', '{"name": 1, "age": 1}']),
         (PERSON, ['{"name":"","age":0}'], ['{"name": "Ada", "age": 3, "x": 1}', '{"age": 3, "name": "Ada"}']),
@@ -73,12 +77,14 @@ TREE = schema(type="object", properties={"kids": {"type": "array", "items": {"$r
         (JOINED, ["x1"], ["1"]),
     ],
 )  # fmt: skip
-def test_kinds(compiler: GrammarCompiler, grammar: GrammarSpec, good: list[str], bad: list[str]) -> None:
-    assert [text for text in good if not takes(compiler, grammar, text)] == []
-    assert [text for text in bad if takes(compiler, grammar, text)] == []
+def test_each_kind_accepts_and_rejects_texts(
+    compiler: GrammarCompiler, grammar: GrammarSpec, good: list[str], bad: list[str]
+) -> None:
+    assert [text for text in good if not accepts(compiler, grammar, text)] == []
+    assert [text for text in bad if accepts(compiler, grammar, text)] == []
 
 
-def test_done_is_when_nothing_may_follow(compiler: GrammarCompiler) -> None:
+def test_grammar_is_complete_when_no_token_may_follow(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(OPEN)
     walk(matcher, '{"a": 1')
     assert not matcher.is_complete and EOS not in matcher.allowed_tokens()
@@ -86,11 +92,11 @@ def test_done_is_when_nothing_may_follow(compiler: GrammarCompiler) -> None:
     assert matcher.is_complete and matcher.allowed_tokens() == [EOS]
     number = compiler.compile(GrammarSpec("regex", "[0-9]+"))
     walk(number, "12")
-    assert EOS in number.allowed() and not number.done
-    assert number.accept(EOS) and number.done and number.error is None
+    assert EOS in number.allowed_tokens() and not number.is_complete
+    assert number.accept(EOS) and number.is_complete and number.error is None
 
 
-def test_masks_cover_the_models_vocabulary_and_never_allow_its_padding(compiler: GrammarCompiler) -> None:
+def test_masks_cover_the_vocabulary_and_exclude_padding(compiler: GrammarCompiler) -> None:
     assert compiler.mask_words == (PADDED + 31) // 32
     anything = compiler.compile(GrammarSpec("regex", r"(.|\n)*"))
     allowed = anything.allowed_tokens()
@@ -99,13 +105,13 @@ def test_masks_cover_the_models_vocabulary_and_never_allow_its_padding(compiler:
         anything.fill_mask(np.zeros(compiler.mask_words - 1, np.int32))
 
 
-def test_a_forbidden_token_is_refused_and_remembered(compiler: GrammarCompiler) -> None:
+def test_forbidden_token_sets_a_lasting_error(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(GrammarSpec("choice", '["yes"]'))
     assert not matcher.accept(encode("n")[0])
     assert matcher.error is not None and not matcher.is_complete
 
 
-def test_fork_rollback_and_drafts(compiler: GrammarCompiler) -> None:
+def test_fork_rollback_and_count_valid(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(GrammarSpec("choice", '["abc", "abd"]'))
     walk(matcher, "ab")
     other = matcher.fork()
@@ -116,22 +122,22 @@ def test_fork_rollback_and_drafts(compiler: GrammarCompiler) -> None:
     assert walk(matcher, "bd") == 2 and matcher.is_complete
 
 
-def test_the_cache_is_bounded_and_its_matchers_are_separate(compiler: GrammarCompiler) -> None:
+def test_cache_is_limited_and_matchers_are_independent(compiler: GrammarCompiler) -> None:
     grammars = [GrammarSpec("choice", json.dumps([f"w{i}"])) for i in range(MAX_CACHED_GRAMMARS + 5)]
     for grammar in grammars:
-        assert takes(compiler, grammar, json.loads(grammar.text)[0])
+        assert accepts(compiler, grammar, json.loads(grammar.text)[0])
     assert len(compiler._compiled) == MAX_CACHED_GRAMMARS
-    assert takes(compiler, grammars[-1], f"w{MAX_CACHED_GRAMMARS + 4}") and takes(compiler, grammars[0], "w0")
+    assert accepts(compiler, grammars[-1], f"w{MAX_CACHED_GRAMMARS + 4}") and accepts(compiler, grammars[0], "w0")
 
 
-def test_white_space_is_bounded(compiler: GrammarCompiler) -> None:
-    assert takes(compiler, OPEN, '{\n\t\t"a" : 1 }')
-    assert not takes(compiler, OPEN, "{" + "\n" * 65 + '"a": 1}')
+def test_white_space_is_limited(compiler: GrammarCompiler) -> None:
+    assert accepts(compiler, OPEN, '{\n\t\t"a" : 1 }')
+    assert not accepts(compiler, OPEN, "{" + "\n" * 65 + '"a": 1}')
 
 
 DEEP = '{"items":' * 3000 + "{}" + "}" * 3000
 
-REFUSED = [
+REJECTED = [
     (schema(**{"not": {"type": "string"}}), "not"),
     (schema(type="array", uniqueItems=True), "uniqueItems"),
     (schema(type="object", properties={"a": {"if": {}, "then": {}}}), '"if", "then"'),
@@ -164,16 +170,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("grammar", "says"), REFUSED, ids=[f"{g.kind}-{g.text[:30]}" for g, _ in REFUSED])
-def test_refusals_name_the_reason(compiler: GrammarCompiler, grammar: GrammarSpec, says: str) -> None:
+@pytest.mark.parametrize(("grammar", "says"), REJECTED, ids=[f"{g.kind}-{g.text[:30]}" for g, _ in REJECTED])
+def test_errors_name_the_reason(compiler: GrammarCompiler, grammar: GrammarSpec, says: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         compiler.compile(grammar, param="text.format")
     assert caught.value.param == "text.format" and len(caught.value.message) < 400
     assert any(part in caught.value.message for part in says.split("|"))
 
 
-def test_the_kinds_are_told_apart_in_the_cache(compiler: GrammarCompiler) -> None:
-    assert takes(compiler, GrammarSpec("regex", '["a"]'), "a") and takes(compiler, GrammarSpec("choice", '["a"]'), "a")
-    assert takes(compiler, GrammarSpec("regex", '["a"]'), '"') and not takes(
+def test_cache_distinguishes_kinds(compiler: GrammarCompiler) -> None:
+    assert accepts(compiler, GrammarSpec("regex", '["a"]'), "a") and accepts(
+        compiler, GrammarSpec("choice", '["a"]'), "a"
+    )
+    assert accepts(compiler, GrammarSpec("regex", '["a"]'), '"') and not accepts(
         compiler, GrammarSpec("choice", '["a"]'), '"'
     )

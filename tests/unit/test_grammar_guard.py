@@ -1,4 +1,4 @@
-"""The guard outlives what its child does not."""
+"""GrammarGuard survives grammars that end its child process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINE = GrammarSpec("json_object")
 ENDLESS = GrammarSpec(
     "json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]})
 )
-BOTTOMLESS = GrammarSpec(
+RECURSIVE = GrammarSpec(
     "grammar", "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(9000)) + '\nr9000: "z"'
 )
 
@@ -34,30 +34,30 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarGuard]:
     guard.close()
 
 
-@pytest.mark.parametrize(("grammar", "says"), [(ENDLESS, "more than"), (BOTTOMLESS, "too deep")], ids=["hang", "crash"])
-def test_what_ends_the_child_is_refused_and_the_next_is_served(
+@pytest.mark.parametrize(("grammar", "says"), [(ENDLESS, "more than"), (RECURSIVE, "too deep")], ids=["hang", "crash"])
+def test_grammar_that_ends_the_child_is_rejected_and_the_next_works(
     guard: GrammarGuard, grammar: GrammarSpec, says: str
 ) -> None:
-    for _ in range(2):  # the second time it is known
+    for _ in range(2):  # the second time the verdict is cached
         with pytest.raises(InvalidRequest, match=says) as caught:
             guard.check(grammar, param="text.format")
         assert caught.value.param == "text.format"
     guard.check(FINE)
 
 
-def test_a_refusal_says_what_the_compiler_said(guard: GrammarGuard) -> None:
+def test_error_has_the_compilers_message(guard: GrammarGuard) -> None:
     with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
         guard.check(GrammarSpec("json_schema", '{"type": "array", "uniqueItems": true}'), param="tools")
     assert caught.value.param == "tools" and caught.value.hint
 
 
-def test_odd_characters_pass(guard: GrammarGuard) -> None:
+def test_special_characters_are_passed_on(guard: GrammarGuard) -> None:
     guard.check(GrammarSpec("choice", json.dumps(["é\n", "\u2028", "\x00"])))
     with pytest.raises(InvalidRequest):
         guard.check(GrammarSpec("regex", "\ud800"))
 
 
-def test_verdicts_are_remembered_up_to_a_number(guard: GrammarGuard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_verdicts_are_limited(guard: GrammarGuard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_guard, "MAX_CACHED_VERDICTS", 3)
     before = len(guard._verdicts)
     for i in range(10):
@@ -65,7 +65,7 @@ def test_verdicts_are_remembered_up_to_a_number(guard: GrammarGuard, monkeypatch
     assert len(guard._verdicts) == max(before, 3)
 
 
-def test_a_child_that_cannot_start_is_our_fault_not_the_requests(tmp_path: Path) -> None:
+def test_child_that_cannot_start_is_a_server_error(tmp_path: Path) -> None:
     guard = GrammarGuard(tmp_path / "missing.json", VOCAB_SIZE, [EOS])
     with pytest.raises(EngineUnavailable):
         guard.check(FINE)
@@ -83,17 +83,15 @@ for line in sys.stdin:
 """
 
 
-def scripted(tmp_path: Path, sign: signal.Signals) -> GrammarGuard:
+def guard_with_script(tmp_path: Path, sign: signal.Signals) -> GrammarGuard:
     guard = GrammarGuard(tmp_path, VOCAB_SIZE, [EOS])
     guard._command = [sys.executable, "-c", KILLED_ONCE, str(tmp_path / "mark"), str(int(sign))]
     return guard
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_child_that_is_killed_or_stopped_is_nobodys_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals
-) -> None:
-    guard = scripted(tmp_path, sign)
+def test_killed_child_is_a_server_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals) -> None:
+    guard = guard_with_script(tmp_path, sign)
     guard.start()
     monkeypatch.setattr(grammar_guard, "REPLY_TIMEOUT_S", 20.0 if sign is signal.SIGKILL else 0.1)
     with ThreadPoolExecutor(1) as thread:
@@ -104,12 +102,12 @@ def test_a_child_that_is_killed_or_stopped_is_nobodys_fault(
             if guard._child is not None:
                 guard._child.kill()
     monkeypatch.undo()
-    guard.check(FINE)  # which it was
+    guard.check(FINE)  # the exit status
     guard.close()
 
 
-def test_a_child_that_died_before_it_was_asked(tmp_path: Path) -> None:
-    guard = scripted(tmp_path, signal.SIGKILL)
+def test_child_that_died_before_a_check_is_restarted(tmp_path: Path) -> None:
+    guard = guard_with_script(tmp_path, signal.SIGKILL)
     guard.start()
     child = guard._child
     assert child is not None

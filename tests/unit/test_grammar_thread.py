@@ -1,5 +1,6 @@
-"""Grammars compiled beside the loop: who waits for one is passed by others, can be aborted and expires, and ends once;
-and the thread itself, with the real compiler."""
+"""Grammars compiled in a thread: requests that wait for one are overtaken, can be aborted, expire, and end once.
+
+The second half tests the thread itself with the real compiler."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from emberline.engine.fake import FakePipelinedRunner, FakeRunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_thread import GrammarThread
 
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 
 
-class Following:
-    """What makes a fake runner one that follows grammars; the test compiles them."""
+class GrammarSupport:
+    """Makes a fake runner support grammars; the test completes their futures."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -48,26 +49,26 @@ class Following:
         return super().run(plan)  # type: ignore[misc,no-any-return]
 
 
-class Plain(Following, FakeRunner):
+class SyncGrammarRunner(GrammarSupport, FakeRunner):
     pass
 
 
-class Ahead(Following, FakePipelinedRunner):
+class PipelinedGrammarRunner(GrammarSupport, FakePipelinedRunner):
     pass
 
 
-def engine(runner: type[Plain] | type[Ahead] = Plain) -> Engine:
+def engine(runner: type[SyncGrammarRunner] | type[PipelinedGrammarRunner] = SyncGrammarRunner) -> Engine:
     return Engine(SchedulerConfig(block_size=8, max_batch_tokens=64, max_running=4), runner(64, 8), ManualClock())
 
 
 def futures(e: Engine) -> dict[str, Future[None]]:
-    assert isinstance(e.runner, Following)
+    assert isinstance(e.runner, GrammarSupport)
     return e.runner.futures
 
 
 def submission(name: str, grammar: str | None = None, *, n: int = 1, timeout: float = 1e9) -> Submission:
-    held = None if grammar is None else GrammarSpec("regex", grammar)
-    params = SamplingParams(max_tokens=4, n=n, temperature=0.0, grammar=held)
+    blocked = None if grammar is None else GrammarSpec("regex", grammar)
+    params = SamplingParams(max_tokens=4, n=n, temperature=0.0, grammar=blocked)
     return Submission(name, list(range(10)), params, timeout=timeout)
 
 
@@ -85,13 +86,15 @@ def ends(outputs: list[Output]) -> dict[tuple[str, int], FinishReason]:
     return dict(found)
 
 
-def nothing_kept(e: Engine) -> bool:
+def assert_nothing_kept(e: Engine) -> bool:
     kept = (e._grammars, e._request_ids, e.scheduler.waiting.blocked_ids, e.scheduler.requests)
     return e.idle and not any(kept)
 
 
-@pytest.mark.parametrize("runner", [Plain, Ahead])
-def test_others_pass_while_it_is_compiled_and_it_starts_when_it_is(runner: type[Plain] | type[Ahead]) -> None:
+@pytest.mark.parametrize("runner", [SyncGrammarRunner, PipelinedGrammarRunner])
+def test_other_requests_overtake_until_the_grammar_is_compiled(
+    runner: type[SyncGrammarRunner] | type[PipelinedGrammarRunner],
+) -> None:
     e = engine(runner)
     e.add(submission("slow", "a", n=2))
     e.add(submission("next"))
@@ -100,21 +103,21 @@ def test_others_pass_while_it_is_compiled_and_it_starts_when_it_is(runner: type[
     assert not e.idle and e.stats().waiting == 2
     futures(e)["a"].set_result(None)
     assert ends(run(e)) == {("slow", i): FinishReason.LENGTH for i in range(2)}
-    assert nothing_kept(e)
+    assert assert_nothing_kept(e)
 
 
-def test_it_keeps_its_place_in_the_queue() -> None:
+def test_blocked_request_keeps_its_position() -> None:
     e = engine()
     e.add(submission("first", "a"))
     for i in range(6):
         e.add(submission(f"r{i}"))
-    e.step()  # four are running, two wait
+    e.step()  # four requests run, two wait
     futures(e)["a"].set_result(None)
     order = [o.id for o in run(e) if o.finish is not None]
     assert order.index("first") < order.index("r4") < order.index("r5")
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_all_that_wait_for_it() -> None:
+def test_invalid_grammar_ends_all_its_requests() -> None:
     e = engine()
     for name in ("one", "two"):
         e.add(submission(name, "a", n=2))
@@ -124,16 +127,16 @@ def test_a_grammar_that_cannot_be_compiled_ends_all_that_wait_for_it() -> None:
     assert ends(outputs) == {(name, i): FinishReason.ERROR for name in ("one", "two") for i in range(2)}
     assert {o.error for o in outputs} == {"the regex cannot be used: why"}
     futures(e)["b"].set_result(None)
-    assert ends(run(e)) == {("other", 0): FinishReason.LENGTH} and nothing_kept(e)
+    assert ends(run(e)) == {("other", 0): FinishReason.LENGTH} and assert_nothing_kept(e)
 
 
-def test_aborts_and_deadlines_reach_it() -> None:
+def test_aborts_and_deadlines_apply_to_blocked_requests() -> None:
     e = engine()
     e.add(submission("aborted", "a"))
     e.add(submission("partly", "b", n=3))
     e.add(submission("late", "c", timeout=5.0))
     e.abort("aborted")
-    e.abort_completion("partly", 0)  # the one the others wait for
+    e.abort_completion("partly", 0)  # the leader of the others
     assert ends(e.step()) == {("aborted", 0): FinishReason.ABORT, ("partly", 0): FinishReason.ABORT}
     assert not any(e.step() for _ in range(5))
     assert isinstance(e.clock, ManualClock)
@@ -141,8 +144,8 @@ def test_aborts_and_deadlines_reach_it() -> None:
     (late,) = e.step()
     assert (late.id, late.error) == ("late", "deadline_exceeded")
     futures(e)["b"].set_result(None)
-    assert ends(run(e)) == {("partly", i): FinishReason.LENGTH for i in (1, 2)} and nothing_kept(e)
-    e.add(submission("aborted"))  # its name is free again, and nothing holds it
+    assert ends(run(e)) == {("partly", i): FinishReason.LENGTH for i in (1, 2)} and assert_nothing_kept(e)
+    e.add(submission("aborted"))  # its id can be used again
     assert ends(run(e)) == {("aborted", 0): FinishReason.LENGTH}
 
 
@@ -153,8 +156,10 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(events=EVENTS, runner=st.sampled_from([Plain, Ahead]))
-def test_whatever_happens_each_ends_once(events: list[tuple[str, int]], runner: type[Plain] | type[Ahead]) -> None:
+@given(events=EVENTS, runner=st.sampled_from([SyncGrammarRunner, PipelinedGrammarRunner]))
+def test_every_request_ends_exactly_once(
+    events: list[tuple[str, int]], runner: type[SyncGrammarRunner] | type[PipelinedGrammarRunner]
+) -> None:
     e = engine(runner)
     assert isinstance(e.clock, ManualClock)
     opened: set[tuple[str, int]] = set()
@@ -179,16 +184,16 @@ def test_whatever_happens_each_ends_once(events: list[tuple[str, int]], runner: 
             e.clock.advance(15.0)
     while not e.idle and e.scheduler.running + list(e._in_flight):
         outputs += e.step()
-    e.clock.advance(100.0)  # those whose grammar never comes
+    e.clock.advance(100.0)  # requests whose grammar is never compiled
     outputs += e.step() + run(e)
-    assert ends(outputs).keys() == opened and nothing_kept(e)
+    assert ends(outputs).keys() == opened and assert_nothing_kept(e)
 
 
 # -- the thread ---------------------------------------------------------------------------------------------
 
 
 class Compiler(GrammarCompiler):
-    """Compiles when it is let."""
+    """Compiles when the test allows it."""
 
     def __init__(self, tokenizer: Path) -> None:
         super().__init__(tokenizer, VOCAB_SIZE, [EOS])
@@ -196,7 +201,7 @@ class Compiler(GrammarCompiler):
         self.built: list[str] = []
 
     def _build(self, grammar: GrammarSpec, param: str) -> Any:
-        assert self.may.wait(PATIENCE)
+        assert self.may.wait(TIMEOUT_S)
         self.built.append(grammar.text)
         if grammar.text == "panic":
             raise BaseException("it is broken")
@@ -212,48 +217,48 @@ def regex(text: str) -> GrammarSpec:
     return GrammarSpec("regex", text)
 
 
-def test_the_caller_goes_on_and_equal_grammars_are_compiled_once(compiler: Compiler) -> None:
+def test_compile_does_not_block_and_equal_grammars_compile_once(compiler: Compiler) -> None:
     thread = GrammarThread(lambda: compiler)
     one, same, other = thread.compile(regex("a+")), thread.compile(regex("a+")), thread.compile(regex("b"))
     assert one is same and not one.done() and not other.done()
     compiler.may.set()
-    assert one.result(PATIENCE).allowed_tokens() != other.result(PATIENCE).allowed_tokens()
+    assert one.result(TIMEOUT_S).allowed_tokens() != other.result(TIMEOUT_S).allowed_tokens()
     del one, same
-    assert thread.compile(regex("a+")).done()  # known, though nobody has kept it
+    assert thread.compile(regex("a+")).done()  # cached, though its future was dropped
     assert compiler.built == ["a+", "b"]
 
 
-def test_what_nobody_waits_for_any_more_is_passed_over(compiler: Compiler) -> None:
+def test_grammar_with_dropped_future_is_skipped(compiler: Compiler) -> None:
     thread = GrammarThread(lambda: compiler)
     first, dropped, last = (thread.compile(regex(text)) for text in ("a", "b", "c"))
     del dropped
     gc.collect()
     compiler.may.set()
-    first.result(PATIENCE), last.result(PATIENCE)
+    first.result(TIMEOUT_S), last.result(TIMEOUT_S)
     assert compiler.built == ["a", "c"]
 
 
-def test_what_cannot_be_compiled_says_so_and_the_next_one_can(compiler: Compiler) -> None:
+def test_compile_error_does_not_affect_the_next_grammar(compiler: Compiler) -> None:
     compiler.may.set()
     thread = GrammarThread(lambda: compiler)
     with pytest.raises(InvalidRequest, match="cannot be used"):
-        thread.compile(regex("(")).result(PATIENCE)
+        thread.compile(regex("(")).result(TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="it is broken"):
-        thread.compile(regex("panic")).result(PATIENCE)
-    assert thread.compile(regex("a")).result(PATIENCE).allowed_tokens()
+        thread.compile(regex("panic")).result(TIMEOUT_S)
+    assert thread.compile(regex("a")).result(TIMEOUT_S).allowed_tokens()
 
 
-def test_a_compiler_that_cannot_be_made_fails_each_request_alone() -> None:
-    def missing() -> GrammarCompiler:
+def test_missing_compiler_fails_each_request() -> None:
+    def raise_missing() -> GrammarCompiler:
         raise FileNotFoundError("no tokenizer.json")
 
-    thread = GrammarThread(missing)
+    thread = GrammarThread(raise_missing)
     for text in ("a", "b"):
         with pytest.raises(InvalidRequest, match="no tokenizer"):
-            thread.compile(regex(text)).result(PATIENCE)
+            thread.compile(regex(text)).result(TIMEOUT_S)
 
 
-def test_the_compiler_answers_from_its_cache_while_another_thread_compiles(compiler: Compiler) -> None:
+def test_cached_grammar_is_found_while_another_compiles(compiler: Compiler) -> None:
     compiler.may.set()
     assert compiler.find_compiled(regex("a")) is None
     compiler.compile(regex("a"))
@@ -263,5 +268,5 @@ def test_the_compiler_answers_from_its_cache_while_another_thread_compiles(compi
     other.start()
     assert compiler.find_compiled(regex("a")) is not None
     compiler.may.set()
-    other.join(PATIENCE)
+    other.join(TIMEOUT_S)
     assert compiler.find_compiled(regex("b")) is not None

@@ -1,4 +1,4 @@
-"""The plan of a device's memory: sums, refusals, and the sizes of models whose figures are known."""
+"""MemoryPlan: sums, errors, and the sizes of known models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
 H200 = 141 * 10**9
 
 
-def planned(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -> MemoryPlan:
+def make_plan(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -> MemoryPlan:
     usual: dict[str, Any] = {
         "dtype_bytes": 2,
         "kv_dtype_bytes": 2,
@@ -44,11 +44,11 @@ def planned(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -
 
 
 def test_llama_8b_on_an_h200() -> None:
-    found = planned()
-    assert found.weights == pytest.approx(8_030_261_248 * 2, rel=1e-4)  # its published count of parameters
+    found = make_plan()
+    assert found.weights == pytest.approx(8_030_261_248 * 2, rel=1e-4)  # the published number of parameters
     assert kv_token_bytes(LLAMA_8B, 2) == 131072
     assert found.kv_tokens > 850_000
-    narrow = planned(kv_dtype_bytes=1)  # half as large; but chunks see theirs as bf16, for which there must be room
+    narrow = make_plan(kv_dtype_bytes=1)  # half as large, but chunks need a bf16 copy
     widened = (narrow.scratch - found.scratch) // (131072 // 2)
     assert 0 < widened < 0.01 * narrow.kv_tokens
     assert narrow.kv_tokens == pytest.approx(2 * found.kv_tokens - widened, abs=2 * 64)
@@ -62,32 +62,32 @@ def test_llama_8b_on_an_h200() -> None:
     max_context=st.integers(1, 131072),
     kv_dtype_bytes=st.sampled_from([1, 2, 4]),
 )
-def test_parts_sum_up_and_blocks_are_whole(total: int, **changes: int) -> None:
-    found = planned(total=total, **changes)
+def test_parts_add_up_and_blocks_are_whole(total: int, **changes: int) -> None:
+    found = make_plan(total=total, **changes)
     assert sum(size for _, size in found.rows()) == total
     assert all(size > 0 for _, size in found.rows())
     assert found.fixed_bytes + found.kv_bytes <= total * 0.95
     block = kv_token_bytes(LLAMA_8B, changes["kv_dtype_bytes"]) * found.block_size
     assert found.kv_bytes == found.kv_blocks * block
     assert found.kv_tokens == found.kv_blocks * found.block_size
-    assert found.fixed_bytes + found.kv_bytes + block > int(total * 0.95)  # one more would not have fitted
+    assert found.fixed_bytes + found.kv_bytes + block > int(total * 0.95)  # one more would not fit
 
 
-def test_everything_that_grows_takes_from_the_cache() -> None:
-    base = planned()
+def test_larger_settings_reduce_the_kv_cache() -> None:
+    base = make_plan()
     for name, more in {
         "dtype_bytes": 4,
         "max_running": 512,
         "max_batch_tokens": 16384,
         "max_context": 1 << 20,
     }.items():
-        assert planned(**{name: more}).kv_tokens < base.kv_tokens, name
-    assert planned(replace(LLAMA_8B, kv_heads=32)).activations > base.activations
+        assert make_plan(**{name: more}).kv_tokens < base.kv_tokens, name
+    assert make_plan(replace(LLAMA_8B, kv_heads=32)).activations > base.activations
 
 
 def test_weights_follow_the_config() -> None:
     one = weight_bytes(LLAMA_8B, 2)
-    assert weight_bytes(LLAMA_8B, 4) < 2 * one  # norms are float32 either way
+    assert weight_bytes(LLAMA_8B, 4) < 2 * one  # norms are float32 in both cases
     assert one - weight_bytes(replace(LLAMA_8B, tie_embeddings=True), 2) == 2 * 128256 * 4096
     assert weight_bytes(replace(LLAMA_8B, qkv_bias=True), 2) - one == 32 * 4 * 6144
     assert weight_bytes(replace(LLAMA_8B, o_bias=True), 2) - one == 32 * 4 * 4096
@@ -135,12 +135,12 @@ def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token
         memory.plan_for(config, GPUConfig(), H200, "bfloat16")
 
 
-def test_so_many_tokens_and_no_more() -> None:
-    found = planned(kv_tokens=100_001)
+def test_configured_kv_tokens_are_used() -> None:
+    found = make_plan(kv_tokens=100_001)
     assert found.kv_tokens == 100_032
     assert found.spare_bytes > H200 // 2
     with pytest.raises(ModelError, match="does not fit") as refused:
-        planned(kv_tokens=2_000_000)
+        make_plan(kv_tokens=2_000_000)
     assert "--kv-memory" in (refused.value.hint or "")
 
 
@@ -152,46 +152,46 @@ def test_so_many_tokens_and_no_more() -> None:
         (RESERVE_BYTES, {}, "smaller model"),
     ],
 )
-def test_refusal_gives_the_numbers(total: int, changes: dict[str, int], hint: str) -> None:
+def test_error_names_the_sizes(total: int, changes: dict[str, int], hint: str) -> None:
     with pytest.raises(
         ModelError, match=rf"of {total / 2**30:.2f} GiB are usable.* too little.*weights 14.96"
     ) as error:
-        planned(total=total, **changes)
+        make_plan(total=total, **changes)
     assert hint in (error.value.hint or "")
 
 
-def test_table() -> None:
-    text = str(planned())
+def test_plan_as_text() -> None:
+    text = str(make_plan())
     assert "weights" in text and "14.96 GiB" in text and "kv cache" in text
-    assert f"{planned().kv_tokens} tokens" in text
+    assert f"{make_plan().kv_tokens} tokens" in text
 
 
-def test_scratch_holds_what_is_unpacked() -> None:
-    """For many rows two matrices of a layer, whole, however large; a head in parts."""
+def test_scratch_includes_unpacked_weights() -> None:
+    """Steps with many rows need two whole matrices of a layer, of any size, and a part of the output head."""
 
     def more(config: ModelConfig) -> int:
-        return planned(config, packed=True).scratch - planned(config).scratch
+        return make_plan(config, packed=True).scratch - make_plan(config).scratch
 
     widest = 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
     assert more(LLAMA_8B) == 2 * (2 * widest + MAX_UNPACKED_WEIGHTS)
     assert more(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)) == 2 * (4 * widest + MAX_UNPACKED_WEIGHTS)
     assert more(replace(LLAMA_8B, vocab=1000)) == 2 * (2 * widest + 1000 * LLAMA_8B.hidden)
-    assert planned(LLAMA_8B, both=True).scratch == planned(LLAMA_8B).scratch, "there is nothing to unpack"
+    assert make_plan(LLAMA_8B, both=True).scratch == make_plan(LLAMA_8B).scratch, "there is nothing to unpack"
 
 
-def test_weights_both_ways_take_the_memory_of_both_but_for_the_embedding() -> None:
+def test_both_formats_take_the_memory_of_both_except_the_embedding() -> None:
     head = LLAMA_8B.vocab * LLAMA_8B.hidden
-    plain, packed, both = (planned(LLAMA_8B, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
+    plain, packed, both = (make_plan(LLAMA_8B, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
     assert both == pytest.approx(plain + packed - head * 12.2 / 8, rel=1e-3)
     tied = replace(LLAMA_8B, tie_embeddings=True)
-    plain, packed, both = (planned(tied, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
+    plain, packed, both = (make_plan(tied, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
     assert both == pytest.approx(plain + packed, rel=1e-3)
-    odd = replace(LLAMA_8B, vocab=LLAMA_8B.vocab + 1)  # a head that cannot be packed is there once
-    assert planned(odd, both=True).weights - planned(LLAMA_8B, both=True).weights < -1.4 * head
+    odd = replace(LLAMA_8B, vocab=LLAMA_8B.vocab + 1)  # a head that cannot be packed is kept once
+    assert make_plan(odd, both=True).weights - make_plan(LLAMA_8B, both=True).weights < -1.4 * head
 
 
 @given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))
-def test_graphs_of_all_shapes_that_steps_can_have_are_counted(running: int, batch: int, rng: Random) -> None:
+def test_graphs_of_all_shapes_are_counted(running: int, batch: int, rng: Random) -> None:
     counted = captured_shapes(running, batch)
     singles = rng.randint(0, min(running, batch))
     left = min(running, batch) - singles
@@ -201,19 +201,19 @@ def test_graphs_of_all_shapes_that_steps_can_have_are_counted(running: int, batc
         assert found is None or found in counted
 
 
-def test_a_step_of_each_kind_has_its_graph_in_the_plan() -> None:
+def test_each_kind_of_step_has_a_planned_shape() -> None:
     assert {StepShape(1, 0, 0), StepShape(256, 0, 0), StepShape(0, 8, 128), StepShape(64, 32, 1088)} <= captured_shapes(
         256, 8192
     )
     more = len(captured_shapes(256, 8192)) - len(captured_shapes(64, 8192))
-    assert more > 0 and planned().graphs - planned(max_running=64).graphs == more * memory.GRAPH_BYTES
+    assert more > 0 and make_plan().graphs - make_plan(max_running=64).graphs == more * memory.GRAPH_BYTES
 
 
 def _work(tokens: int) -> WorkItem:
     return WorkItem("a", 0, [1] * tokens, [0], samples=True)
 
 
-def test_what_other_processes_hold_is_not_shared_out() -> None:
+def test_memory_of_other_processes_is_not_used() -> None:
     total, context = 141 << 30, 1 << 29
     assert memory.usable_bytes(total, total - context, 0) == total
     assert memory.usable_bytes(total, total - context - (20 << 30), 20 << 30) == total

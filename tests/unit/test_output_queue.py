@@ -1,4 +1,4 @@
-"""OutputQueue: a reader that keeps up gets each output; one that does not gets them merged, nothing lost or doubled."""
+"""OutputQueue: a fast reader gets each output, a slow one gets them merged, without loss or duplicates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, compac
 from emberline.engine.output_queue import OutputQueue
 
 
-def taken(queue: OutputQueue, count: int) -> list[Output]:
+def take_all(queue: OutputQueue, count: int) -> list[Output]:
     async def take() -> list[Output]:
         items = [await asyncio.wait_for(queue.get(), 10) for _ in range(count)]
         assert all(isinstance(item, Output) for item in items)
@@ -30,7 +30,7 @@ def test_waiting_outputs_merge() -> None:
     queue.put(Output("a", tokens=[1], logprobs=[TokenLogprob(-1.0, 1, [])], cached_tokens=7, timing=Timing(1.0)))
     queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])]))
     queue.put(Output("a", tokens=[3], finish=FinishReason.STOP, stop_token=3, timing=Timing(1.0, finished=2.0)))
-    [whole] = taken(queue, 1)
+    [whole] = take_all(queue, 1)
     assert whole.tokens == [1, 2, 3] and [p.logprob for p in whole.logprobs] == [-1.0, -2.0]
     assert whole.finish is FinishReason.STOP and whole.stop_token == 3 and whole.cached_tokens == 7
     assert whole.timing == Timing(1.0, finished=2.0)
@@ -47,18 +47,18 @@ def test_waiting_outputs_merge() -> None:
     ],
     ids=["other choice", "after an end", "error", "ticket", "after a ticket"],
 )
-def test_outputs_that_stay_apart(first: Output, second: Output) -> None:
+def test_outputs_that_are_not_merged(first: Output, second: Output) -> None:
     queue = OutputQueue(merges=True)
     queue.put(first)
     queue.put(second)
-    assert taken(queue, 2) == [first, second]
+    assert take_all(queue, 2) == [first, second]
 
 
-def test_no_merging_unless_asked() -> None:
+def test_outputs_are_not_merged_by_default() -> None:
     queue = OutputQueue(merges=False)
     queue.put(Output("a", tokens=[1]))
     queue.put(Output("a", tokens=[2]))
-    assert [output.tokens for output in taken(queue, 2)] == [[1], [2]]
+    assert [output.tokens for output in take_all(queue, 2)] == [[1], [2]]
 
 
 def test_reader_that_waits_gets_each_output() -> None:
@@ -76,7 +76,7 @@ def test_reader_that_waits_gets_each_output() -> None:
     assert asyncio.run(run()) == [[0], [1], [2]]
 
 
-def test_error_comes_after_what_was_made() -> None:
+def test_error_follows_earlier_outputs() -> None:
     async def run() -> None:
         queue = OutputQueue(merges=True)
         queue.put(Output("a", tokens=[1]))
@@ -112,7 +112,7 @@ def test_tokens_of_each_choice_keep_their_order(steps: list[tuple[int, bool]]) -
     asyncio.run(run())
 
 
-def test_outputs_with_nothing_but_tokens_travel_short_and_keep_their_order() -> None:
+def test_compact_outputs_keep_their_order() -> None:
     timing = Timing(0.0, 1.0, 2.0, None)
     outputs = [
         Output("a", 0, [1], timing=timing),
@@ -128,7 +128,7 @@ def test_outputs_with_nothing_but_tokens_travel_short_and_keep_their_order() -> 
     assert isinstance(message, EngineUpdate) and message.outputs == short
 
 
-def test_tokens_are_merged_only_into_an_output_that_goes_on() -> None:
+def test_tokens_are_appended_only_to_an_open_output() -> None:
     async def run() -> list[Output]:
         queue = OutputQueue(merges=True)
         queue.put_tokens("a", 0, [1])

@@ -1,4 +1,4 @@
-"""Same tokens, conservation and endings, for any order of arrivals, steps and aborts, on the production scheduler."""
+"""Scheduler: same tokens, no leaked blocks and one end per request, for any order of arrivals, steps and aborts."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_every_request_ends_exactly_once_and_no_block_leaks(
             ended.add((o.id, o.index))
 
 
-def test_a_mixed_batch_carries_chunks_and_single_tokens() -> None:
+def test_step_mixes_chunks_and_single_tokens() -> None:
     e = engine(budget=16)
     e.add(submission("decoding", 4, max_tokens=50))
     e.step()
@@ -181,7 +181,7 @@ def test_a_mixed_batch_carries_chunks_and_single_tokens() -> None:
     assert plan is not None and sorted(len(w.tokens) for w in plan.work) == [1, 15]
 
 
-def test_interactive_goes_first_and_batch_is_not_starved() -> None:
+def test_interactive_runs_first_and_batch_is_not_starved() -> None:
     e = engine(running=1, ageing_seconds=10.0)
     clock = e.clock
     assert isinstance(clock, ManualClock)
@@ -194,7 +194,7 @@ def test_interactive_goes_first_and_batch_is_not_starved() -> None:
     assert order == ["chat", "batch", "late chat"]
 
 
-def test_preemption_prefers_batch_and_whoever_loses_least() -> None:
+def test_preemption_prefers_batch_then_the_fewest_lost_blocks() -> None:
     e = engine(blocks=12, budget=200)
     e.add(submission("first", 30, max_tokens=60))
     e.add(submission("bulk", 24, start=300, priority=Priority.BATCH, max_tokens=60))
@@ -220,7 +220,7 @@ def test_siblings_share_the_prompt() -> None:
     assert len({tuple(t) for t in texts(outputs).values()}) == 3, "each completion has its own seed"
 
 
-def test_abort_frees_at_once() -> None:
+def test_abort_frees_blocks_at_once() -> None:
     e = engine()
     e.add(submission("a", 40, max_tokens=50))
     e.step()
@@ -230,7 +230,7 @@ def test_abort_frees_at_once() -> None:
     assert [o.finish for o in e.step() if o.finish] == [FinishReason.ABORT]
 
 
-def test_deadline_ends_a_request_wherever_it_is() -> None:
+def test_deadline_ends_a_request_in_every_state() -> None:
     e = engine(running=1)
     clock = e.clock
     assert isinstance(clock, ManualClock)
@@ -242,8 +242,8 @@ def test_deadline_ends_a_request_wherever_it_is() -> None:
     assert ended == {"running": "deadline_exceeded", "waiting": "deadline_exceeded"}
 
 
-def test_no_deadline_while_tokens_flow() -> None:
-    """A request has `token_timeout` for its first token and from each to the next, and no other limit by default."""
+def test_no_token_timeout_while_tokens_arrive() -> None:
+    """A request has `token_timeout` for its first token and between tokens, and no other limit by default."""
     e = engine(running=1)
     clock = e.clock
     assert isinstance(clock, ManualClock)
@@ -262,7 +262,7 @@ def test_no_deadline_while_tokens_flow() -> None:
     assert_all_free(e)
 
 
-def test_stop_ids_eos_and_limits() -> None:
+def test_stop_ids_eos_and_limits_end_a_request() -> None:
     probe = engine()
     probe.add(submission("a", 8, max_tokens=3, temperature=0.0))
     first, second, _ = texts(run(probe))[("a", 0)]
@@ -287,7 +287,7 @@ def test_prompt_logprobs_cover_the_prompt_once() -> None:
     assert [p.logprob for p in scored[0].prompt_logprobs or []] == [-float(i) for i in range(1, 40)]
 
 
-def test_what_cannot_be_served_is_refused_at_the_door() -> None:
+def test_invalid_submissions_are_rejected() -> None:
     e = engine(blocks=4, running=1, waiting=1)
     with pytest.raises(ContextLengthExceeded):
         e.add(submission("long", 32))
@@ -304,8 +304,8 @@ def test_what_cannot_be_served_is_refused_at_the_door() -> None:
         e.add(submission("one too many", 4))
 
 
-def test_scored_prompts_share_a_budget_of_their_own() -> None:
-    """A row of logits for each token: without a bound, one step could ask for gigabytes."""
+def test_scored_prompts_have_their_own_budget() -> None:
+    """Each scored token needs a row of logits: without a limit, one step could need gigabytes."""
     e = engine(blocks=600, budget=4000, max_context=2000)
     for i in range(3):
         e.add(submission(f"scored{i}", 700, start=i, max_tokens=2, prompt_logprobs=0))
@@ -324,7 +324,7 @@ def test_scored_prompts_share_a_budget_of_their_own() -> None:
     assert seen == 3 * 700 and found == {f"scored{i}": 699 for i in range(3)}
 
 
-def test_what_a_preempted_prompt_finds_of_itself_is_not_cached() -> None:
+def test_own_blocks_after_preemption_do_not_count_as_cached() -> None:
     e = engine(24, budget=6, running=8)
     for i in range(4):
         e.add(submission(f"a{i}", 6, start=100 * i, max_tokens=20))
@@ -342,12 +342,12 @@ def test_what_a_preempted_prompt_finds_of_itself_is_not_cached() -> None:
 
 
 def victim_by_scanning(e: Engine, request: Request) -> Request:
-    """The definition: of those behind, batch first, then the fewest blocks that nothing else holds, then the latest."""
+    """Return the victim by definition: lower rank, batch first, then the fewest unshared blocks, then the latest."""
     kv, rank = e.kv, e.scheduler.waiting.rank
-    held = Counter(block for r in e.scheduler.running for block in kv.block_table(r))
+    in_use = Counter(block for r in e.scheduler.running for block in kv.block_table(r))
 
     def private(r: Request) -> int:
-        return sum(held[block] == 1 for block in kv.block_table(r))
+        return sum(in_use[block] == 1 for block in kv.block_table(r))
 
     behind = [r for r in e.scheduler.running if rank(r) > rank(request) and private(r) > 0]
     return min(behind, key=lambda r: (-r.priority, private(r), -rank(r)[0])) if behind else request
@@ -362,19 +362,17 @@ def victim_by_scanning(e: Engine, request: Request) -> Request:
     st.integers(9, 20),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_victim_is_the_one_that_a_scan_of_all_tables_finds(
-    asked: list[tuple[int, int, int, int]], blocks: int
-) -> None:
+def test_victim_equals_that_of_a_full_scan(asked: list[tuple[int, int, int, int]], blocks: int) -> None:
     e, found = engine(blocks), list[str]()
     choose = e.scheduler._choose_victim
 
-    def compared(request: Request) -> Request:
+    def compare_victims(request: Request) -> Request:
         chosen = choose(request)
         assert chosen is victim_by_scanning(e, request)
         found.append(chosen.id)
         return chosen
 
-    e.scheduler._choose_victim = compared  # type: ignore[method-assign]
+    e.scheduler._choose_victim = compare_victims  # type: ignore[method-assign]
     for i, (length, start, tokens, n) in enumerate(asked):
         priority = Priority.BATCH if i % 3 == 2 else Priority.INTERACTIVE
         if -(-(length + tokens) // 8) < blocks:

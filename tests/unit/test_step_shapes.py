@@ -1,4 +1,4 @@
-"""Shapes of captured steps: every captured step has a shape that was planned for, of large and small models alike."""
+"""Shapes of captured steps: every captured step of large and small models has a planned shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_small_model_is_captured_up_to_the_whole_batch() -> None:
 
 
 @given(st.sampled_from([SMOLLM2, 600_000_000, LLAMA_8B]), st.integers(1, 300), st.integers(1, 9000), st.randoms())
-def test_every_captured_step_was_planned_for(parameters: int, running: int, batch: int, rng: Random) -> None:
+def test_every_captured_step_has_a_planned_shape(parameters: int, running: int, batch: int, rng: Random) -> None:
     grid = ShapeGrid.of(parameters, batch)
     singles = rng.randint(0, min(running, batch))
     left = min(running, batch) - singles

@@ -1,4 +1,4 @@
-"""Chat templates: the features that real ones use, and hostile ones, which end soon with a typed error."""
+"""Chat templates: the features that real ones use, and malicious ones, which end soon with a typed error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(source: str, messages: list[dict[str, Any]] | None = None, /, **kwarg
     return ChatTemplate({"default": source}, {"bos_token": "<s>"}).render(messages or [USER], **kwargs)
 
 
-def test_smollm2() -> None:
+def test_smollm2_template() -> None:
     template = ChatTemplate.load(made.smollm2())
     assert template.render([USER, {"role": "assistant", "content": "Yes"}, USER]) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -36,7 +36,7 @@ def test_smollm2() -> None:
 
 
 def test_header_style_with_dates_and_trimming() -> None:
-    """The way of Llama 3: bos first, content trimmed, today's date, blocks that leave no blank lines."""
+    """The style of Llama 3: bos first, content trimmed, today's date, blocks that leave no blank lines."""
     source = """{{- bos_token }}
 {%- if not date_string is defined %}
     {%- set date_string = strftime_now("%d %b %Y") %}
@@ -61,7 +61,7 @@ def test_header_style_with_dates_and_trimming() -> None:
 
 
 def test_thinking_style_with_namespace_and_slices() -> None:
-    """The way of Qwen 3: the last question is searched from the end, old thoughts are cut off, tools are JSON lines."""
+    """The style of Qwen 3: a search for the last question, old reasoning removed, tools as JSON lines."""
     source = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}
 {%- set ns = namespace(last=messages|length - 1, searching=true) %}
 {%- for message in messages[::-1] %}
@@ -100,7 +100,7 @@ def test_thinking_style_with_namespace_and_slices() -> None:
 
 
 def test_strict_style_with_macros_and_filters() -> None:
-    """The way of Mistral: roles must alternate, macros, selectattr, loop controls, generation marks."""
+    """The style of Mistral: roles must alternate, macros, selectattr, loop controls, generation tags."""
     source = """{%- macro show(m, mark="") %}{{ mark }}{{ m.content | upper }}{% endmacro %}
 {%- set users = messages | selectattr("role", "equalto", "user") | list %}
 {%- for message in messages %}
@@ -131,7 +131,7 @@ def test_named_templates(tmp_path: Path) -> None:
     assert template.render([USER], tools=[TOOL]) == "tools"
 
 
-def test_where_templates_come_from(tmp_path: Path) -> None:
+def test_template_files_are_found_in_order(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"bos_token": {"content": "<b>"}}))
     with pytest.raises(UnsupportedModel, match="--chat-template"):
@@ -146,7 +146,7 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
         ChatTemplate.load(tmp_path, tmp_path / "none.jinja")
 
 
-def test_messages_that_do_not_fit_are_the_callers_fault() -> None:
+def test_unsupported_messages_are_an_invalid_request() -> None:
     for source in (
         "{{ 'x' + messages[0].content }}",
         "{{ messages[0].nothing.more }}",
@@ -157,8 +157,8 @@ def test_messages_that_do_not_fit_are_the_callers_fault() -> None:
         assert caught.value.param == "messages"
 
 
-def test_a_long_conversation_is_no_attack() -> None:
-    """A thousand turns of two thousand characters."""
+def test_long_conversation_is_within_the_budget() -> None:
+    """The conversation has a thousand turns of two thousand characters."""
     messages = [{"role": r, "content": f"{i} " + "word " * 400} for i in range(500) for r in ("user", "assistant")]
     shown = "{% if m.role == 'user' and '</think>' not in m.content %}{{ m.content | trim }}{% endif %}"
     source = "{% for m in messages %}" + shown + "{% endfor %}"
@@ -167,7 +167,7 @@ def test_a_long_conversation_is_no_attack() -> None:
 
 GROW = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ %s }}"
 TALL = "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}"
-HOSTILE = {  # each small enough to succeed, or to hang, if it were not guarded against
+MALICIOUS = {  # without a budget each of them would succeed or hang
     "loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "loop-conditions": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "text-in-loops": "{% for i in range(99999) %}" + "{% if 1 %}some text{% endif %}" * 1000 + "{% endfor %}",
@@ -228,13 +228,13 @@ HOSTILE = {  # each small enough to succeed, or to hang, if it were not guarded 
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_soon(name: str) -> None:
+@pytest.mark.parametrize("name", MALICIOUS)
+def test_malicious_templates_end_soon(name: str) -> None:
     with pytest.raises(EmberlineError):
-        render(HOSTILE[name])
+        render(MALICIOUS[name])
 
 
-def test_arguments_are_the_variables_it_reads_beside_its_own() -> None:
+def test_extra_variables_are_those_that_the_template_reads() -> None:
     source = """{{ bos_token }}{% set ns = namespace(n=0) %}{% if not early is defined %}{% set early = 1 %}{% endif %}
 {% set kept = kept | default(true) %}{% set hidden = 1 %}{{ hidden }}{{ messages[0].attribute }}{{ tools }}
 {% macro m(x) %}{{ x }}{{ inside }}{% endmacro %}{% for message in messages %}{{ m(message) }}{{ looped }}{% endfor %}
@@ -244,12 +244,12 @@ def test_arguments_are_the_variables_it_reads_beside_its_own() -> None:
     assert template.extra_variables(with_tools=True) == {"with_tools"}
 
 
-def test_hidden_attributes_show_nothing() -> None:
+def test_hidden_attributes_are_empty() -> None:
     assert render("[{{ messages.__class__ }}{{ ''['__class__'] }}]") == "[]"
     assert "class" not in render("{{ [''] | map(attribute='__class__') | list }}")
 
 
-def test_fuel_is_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_is_per_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate({"default": "{% for i in range(10000) %}x{% endfor %}"}, {})
     for _ in range(30):
         assert len(template.render([USER])) == 10000

@@ -1,4 +1,4 @@
-"""What /metrics tells of tiers, and that it survives the way from the engine's process."""
+"""Metrics of KV tiers, and that they pass through the engine process's messages unchanged."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode
 from emberline.server.metrics import ModelMetrics, render_exposition
 
 
-def test_by_tier_and_only_where_there_are_any() -> None:
-    told = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
-    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=told))))
-    assert isinstance(message, EngineUpdate) and message.stats.tiers == told
+def test_metrics_by_tier() -> None:
+    tier_stats = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
+    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(tiers=tier_stats))))
+    assert isinstance(message, EngineUpdate) and message.stats.tiers == tier_stats
     text = render_exposition(ModelMetrics("m").families(message.stats, restarts=0, ready=True, block_size=16))
     for line in (
         'emberline:kv_tier_hit_tokens_total{model_name="m",tier="host"} 32.0',

@@ -1,4 +1,4 @@
-"""allowed_token_ids and bad_words as masks of single steps."""
+"""TokenRules: allowed_token_ids and bad_words as masks of single steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_only_allowed_tokens_are_sampled() -> None:
     assert may_follow(TokenRules(params, Even())) == {0, 32}
 
 
-def test_a_bad_word_is_never_completed() -> None:
+def test_bad_word_is_never_completed() -> None:
     rules = TokenRules(SamplingParams(bad_words=((31,), (5, 6, 7), (6, 64))), None)
     everything = set(range(VOCAB))
     assert may_follow(rules) == everything - {31}
@@ -44,12 +44,12 @@ def test_a_bad_word_is_never_completed() -> None:
         assert may_follow(rules) == everything - barred, token
 
 
-def test_rules_that_leave_nothing_end_the_request() -> None:
+def test_rules_that_allow_no_token_end_the_request() -> None:
     rules = TokenRules(SamplingParams(allowed_token_ids=(3,), bad_words=((3,),)), None)
     assert may_follow(rules) and rules.error and not rules.is_complete
 
 
-def test_without_rules_the_grammar_stays_as_it_is() -> None:
+def test_without_rules_the_grammar_is_used_alone() -> None:
     grammar = Even()
     assert make_masker(SamplingParams(), grammar) is grammar
     assert make_masker(SamplingParams(), None) is None

@@ -1,4 +1,4 @@
-"""Tokenizers: round trips, the exact bytes of tokens, special ids, and files that are not tokenizers."""
+"""Tokenizer: round trips, the exact bytes of tokens, special ids, and invalid files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_smollm2_round_trip(smollm2: Tokenizer, text: str) -> None:
 @given(text=TEXT)
 def test_round_trips(byte_level: Tokenizer, pieces: Tokenizer, text: str) -> None:
     assert byte_level.decode(byte_level.encode(text), skip_special=False) == text
-    plain = text.replace("▁", "")  # SentencePiece cannot tell it from a space
+    plain = text.replace("▁", "")  # SentencePiece cannot distinguish it from a space
     ids = pieces.encode(plain, add_special=False)
     if plain and not any(special in plain for special in ("<s>", "</s>", "<unk>")):
         assert pieces.decode(ids) == plain
@@ -89,24 +89,24 @@ def test_special_tokens(byte_level: Tokenizer, pieces: Tokenizer) -> None:
     assert pieces.encode("a", add_special=False)[0] != 1
 
 
-def test_batches(byte_level: Tokenizer) -> None:
+def test_encode_batch(byte_level: Tokenizer) -> None:
     texts = ["the", "", "é the"]
     assert byte_level.encode_batch(texts) == [byte_level.encode(t) for t in texts]
 
 
-def test_truncation_in_the_file_is_not_ours(tmp_path: Path) -> None:
+def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
     inner = made.byte_level()
     inner.enable_truncation(2)
     inner.enable_padding(length=8)
     assert len(made.load(tmp_path, inner).encode("xyzwv")) == 5
 
 
-def test_half_a_surrogate_pair(byte_level: Tokenizer) -> None:
+def test_half_a_surrogate_pair_is_rejected(byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         byte_level.encode("a\ud800b")
 
 
-def test_not_tokenizers(tmp_path: Path) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
     for content in ("", "{}", "[]", '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'):

@@ -1,4 +1,4 @@
-"""What /metrics, /stats and beats tell of transfers."""
+"""KV transfers in /metrics, /stats and heartbeats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from emberline.engine.messages import EngineMessageDecoder, EngineUpdate, encode
 from emberline.server.metrics import ModelMetrics, render_exposition
 from emberline.server.worker.transfer_metrics import transfer_families
 
-TOLD = TransferStats(
+EXPECTED = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
     pull_failures={"peer_lost": 2, "bad_transfer": 1}, reached={"tcp": 4}, passed_over={"cuda": 3},
     hit_tokens=64, published=3, ended={"acknowledged": 2, "expired": 1},
@@ -15,9 +15,9 @@ TOLD = TransferStats(
 )  # fmt: skip
 
 
-def test_each_has_its_line() -> None:
-    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(transfer=TOLD))))
-    assert isinstance(message, EngineUpdate) and message.stats.transfer == TOLD
+def test_each_statistic_has_a_metric() -> None:
+    (message,) = EngineMessageDecoder().feed(encode_message(EngineUpdate("m", [], Stats(transfer=EXPECTED))))
+    assert isinstance(message, EngineUpdate) and message.stats.transfer == EXPECTED
     metrics = ModelMetrics("m")
     lines = render_exposition(transfer_families(metrics.labels, message.stats.transfer)).splitlines()
     for line in (
@@ -44,9 +44,9 @@ def test_each_has_its_line() -> None:
     assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="external_kv_transfer"} 64' in sources
 
 
-def test_several_engines_together() -> None:
+def test_statistics_of_several_engines_add_up() -> None:
     other = TransferStats(pulls=1, pull_failures={"peer_lost": 1, "timeout": 1}, oldest_lease=1.0, leases=2)
-    total = Stats.total([Stats(transfer=TOLD), Stats(), Stats(transfer=other)]).transfer
+    total = Stats.total([Stats(transfer=EXPECTED), Stats(), Stats(transfer=other)]).transfer
     assert total is not None and (total.pulls, total.leases, total.oldest_lease) == (5, 3, 2.5)
     assert total.pull_failures == {"peer_lost": 3, "bad_transfer": 1, "timeout": 1}
-    assert total.ended == TOLD.ended and Stats.total([Stats()]).transfer is None
+    assert total.ended == EXPECTED.ended and Stats.total([Stats()]).transfer is None

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 class BlockBatch:
     incarnation: str  # id of the engine process; a new process has other blocks and starts counting again
     seq: int
-    stored: list[tuple[bytes, bytes]] = field(
-        default_factory=list
-    )  # block hash, hash of the block before it: tokens/blockhash.py
+    # Block hash, hash of the block before it: tokens/blockhash.py.
+    stored: list[tuple[bytes, bytes]] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
     part: int = 0
     parts: int = 0  # parts of the snapshot; 0: this batch is not part of one

@@ -42,7 +42,7 @@ class CircuitBreaker:
         self.is_trial_running = False
 
     def record_cancellation(self) -> None:
-        """Record that a request ended without showing whether the server works: its client disconnected."""
+        """Record that the client disconnected before the request showed whether the server works."""
         if self.is_trial_running:
             self.is_trial_running, self.retry_at = False, 0.0
 

@@ -247,7 +247,7 @@ class GPUConfig:
 
 @dataclass(frozen=True, slots=True)
 class TimeSharingConfig:
-    """How models that do not fit into GPU memory together share it over time: all but some sleep."""
+    """How models that do not fit into GPU memory together share it over time."""
 
     turn: float = 5.0  # seconds a model may accept new requests while another waits for its memory
     wait: float = 60.0  # seconds after which a request is rejected if its model has not been woken

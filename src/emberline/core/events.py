@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(slots=True)
 class SleepStats:
-    """How often a model woke and slept so far, and what that took."""
+    """How often a model woke and slept so far, with the seconds and the bytes copied."""
 
     wakes: int = 0
     wake_seconds: float = 0.0

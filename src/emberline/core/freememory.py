@@ -15,20 +15,21 @@ CGROUP_V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_b
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes; without /proc and control groups (macOS) that is half of the machine's memory."""
-    found = []
+    """Return the bytes that this process may still allocate.
+
+    Without /proc and control groups (macOS) that is half of the machine's memory."""
+    limits = []
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     for top, limit, used, prefix in (CGROUP_V2, CGROUP_V1):
         for group in _control_groups(root, root / top, "" if top == CGROUP_V2[0] else "memory"):
             with suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
                 kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = sum(
-                    int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive")
-                )  # the kernel frees these pages on demand
-                found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
-    return max(0, min(found)) if found else physical_memory() // 2
+                # The kernel frees these pages on demand.
+                cached = sum(int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+                limits.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
+    return max(0, min(limits)) if limits else physical_memory() // 2
 
 
 def physical_memory() -> int:

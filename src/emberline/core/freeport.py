@@ -10,9 +10,8 @@ from contextlib import ExitStack
 # Outgoing connections get ports from 32,768 on, so none of them can take the port before the new process binds it.
 PORT_RANGE = range(20_000, 30_000)
 
-_next_index = random.SystemRandom().randrange(
-    len(PORT_RANGE)
-)  # random, so that processes that search at the same time find different ports
+# Random, so that processes that search at the same time find different ports.
+_next_index = random.SystemRandom().randrange(len(PORT_RANGE))
 
 
 def free_port(*hosts: str) -> int:

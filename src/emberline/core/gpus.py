@@ -24,8 +24,10 @@ def usable_gpus() -> list[Gpu]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[word.strip() for word in line.split(",")] for line in listing.splitlines() if line.count(",") == 3]
-    found = [(index, uuid, Gpu(index, int(free) << 20)) for index, uuid, cap, free in rows if cap == COMPUTE_CAPABILITY]
+    supported = [
+        (index, uuid, Gpu(index, int(free) << 20)) for index, uuid, cap, free in rows if cap == COMPUTE_CAPABILITY
+    ]
     if (visible := visible_gpus()) is None:
-        return [gpu for _, _, gpu in found]
-    named = {name: gpu for index, uuid, gpu in found for name in (index, uuid)}
-    return [named[name] for name in visible if name in named]
+        return [gpu for _, _, gpu in supported]
+    by_name = {name: gpu for index, uuid, gpu in supported for name in (index, uuid)}
+    return [by_name[name] for name in visible if name in by_name]

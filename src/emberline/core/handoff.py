@@ -41,7 +41,7 @@ class TokenGroup:
 
     @staticmethod
     def from_comment(line: bytes) -> TokenGroup:
-        """Parse the comment of `to_comment`; its size is dropped."""
+        """Parse a comment written by `to_comment`; its size is ignored."""
         index, tokens, _size, *finish = line.removeprefix(b": said ").decode().split()
         ids = () if tokens == "-" else tuple(map(int, tokens.split(",")))
         return TokenGroup(int(index), ids, finish[0] if finish else "")

@@ -22,7 +22,7 @@ class Numerics:
 
 
 def describe_difference(ours: Numerics | None, theirs: Numerics | None) -> str:
-    """Return what `differences` does.
+    """Return how two workers' numerics differ, in the form of `Numerics.differences`; "" if they agree.
 
     None stands for a worker of an earlier release, which is equal only to another one of these."""
     if ours is None or theirs is None:

@@ -178,13 +178,12 @@ def _lower_priority() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _run_call(call: bytes | None, *apart: bytes | None) -> bytes:
+def _run_call(call: bytes | None, *out_of_band: bytes | None) -> bytes:
     try:
         assert call is not None
-        cpu_seconds, function, args, kwargs = pickle.loads(call, buffers=apart)
-        signal.setitimer(
-            signal.ITIMER_PROF, cpu_seconds
-        )  # unhandled, so that the signal ends the process even inside a library
+        cpu_seconds, function, args, kwargs = pickle.loads(call, buffers=out_of_band)
+        # Unhandled, so that the signal ends the process even inside a library.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         return pickle.dumps((True, function(*args, **kwargs)), pickle.HIGHEST_PROTOCOL)
     except Exception as e:
         e.__traceback__ = e.__context__ = e.__cause__ = None

@@ -130,9 +130,8 @@ class AsyncEngine:
         EngineUnavailable if the process is not ready, EngineFailed if it dies."""
         assert submission.id not in self._open_queues
         if not self._send(Submit(submission)):
-            state = (
-                EngineState.RESTARTING if self.state is EngineState.READY else self.state
-            )  # the socket is closed, but that was not handled yet
+            # The socket is closed, but that was not handled yet.
+            state = EngineState.RESTARTING if self.state is EngineState.READY else self.state
             raise EngineUnavailable(f"the engine is {state.value}", hint="retry in a few seconds")
         queue = self._open_queues[submission.id] = OutputQueue(merges=merges)
         left = submission.params.n

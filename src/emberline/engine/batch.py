@@ -27,7 +27,7 @@ def build_forward(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
     positions = np.arange(total, dtype=np.int32) - np.repeat(query_start[:-1] - starts, counts)
     slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
 
-    wanted = [
+    logit_rows = [
         np.arange(query_start[i] if w.prompt_logprobs else query_start[i + 1] - 1, query_start[i + 1])
         for i, w in enumerate(work)
         if w.samples or w.prompt_logprobs
@@ -40,7 +40,9 @@ def build_forward(work: Sequence[WorkItem], cache: KVCache) -> ForwardBatch:
         query_start=torch.from_numpy(query_start),
         context=torch.from_numpy(starts),
         block_tables=torch.from_numpy(tables),
-        logit_rows=torch.from_numpy(np.concatenate(wanted).astype(np.int64) if wanted else np.zeros(0, np.int64)),
+        logit_rows=torch.from_numpy(
+            np.concatenate(logit_rows).astype(np.int64) if logit_rows else np.zeros(0, np.int64)
+        ),
         keys=cache.keys,
         values=cache.values,
     )

@@ -53,22 +53,21 @@ class BlockEventLog:
         """Record changes in the order in which the engine reports them.
 
         `is_snapshot`: `stored` lists all blocks of the model, and replaces the earlier ones."""
-        counts, held = self.is_complete, self._blocks_by_model.setdefault(model, {})
+        counts, blocks = self.is_complete, self._blocks_by_model.setdefault(model, {})
         if is_snapshot:
-            now = dict(stored)
-            stored = [pair for pair in stored if pair[0] not in held]
-            removed = [digest for digest in held if digest not in now]
-        others = [
-            each for name, each in self._blocks_by_model.items() if name != model
-        ]  # two models may cache the same block
+            current = dict(stored)
+            stored = [pair for pair in stored if pair[0] not in blocks]
+            removed = [digest for digest in blocks if digest not in current]
+        # Two models may cache the same block.
+        others = [each for name, each in self._blocks_by_model.items() if name != model]
         new = [pair for pair in stored if not any(pair[0] in other for other in others)]
-        gone = [digest for digest in removed if not any(digest in other for other in others)]
-        held.update(stored)
+        deleted = [digest for digest in removed if not any(digest in other for other in others)]
+        blocks.update(stored)
         for digest in removed:
-            held.pop(digest, None)
-        if counts and (new or gone):
+            blocks.pop(digest, None)
+        if counts and (new or deleted):
             self.seq += 1
-            self._append(BlockBatch(self.incarnation, self.seq, new, gone))
+            self._append(BlockBatch(self.incarnation, self.seq, new, deleted))
         self._notify()
 
     def batches_after(self, incarnation: str, seq: int) -> list[BlockBatch]:
@@ -100,7 +99,7 @@ class BlockEventLog:
             self._num_logged -= len(old.stored) + len(old.removed)
 
     def _snapshot(self) -> list[BlockBatch]:
-        pairs = list(dict(chain.from_iterable(held.items() for held in self._blocks_by_model.values())).items())
+        pairs = list(dict(chain.from_iterable(blocks.items() for blocks in self._blocks_by_model.values())).items())
         parts = max(1, -(-len(pairs) // SNAPSHOT_PART_BLOCKS))
         return [
             BlockBatch(

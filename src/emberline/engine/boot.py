@@ -96,7 +96,7 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
             param="threads",
             hint="drop --threads",
         )
-    given = {
+    overrides = {
         name: value
         for name in ("max_batch_tokens", "max_running", "block_size")
         if (value := getattr(config, name)) is not None
@@ -112,7 +112,7 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
         itl_tail=config.itl_tail,
         tiers=config.has_tiers,
         transfer=config.transfer is not None,
-        **given,
+        **overrides,
     )
 
 
@@ -125,10 +125,10 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: FileReader | 
     def library() -> ctypes.CDLL | None:
         return ops.start_backend(threads=1).library
 
-    def tiers(layout: str, shape: KVShape) -> TierStack:
+    def make_tiers(layout: str, shape: KVShape) -> TierStack:
         return _make_tiers(config, layout, shape, library())
 
-    def dock(region: DeviceRegion) -> TransferEndpoint | None:
+    def open_endpoint(region: DeviceRegion) -> TransferEndpoint | None:
         assert config.transfer is not None
         return _open_transfer_endpoint(config, config.transfer, region, ipc.make_ipc_transport(region), library())
 
@@ -138,8 +138,8 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: FileReader | 
         dtype=_parse_dtype("dtype", config.dtype),
         reader=reader,
         compiler=_make_compiler,
-        tiers=tiers if settings.tiers else None,
-        endpoint=dock if settings.transfer else None,
+        tiers=make_tiers if settings.tiers else None,
+        endpoint=open_endpoint if settings.transfer else None,
     )
 
 
@@ -197,12 +197,12 @@ def _boot_on_cpu(config: EngineConfig, default_kv_bytes: int | None) -> LoadedEn
         prefix_cache=config.prefix_cache,
     )
     tiers = _make_tiers(config, runner.layout, cache.shape, backend.library) if config.has_tiers else None
-    dock = None
+    endpoint = None
     if config.transfer is not None and (segment := cache.segment) is not None:
-        dock = _open_transfer_endpoint(
+        endpoint = _open_transfer_endpoint(
             config, config.transfer, segment.region, SameHostAccess.via_shared_memory(segment), backend.library
         )
-    engine = Engine(scheduler, runner, tiers=tiers, transfer_endpoint=dock)
+    engine = Engine(scheduler, runner, tiers=tiers, transfer_endpoint=endpoint)
     planned = time.perf_counter()
     return LoadedEngine(
         engine=engine,
@@ -235,7 +235,8 @@ def _check_host_memory(config: EngineConfig) -> None:
     A GPU's host tier is pinned, so all of it is allocated at the start."""
     if config.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
-            f"kv_host_memory is {memory.format_gib(config.kv_host_memory)} GiB; {memory.format_gib(free)} GiB of memory are free",
+            f"kv_host_memory is {memory.format_gib(config.kv_host_memory)} GiB; "
+            f"{memory.format_gib(free)} GiB of memory are free",
             param="kv_host_memory",
             hint="lower --kv-host-memory",
         )
@@ -247,12 +248,14 @@ def _make_tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctyp
     host = HostTier(size, config.kv_host_memory or STAGING_BLOCKS * buffer_bytes_for(size), config.kv_policy)
     below: list[Tier] = []
     if config.kv_disk is not None and config.kv_disk_size is not None:
-        where, quota, policy = Path(config.kv_disk), config.kv_disk_size, config.kv_policy
-        below.append(DiskTier(where, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=config.kv_codec))
+        directory, quota, policy = Path(config.kv_disk), config.kv_disk_size, config.kv_policy
+        below.append(
+            DiskTier(directory, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=config.kv_codec)
+        )
     if config.kv_store is not None:
         memory = config.kv_store_memory
-        place = StoreListenAddress(config.kv_mooncake_host, port_at_offset(config.kv_port, STORE_PORT_OFFSET))
-        tier = RemoteTier(config.kv_store, layout, size, memory, place, crc=crc, codec=codec, coding=config.kv_codec)
+        address = StoreListenAddress(config.kv_mooncake_host, port_at_offset(config.kv_port, STORE_PORT_OFFSET))
+        tier = RemoteTier(config.kv_store, layout, size, memory, address, crc=crc, codec=codec, coding=config.kv_codec)
         below.append(tier)
     return TierStack(host, below)
 
@@ -261,21 +264,21 @@ def _open_transfer_endpoint(
     config: EngineConfig,
     transfer: TransferConfig,
     region: Region,
-    near: SameHostAccess | None,
+    same_host: SameHostAccess | None,
     library: ctypes.CDLL | None,
 ) -> TransferEndpoint | None:
     codec = select_kv_codec(config.kv_codec, library, region.layout.dtype)
     mooncake = (
         resolve_ipv4_address(config.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if config.kv_mooncake else None
     )
-    ways = TransferOptions(select_crc(library), codec, config.kv_codec == "uw", mooncake, config.checksums_blocks)
+    options = TransferOptions(select_crc(library), codec, config.kv_codec == "uw", mooncake, config.checksums_blocks)
     try:
-        return TransferEndpoint.open(transfer, region, near, ways)
+        return TransferEndpoint.open(transfer, region, same_host, options)
     except OSError as error:
         if transfer.required:
-            where = f"{transfer.host}:{transfer.port}"
+            address = f"{transfer.host}:{transfer.port}"
             raise InvalidRequest(
-                f"KV transfers cannot listen at {where}: {error}", param="transfer", hint="choose another --kv-port"
+                f"KV transfers cannot listen at {address}: {error}", param="transfer", hint="choose another --kv-port"
             ) from error
         return None
 

@@ -33,7 +33,7 @@ class EmbedReply(msgspec.Struct, tag=True):
 
 
 class EmbedderProcess:
-    """`embed` blocks: call it in a thread. Calls run one at a time."""
+    """Computes embeddings in a child process, one call at a time. `embed` blocks: call it in a thread."""
 
     def __init__(self, directory: Path, threads: int) -> None:
         self._command = [sys.executable, "-m", "emberline.engine.embedder", str(directory), str(threads)]

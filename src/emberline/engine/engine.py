@@ -78,7 +78,7 @@ class GrammarRunner(Runner, Protocol):
 
 
 class OutputMatcher(Protocol):
-    """A compiled grammar with its state after an output."""
+    """A compiled grammar, and its state after the output so far."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -132,9 +132,8 @@ class Engine:
         self._pipelined_runner = runner if isinstance(runner, PipelinedRunner) else None
         self._preparing_runner = runner if isinstance(runner, PreparingRunner) else None
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        self._deferred_plan: StepPlan | None = (
-            None  # a plan that is run in the next step: early outputs are returned first
-        )
+        # A plan that is run in the next step: early outputs are returned first.
+        self._deferred_plan: StepPlan | None = None
         self._request_ids: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps = 0
@@ -181,8 +180,8 @@ class Engine:
 
     def _wait_for_progress(self) -> None:
         """Wait briefly, since all requests wait for a grammar, for blocks, or for the end of a lease."""
-        if held := self.scheduler.waiting.blocked_ids:
-            futures.wait([self._grammars[name] for name in held], IDLE_WAIT_S, futures.FIRST_COMPLETED)
+        if blocked := self.scheduler.waiting.blocked_ids:
+            futures.wait([self._grammars[name] for name in blocked], IDLE_WAIT_S, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
             source.wait_for_progress(IDLE_WAIT_S)
 
@@ -238,9 +237,9 @@ class Engine:
 
     @property
     def needs_polling(self) -> bool:
-        """Whether it needs steps although it is idle: peers hold its blocks, or are being connected."""
-        unsettled = self.pairing is not None and self.pairing.has_pending_changes
-        return unsettled or self.kv.has_pinned or self.kv.num_quarantined > 0
+        """Whether an idle engine still needs steps, because peers hold its blocks or are being connected."""
+        is_pairing = self.pairing is not None and self.pairing.has_pending_changes
+        return is_pairing or self.kv.has_pinned or self.kv.num_quarantined > 0
 
     def close(self) -> None:
         """Write pending blocks to lower tiers, for a limited time, and disconnect from other engines."""
@@ -315,9 +314,9 @@ class Engine:
 
     def _release_compiled(self) -> None:
         """Unblock submissions whose grammar is compiled; end those whose grammar is invalid or complete."""
-        held = self.scheduler.waiting.blocked_ids
-        for name in [name for name in held if self._grammars[name].done()]:
-            held.remove(name)
+        blocked = self.scheduler.waiting.blocked_ids
+        for name in [name for name in blocked if self._grammars[name].done()]:
+            blocked.remove(name)
             error = self._grammars[name].exception()
             for request_id in self._request_ids[name]:
                 if error is not None:

@@ -148,10 +148,10 @@ def plan_time_sharing(
             planned = plans()
     members = {name: SwappedEngine(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
     weights = {name: w.weight_bytes for name, w in weighed.items()}
-    kept = sum(config.kv_host_memory for config in configs.values())
+    kv_bytes = sum(config.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
-    if sleeps * sum(weights.values()) + kept > free_host_bytes:
-        besides = f" and {memory.format_gib(kept)} GiB of KV blocks" if kept else ""
+    if sleeps * sum(weights.values()) + kv_bytes > free_host_bytes:
+        besides = f" and {memory.format_gib(kv_bytes)} GiB of KV blocks" if kv_bytes else ""
         reason = ", which main memory must hold while they sleep" if sleeps else ""
         raise _memory_error(weights, reason + besides, free_host_bytes)
     return members, space
@@ -162,7 +162,7 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
 
     Raises InvalidRequest if transfers are required."""
     if config.transfer is not None and config.transfer.required:
-        hint = "serve one model with each worker, or with --role both"
+        hint = "serve one model per worker, or use --role both"
         message = "models that share a GPU cannot exchange KV blocks with other workers"
         raise InvalidRequest(message, param="transfer", hint=hint)
     return replace(config, transfer=None)

@@ -68,8 +68,8 @@ class FakeRunner:
         return int.from_bytes(digest, "little") % self.vocab_size
 
     def _logprobs(self, work: WorkItem) -> list[TokenLogprob]:
-        known = self._admissions[work.id].tokens
-        successors = known[work.start + 1 : work.start + 1 + len(work.tokens)]
+        tokens = self._admissions[work.id].tokens
+        successors = tokens[work.start + 1 : work.start + 1 + len(work.tokens)]
         return [TokenLogprob(logprob=-float(token), rank=1) for token in successors]
 
 

@@ -129,9 +129,8 @@ def serve_checks(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the server is gone
     for line in sys.stdin:
-        signal.setitimer(
-            signal.ITIMER_PROF, MAX_CPU_S
-        )  # unhandled, so that the signal ends the process even inside the library
+        # Unhandled, so that the signal ends the process even inside the library.
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         verdict = _try_grammar(compiler, GrammarSpec(*json.loads(line))) if line.strip() else None
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(verdict), flush=True)

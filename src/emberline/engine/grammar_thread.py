@@ -23,9 +23,8 @@ if TYPE_CHECKING:  # needs llguidance, which a machine without structured output
 class GrammarThread:
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
-        self._compiler: GrammarCompiler | None = (
-            None  # made in the thread with the first grammar, because it reads a tokenizer
-        )
+        # Made in the thread with the first grammar, because it reads a tokenizer.
+        self._compiler: GrammarCompiler | None = None
         self._thread: threading.Thread | None = None
         self._queue: SimpleQueue[tuple[GrammarSpec, ReferenceType[Future[GrammarMatcher]]]] = SimpleQueue()
         self._futures: WeakValueDictionary[GrammarSpec, Future[GrammarMatcher]] = WeakValueDictionary()

@@ -21,9 +21,8 @@ LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 COPY_PIECES = 4  # scratch buffers for copies to and from other tiers: two for each direction, used in turn
 COPY_PIECE_BYTES = 64 << 20  # or one block, if that is larger
 TRANSFER_SLOTS = 4  # buffers for each direction of KV transfers
-TRANSFER_SLOT_BYTES = (
-    4 << 20
-)  # or one layer of the largest block, if that is larger: what kv/transfer/receiver.py requests
+# Or one layer of the largest block, if that is larger: what kv/transfer/receiver.py requests.
+TRANSFER_SLOT_BYTES = 4 << 20
 MAX_BLOCK_TOKENS = 64
 MAX_KEY_PARTS = 16  # parts into which attention splits a request's keys, on average over a full batch
 MIN_WIDENED_TOKENS = 32_768  # so that a few prompts with long cached prefixes can be in one step
@@ -34,9 +33,8 @@ PACKED_GRAIN, PACKED_BLOCK_ROWS = 64, 16  # matrices are packed if rows and colu
 MAX_UNPACKED_WEIGHTS = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 READABLE_DTYPES = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py supports
-FIRST_MATRIX_NAMES = tuple(
-    f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"
-)  # stacked to the first matrix
+# Stacked to the first matrix.
+FIRST_MATRIX_NAMES = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +111,13 @@ def weight_dtype(checkpoint: Checkpoint, requested: str = "auto") -> str:
     """Return the dtype of the weights: the requested one, or that of the checkpoint's first matrix.
 
     float16 becomes float32, since no kernel reads it. Raises UnsupportedModel for other dtypes."""
-    found = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
-    if unsupported := found - READABLE_DTYPES:
+    dtypes = {checkpoint.tensors[name].dtype for name in FIRST_MATRIX_NAMES if name in checkpoint.tensors}
+    if unsupported := dtypes - READABLE_DTYPES:
         hint = f"supported dtypes: {' '.join(sorted(READABLE_DTYPES))}"
         raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
     if requested != "auto":
         return requested
-    return "float32" if found & {"F32", "F16"} else "bfloat16"
+    return "float32" if dtypes & {"F32", "F16"} else "bfloat16"
 
 
 def uses_packed_weights(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
@@ -209,10 +207,10 @@ def plan_memory(
     }
     available = int(total_bytes * USABLE_FRACTION) - sum(fixed.values())
     blocks = max(0, available) // block_bytes
-    wanted = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
-    if blocks < wanted:
-        raise _does_not_fit_error(fixed, total_bytes, wanted * block_bytes)
-    blocks = blocks if kv_tokens is None else wanted
+    needed = MIN_KV_BLOCKS if kv_tokens is None else max(MIN_KV_BLOCKS, -(-kv_tokens // block_size))
+    if blocks < needed:
+        raise _does_not_fit_error(fixed, total_bytes, needed * block_bytes)
+    blocks = blocks if kv_tokens is None else needed
     return MemoryPlan(
         total=total_bytes,
         **fixed,
@@ -311,9 +309,8 @@ def _activation_bytes(config: ModelConfig, dtype_bytes: int, tokens: int) -> int
 
 
 def _scratch_bytes(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
-    partials = (
-        max_running * MAX_KEY_PARTS * config.heads * (config.head_dim + 2) * F32_BYTES
-    )  # a sum, its maximum, its denominator
+    # A sum, its maximum, its denominator.
+    partials = max_running * MAX_KEY_PARTS * config.heads * (config.head_dim + 2) * F32_BYTES
     tables = 2 * max_running * -(-max_context // block_size) * 4  # int32; one is being copied while the other is used
     angles = max_context * config.rope.dim * F32_BYTES
     return partials + tables + angles
@@ -347,7 +344,8 @@ def _does_not_fit_error(fixed: dict[str, int], total: int, needed: int) -> Model
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total)} GiB are usable, which {remainder}; "
+        f"the model does not fit into GPU memory: {format_gib(usable)} of {format_gib(total)} GiB are usable, "
+        f"which {remainder}; "
         f"the KV cache needs {format_gib(needed)} GiB (other parts in GiB: {parts})",
         hint=hint,
     )

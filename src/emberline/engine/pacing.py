@@ -25,10 +25,11 @@ class PromptPacer:
         self.target, self.tail = target, tail
         self._base_seconds, self._seconds_per_token = 0.005, 25e-6  # initial guesses
         self._allowed_late = 0.0  # number of tokens that may be late
+        # Of the step being planned: streams, and prompt tokens that meet the target.
         self._streams, self._on_time_tokens = (
             0,
             0,
-        )  # of the step being planned: streams, and prompt tokens that meet the target
+        )
 
     def prompt_token_budget(self, streams: int, waited: float = 0.0) -> int | None:
         """Return the prompt tokens allowed in the next step; None: no limit, since there are no streams.

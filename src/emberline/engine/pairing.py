@@ -23,12 +23,13 @@ log = logging.getLogger("emberline.transfer")
 
 PAIR_TIMEOUT_S = 5.0
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.2, 10.0  # between attempts
+# The peer may be starting, the network may fail.
 TRANSIENT_ERRORS = (
     PeerUnreachable,
     PeerLost,
     TransferTimeout,
     TransferCorrupted,
-)  # the peer may be starting, the network may fail
+)
 
 
 class PairingState(NamedTuple):

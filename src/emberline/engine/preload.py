@@ -79,13 +79,13 @@ def write_record() -> None:
     with contextlib.suppress(OSError):
         if _is_record_current():
             return
-        found = files_in_use()
-        if sum(end - begin for spans in found.values() for begin, end in spans) > MAX_RECORDED_BYTES:
+        used = files_in_use()
+        if sum(end - begin for spans in used.values() for begin, end in spans) > MAX_RECORDED_BYTES:
             return
         file = _record_path()
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({path: (Path(path).stat().st_size, spans) for path, spans in found.items()}))
+        draft.write_text(json.dumps({path: (Path(path).stat().st_size, spans) for path, spans in used.items()}))
         draft.replace(file)
 
 
@@ -110,29 +110,29 @@ def _module_files() -> dict[str, list[FileRange]]:
     """Return Python's files in the order of import, and the directories that were searched.
 
     Compiled files are read as a whole. Their sources are only opened, unless a traceback needed the text."""
-    found: dict[str, list[FileRange]] = {path: [] for path in list(sys.path_importer_cache) if Path(path).is_dir()}
+    files: dict[str, list[FileRange]] = {path: [] for path in list(sys.path_importer_cache) if Path(path).is_dir()}
     for name, module in list(sys.modules.items()):
         source = getattr(getattr(module, "__spec__", None), "origin", None) or _find_source(name)
         if isinstance(source, str) and Path(source).is_file():
-            found[source] = []
+            files[source] = []
             compiled = cache_from_source(source)
             read = compiled if Path(compiled).is_file() else source
-            found[read] = [(0, Path(read).stat().st_size)]
+            files[read] = [(0, Path(read).stat().st_size)]
     for source in list(linecache.cache):
-        if source in found:
-            found[source] = [(0, Path(source).stat().st_size)]
-    return found
+        if source in files:
+            files[source] = [(0, Path(source).stat().st_size)]
+    return files
 
 
 def _package_files() -> dict[str, list[FileRange]]:
     """Return the entry point files of all installed packages: triton searches them for its backends."""
-    found: dict[str, list[FileRange]] = {}
+    files: dict[str, list[FileRange]] = {}
     for directory in [Path(path) for path in sys.path] if "importlib.metadata" in sys.modules else []:
         for package in directory.glob("*.dist-info"):
-            found[str(package)] = []
+            files[str(package)] = []
             if (points := package / "entry_points.txt").is_file():
-                found[str(points)] = [(0, points.stat().st_size)]
-    return found
+                files[str(points)] = [(0, points.stat().st_size)]
+    return files
 
 
 def _find_source(name: str) -> str | None:
@@ -150,10 +150,10 @@ def _mapped_pages() -> dict[str, list[FileRange]]:
     pages: dict[str, set[FileRange]] = {}
     with Path("/proc/self/maps").open() as maps, Path("/proc/self/pagemap").open("rb") as pagemap:
         for line in maps.readlines():
-            where, _, offset, _, _, *name = line.split(maxsplit=5)
+            addresses, _, offset, _, _, *name = line.split(maxsplit=5)
             path = name[0].rstrip("\n") if name else ""
             if path.startswith("/") and not path.startswith("/dev/") and Path(path).is_file():
-                begin, end = (int(part, 16) // mmap.PAGESIZE for part in where.split("-"))
+                begin, end = (int(part, 16) // mmap.PAGESIZE for part in addresses.split("-"))
                 states = array("Q", os.pread(pagemap.fileno(), 8 * (end - begin), 8 * begin))
                 pages.setdefault(path, set()).update(_present_ranges(states, int(offset, 16)))
     return {path: merge_ranges(sorted(spans)) for path, spans in pages.items() if spans}

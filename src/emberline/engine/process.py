@@ -60,9 +60,9 @@ def main() -> int:
     # A terminal or service manager signals all processes. The client first ends open requests, then closes the socket.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    channel, booted = ClientSocket(fileno=int(sys.argv[1])), threading.Event()
+    client, is_booted = ClientSocket(fileno=int(sys.argv[1])), threading.Event()
     inbox: queue.SimpleQueue[EngineMessage | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_messages, args=(channel, inbox, booted), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(client, inbox, is_booted), daemon=True).start()
     start = inbox.get()
     if not isinstance(start, StartEngine):
         return 1
@@ -73,24 +73,24 @@ def main() -> int:
         from emberline.engine.engine_group_boot import boot_engine_group
 
         imported = time.perf_counter()
-        fleet, loaded = boot_engine_group(start.models, start.rules, reader)
+        group, loaded = boot_engine_group(start.models, start.rules, reader)
     except EmberlineError as e:
-        channel.sendall(encode_message(Rejection.from_error("", e)))
+        client.sendall(encode_message(Rejection.from_error("", e)))
         return 1
     from emberline.kernels import ops  # imported late, because it imports torch
 
-    booted.set()
+    is_booted.set()
     imports = {"imports": imported - began}
     ready = Ready({name: _loaded_model_info(loaded[name], imports) for name in start.models})
     with contextlib.suppress(ConnectionError):
-        channel.sendall(b"".join(map(encode_message, [*_step_messages(fleet), ready])))
+        client.sendall(b"".join(map(encode_message, [*_step_messages(group), ready])))
         if reader is not None:
-            later = threading.Timer(RECORD_DELAY_S, preload.write_record)
-            later.daemon = True
-            later.start()
-        threading.Thread(target=report_progress, args=(channel, ops.progress_count), daemon=True).start()
-        serve_client(fleet, channel, inbox)
-    for engine in fleet.engines.values():
+            timer = threading.Timer(RECORD_DELAY_S, preload.write_record)
+            timer.daemon = True
+            timer.start()
+        threading.Thread(target=report_progress, args=(client, ops.progress_count), daemon=True).start()
+        serve_client(group, client, inbox)
+    for engine in group.engines.values():
         engine.close()
     return 0
 
@@ -123,7 +123,7 @@ def report_progress(
 
 
 def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> LoadedModelInfo:
-    dock = loaded.engine.transfer_endpoint
+    endpoint = loaded.engine.transfer_endpoint
     return LoadedModelInfo(
         max_context=loaded.max_context,
         vocab_size=loaded.engine.runner.vocab_size,
@@ -139,7 +139,7 @@ def _loaded_model_info(loaded: LoadedEngine, imports: dict[str, float]) -> Loade
         device=loaded.device,
         kv_dtype=loaded.kv_dtype,
         prefix_cache=loaded.engine.config.prefix_cache,
-        peer=dataclasses.asdict(dock.sender.peer) if dock is not None else None,
+        peer=dataclasses.asdict(endpoint.sender.peer) if endpoint is not None else None,
         numerics=loaded.numerics,
     )
 

@@ -78,7 +78,7 @@ class Scheduler:
         self.end(request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
 
     def end(self, request_id: str, finish: FinishReason, error: str | None = None) -> None:
-        """End a request with another finish reason."""
+        """End a request with this finish reason and free its blocks at once; unknown ids are ignored."""
         if request := self.requests.get(request_id):
             self._end(request, finish, error)
 

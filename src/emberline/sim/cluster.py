@@ -68,7 +68,7 @@ class OpenTurn:
     """A turn whose reply is being generated."""
 
     session: Session
-    leg: WorkerAttempt
+    attempt: WorkerAttempt
     dispatch_context: ExitStack
     sent_at: float
     prompt_len: int
@@ -151,19 +151,19 @@ class SimCluster:
 
     def _start_turn(self, session: Session) -> None:
         body, tokens, reply = session.next_request()
-        ask = RequestSummary.parse(body, session.name if self._names_session else "")
-        decision = self._chooser(self.dispatch, ask)
+        summary = RequestSummary.parse(body, session.name if self._names_session else "")
+        decision = self._chooser(self.dispatch, summary)
         if session.name not in self._live_tokens:
             self.result.conversations_by_worker[decision.worker.name] += 1
-        account = ExitStack()
-        leg = account.enter_context(self.dispatch.open_attempt(ask, decision))
+        context = ExitStack()
+        attempt = context.enter_context(self.dispatch.open_attempt(summary, decision))
         name, now = f"{session.name}/{session.turns_left}", self.clock.time
         self.result.oracle_tokens += self._oracle.count_cached_and_add(tokens)
         self._live_tokens[session.name] = len(tokens) + reply
         self.result.working_set = max(self.result.working_set, sum(self._live_tokens.values()))
         worker = self._workers[decision.worker.name]
-        link = worker.chain_end(tokens) if self.dispatch.kv_index is not None else None
-        self._open_turns[name] = OpenTurn(session, leg, account, now, len(tokens), link)
+        chain_end = worker.chain_end(tokens) if self.dispatch.kv_index is not None else None
+        self._open_turns[name] = OpenTurn(session, attempt, context, now, len(tokens), chain_end)
         params = SamplingParams(max_tokens=reply, ignore_eos=True, seed=0)
         worker.add(Submission(name, tokens, params, timeout=NEVER_S), now)
         if not worker.is_stepping:
@@ -188,8 +188,8 @@ class SimCluster:
     def _receive_output(self, output: Output) -> None:
         turn, now = self._open_turns[output.id], self.clock.time
         if not turn.reply and turn.chain_end is not None:
-            self.dispatch.record_prompt_end(turn.leg, turn.chain_end)
-        self.dispatch.record_reply_bytes(turn.leg, len(output.tokens))
+            self.dispatch.record_prompt_end(turn.attempt, turn.chain_end)
+        self.dispatch.record_reply_bytes(turn.attempt, len(output.tokens))
         (self.result.inter_token_seconds if turn.reply else self.result.ttft_seconds).append(
             now - (turn.last_token_at or turn.sent_at)
         )
@@ -200,8 +200,8 @@ class SimCluster:
             return
         assert output.error is None, output
         del self._open_turns[output.id]
-        turn.leg.usage = ReplyUsage(turn.prompt_len, len(turn.reply), turn.num_cached)
-        turn.leg.outcome = "answered"
+        turn.attempt.usage = ReplyUsage(turn.prompt_len, len(turn.reply), turn.num_cached)
+        turn.attempt.outcome = "answered"
         turn.dispatch_context.close()
         self.result.requests += 1
         self.result.prompt_tokens += turn.prompt_len
@@ -231,11 +231,11 @@ def random_chooser(seed: int) -> WorkerChooser:
 
 
 def round_robin_chooser() -> WorkerChooser:
-    turns = itertools.count()
+    counter = itertools.count()
 
     def choose(dispatch: Dispatcher, ask: RequestSummary) -> RoutingDecision:
         names = sorted(dispatch.workers)
-        return _decision_for(dispatch, ask, names[next(turns) % len(names)])
+        return _decision_for(dispatch, ask, names[next(counter) % len(names)])
 
     return choose
 

@@ -98,9 +98,8 @@ class SimWorker:
         """Transfer the blocks that the link to the store had time for until `now`; writes do not delay reads."""
         if self._tiers is None or self._store is None:
             return
-        self._store_link_free_at = max(
-            self._store_link_free_at, self.clock.time - 1.0
-        )  # an idle link saves up one second of transfers at most
+        # An idle link saves up one second of transfers at most.
+        self._store_link_free_at = max(self._store_link_free_at, self.clock.time - 1.0)
         while self._store_link_free_at + self._store.seconds_per_block <= now and self._tiers.read_next():
             self._store_link_free_at += self._store.seconds_per_block
         while self._tiers.write_next():

@@ -11,7 +11,7 @@ DIGEST_BYTES = 16
 
 
 def root_hash(layout: str, salt: str = "") -> bytes:
-    """Return the parent of a sequence's first block.
+    """Return the hash that serves as the parent of a sequence's first block.
 
     `layout` names model and cache format, `salt` the tenant: blocks of different ones never have equal hashes."""
     digest = blake2b(HASH_VERSION, digest_size=DIGEST_BYTES)

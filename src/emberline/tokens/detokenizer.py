@@ -83,9 +83,9 @@ class Detokenizer:
         if len(self.offsets) <= self._min_tokens:
             return text
         text = self._held_text + text
-        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
-        if found:
-            end, start, self.matched_stop = min(found)
+        matches = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if matches:
+            end, start, self.matched_stop = min(matches)
             self._held_text = ""
             return text[: end if self._include_stop else start]
         keep = max((_overlap(text, s) for s in self._stops), default=0)

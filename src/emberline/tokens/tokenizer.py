@@ -70,10 +70,10 @@ class Tokenizer:
 
     def token_bytes(self, id_: int) -> bytes:
         """Return the bytes that the token adds to the text; b"" for ids that only pad the model's vocabulary."""
-        found = self._bytes.get(id_)
-        if found is None:
-            found = self._bytes[id_] = self._decode_token(id_)
-        return found
+        data = self._bytes.get(id_)
+        if data is None:
+            data = self._bytes[id_] = self._decode_token(id_)
+        return data
 
     def token_text(self, id_: int) -> str:
         return self.token_bytes(id_).decode("utf-8", "replace")

@@ -104,15 +104,19 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
     served = replace(settings, max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
-    tuned = (
-        _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.graphs else 0.0
-    )  # before the cache fills the memory
+    # Before the cache fills the memory.
+    tuned = _tune_products(model, settings) if device.torch_device.type == "cuda" and settings.graphs else 0.0
     cache = KVCache(shape, plan.kv_blocks, str(device.torch_device))
-    made = time.perf_counter()
+    planned = time.perf_counter()
     eos = frozenset(config.eos)
     runner = GPURunner(model, cache, eos, SamplingStateFactory(eos, compiler), settings, device, context)
     ready = time.perf_counter()
-    seconds = {"plan": made - began - tuned, "tune": tuned, "runner": ready - made, **_load_weights(weights, runner)}
+    seconds = {
+        "plan": planned - began - tuned,
+        "tune": tuned,
+        "runner": ready - planned,
+        **_load_weights(weights, runner),
+    }
     if settings.weights == "both":
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
@@ -120,9 +124,10 @@ def boot_gpu(
         message = f"packed weights take {weights.loaded_bytes} bytes, and {plan.weights} bytes were planned for them"
         raise ModelError(message, hint="use --weights plain")
     # Computing the identity reads a little of every tensor: not while the disk is busy.
-    kept = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
-    named = identity() if kept == "plain" else f"{identity()}-{kept}"  # other kernels compute other keys and values
-    runner.model = replace(model, fingerprint=named, weight_bytes=weights.loaded_bytes)
+    weight_format = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
+    # The format is part of the fingerprint, since other kernels compute other keys and values.
+    model_id = identity() if weight_format == "plain" else f"{identity()}-{weight_format}"
+    runner.model = replace(model, fingerprint=model_id, weight_bytes=weights.loaded_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
@@ -143,7 +148,7 @@ def boot_gpu(
     )
     seconds["capture"] = _capture_first(runner, scheduler)
     gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
-    return BootedGPUEngine(engine, runner, plan, seconds, kept)
+    return BootedGPUEngine(engine, runner, plan, seconds, weight_format)
 
 
 def boot_from_checkpoint(
@@ -251,9 +256,8 @@ def _load_weights(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
     def warm() -> float:
         try:
-            runner.model = (
-                _zero_weight_model(model) if late else model
-            )  # packed weights are allocated only when they are loaded
+            # Packed weights are allocated only when they are loaded.
+            runner.model = _zero_weight_model(model) if late else model
             return compile_kernels(runner) + warm_up(runner)
         finally:
             runner.model = model

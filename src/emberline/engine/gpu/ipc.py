@@ -172,11 +172,16 @@ class IpcLink(StreamLink):
         if blocks.min() < 0 or blocks.max() >= memory.blocks:
             raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the sender's cache")
         size, height = self._layout.plane_bytes, piece.end_layer - piece.first_layer
-        theirs, ours = memory.blocks * size, self._region.blocks * size  # bytes of a layer
+        sender_layer_bytes, layer_bytes = memory.blocks * size, self._region.blocks * size  # bytes of a layer
         for base, part in zip(memory.bases, self._region.parts, strict=True):
-            source, target = base + piece.first_layer * theirs, part.data_ptr() + piece.first_layer * ours
+            source, target = (
+                base + piece.first_layer * sender_layer_bytes,
+                part.data_ptr() + piece.first_layer * layer_bytes,
+            )
             for a, b, count in _contiguous_runs(blocks, into):
-                ipc.copy_rows(source + a * size, theirs, target + b * size, ours, count * size, height)
+                ipc.copy_rows(
+                    source + a * size, sender_layer_bytes, target + b * size, layer_bytes, count * size, height
+                )
 
     def _verify_unchanged(self, fetch: PieceFetch) -> None:
         """Let the sender confirm that no block was reused before the copy ended. Raises Corrupted otherwise."""

@@ -41,7 +41,7 @@ class StagingSlot:
         self._bytes = self.pinned.view(torch.uint8).numpy()
 
     def read(self, out: memoryview) -> None:
-        """Copy to `request` with numpy: torch would start more threads for each of ours."""
+        """Copy to `out` with numpy: torch would start more threads for each of ours."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[: len(out)])
 
     def write(self, data: memoryview) -> None:

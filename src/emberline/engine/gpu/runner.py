@@ -123,10 +123,10 @@ class GPURunner:
 
         The content of an idle runner's buffers is not needed: counters are zero again, and a row's table, newest token
         and counts are written before they are read."""
-        kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
+        state = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._extra_inputs, self._graphs.inputs)]
         copying = self.copier.device_buffers() if self.copier is not None else []
-        return [*kept, *staged, *self._attention_planner.scratch_buffers(), *copying]
+        return [*state, *staged, *self._attention_planner.scratch_buffers(), *copying]
 
     def _launch_copies(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:
@@ -281,7 +281,7 @@ class GPURunner:
         self, batch: DeviceBatch, shape: StepShape | None, staged: StagedInputs, weight_unpacker: ops.WeightUnpacker
     ) -> StepInputs:
         """Stage the model's inputs; those of one shape always get the addresses that they had at its capture."""
-        most, sought = (
+        min_tiles, logit_tokens = (
             (0, batch.logit_rows) if shape is None else (ops.max_prefill_tiles(shape.tokens, shape.chunks), None)
         )
         return StepInputs(
@@ -293,7 +293,7 @@ class GPURunner:
             rows=staged.put(batch.rows),
             query_start=staged.put(batch.query_start),
             tiles=self._attention_planner.plan(
-                batch.starts, batch.counts, batch.singles, staged.put, min_tiles=most, logit_tokens=sought
+                batch.starts, batch.counts, batch.singles, staged.put, min_tiles=min_tiles, logit_tokens=logit_tokens
             ),
             logit_rows=staged.put(batch.logit_rows) if shape is None or shape.chunks else None,
             weight_unpacker=weight_unpacker,

@@ -131,8 +131,8 @@ def launch_sampling(
         penalties.count(tokens, inputs.penalised)
     parts = [tokens]
     if inputs.scored is not None and raw is not None:
-        most = max(inputs.request_rows[i].sampling.params.logprobs or 0 for i in inputs.scored[0])
-        parts += ops.log_probs(raw, tokens.index_select(0, inputs.scored[1]), most)
+        max_top = max(inputs.request_rows[i].sampling.params.logprobs or 0 for i in inputs.scored[0])
+        parts += ops.log_probs(raw, tokens.index_select(0, inputs.scored[1]), max_top)
     return SamplingOutputs(*map(_copy_to_host, parts))
 
 
@@ -185,15 +185,15 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 def _put_edits(
     request_rows: Sequence[RequestRow], special: Sequence[int], known: np.ndarray, staged: StagedInputs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    found = [(i, e) for i in special if (e := request_rows[i].sampling.logit_edits(int(known[i]))) is not None]
-    if not found:
+    edits = [(i, e) for i in special if (e := request_rows[i].sampling.logit_edits(int(known[i]))) is not None]
+    if not edits:
         return None
-    rows = np.concatenate([np.full(len(e.ids), i, np.int32) for i, e in found])
+    rows = np.concatenate([np.full(len(e.ids), i, np.int32) for i, e in edits])
     return (
         staged.put(rows),
-        staged.put(np.concatenate([e.ids for _, e in found]).astype(np.int32)),
-        staged.put(np.concatenate([e.divide for _, e in found])),
-        staged.put(np.concatenate([e.add for _, e in found])),
+        staged.put(np.concatenate([e.ids for _, e in edits]).astype(np.int32)),
+        staged.put(np.concatenate([e.divide for _, e in edits])),
+        staged.put(np.concatenate([e.add for _, e in edits])),
     )
 
 

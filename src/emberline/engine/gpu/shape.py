@@ -11,15 +11,12 @@ from emberline.core.plan import WorkItem
 
 CHUNK_ROW_COUNTS = (8, 32)  # rows for chunks in a captured step of a large model
 MAX_CHUNKS = 64  # rows for chunks of any model: 8,192 tokens are that many short prompts, and empty rows cost little
-MAX_CHUNK_TOKENS = (
-    1024  # tokens of chunks in a captured step of a large model; larger steps take longer than their launch
-)
-TOKEN_GRAIN = (
-    128  # tokens of a step with chunks are padded to a multiple: matrix products take as long for 1 as for 128 more
-)
-SINGLE_ROW_GRAIN = (
-    64  # rows of single tokens in a step with chunks are padded to a multiple: empty rows cost almost nothing
-)
+# Tokens of chunks in a captured step of a large model; larger steps take longer than their launch.
+MAX_CHUNK_TOKENS = 1024
+# Tokens of a step with chunks are padded to a multiple: matrix products take as long for 1 as for 128 more.
+TOKEN_GRAIN = 128
+# Rows of single tokens in a step with chunks are padded to a multiple: empty rows cost almost nothing.
+SINGLE_ROW_GRAIN = 64
 MAX_CAPTURED_TOKENS = 8192  # tokens of chunks in a captured step of any model
 LAUNCH_FLOP = 7e12  # operations that the device does while the host launches an uncaptured step (12 ms)
 
@@ -84,8 +81,8 @@ def pad_rows(rows: int) -> int:
     """Return the padded number of rows: 1 2 4 8 16 24 ... with growing steps.
 
     Above 384 rows, cuBLAS is up to a third slower if they are not a multiple of 128."""
-    for most, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
-        if rows <= most:
+    for limit, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
+        if rows <= limit:
             return -(-rows // step) * step
     return -(-rows // TOKEN_GRAIN) * TOKEN_GRAIN
 

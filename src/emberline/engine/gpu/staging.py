@@ -73,12 +73,12 @@ class InputStaging:
 
         Views are cached, since steps use the same ones again and again."""
         key = begin, dtype, shape
-        found = self._views.get(key)
-        if found is None:
+        view = self._views.get(key)
+        if view is None:
             if len(self._views) >= MAX_CACHED_VIEWS:
                 self._views.clear()
-            found = self._views[key] = self.device[begin:end].view(DTYPES[dtype]).view(shape)
-        return found
+            view = self._views[key] = self.device[begin:end].view(DTYPES[dtype]).view(shape)
+        return view
 
     def forget_views(self) -> None:
         """Drop the cached views, before the device's buffer moves."""

@@ -75,7 +75,8 @@ class SleepManager:
         assert name not in self._models
         if resident.nbytes > self.memory:
             raise ModelError(
-                f"the model {name!r} needs {format_gib(resident.nbytes)} GiB; the GPU has {format_gib(self.memory)} GiB for models",
+                f"the model {name!r} needs {format_gib(resident.nbytes)} GiB; "
+                f"the GPU has {format_gib(self.memory)} GiB for models",
                 hint="lower --kv-memory or use a smaller model",
             )
         self._models[name] = resident

@@ -1,4 +1,4 @@
-"""Models that take turns on a GPU: the same tokens after sleep, graphs and maps made anew, memory given back."""
+"""Models that share a GPU over time: the same tokens after sleep, graphs captured again, memory freed."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ SIZES = {
 }
 SETTINGS = {"max_running": 16, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 256 * 1024}
 KINDS = {"a": tiny.config("llama", **SIZES), "b": tiny.config("qwen3", **SIZES)}
-SEGMENT = 10 << 20  # what is larger has memory of its own, which torch gives back when it is freed
-LEFT = 512 << 20  # cuBLAS's workspace of a stream, handles, and small tensors that share memory with others'
+SEGMENT = 10 << 20  # larger allocations have their own memory, which torch returns when they are freed
+LEFT = 512 << 20  # cuBLAS's workspace of a stream, handles, and small tensors that share memory with others
 
 
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         name: tiny.write(tmp_path_factory.mktemp(name), config, seed=i)
         for i, (name, config) in enumerate(KINDS.items())
     }
 
 
-def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore[no-untyped-def]
+def make_swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore[no-untyped-def]
     from emberline.engine.gpu.boot import boot_from_checkpoint
     from emberline.engine.gpu.swap import SwappedEngine
     from emberline.engine.memory import plan_memory
@@ -64,12 +64,12 @@ def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore
 
 
 def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
-    """Prompts that share a block, so that what was cached would be used; chunks, then graphs of several sizes."""
+    """Prompts share a block, so that cached blocks would be used; they need chunks, then graphs of several sizes."""
     rng = random.Random(7)
     shared = [rng.randrange(3, 32000) for _ in range(130)]
     for i, length in enumerate((5, 131, 400, 900, 200)):
         prompt = (shared + [rng.randrange(3, 32000) for _ in range(length)])[:length]
-        # Greedy: among 32,000 nearly equal tokens a draw would fall differently when a logit changes in its last bits.
+        # Greedy: among 32,000 nearly equal tokens, sampling would depend on the last bits of the logits.
         params = SamplingParams(max_tokens=20 + 5 * i, temperature=0.0, ignore_eos=True)
         engine.add(Submission(f"{name}{i}", prompt, params))
     found: dict[str, list[int]] = {}
@@ -82,7 +82,7 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
 
 
 def poison(size: int) -> None:
-    """NaN where the sleeper was: whoever reads an address of before sees it."""
+    """Fill the sleeping model's former memory with NaN, so that a read from an old address shows."""
     blocks = [torch.full((64 << 20,), float("nan"), device="cuda") for _ in range(-(-size // (256 << 20)))]
     small = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
     torch.cuda.synchronize()
@@ -91,10 +91,10 @@ def poison(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_take_turns_and_say_the_same(homes: dict[str, Path], dtype: torch.dtype) -> None:
+def test_two_models_by_turns_give_the_same_tokens(checkpoints: dict[str, Path], dtype: torch.dtype) -> None:
     from emberline.engine.gpu.swap import SleepManager
 
-    models = {name: swapped(home, dtype) for name, home in homes.items()}
+    models = {name: make_swapped(home, dtype) for name, home in checkpoints.items()}
     sleeper = SleepManager(max(model.nbytes for model in models.values()))
     for name, model in models.items():
         sleeper.add(name, model)
@@ -103,8 +103,8 @@ def test_two_take_turns_and_say_the_same(homes: dict[str, Path], dtype: torch.dt
         for name, model in models.items():
             sleeper.ensure_awake(name)
             assert sleeper.awake_models == (name,) and model.engine.kv.num_cached == 0
-            said = tokens(model.engine, f"{turn}-")
-            assert said == expected.setdefault(name, said), (name, turn)
+            tokens_now = tokens(model.engine, f"{turn}-")
+            assert tokens_now == expected.setdefault(name, tokens_now), (name, turn)
     assert expected["a"] != expected["b"]
     turns = sleeper.stats["b"]
     assert (turns.wakes, turns.sleeps) == (3, 2) and turns.sleep_bytes >= models["b"].engine.runner.model.weight_bytes
@@ -113,18 +113,18 @@ def test_two_take_turns_and_say_the_same(homes: dict[str, Path], dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_really_given_back(homes: dict[str, Path], dtype: torch.dtype) -> None:
+def test_sleep_frees_device_memory(checkpoints: dict[str, Path], dtype: torch.dtype) -> None:
     from emberline.models.sleep import iter_instances
 
-    first = swapped(homes["a"], dtype)
+    first = make_swapped(checkpoints["a"], dtype)
     first.wake()
-    tokens(first.engine, "first")  # loads every kernel
+    tokens(first.engine, "first")  # this loads every kernel
     first.close()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     bare = torch.cuda.mem_get_info()[0]
-    model = swapped(homes["a"], dtype)
+    model = make_swapped(checkpoints["a"], dtype)
     model.wake()
     expected = tokens(model.engine, "x")
     runner = model.engine.runner
@@ -150,11 +150,11 @@ def test_memory_is_really_given_back(homes: dict[str, Path], dtype: torch.dtype)
     model.close()
 
 
-def test_both_awake_where_both_fit(homes: dict[str, Path]) -> None:
-    """One sleeps and wakes beside the other, which is in the middle of its work."""
+def test_models_that_fit_stay_awake(checkpoints: dict[str, Path]) -> None:
+    """One model sleeps and wakes while the other has open requests."""
     from emberline.engine.gpu.swap import SleepManager, model_memory
 
-    models = {name: swapped(home, torch.float32) for name, home in homes.items()}
+    models = {name: make_swapped(home, torch.float32) for name, home in checkpoints.items()}
     sleeper = SleepManager(model_memory(torch.cuda.mem_get_info()[1]))
     for name, model in models.items():
         sleeper.add(name, model)

@@ -1,5 +1,6 @@
-"""Penalties and grammars in steps that are launched before the host knows the tokens of the step before: the tokens are
-those of one step at a time on the host, in as many steps as requests without them take."""
+"""Penalties and grammars in pipelined steps, which start before the host has the tokens of the previous step.
+
+The tokens equal those of one step at a time on the host, and no extra steps are needed."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def engine(model: DecoderModel, directory: Path) -> Callable[..., Engine]:
 
 
 def requests() -> list[Submission]:
-    """Of every kind, in one batch."""
+    """Return requests of every kind for one batch."""
     free = SamplingParams(max_tokens=OUT, temperature=1.2, seed=5, ignore_eos=True)
     kinds = {
         "plain": free,
@@ -113,7 +114,7 @@ def run(engine: Engine, submissions: list[Submission], gap: int = 0) -> Tokens:
 
 @pytest.fixture
 def expected(engine: Callable[..., Engine]) -> Tokens:
-    """One request and one step at a time."""
+    """Return the outputs of one request and one step at a time."""
     tokens: Tokens = {}
     for submission in requests():
         tokens |= run(engine(ahead=False), [submission])
@@ -131,19 +132,19 @@ def expected(engine: Callable[..., Engine]) -> Tokens:
     ],
     ids=["batched", "padded", "chunked", "preempted", "host"],
 )
-def test_the_same_tokens_as_one_by_one(
+def test_pipelined_steps_give_the_same_tokens(
     engine: Callable[..., Engine], expected: Tokens, settings: dict[str, int], gap: int
 ) -> None:
     made = engine(**settings)
     assert isinstance(made.runner, GrammarRunner)
     for grammar in [s.params.grammar for s in requests() if s.params.grammar is not None]:
-        made.runner.prepare(grammar).result(60)  # or how many run at once depends on the machine
+        made.runner.prepare(grammar).result(60)  # else the number of running requests would depend on the machine
     assert run(made, requests(), gap) == expected
     assert bool(made.scheduler.preemptions) == ("blocks" in settings)
 
 
 @pytest.mark.parametrize("name", ["drawn", "json", "both"])
-def test_output_that_was_made_elsewhere_counts(engine: Callable[..., Engine], expected: Tokens, name: str) -> None:
+def test_resumed_output_counts_for_penalties(engine: Callable[..., Engine], expected: Tokens, name: str) -> None:
     (submission,) = (s for s in requests() if s.id == name)
     tokens = expected[name, 0]
     resumed = replace(submission, resumed=(tuple(tokens[:3]),))
@@ -151,7 +152,7 @@ def test_output_that_was_made_elsewhere_counts(engine: Callable[..., Engine], ex
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("greedy", 5), ("both", 8)])
-def test_a_row_that_another_request_took_is_counted_again(
+def test_counts_are_rebuilt_after_another_request_used_the_row(
     engine: Callable[..., Engine], expected: Tokens, name: str, blocks: int
 ) -> None:
     """A preempted batch request loses its row on the device to an interactive one with penalties."""
@@ -175,28 +176,30 @@ def test_a_row_that_another_request_took_is_counted_again(
 
 
 @pytest.mark.parametrize("name", ["greedy", "pattern", "both"])
-def test_as_many_steps_as_a_plain_request(engine: Callable[..., Engine], expected: Tokens, name: str) -> None:
-    """Steps of an engine that waited for each token would be twice as many calls."""
+def test_penalties_and_grammars_need_no_extra_steps(engine: Callable[..., Engine], expected: Tokens, name: str) -> None:
+    """An engine that waited for each token would need twice as many calls."""
     count = len(expected[name, 0])
     submission = {s.id: s for s in requests()}[name]
     plain = replace(requests()[0], prompt=submission.prompt, params=SamplingParams(max_tokens=count, ignore_eos=True))
 
-    def calls(asked: Submission) -> int:
+    def count_calls(asked: Submission) -> int:
         made, steps, seen = engine(), 0, 0
         made.add(asked)
-        while not seen:  # a grammar is compiled beside the loop
+        while not seen:  # a grammar is compiled in another thread
             seen = sum(len(o.tokens) for o in made.step())
         while not made.idle:
             made.step()
             steps += 1
         assert isinstance(made.runner, CountingRunner)
-        assert made.runner.launches <= count + 1  # one more where the last was seen too late
+        assert made.runner.launches <= count + 1  # one more if the last token was read after the next step was launched
         return steps
 
-    assert calls(submission) <= calls(plain) + 2  # two where it ends with the token before one that is under way
+    assert (
+        count_calls(submission) <= count_calls(plain) + 2
+    )  # two if the last token was read while another step was in flight
 
 
-def test_counts_on_the_device_are_those_of_the_host() -> None:
+def test_device_counts_equal_host_counts() -> None:
     rng = np.random.default_rng(0)
     params = SamplingParams(**PENALTIES)
     vocab, prompt = 301, rng.integers(0, 60, 40).tolist()
@@ -216,7 +219,7 @@ def test_counts_on_the_device_are_those_of_the_host() -> None:
         assert torch.equal(logits, wanted) and not counts[:2].any()
 
 
-def test_counts_stop_at_what_their_bits_hold() -> None:
+def test_counts_saturate() -> None:
     token, few = torch.tensor([4]), torch.tensor([0], dtype=torch.int32)
     counts = torch.zeros(1, 8, dtype=torch.int16)
     counts[0, 4] = ref.IN_PROMPT_BIT + ref.MAX_TOKEN_COUNT
@@ -228,7 +231,7 @@ def test_counts_stop_at_what_their_bits_hold() -> None:
     assert logits[4] == -ref.MAX_TOKEN_COUNT
 
 
-def test_masks_computed_together_are_those_computed_alone(directory: Path) -> None:
+def test_masks_computed_in_parallel_equal_single_ones(directory: Path) -> None:
     compiler = GrammarCompiler(directory / "tokenizer.json", VOCAB_SIZE, [EOS])
     matchers = [compiler.compile(GrammarSpec("regex", f"{c}[0-9]+")) for c in "abcde"]
     alone, together = (np.full((5, compiler.mask_words), -1, np.int32) for _ in range(2))
@@ -239,8 +242,8 @@ def test_masks_computed_together_are_those_computed_alone(directory: Path) -> No
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_progress_grows_within_a_step(directory: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At least once in each layer: so a long step can be told from one that hangs."""
+def test_progress_counter_grows_within_a_step(directory: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter grows at least once in each layer, so that a long step can be distinguished from a hang."""
     if not native:
         monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
     elif ops.start_backend().library is None:

@@ -74,7 +74,7 @@ def run(made: Engine, submissions: list[Submission]) -> dict[str, list[int]]:
     return tokens
 
 
-def test_the_same_tokens_pipelined_and_one_by_one(checkpoint: Path) -> None:
+def test_pipelined_steps_give_the_same_tokens(checkpoint: Path) -> None:
     plain = engine(checkpoint, graphs=False, overlap=False, prefix_cache=False, max_running=1)
     alone: dict[str, list[int]] = {}
     for submission in requests():

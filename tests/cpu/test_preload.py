@@ -1,4 +1,4 @@
-"""What a start does before torch is there, what it notes for the next one, and the request it warms up with."""
+"""Preloading of files before torch is imported, the record for the next start, and the warm-up request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path / "cache"))
 
 
-def test_joins_what_lies_near() -> None:
+def test_near_ranges_are_merged() -> None:
     gap = preload.MAX_GAP_BYTES
     assert preload.merge_ranges([]) == []
     assert preload.merge_ranges([(0, 10), (10, 20), (15, 18), (19 + gap, 30 + gap), (31 + 2 * gap, 32 + 2 * gap)]) == [
@@ -44,7 +44,7 @@ def test_joins_what_lies_near() -> None:
     ]
 
 
-def test_pages_that_are_there() -> None:
+def test_only_present_pages_are_recorded() -> None:
     size, there = mmap.PAGESIZE, 1 << 63
     far = preload.MAX_GAP_BYTES // size + 2
     states = array("Q", [0, there | 5, there, *([3] * far), there])
@@ -52,7 +52,7 @@ def test_pages_that_are_there() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="needs Linux")
-def test_notes_the_pages_it_used(tmp_path: Path) -> None:
+def test_used_pages_are_recorded(tmp_path: Path) -> None:
     size, file = mmap.PAGESIZE, tmp_path / "library"
     pages = 3 * preload.MAX_GAP_BYTES // size
     file.write_bytes(os.urandom(2 * pages * size))
@@ -67,9 +67,9 @@ def test_notes_the_pages_it_used(tmp_path: Path) -> None:
     compiled = Path(preload.__cached__)
     assert note[str(module)] == ([] if compiled.is_file() else [(0, size)])
     assert not compiled.is_file() or note[str(compiled)] == [(0, compiled.stat().st_size)]
-    assert note[str(module.parent)] == []  # searched
+    assert note[str(module.parent)] == []  # a directory that was searched
     before = preload._record_path().stat().st_mtime_ns
-    preload.write_record()  # it still holds
+    preload.write_record()  # the record is current
     assert preload._record_path().stat().st_mtime_ns == before
     file.write_bytes(b"another")
     preload.write_record()
@@ -77,7 +77,7 @@ def test_notes_the_pages_it_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": [1, [[2]]]}', "null"])
-def test_a_spoiled_note_is_none(text: str) -> None:
+def test_damaged_record_is_ignored(text: str) -> None:
     preload._record_path().parent.mkdir(parents=True)
     preload._record_path().write_text(text)
     assert preload.read_record() == {}
@@ -85,7 +85,7 @@ def test_a_spoiled_note_is_none(text: str) -> None:
     assert preload.read_record()
 
 
-def test_begins_without_torch_and_with_a_note(tmp_path: Path) -> None:
+def test_preload_needs_no_torch_and_uses_the_record(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path / "model", shards=2)
     preload._record_path().parent.mkdir(parents=True)
     preload._record_path().write_text(
@@ -95,11 +95,11 @@ def test_begins_without_torch_and_with_a_note(tmp_path: Path) -> None:
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
 from pathlib import Path
-from emberline.engine import early
-with early.begin(Path({str(directory)!r})) as reader:
-    assert reader.wait_first(0) and len(early.noted()) == 3
-    while (piece := reader.take(10)) is not None:
-        reader.give_back(piece)
+from emberline.engine import preload
+with preload.start_preload(Path({str(directory)!r})) as reader:
+    assert reader.wait_for_prefetch(0) and len(preload.read_record()) == 3
+    while (chunk := reader.take(10)) is not None:
+        reader.give_back(chunk)
     print(reader.stats.bytes)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(preload.__file__).parents[2])}
@@ -108,7 +108,7 @@ with early.begin(Path({str(directory)!r})) as reader:
     assert int(done.stdout) == sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-def test_notes_sources_that_were_read_and_modules_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_sources_and_replaced_modules_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Path(preload.__file__)
     linecache.getlines(str(module))
     monkeypatch.setitem(sys.modules, "emberline.engine.pacing", object())  # type: ignore[misc]
@@ -117,15 +117,15 @@ def test_notes_sources_that_were_read_and_modules_that_were_replaced(monkeypatch
     assert str(module.with_name("pacing.py")) in found
 
 
-def test_the_import_alone() -> None:
-    """By the bench: nothing reads beside it, and it says what came from the disk."""
-    said = cold._child("import", Path(), {"noted": False}, 120)
-    assert said["ready"] > said["entered"] and said["first_files"] < 10
-    assert said["read_bytes"] >= 0 and said["major_faults"] >= 0
-    assert any("torch" in file for file in said["not_noted"])  # the cache is empty, and so is the note
+def test_torch_imports_without_unused_modules() -> None:
+    """Measured by the benchmark, which reads nothing in parallel and reports what was read from disk."""
+    measured = cold._child("import", Path(), {"noted": False}, 120)
+    assert measured["ready"] > measured["entered"] and measured["first_files"] < 10
+    assert measured["read_bytes"] >= 0 and measured["major_faults"] >= 0
+    assert any("torch" in file for file in measured["not_noted"])  # neither cache nor record exist
 
 
-def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_warm_up_leaves_no_state(tmp_path: Path) -> None:
     model = load_decoder(tiny.write(tmp_path), "bfloat16")
     c = model.config
 

@@ -1,4 +1,4 @@
-"""Several models on one device: who sleeps when, with fakes; and real engines that sleep, with the CPU as device."""
+"""Several models on one device: which one sleeps, with fakes; and real engines that sleep, with the CPU as device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from emberline.models.sleep import iter_instances, sleep
 
 
 @dataclass
-class Fake:
-    """A model that is only its size. `fails` is raised by the next call."""
+class FakeModel:
+    """A model that has only a size. `fails` is raised by the next call."""
 
     name: str
     nbytes: int
@@ -38,13 +38,13 @@ class Fake:
 
     def wake(self) -> int:
         assert not self.awake
-        return self._turn("wake", 3.0, True)
+        return self._change_state("wake", 3.0, True)
 
     def sleep(self) -> int:
         assert self.awake and self.idle
-        return self._turn("sleep", 2.0, False)
+        return self._change_state("sleep", 2.0, False)
 
-    def _turn(self, what: str, seconds: float, awake: bool) -> int:
+    def _change_state(self, what: str, seconds: float, awake: bool) -> int:
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -55,135 +55,135 @@ class Fake:
 
 
 @dataclass
-class House:
+class SwapHarness:
     memory: int
     sizes: dict[str, int]
     clock: ManualClock = field(default_factory=ManualClock)
     log: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sleeper = SleepManager(self.memory, self.clock)
-        self.models = {name: Fake(name, size, self.clock, self.log) for name, size in self.sizes.items()}
+        self.manager = SleepManager(self.memory, self.clock)
+        self.models = {name: FakeModel(name, size, self.clock, self.log) for name, size in self.sizes.items()}
         for name, model in self.models.items():
-            self.sleeper.add(name, model)
+            self.manager.add(name, model)
 
     def use(self, *names: str) -> list[str]:
         del self.log[:]
         for name in names:
-            self.sleeper.ensure_awake(name)
+            self.manager.ensure_awake(name)
         self.check()
         return self.log
 
     def check(self) -> None:
         awake = {name for name, model in self.models.items() if model.awake}
-        assert set(self.sleeper.awake_models) == awake
-        assert self.sleeper.used_bytes == sum(self.models[name].nbytes for name in awake) <= self.memory
+        assert set(self.manager.awake_models) == awake
+        assert self.manager.used_bytes == sum(self.models[name].nbytes for name in awake) <= self.memory
 
 
-def test_the_least_recently_used_sleeps_and_no_more_than_must() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
-    assert house.use("a", "b", "c") == ["wake a", "wake b", "wake c"]  # exactly full
-    assert house.use("a", "a") == []
-    assert house.sleeper.awake_models == ("b", "c", "a")
-    assert house.use("d") == ["sleep b", "sleep c", "wake d"]
-    assert house.use("b") == ["sleep a", "wake b"]
-    assert house.sleeper.awake_models == ("d", "b") and house.sleeper.used_bytes == 80
+def test_least_recently_used_models_sleep_and_no_others() -> None:
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 30, "d": 50})
+    assert harness.use("a", "b", "c") == ["wake a", "wake b", "wake c"]  # exactly full
+    assert harness.use("a", "a") == []
+    assert harness.manager.awake_models == ("b", "c", "a")
+    assert harness.use("d") == ["sleep b", "sleep c", "wake d"]
+    assert harness.use("b") == ["sleep a", "wake b"]
+    assert harness.manager.awake_models == ("d", "b") and harness.manager.used_bytes == 80
 
 
 def test_seconds_and_bytes_are_counted() -> None:
-    house = House(10, {"a": 10, "b": 8})
-    house.use("a", "b", "a")
-    turns = house.sleeper.stats["a"]
-    assert (turns.wakes, turns.wake_seconds, turns.wake_bytes) == (2, 6.0, 10)
-    assert (turns.sleeps, turns.sleep_seconds, turns.sleep_bytes) == (1, 2.0, 5)
-    assert house.sleeper.stats["b"].sleep_bytes == 4
+    harness = SwapHarness(10, {"a": 10, "b": 8})
+    harness.use("a", "b", "a")
+    sleep_stats = harness.manager.stats["a"]
+    assert (sleep_stats.wakes, sleep_stats.wake_seconds, sleep_stats.wake_bytes) == (2, 6.0, 10)
+    assert (sleep_stats.sleeps, sleep_stats.sleep_seconds, sleep_stats.sleep_bytes) == (1, 2.0, 5)
+    assert harness.manager.stats["b"].sleep_bytes == 4
 
 
-def test_who_has_open_requests_does_not_sleep() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50})
-    house.use("a", "b", "c")
-    house.models["a"].idle = False
-    assert house.use("d") == ["sleep b", "sleep c", "wake d"]  # a is older
-    house.models["d"].idle = False
+def test_busy_models_do_not_sleep() -> None:
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 30, "d": 50})
+    harness.use("a", "b", "c")
+    harness.models["a"].idle = False
+    assert harness.use("d") == ["sleep b", "sleep c", "wake d"]  # a was used less recently
+    harness.models["d"].idle = False
     with pytest.raises(Overloaded, match=r"'b' needs .* a d"):
-        house.use("b")
-    house.check()
-    assert house.log == [] and house.sleeper.awake_models == ("a", "d")
-    assert house.use("a") == []
+        harness.use("b")
+    harness.check()
+    assert harness.log == [] and harness.manager.awake_models == ("a", "d")
+    assert harness.use("a") == []
 
 
-def test_who_is_in_the_way() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
-    house.use("a", "b", "c")
-    assert house.sleeper.busy_models_to_sleep("d") == []
-    house.models["a"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == [] and house.sleeper.busy_models_to_sleep("e") == ["a"]
-    house.models["c"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == ["a"]  # with b, enough; used longer ago than c
-    house.models["b"].idle = False
-    assert house.sleeper.busy_models_to_sleep("d") == ["a", "b"] and house.sleeper.busy_models_to_sleep("e") == [
+def test_busy_models_to_sleep_are_listed() -> None:
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
+    harness.use("a", "b", "c")
+    assert harness.manager.busy_models_to_sleep("d") == []
+    harness.models["a"].idle = False
+    assert harness.manager.busy_models_to_sleep("d") == [] and harness.manager.busy_models_to_sleep("e") == ["a"]
+    harness.models["c"].idle = False
+    assert harness.manager.busy_models_to_sleep("d") == ["a"]  # enough together with b; used less recently than c
+    harness.models["b"].idle = False
+    assert harness.manager.busy_models_to_sleep("d") == ["a", "b"] and harness.manager.busy_models_to_sleep("e") == [
         "a",
         "b",
         "c",
     ]
-    assert house.sleeper.busy_models_to_sleep("c") == []  # it is awake
-    assert house.sleeper.awake_since("a") == 3.0 and house.sleeper.awake_since("d") is None
+    assert harness.manager.busy_models_to_sleep("c") == []  # the model is already awake
+    assert harness.manager.awake_since("a") == 3.0 and harness.manager.awake_since("d") is None
 
 
-def test_nothing_sleeps_for_what_cannot_be_done() -> None:
-    house = House(100, {"a": 40, "b": 30, "c": 90})
-    house.use("a", "b")
-    house.models["b"].idle = False
+def test_impossible_wake_changes_nothing() -> None:
+    harness = SwapHarness(100, {"a": 40, "b": 30, "c": 90})
+    harness.use("a", "b")
+    harness.models["b"].idle = False
     with pytest.raises(Overloaded):
-        house.use("c")
-    assert house.sleeper.awake_models == ("a", "b") and house.models["a"].awake
+        harness.use("c")
+    assert harness.manager.awake_models == ("a", "b") and harness.models["a"].awake
     with pytest.raises(ModelNotFound, match="'z'"):
-        house.use("z")
+        harness.use("z")
     with pytest.raises(ModelError, match="'huge' needs"):
-        house.sleeper.add("huge", Fake("huge", 101, house.clock, house.log))
+        harness.manager.add("huge", FakeModel("huge", 101, harness.clock, harness.log))
 
 
-def test_a_failure_leaves_the_others_as_they_are() -> None:
-    house = House(100, {"a": 40, "b": 60, "c": 60})
-    house.use("a", "b")
-    house.models["c"].fails = RuntimeError("out of memory")
+def test_failed_wake_or_sleep_leaves_other_models_unchanged() -> None:
+    harness = SwapHarness(100, {"a": 40, "b": 60, "c": 60})
+    harness.use("a", "b")
+    harness.models["c"].fails = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
-        house.use("c")
-    house.check()
-    assert not house.models["c"].awake and house.models["b"].awake == ("b" in house.sleeper.awake_models)
-    assert house.sleeper.stats["c"].wakes == 0
-    assert house.use("c") == ["wake c"]  # there is room already
-    house.models["c"].fails = ModelError("cannot pin")
+        harness.use("c")
+    harness.check()
+    assert not harness.models["c"].awake and harness.models["b"].awake == ("b" in harness.manager.awake_models)
+    assert harness.manager.stats["c"].wakes == 0
+    assert harness.use("c") == ["wake c"]  # enough memory is already free
+    harness.models["c"].fails = ModelError("cannot pin")
     with pytest.raises(ModelError, match="cannot pin"):
-        house.use("b")
-    house.check()
-    assert house.models["c"].awake and not house.models["b"].awake
-    assert house.use("b") == ["sleep c", "wake b"]
+        harness.use("b")
+    harness.check()
+    assert harness.models["c"].awake and not harness.models["b"].awake
+    assert harness.use("b") == ["sleep c", "wake b"]
 
 
-def test_any_order_keeps_to_the_memory() -> None:
+def test_awake_models_always_fit_the_memory() -> None:
     rng = random.Random(3)
-    house = House(100, {f"m{i}": rng.randrange(1, 101) for i in range(8)})
+    harness = SwapHarness(100, {f"m{i}": rng.randrange(1, 101) for i in range(8)})
     used: list[str] = []
     for _ in range(2000):
-        model = house.models[rng.choice(list(house.models))]
+        model = harness.models[rng.choice(list(harness.models))]
         model.idle = rng.random() < 0.8
-        name = rng.choice(list(house.models))
-        held = {n for n, m in house.models.items() if m.awake and not m.idle}
+        name = rng.choice(list(harness.models))
+        busy = {n for n, m in harness.models.items() if m.awake and not m.idle}
         if rng.random() < 0.1:
             model.fails = RuntimeError("no")
         try:
-            house.use(name)
+            harness.use(name)
             used.append(name)
-            assert house.sleeper.awake_models[-1] == name
+            assert harness.manager.awake_models[-1] == name
         except (Overloaded, RuntimeError):
             pass
-        house.check()
-        assert all(house.models[n].awake for n in held)
+        harness.check()
+        assert all(harness.models[n].awake for n in busy)
     assert len(used) > 500
 
 
-def test_room_is_what_plans_fill() -> None:
+def test_model_memory_matches_the_plans() -> None:
     config = boot.ModelConfig.from_hf(tiny.CONFIGS["llama"])
     total = 80 << 30
     whole = plan_memory(
@@ -202,7 +202,7 @@ def test_room_is_what_plans_fill() -> None:
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_backend", ops._backend)
     monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
     plain_arithmetic()
@@ -223,32 +223,32 @@ def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.usefixtures("plain")
-def test_an_engine_says_the_same_after_sleep(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("use_plain_arithmetic")
+def test_engine_gives_the_same_tokens_after_sleep(tmp_path: Path) -> None:
     kinds = {"a": "llama", "b": "qwen3"}
     homes = {name: tiny.write(tmp_path / name, kind, seed=i) for i, (name, kind) in enumerate(kinds.items())}
     models = {name: SwappedEngine(planned(home), lambda home=home: booted(home)) for name, home in homes.items()}
-    sleeper = SleepManager(max(m.nbytes for m in models.values()))
+    manager = SleepManager(max(m.nbytes for m in models.values()))
     for name, model in models.items():
-        sleeper.add(name, model)
+        manager.add(name, model)
     expected = {name: tokens(booted(home).engine, "x") for name, home in homes.items()}
     hits = dict.fromkeys(models, 0)
     for turn in range(3):
         for name, model in models.items():
-            sleeper.ensure_awake(name)
-            assert sleeper.awake_models == (name,)
+            manager.ensure_awake(name)
+            assert manager.awake_models == (name,)
             assert (
                 model.engine.kv.num_cached == 0 and model.engine.kv.hit_tokens == hits[name]
-            )  # forgotten, still counted
+            )  # the blocks are lost, the counters are kept
             assert tokens(model.engine, f"{turn}-") == expected[name]
             assert tokens(model.engine, f"{turn}+") == expected[name]
             assert model.engine.kv.hit_tokens > hits[name]
             hits[name] = model.engine.kv.hit_tokens
-    turns = sleeper.stats["a"]
+    sleep_stats = manager.stats["a"]
     storages = [t.untyped_storage() for t in memory_of(models["b"])]
     copied = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    assert sleeper.stats["b"].sleep_bytes == copied > 0  # once, though it slept twice
-    assert (turns.wakes, turns.sleeps, sleeper.stats["b"].sleeps) == (3, 3, 2)
+    assert manager.stats["b"].sleep_bytes == copied > 0  # copied once, though it slept twice
+    assert (sleep_stats.wakes, sleep_stats.sleeps, manager.stats["b"].sleeps) == (3, 3, 2)
 
 
 def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
@@ -256,8 +256,8 @@ def memory_of(model: SwappedEngine) -> list[torch.Tensor]:
     return list(iter_instances(torch.Tensor, model._gpu_engine.runner.model))
 
 
-@pytest.mark.usefixtures("plain")
-def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("use_plain_arithmetic")
+def test_sleeping_engine_has_no_memory_and_cannot_run(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m", "qwen2")
     model = SwappedEngine(planned(home), lambda: booted(home))
     model.wake()
@@ -266,13 +266,13 @@ def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
     assert not model.idle
     model.engine.abort("open")
     assert [o.id for o in model.engine.step()] == ["open"] and model.idle
-    held = [*memory_of(model), model.engine.runner.cache.keys, model.engine.runner.cache.values]  # type: ignore[attr-defined]
+    busy = [*memory_of(model), model.engine.runner.cache.keys, model.engine.runner.cache.values]  # type: ignore[attr-defined]
     model.sleep()
-    assert all(t.untyped_storage().nbytes() == 0 for t in held)
+    assert all(t.untyped_storage().nbytes() == 0 for t in busy)
     with pytest.raises(AssertionError, match="the model sleeps"):
         _ = model.engine
-    fail_in_the_middle(model)
-    assert all(t.untyped_storage().nbytes() == 0 for t in held)  # what came back went again
+    fail_during_wake(model)
+    assert all(t.untyped_storage().nbytes() == 0 for t in busy)  # restored memory was freed again
     model.wake()
     assert not model.engine.runner.cache.keys.any()  # type: ignore[attr-defined]
     assert tokens(model.engine, "b") == expected
@@ -280,7 +280,7 @@ def test_asleep_it_has_no_memory_and_refuses_to_work(tmp_path: Path) -> None:
     model.close()
 
 
-def fail_in_the_middle(model: SwappedEngine) -> None:
+def fail_during_wake(model: SwappedEngine) -> None:
     assert model._sleep is not None
     one = model._sleep._slept[3]
     storage = one.storage
@@ -298,7 +298,7 @@ def fail_in_the_middle(model: SwappedEngine) -> None:
     one.storage = storage
 
 
-def test_a_boot_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+def test_failed_boot_can_be_retried(tmp_path: Path) -> None:
     home = tiny.write(tmp_path / "m")
     errors = [RuntimeError("out of memory")]
 
@@ -314,7 +314,7 @@ def test_a_boot_that_fails_may_be_tried_again(tmp_path: Path) -> None:
     assert model.wake() == model.engine.runner.model.weight_bytes  # type: ignore[attr-defined]
 
 
-def test_sleep_keeps_copies_and_zeroes_scratch() -> None:
+def test_sleep_keeps_weights_and_zeroes_scratch() -> None:
     weights, scratch = torch.randn(100), torch.randn(50)
     part, before = weights[10:20], weights.clone()
     slept = sleep([weights, part], zeroed=[scratch, part])
@@ -323,7 +323,7 @@ def test_sleep_keeps_copies_and_zeroes_scratch() -> None:
         assert weights.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
         slept.wake(keep=True)
         assert torch.equal(weights, before) and torch.equal(part, before[10:20]) and not scratch.any()
-        assert slept.wake(keep=True)  # awake already: nothing moved
+        assert slept.wake(keep=True)  # already awake: nothing is copied
         scratch.fill_(7.0)
         slept.sleep_again()
     slept.wake()

@@ -1,4 +1,4 @@
-"""Models of a server become a fleet: what fits is known before, all that is loaded answers, and sleepers come back."""
+"""Booting an EngineGroup: memory is checked before loading, and models give the same tokens after sleep."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ KINDS = {"a": "llama", "b": "qwen3", "c": "qwen2"}
 
 
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {name: tiny.write(root / name, kind, seed=i) for i, (name, kind) in enumerate(KINDS.items())}
 
 
 @pytest.fixture
-def configs(homes: dict[str, Path]) -> dict[str, EngineConfig]:
-    return {name: EngineConfig(str(home), device="cpu", max_running=8) for name, home in homes.items()}
+def configs(checkpoints: dict[str, Path]) -> dict[str, EngineConfig]:
+    return {name: EngineConfig(str(home), device="cpu", max_running=8) for name, home in checkpoints.items()}
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_plain_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_backend", ops._backend)
     monkeypatch.setattr(ref, "uniform_from_seed", ref.uniform_from_seed)
     on_host.plain_arithmetic()
@@ -58,63 +58,63 @@ def submission(name: str, i: int, prompt: list[int]) -> Submission:
     return Submission(f"{name}{i}", prompt, params, model=name)
 
 
-def alone(engine: Engine, name: str, count: int) -> dict[str, list[int]]:
+def run_alone(engine: Engine, name: str, count: int) -> dict[str, list[int]]:
     for i, prompt in zip(range(count), prompts(5), strict=False):
         engine.add(submission(name, i, prompt))
-    said: dict[str, list[int]] = {}
+    tokens_by_id: dict[str, list[int]] = {}
     while not engine.idle:
         for output in engine.step():
-            said.setdefault(output.id, []).extend(output.tokens)
-    return said
+            tokens_by_id.setdefault(output.id, []).extend(output.tokens)
+    return tokens_by_id
 
 
-def together(fleet: EngineGroup, count: int) -> dict[str, list[int]]:
-    """One after the other for each in turn, so that each is wanted while another is busy."""
-    left = [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False) for name in fleet.engines]
-    said: dict[str, list[int]] = {}
+def run_together(group: EngineGroup, count: int) -> dict[str, list[int]]:
+    """Submit requests for each model alternately, so that each is needed while another is busy."""
+    left = [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False) for name in group.engines]
+    tokens_by_id: dict[str, list[int]] = {}
     ended: list[str] = []
-    while left or not fleet.idle:
+    while left or not group.idle:
         if left:
-            fleet.add(left.pop(0))
-        report = fleet.step()
+            group.add(left.pop(0))
+        report = group.step()
         assert not report.rejected
         for outputs in report.outputs.values():
             for output in outputs:
                 assert output.error is None
-                said.setdefault(output.id, []).extend(output.tokens)
+                tokens_by_id.setdefault(output.id, []).extend(output.tokens)
                 ended += [output.id] if output.finish is not None else []
-    assert len(ended) == len(set(ended)) == count * len(fleet.engines)
-    return said
+    assert len(ended) == len(set(ended)) == count * len(group.engines)
+    return tokens_by_id
 
 
-def test_on_a_cpu_all_are_loaded_and_say_what_they_say_alone(configs: dict[str, EngineConfig]) -> None:
-    fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
-    assert list(fleet.engines) == list(configs) and set(loaded) == set(configs)
-    assert all(fleet.is_awake(name) for name in configs)
+def test_cpu_models_give_the_same_tokens_as_alone(configs: dict[str, EngineConfig]) -> None:
+    group, loaded = boot_engine_group(configs, TimeSharingConfig())
+    assert list(group.engines) == list(configs) and set(loaded) == set(configs)
+    assert all(group.is_awake(name) for name in configs)
     expected: dict[str, list[int]] = {}
     for name, config in configs.items():
         single, one = boot_engine_group({name: config}, TimeSharingConfig())
         assert one[name].max_context == loaded[name].max_context == 64
-        expected |= alone(single.engines[name], name, 5)
-    assert together(fleet, 5) == expected
-    assert all(fleet.sleep_stats(name).wakes == 1 and fleet.sleep_stats(name).sleeps == 0 for name in configs)
+        expected |= run_alone(single.engines[name], name, 5)
+    assert run_together(group, 5) == expected
+    assert all(group.sleep_stats(name).wakes == 1 and group.sleep_stats(name).sleeps == 0 for name in configs)
 
 
-def test_more_memory_for_prefixes_than_there_is(configs: dict[str, EngineConfig]) -> None:
+def test_kv_host_memory_above_free_memory_is_rejected(configs: dict[str, EngineConfig]) -> None:
     with pytest.raises(InvalidRequest, match=r"kv_host_memory is .* GiB of memory are free"):
         boot_engine_group({"a": replace(configs["a"], kv_host_memory=1 << 50)}, TimeSharingConfig())
 
 
 @pytest.mark.skipif(has_hopper(), reason="there is one")
 @pytest.mark.parametrize("names", ["a", "ab"])
-def test_a_gpu_that_is_not_there(configs: dict[str, EngineConfig], names: str) -> None:
+def test_missing_gpu_is_rejected(configs: dict[str, EngineConfig], names: str) -> None:
     with pytest.raises(InvalidRequest, match="there is no GPU with"):
         boot_engine_group({name: replace(configs[name], device="cuda") for name in names}, TimeSharingConfig())
 
 
-def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict[str, EngineConfig]) -> None:
+def test_too_little_main_memory_is_rejected_before_loading(configs: dict[str, EngineConfig]) -> None:
     weights = sum(WeightEstimate.of(config).weight_bytes for config in configs.values())
-    assert kv_bytes_per_model(configs, weights + 6000) == 1000  # of what is left, a half for all
+    assert kv_bytes_per_model(configs, weights + 6000) == 1000  # half of the free memory for all models
     with pytest.raises(ModelError, match=r"do not fit into main memory: .*\(a .*, b .*, c .*\); .* are free"):
         kv_bytes_per_model(configs, weights - 1)
     asking = {name: replace(config, kv_memory=GIB) for name, config in configs.items()}
@@ -127,25 +127,25 @@ def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict
     kv_bytes_per_model(keeping, weights + 3 * GIB)
 
 
-def test_weights_are_as_large_as_they_will_be(homes: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
-    for name, home in homes.items():
+def test_weight_estimate_equals_loaded_weights(checkpoints: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
+    for name, home in checkpoints.items():
         model = on_host.booted(home).runner.model
         found = WeightEstimate.of(configs[name])
         assert found.dtype == "float32" and abs(found.weight_bytes / model.weight_bytes - 1) < 0.01
         assert WeightEstimate.of(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
 
 
-def never(name: str, settings: GPUConfig) -> BootedGPUEngine:
+def fail_to_load(name: str, settings: GPUConfig) -> BootedGPUEngine:
     raise AssertionError("nothing is loaded yet")
 
 
-def on_gpu(configs: dict[str, EngineConfig], **changes: int) -> dict[str, EngineConfig]:
+def with_gpu(configs: dict[str, EngineConfig], **changes: int) -> dict[str, EngineConfig]:
     return {name: replace(config, device="cuda", **changes) for name, config in configs.items()}
 
 
-def test_where_all_fit_a_gpu_is_shared(configs: dict[str, EngineConfig]) -> None:
+def test_models_that_fit_share_the_gpu(configs: dict[str, EngineConfig]) -> None:
     total = 40 * GIB
-    members, space = plan_time_sharing(on_gpu(configs), total, 0, never)
+    members, space = plan_time_sharing(with_gpu(configs), total, 0, fail_to_load)
     sizes = [member.nbytes for member in members.values()]
     assert space == model_memory(total) and 0 <= space - sum(sizes) < space / 1000
     kv = [
@@ -155,51 +155,49 @@ def test_where_all_fit_a_gpu_is_shared(configs: dict[str, EngineConfig]) -> None
     assert max(sizes) < max(kv) / 2
 
 
-def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, EngineConfig]) -> None:
-    large = on_gpu(configs, max_batch_tokens=1 << 20)  # activations of 2 GiB and more
+def test_models_that_do_not_fit_get_all_memory_by_turns(configs: dict[str, EngineConfig]) -> None:
+    large = with_gpu(configs, max_batch_tokens=1 << 20)  # activations take 2 GiB and more
     total = 9 * GIB
-    members, space = plan_time_sharing(large, total, GIB, never)
+    members, space = plan_time_sharing(large, total, GIB, fail_to_load)
     assert all(0.9 * space < member.nbytes <= space for member in members.values())
     with pytest.raises(ModelError, match="must hold while they sleep"):
-        plan_time_sharing(large, total, 1000, never)
-    keeping = on_gpu(configs, max_batch_tokens=1 << 20, kv_host_memory=GIB)
+        plan_time_sharing(large, total, 1000, fail_to_load)
+    keeping = with_gpu(configs, max_batch_tokens=1 << 20, kv_host_memory=GIB)
     with pytest.raises(ModelError, match=r"must hold while they sleep and 3\.00 GiB of KV blocks"):
-        plan_time_sharing(keeping, total, 3 * GIB, never)
-    plan_time_sharing(keeping, total, 4 * GIB, never)
+        plan_time_sharing(keeping, total, 3 * GIB, fail_to_load)
+    plan_time_sharing(keeping, total, 4 * GIB, fail_to_load)
     with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
-        plan_time_sharing(on_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, never)
+        plan_time_sharing(with_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, fail_to_load)
 
 
-def test_keys_and_values_as_asked_for(configs: dict[str, EngineConfig]) -> None:
-    members, space = plan_time_sharing(on_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, never)
+def test_configured_kv_memory_is_used(configs: dict[str, EngineConfig]) -> None:
+    members, space = plan_time_sharing(with_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, fail_to_load)
     assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == model_memory(40 * GIB)
 
 
-@pytest.mark.usefixtures("plain")
-def test_sleepers_say_what_they_say_alone(homes: dict[str, Path]) -> None:
-    """Three models, memory for one or for two: they take turns while requests for all of them come."""
+@pytest.mark.usefixtures("use_plain_arithmetic")
+def test_sleeping_models_give_the_same_tokens_as_alone(checkpoints: dict[str, Path]) -> None:
+    """Three models with memory for one or two of them are switched while requests for all arrive."""
     expected: dict[str, list[int]] = {}
-    for name, home in homes.items():
-        expected |= alone(on_host.booted(home).engine, name, 6)
+    for name, home in checkpoints.items():
+        expected |= run_alone(on_host.booted(home).engine, name, 6)
     for at_once in (1, 2):
         members = {
             name: SwappedEngine(on_host.planned(home), lambda home=home: on_host.booted(home))  # type: ignore[misc]
-            for name, home in homes.items()
+            for name, home in checkpoints.items()
         }
         memory = at_once * max(member.nbytes for member in members.values())
-        fleet = EngineGroup(members, memory, TimeSharingConfig(turn=0.01))
-        assert fleet.is_awake("a") and not fleet.is_awake("c")
-        assert together(fleet, 6) == expected
+        group = EngineGroup(members, memory, TimeSharingConfig(turn=0.01))
+        assert group.is_awake("a") and not group.is_awake("c")
+        assert run_together(group, 6) == expected
         for name in members:
-            fleet.engines[name].kv.check_invariants()
-        assert all(fleet.sleep_stats(name).wakes > 1 for name in "bc")
+            group.engines[name].kv.check_invariants()
+        assert all(group.sleep_stats(name).wakes > 1 for name in "bc")
         for member in members.values():
             member.close()
 
 
 @pytest.mark.parametrize("size", [4, 12, 24, 40, 48, 72, 96])
-def test_blocks_that_no_kernel_serves_are_told_before_anything_is_loaded(
-    configs: dict[str, EngineConfig], size: int
-) -> None:
+def test_unsupported_block_size_is_rejected_before_loading(configs: dict[str, EngineConfig], size: int) -> None:
     with pytest.raises(InvalidRequest, match="block_size"):
         boot_engine_group({"a": replace(configs["a"], block_size=size)}, TimeSharingConfig())

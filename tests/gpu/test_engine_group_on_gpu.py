@@ -1,4 +1,4 @@
-"""Several models in one process on a GPU: beside each other where they fit, in turns where they do not."""
+"""Several models in one process on a GPU: awake together if they fit, otherwise sharing it over time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]
     kinds = {"a": "llama", "b": "qwen3", "c": "qwen2"}
     root = tmp_path_factory.mktemp("models")
     homes = {n: tiny.write(root / n, tiny.config(kind, **SIZES), seed=i) for i, (n, kind) in enumerate(kinds.items())}
-    # float32: a logit's last bits change with the batch, and so seldom change a token
+    # float32: the last bits of logits depend on the batch, which rarely changes a token
     settings = {"device": "cuda", "dtype": "float32", "max_running": 16, "max_batch_tokens": 512}
     return {name: EngineConfig(str(home), kv_memory=256 << 20, **settings) for name, home in homes.items()}  # type: ignore[arg-type]
 
@@ -47,51 +47,53 @@ def submissions(name: str) -> Iterator[Submission]:
         yield Submission(f"{name}{i}", prompt, params, model=name)
 
 
-def said_by(fleet, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyped-def]
+def run_all(group, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyped-def]
     left = [one for many in zip(*(submissions(name) for name in names), strict=True) for one in many]
-    said: dict[str, list[int]] = {}
+    tokens_by_id: dict[str, list[int]] = {}
     ended: list[str] = []
     steps = 0
-    while left or not fleet.idle:
+    while left or not group.idle:
         if left and steps % 3 == 0:
-            fleet.add(left.pop(0))
+            group.add(left.pop(0))
         steps += 1
-        report = fleet.step()
+        report = group.step()
         assert not report.refused
         for outputs in report.outputs.values():
             for output in outputs:
                 assert output.error is None
-                said.setdefault(output.id, []).extend(output.tokens)
+                tokens_by_id.setdefault(output.id, []).extend(output.tokens)
                 ended += [output.id] if output.finish is not None else []
     assert len(ended) == len(set(ended)) == COUNT * len(names)
     for name in names:
-        fleet.engines[name].kv.check()
-    return said
+        group.engines[name].kv.check()
+    return tokens_by_id
 
 
 @pytest.fixture(scope="module")
 def expected(configs: dict[str, EngineConfig]) -> dict[str, list[int]]:
     from emberline.engine.engine_group_boot import boot_engine_group
 
-    said: dict[str, list[int]] = {}
+    tokens_by_id: dict[str, list[int]] = {}
     for name, config in configs.items():
-        fleet, _ = boot_engine_group({name: config}, TimeSharingConfig())
-        said |= said_by(fleet, name)
-    return said
+        group, _ = boot_engine_group({name: config}, TimeSharingConfig())
+        tokens_by_id |= run_all(group, name)
+    return tokens_by_id
 
 
-def test_beside_each_other(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
+def test_models_that_fit_are_awake_together(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
     from emberline.engine.engine_group_boot import boot_engine_group
 
-    fleet, loaded = boot_engine_group(configs, TimeSharingConfig())
-    assert all(fleet.is_awake(name) for name in configs) and set(loaded) == set(configs)
+    group, loaded = boot_engine_group(configs, TimeSharingConfig())
+    assert all(group.is_awake(name) for name in configs) and set(loaded) == set(configs)
     for _ in range(2):
-        assert said_by(fleet, "abc") == expected
-    assert all(fleet.sleep_stats(name).sleeps == 0 for name in configs)
+        assert run_all(group, "abc") == expected
+    assert all(group.sleep_stats(name).sleeps == 0 for name in configs)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int) -> None:
+def test_models_that_do_not_fit_share_the_gpu_over_time(
+    configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int
+) -> None:
     from emberline.core.freememory import free_memory
     from emberline.engine.boot import boot_on_gpu
     from emberline.engine.engine_group import EngineGroup
@@ -103,21 +105,19 @@ def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int
 
     members, _ = plan_time_sharing(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
     memory = at_once * max(member.nbytes for member in members.values())
-    fleet = EngineGroup(members, memory, TimeSharingConfig(turn=0.02))
+    group = EngineGroup(members, memory, TimeSharingConfig(turn=0.02))
     for _ in range(2):
-        assert said_by(fleet, "abc") == expected
-    assert all(fleet.sleep_stats(name).wakes > 1 for name in configs)
+        assert run_all(group, "abc") == expected
+    assert all(group.sleep_stats(name).wakes > 1 for name in configs)
     for member in members.values():
         member.close()
 
 
-def test_without_a_word_on_memory_they_share_it(
-    configs: dict[str, EngineConfig], expected: dict[str, list[int]]
-) -> None:
+def test_models_share_memory_by_default(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
     from emberline.engine.engine_group_boot import boot_engine_group
 
     plain = {name: replace(config, kv_memory=None) for name, config in configs.items()}
-    fleet, loaded = boot_engine_group(plain, TimeSharingConfig())
-    assert all(fleet.is_awake(name) for name in plain)
+    group, loaded = boot_engine_group(plain, TimeSharingConfig())
+    assert all(group.is_awake(name) for name in plain)
     assert sum(one.kv_bytes for one in loaded.values()) > 0.8 * torch.cuda.mem_get_info()[1]
-    assert said_by(fleet, "abc") == expected
+    assert run_all(group, "abc") == expected

@@ -1,4 +1,4 @@
-"""Steps are captured ahead of requests, in idle time: with nothing changed by it, and again after memory was moved."""
+"""Steps are captured in idle time, which changes no tokens, and again after memory has moved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from emberline.kernels import ops
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BootedGPUEngine:
+def gpu_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BootedGPUEngine:
     monkeypatch.setattr(ops, "_backend", None)
     plain_arithmetic()
     tiny.write(tmp_path, tiny.config("llama"), seed=1)
@@ -39,8 +39,8 @@ def prepare_all(runner: GPURunner) -> int:
     return count
 
 
-def test_all_shapes_are_prepared_and_nothing_changes(made: BootedGPUEngine) -> None:
-    runner, engine = made.runner, made.engine
+def test_capturing_all_shapes_does_not_change_tokens(gpu_engine: BootedGPUEngine) -> None:
+    runner, engine = gpu_engine.runner, gpu_engine.engine
     before = generate(engine, "before")
     keys = runner.cache.keys.clone()
     assert engine.is_preparing
@@ -51,29 +51,29 @@ def test_all_shapes_are_prepared_and_nothing_changes(made: BootedGPUEngine) -> N
     assert generate(engine, "after") == before
 
 
-def test_prepared_again_after_memory_was_moved(made: BootedGPUEngine) -> None:
-    prepare_all(made.runner)
-    made.runner.forget_addresses()
-    assert made.engine.is_preparing and not made.runner._graphs.captured
-    assert prepare_all(made.runner) == len(made.runner.shapes)
+def test_shapes_are_captured_again_after_memory_moved(gpu_engine: BootedGPUEngine) -> None:
+    prepare_all(gpu_engine.runner)
+    gpu_engine.runner.forget_addresses()
+    assert gpu_engine.engine.is_preparing and not gpu_engine.runner._graphs.captured
+    assert prepare_all(gpu_engine.runner) == len(gpu_engine.runner.shapes)
 
 
-def test_failed_capture_leaves_steps_uncaptured(made: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_capture_leaves_steps_uncaptured(gpu_engine: BootedGPUEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(work: object) -> None:
         raise AssertionError("a buffer was allocated during a capture")
 
-    whole = generate(made.engine, "whole")
-    made.runner.forget_addresses()
-    monkeypatch.setattr(made.runner._graphs.stream, "capture", fail)
-    prepare_all(made.runner)
-    assert made.runner._graphs.capture_failed and not made.runner._graphs.captured
-    assert generate(made.engine, "again") == whole
+    whole = generate(gpu_engine.engine, "whole")
+    gpu_engine.runner.forget_addresses()
+    monkeypatch.setattr(gpu_engine.runner._graphs.stream, "capture", fail)
+    prepare_all(gpu_engine.runner)
+    assert gpu_engine.runner._graphs.capture_failed and not gpu_engine.runner._graphs.captured
+    assert generate(gpu_engine.engine, "again") == whole
 
 
-def test_rehearsal_leaves_nothing_behind(made: BootedGPUEngine, tmp_path: Path) -> None:
+def test_rehearsal_leaves_no_state(gpu_engine: BootedGPUEngine, tmp_path: Path) -> None:
     whole = generate(booted(tmp_path).engine, "whole")
-    rehearse(made.runner, made.engine.config)
-    assert not made.runner._rows.by_request
-    stats = made.engine.stats()
+    rehearse(gpu_engine.runner, gpu_engine.engine.config)
+    assert not gpu_engine.runner._rows.by_request
+    stats = gpu_engine.engine.stats()
     assert (stats.step, stats.prompt_tokens, stats.blocks_cached) == (0, 0, 0)
-    assert generate(made.engine, "again") == whole
+    assert generate(gpu_engine.engine, "again") == whole

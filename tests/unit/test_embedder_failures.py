@@ -1,4 +1,4 @@
-"""An embedder that dies in the middle of an answer, or is stopped under those who wait for it."""
+"""An embedder process that dies in the middle of a reply, or is stopped while calls wait."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from emberline.core.errors import EngineFailed, EngineUnavailable
 from emberline.engine.embedder import EmbedderProcess
 
-ASKED = "import sys, time; sys.stdin.buffer.read(4); "
-HALF = ASKED + "sys.stdout.buffer.write((100).to_bytes(4, 'little') + b'half')"
-NOTHING = ASKED + "time.sleep(60)"
+READ_REQUEST = "import sys, time; sys.stdin.buffer.read(4); "
+HALF = READ_REQUEST + "sys.stdout.buffer.write((100).to_bytes(4, 'little') + b'half')"
+NOTHING = READ_REQUEST + "time.sleep(60)"
 
 
 def embedder(script: str) -> EmbedderProcess:
@@ -23,14 +23,14 @@ def embedder(script: str) -> EmbedderProcess:
     return made
 
 
-def test_half_an_answer_is_none() -> None:
+def test_truncated_reply_is_an_error() -> None:
     them = embedder(HALF)
-    for _ in range(2):  # and another one is started
+    for _ in range(2):  # another process is started
         with pytest.raises(EngineFailed, match="died"):
             them.embed([[1]])
 
 
-def test_who_waits_when_it_is_stopped_is_told() -> None:
+def test_stop_fails_waiting_calls() -> None:
     them = embedder(NOTHING)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(them.embed, [[1]])

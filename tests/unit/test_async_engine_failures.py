@@ -1,5 +1,6 @@
-"""Who asks an engine in the moment of its death is told so, and nothing stays open; whatever the event loop, and
-whatever keeps the next one from being started. An engine whose client is gone goes too."""
+"""AsyncEngine with a process that dies, hangs or does not start: requests end with an error, and it is restarted.
+
+An engine process also ends when its client is gone."""
 
 from __future__ import annotations
 
@@ -26,24 +27,27 @@ from emberline.engine import async_engine
 from emberline.engine.async_engine import AsyncEngine, EngineState
 from emberline.engine.messages import StartEngine, encode_message
 
-BEGUN = """
+STARTED = """
 import socket, sys, time
 from emberline.core.events import Stats
-from emberline.engine.messages import Progress, Ready, encode
+from emberline.engine.messages import EngineUpdate, Ready, encode_message
 engine = socket.socket(fileno=int(sys.argv[1]))
 engine.recv(1 << 16)
 """
-READY = BEGUN + "engine.sendall(encode(Ready({})))\n"
-# What is written to it fails, and closes the other end's transport.
-READY_BUT_DEAF = BEGUN + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode(Ready({}))); time.sleep(60)"
+READY = STARTED + "engine.sendall(encode_message(Ready({})))\n"
+# Writing to it fails and closes the client's transport.
+READY_WITHOUT_READING = (
+    STARTED + "engine.shutdown(socket.SHUT_RD)\nengine.sendall(encode_message(Ready({})))\ntime.sleep(60)"
+)
 THEN_DIES = READY + "engine.recv(1 << 16)"
 THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
-THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
+UPDATE = "engine.sendall(encode_message(EngineUpdate('m', [], Stats())))"
+THEN_REPORTS = READY + f"engine.recv(1 << 16); {UPDATE}; time.sleep(60)"
 THEN_HANGS = READY + "time.sleep(60)"
-KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode(Progress('m', [], Stats())))"
-# A step that does not end: its kernels make progress a while, then none.
+KEEPS_REPORTING = READY + f"while not time.sleep(0.02): {UPDATE}"
+# A step that does not end: its kernels make progress for a while, then none.
 COMPUTES_THEN_HANGS = (
-    "from emberline.engine.process import report_progress\n"  # takes its time, so before it is ready
+    "from emberline.engine.process import report_progress\n"  # slow, so before it is ready
     + READY
     + """
 done = iter(range(13))
@@ -53,7 +57,7 @@ report_progress(engine, lambda: next(done, 12), interval=0.25)
 BOOTS_FOR_EVER = """
 import sys, threading, types
 boots = types.ModuleType("emberline.engine.engine_group_boot")
-boots.boot_fleet = lambda *_: (print("boots", flush=True), threading.Event().wait())
+boots.boot_engine_group = lambda *_: (print("boots", flush=True), threading.Event().wait())
 sys.modules[boots.__name__] = boots
 from emberline.engine import process
 sys.exit(process.main())
@@ -63,7 +67,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @asynccontextmanager
-async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
+async def running_engine(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
     command = sys.executable, "-c", script
     engine = AsyncEngine({"m": EngineConfig("m")}, TimeSharingConfig(), stall_timeout=stall_timeout, command=command)
     try:
@@ -73,8 +77,8 @@ async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[As
         await engine.stop()
 
 
-async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
-    """After so many turns of the loop. How it ends."""
+async def submit_one(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
+    """Submit a request after `turns` iterations of the event loop, and return the error it ends with."""
     for _ in range(turns):
         await asyncio.sleep(0)
     submission = Submission(name := f"{turns}", [1], SamplingParams(), Priority.INTERACTIVE, "", 10.0, "m")
@@ -91,24 +95,24 @@ async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "MAX_RESTART_PAUSE_S", 0.01)
     monkeypatch.setattr(async_engine, "REAP_TIMEOUT_S", 0.05)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_asked_in_the_moment_of_its_death(hasty: None, run: Run) -> None:
+def test_submission_while_the_process_dies_fails(short_timeouts: None, run: Run) -> None:
     async def main() -> None:
-        async with started(READY_BUT_DEAF) as engine:
-            ends = await asyncio.gather(*(ask(engine, turns) for turns in range(8)))
-        assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first had been sent, for all we knew
+        async with running_engine(READY_WITHOUT_READING) as engine:
+            ends = await asyncio.gather(*(submit_one(engine, turns) for turns in range(8)))
+        assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first one was sent without an error
         assert engine.num_open == 0
 
     run(main())
 
 
-class Spawning:
-    """Fails as often as it is told to, from one process on."""
+class FailingSpawns:
+    """Makes spawning fail a given number of times, from a given process on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, times: int) -> None:
         self.count, self._popen = 0, subprocess.Popen
@@ -122,21 +126,21 @@ class Spawning:
         return self._popen(*args, **others)
 
 
-def test_an_engine_that_cannot_be_started_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        Spawning(monkeypatch, 0, 1)
+        FailingSpawns(monkeypatch, 0, 1)
         with pytest.raises(EngineFailed, match="Cannot allocate memory"):
-            async with started(READY):
+            async with running_engine(READY):
                 pass
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_what_cannot_be_started_again_now_is_tried_later(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_restart_is_retried(short_timeouts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        spawning = Spawning(monkeypatch, 1, 2)
-        async with started(THEN_DIES) as engine:
-            assert isinstance(await ask(engine), EngineFailed)
+        spawning = FailingSpawns(monkeypatch, 1, 2)
+        async with running_engine(THEN_DIES) as engine:
+            assert isinstance(await submit_one(engine), EngineFailed)
             while engine.state is not EngineState.READY:
                 await asyncio.sleep(0.01)
             assert spawning.count == 4 and engine.restarts == 3
@@ -144,62 +148,62 @@ def test_what_cannot_be_started_again_now_is_tried_later(hasty: None, monkeypatc
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_who_fails_over_a_report_ends_what_is_open(hasty: None) -> None:
-    def fails(model: str, stats: Stats) -> None:
+def test_error_in_a_report_handler_ends_open_requests(short_timeouts: None) -> None:
+    def raise_error(model: str, stats: Stats) -> None:
         raise KeyError(model)
 
     async def main() -> None:
-        async with started(THEN_REPORTS) as engine:
-            engine.on_stats = fails
-            assert "KeyError" in (await ask(engine)).message
+        async with running_engine(THEN_REPORTS) as engine:
+            engine.on_stats = raise_error
+            assert "KeyError" in (await submit_one(engine)).message
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 @pytest.mark.parametrize(("script", "stall_timeout"), [(THEN_HANGS_UP, 120.0), (THEN_HANGS, 0.4)])
-def test_a_process_that_cannot_be_killed_holds_up_nobody(
-    hasty: None, monkeypatch: pytest.MonkeyPatch, script: str, stall_timeout: float, run: Run
+def test_unkillable_process_does_not_delay_the_restart(
+    short_timeouts: None, monkeypatch: pytest.MonkeyPatch, script: str, stall_timeout: float, run: Run
 ) -> None:
     async def main() -> None:
-        async with started(script, stall_timeout) as engine:
+        async with running_engine(script, stall_timeout) as engine:
             pid = engine.pid
             assert pid is not None
             with monkeypatch.context() as patched:
                 patched.setattr(subprocess.Popen, "kill", lambda process: None)
-                end = await ask(engine)
+                end = await submit_one(engine)
             os.kill(pid, signal.SIGKILL)
             assert "still running" in end.message
 
     run(main())
 
 
-def test_a_pause_of_the_whole_machine_is_no_silence(hasty: None) -> None:
+def test_suspended_machine_is_not_a_stall(short_timeouts: None) -> None:
     async def main() -> None:
-        async with started(KEEPS_REPORTING, stall_timeout=0.8) as engine:
+        async with running_engine(KEEPS_REPORTING, stall_timeout=0.8) as engine:
             pid = engine.pid
             assert pid is not None
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.2)  # nor does the loop go on
+            time.sleep(1.2)  # the event loop does not run either
             asyncio.get_running_loop().call_later(0.05, os.kill, pid, signal.SIGCONT)
             await asyncio.sleep(1.2)
             assert engine.pid == pid and engine.restarts == 0 and engine.state is EngineState.READY
-            os.kill(pid, signal.SIGSTOP)  # it alone
-            assert isinstance(await ask(engine), EngineFailed)
+            os.kill(pid, signal.SIGSTOP)  # only the process
+            assert isinstance(await submit_one(engine), EngineFailed)
 
     asyncio.run(main())
 
 
-def test_progress_within_a_step_is_a_sign_of_life_and_none_is_not() -> None:
+def test_progress_within_a_step_prevents_a_stall() -> None:
     async def main() -> None:
-        async with started(COMPUTES_THEN_HANGS, stall_timeout=2.0) as engine:  # 3 s of progress
-            assert isinstance(await ask(engine), EngineFailed)
+        async with running_engine(COMPUTES_THEN_HANGS, stall_timeout=2.0) as engine:  # 3 s of progress
+            assert isinstance(await submit_one(engine), EngineFailed)
             assert engine.progress_reports == 12
 
     asyncio.run(main())
 
 
-def test_it_does_not_load_for_nobody_nor_end_before_its_client() -> None:
+def test_process_ends_with_its_client_and_not_before() -> None:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", BOOTS_FOR_EVER, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process:
@@ -207,7 +211,7 @@ def test_it_does_not_load_for_nobody_nor_end_before_its_client() -> None:
             theirs.close()
             ours.sendall(encode_message(StartEngine({"m": EngineConfig("m", device="cpu")}, TimeSharingConfig())))
             assert process.stdout is not None and process.stdout.readline() == b"boots\n"
-            process.terminate()  # as who stops a service tells all of its processes
+            process.terminate()  # a service manager signals all processes of a service
             ours.close()
             assert process.wait(20) == 1
         finally:
