@@ -1,4 +1,4 @@
-"""The bench of float8 keys and values: that its rounding is the GPU's, and that rounding here is storing there."""
+"""The benchmark of float8 KV caches: its rounding equals that of a GPU, and rounding equals storing in float8."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_float8_is_the_nearest_and_saturates() -> None:
     x = torch.tensor([0.0, 1.0, 1.06, 1.07, 1.0625, 1.1875, 300.0, 447.0, 465.0, 1e9, -1e9, 2.0**-9, 2.0**-11])
-    near = [0.0, 1.0, 1.0, 1.125, 1.0, 1.25, 288.0, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0]  # of two, the even one
+    near = [0.0, 1.0, 1.0, 1.125, 1.0, 1.25, 288.0, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0]  # ties round to even
     assert kv8.float8(x).tolist() == near
     assert kv8.float8(torch.tensor(float("nan"))).isnan()
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -42,7 +42,7 @@ def test_float8_is_the_nearest_and_saturates() -> None:
 
 @torch.inference_mode()
 def test_rounding_is_the_same_as_storing(model: DecoderModel) -> None:
-    """A cache that is bfloat16 by itself is the witness: no bit may differ, over several steps."""
+    """Rounding must give the same bits as a bfloat16 cache, over several steps."""
     c = model.config
     stored = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, kv8.BLOCK, torch.bfloat16), 2)
     ours, plain = kv8.RoundingRun(model, kv8.bfloat16), kv8.RoundingRun(model, None)
@@ -51,7 +51,7 @@ def test_rounding_is_the_same_as_storing(model: DecoderModel) -> None:
         work = [WorkItem("", start, chunk, range(2), samples=True, prompt_logprobs=True)]
         expected = model.forward(build_forward(work, stored))
         assert torch.equal(ours.logits(chunk, start), expected)
-        assert not torch.equal(plain.logits(chunk, start), expected)  # so that the test could tell
+        assert not torch.equal(plain.logits(chunk, start), expected)  # the rounding has an effect
     assert torch.equal(ours.cache.keys, stored.keys.float()) and torch.equal(ours.cache.values, stored.values.float())
     assert vars(attention)["ops"] is ops
 

@@ -1,4 +1,4 @@
-"""A reader whose reading another process does: what it brings, what it says when something is wrong, how it ends."""
+"""ChildProcessReader: the chunks it returns, its errors, and how its process ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
 
 
 def gone(process: int) -> bool:
-    """Or only waiting for someone to ask how it ended."""
+    """Return whether a process has exited; a zombie counts."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:
@@ -110,7 +110,7 @@ def test_the_weights_wait_for_what_is_read_first(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert reader.stats.bytes == 0
         assert reader.wait_for_prefetch(10)
-        assert within(10, lambda: reader.stats.bytes == 8192)  # nobody has to take any
+        assert within(10, lambda: reader.stats.bytes == 8192)  # without a call of take
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -200,7 +200,7 @@ def test_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert len(pieces(reader)) == 1
             return type(reader)
 
-    assert kind() is FileReader  # not worth it
+    assert kind() is FileReader  # the files are too small for a child process
     monkeypatch.setattr(child_reader, "MIN_CHILD_READ_BYTES", 40_000)
     assert kind() is ChildProcessReader
     real = sys.executable

@@ -1,4 +1,4 @@
-"""Packed checkpoints onto a device, with the CPU as the device: every tensor as the CPU's loader has it."""
+"""DeviceWeights of packed checkpoints, with the CPU as the device: every tensor equals that of the CPU's loader."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def written(directory: Path, config: tiny.Config | str = LARGER, **options: Any)
 
 
 def same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **options: Any) -> DeviceWeights:
-    """Beside the packed files as the CPU reads them, and beside those that were packed."""
+    """Compare with the packed files as the CPU reads them, and with the original files."""
     _, placed = both(directory / "packed", dtype, **options)
     checkpoint = Checkpoint.open(directory / "plain")
     config = ModelConfig.from_hf(checkpoint.config)
@@ -113,7 +113,7 @@ def test_many_blocks_in_ragged_pieces(file: torch.dtype, piece: int, tmp_path: P
 
 def test_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path, MANY, dtype=BF16)
-    for run in (1, 2 * BLOCK_ELEMENTS, 3 * 2 * BLOCK_ELEMENTS):  # whatever it says, a block at least
+    for run in (1, 2 * BLOCK_ELEMENTS, 3 * 2 * BLOCK_ELEMENTS):  # a run has at least one block
         monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
         monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 2 * BLOCK_ELEMENTS))
         same_as_unpacked(tmp_path, piece=1 << 20)
@@ -137,7 +137,7 @@ def test_mixed_dtypes_and_tensors_that_stay_raw(tmp_path: Path) -> None:
 
 
 def same_as_unpacked_stack(directory: Path) -> None:
-    """The CPU's loader cannot stack several dtypes by itself; from plain files, a device's can."""
+    """Compare with DeviceWeights of plain files: the CPU's loader cannot stack several dtypes."""
     found = []
     for name in ("plain", "packed"):
         checkpoint = Checkpoint.open(directory / name)
@@ -161,7 +161,7 @@ def test_a_head_that_repeats_the_embedding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chance", [1.0, 0.3])
 def test_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is decoded into is not used again while the device reads it."""
+    """A decode buffer is not reused while the device still reads it."""
     written(tmp_path, MANY, dtype=BF16, shards=2)
     monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
     monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
@@ -192,14 +192,14 @@ def arrivals(directory: Path) -> tuple[CodedTensorLoad, Tensor, bytes]:
 
 
 def test_bytes_in_any_order(tmp_path: Path) -> None:
-    """The index last, too; each block is decoded once."""
+    """Also with the index last; each block is decoded once."""
     written(tmp_path, MANY, dtype=BF16)
     expected = tiny.tensors(MANY, dtype=BF16)[EMBEDDING]
     made = random.Random(1)
     for trial in range(30):
         arrival, place, stored = arrivals(tmp_path)
         cuts = sorted(made.sample(range(1, len(stored)), made.choice([0, 1, 5, 60])))
-        if trial % 3 == 0:  # between blocks
+        if trial % 3 == 0:  # split at block boundaries
             all_of_it = np.frombuffer(stored, np.uint8)
             whole = CodedTensor.open(EMBEDDING, arrival._info, lambda begin, end, of=all_of_it: of[begin:end], CODEC)
             cuts = sorted({*cuts, *made.sample(whole.block_starts.tolist(), 3)})
@@ -212,7 +212,7 @@ def test_bytes_in_any_order(tmp_path: Path) -> None:
                 begin, end = run.decode(out)
                 arrival.copy_part(begin, torch.from_numpy(out[: end - begin]))
                 blocks += range(run.first, run.last)
-            memory[:] = 255  # what is kept is a copy
+            memory[:] = 255  # kept bytes must be copies
         assert sorted(blocks) == list(range(num_blocks(place.numel()))) and arrival.remaining_bytes == 0
         assert torch.equal(place, expected) and not arrival._partial_blocks and not arrival._early_parts
 
@@ -321,7 +321,7 @@ def test_what_the_cpu_refuses_for_a_gpu_is_taken_here(tmp_path: Path) -> None:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
-    """What `ops.settle` was given, in place of a GPU's."""
+    """Record the weights passed to `ops.settle`, which needs a GPU."""
     found: list[PackedWeight] = []
 
     def settle(empty: PackedWeight, values: Tensor) -> int:
@@ -373,9 +373,9 @@ def test_what_stands_in_while_they_come(settled: list[PackedWeight], tmp_path: P
     assert first.attention.qkv.norm is decoder.layers[0].attention.qkv.norm
     assert other.embedding is other.head.weight and other.embedding is not decoder.embedding
     assert first.ffn.gate_up.gated and other.config is decoder.config
-    assert not decoder.head.weight.data.numel()  # the model itself is as it was
+    assert not decoder.head.weight.data.numel()  # the model itself is unchanged
     gone = weakref.ref(other.head.weight.data)
-    gc.disable()  # as good as: a server that has started freezes what there is
+    gc.disable()  # a started server freezes the garbage collector, with the same effect
     try:
         settled.clear()
         del other, first, last
@@ -469,7 +469,7 @@ def test_the_bench_packs_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_vectors_may_be_coded(tmp_path: Path) -> None:
-    """No writer of ours does so; the format allows it."""
+    """The format allows it, although our writer stores vectors raw."""
     whole = (torch.randn(200, 64) * 0.1).to(BF16)
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Weights that arrive in place, the reader that brings them, and weights that sleep: all on the CPU as the device."""
+"""DeviceWeights, FileReader and sleep mode, with the CPU as the device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gat
 
 
 def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
-    """Everything a decoder asks for, as it asks for it."""
+    """Load everything that a decoder loads, in the same way."""
     q, kv, out = config.heads * config.head_dim, config.kv_heads * config.head_dim, {}
     for layer in range(config.layers):
         at = f"model.layers.{layer}"
@@ -81,7 +81,7 @@ def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
 
 
 def interleaved(gate_up: Tensor) -> Tensor:
-    """The definition, row by row: rows [32g, 32g + 16) are gate rows 16g.., the next 16 the up rows of the same."""
+    """Interleave by definition: rows [32g, 32g + 16) are gate rows from 16g, the next 16 the same up rows."""
     ffn = len(gate_up) // 2
     if ffn % 16:
         return gate_up
@@ -99,7 +99,7 @@ def both(
     start: Callable[..., FileReader] = FileReader.start,
     **options: int,
 ) -> tuple[Weights, DeviceWeights]:
-    """Checks every tensor of one source against the other."""
+    """Compare every tensor of two sources."""
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     plain = Weights(checkpoint, dtype)
@@ -122,7 +122,7 @@ def test_same_values_as_from_mapped_files(name: str, tmp_path: Path) -> None:
     for shards in (1, 3):
         plain, _ = both(tiny.write(tmp_path / str(shards), name, shards=shards))
         config = ModelConfig.from_hf(plain.checkpoint.config)
-        assert weight_bytes(config, 4) == plain.loaded_bytes  # the plan counts the same
+        assert weight_bytes(config, 4) == plain.loaded_bytes  # the memory plan counts the same
 
 
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
@@ -164,7 +164,7 @@ def test_ring_and_piece_of_any_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shift", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Elements may lie across the border of two pieces."""
+    """Elements may cross the boundary of two chunks."""
     file = tiny.write(tmp_path) / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -173,7 +173,7 @@ def test_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> N
 
 
 class Late:
-    """A stream that copies some time after it was told to; in order, as a stream does."""
+    """A fake CUDA stream that runs its copies later, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
         self.device = None
@@ -233,7 +233,7 @@ def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, mo
     ):
         both(directory, start=start, ring=ring, ahead=ahead)
         assert not stream.pinned and not stream._queue
-        # Those that are used once are not worth it: what they hold goes through a few that are.
+        # Buffers used once are not pinned: their content passes through a few pinned ones.
         assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS
         stream.most_pinned = 0
 
@@ -260,7 +260,7 @@ def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ahead": 1 << 20}))
     deadline = time.monotonic() + 30.0
     while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
-        time.sleep(0.01)  # until there are buffers of those that are used once, which the movers empty
+        time.sleep(0.01)  # until buffers that are used once exist, which the mover threads empty
     placed = DeviceWeights(checkpoint, None, "cpu", reader)
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(RuntimeError, match="no more of this"):
@@ -269,7 +269,7 @@ def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of other files, in pieces, before any of ours; one that is gone does no harm."""
+    """Ranges of other files are read before the weights; a missing file is ignored."""
     (tmp_path / "file").write_bytes(random.Random(6).randbytes(9000))
     (tmp_path / "library").write_bytes(bytes(3 * reading.PREFETCH_CALL_BYTES))
     log: list[tuple[int, int]] = []
@@ -290,7 +290,7 @@ def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert log[:4] == [(5, size), (5 + size, 2), (0, 0), (2 * size, size)]
     with FileReader.start([tmp_path / "file"], prefetch=first, threads=5) as reader:
         assert reader.wait_for_prefetch(10)
-        assert len(pieces(reader)) == 1  # large enough that its pages were asked for before
+        assert len(pieces(reader)) == 1  # large enough that its pages are faulted in first
 
 
 def test_times(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
     assert answer(lambda head: None)
     assert not answer(lambda head: head[-1, -1].add_(1))
     assert not answer(lambda head: head[0, 0].add_(1))
-    assert answer(lambda head: head.mul_(1 + 2**-20), torch.bfloat16) is (  # equal once rounded, or not
+    assert answer(lambda head: head.mul_(1 + 2**-20), torch.bfloat16) is (  # equal after rounding, or not
         torch.equal(
             tiny.tensors(config)[name].mul(1 + 2**-20).to(torch.bfloat16), tiny.tensors(config)[name].to(torch.bfloat16)
         )
@@ -410,7 +410,7 @@ def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
             assert reader.take() is None
             reader.close()
             with (tmp_path / "0").open() as other:
-                reader.close()  # again: touches no file that was opened since
+                reader.close()  # a second close must not close descriptors opened since
                 os.fstat(other.fileno())
             assert reader.stats.bytes == sum(sizes)
             assert direct or reader.stats.direct_bytes == 0
@@ -461,13 +461,13 @@ def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None
                 break
             threading.Event().wait(0.01)
         threading.Event().wait(0.05)
-        assert reader.stats.bytes == 12 * 4096  # the ring and what is ahead, then nobody reads on
+        assert reader.stats.bytes == 12 * 4096  # the ring and the read-ahead, then reading stops
         numbers = []
         while (piece := reader.take(10)) is not None:
             numbers.append(piece.buffer.number)
             reader.give_back(piece)
         assert len(numbers) == 100 and set(numbers) == set(range(12))
-        assert sum(number >= 2 for number in numbers) == 10  # those beyond the ring were used once
+        assert sum(number >= 2 for number in numbers) == 10  # buffers beyond the ring are used once
 
 
 def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +502,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with FileReader.start([tmp_path / "file"], **SMALL) as reader:
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
-        reader.close(0.05)  # does not wait for the disk either
+        reader.close(0.05)  # close does not wait for the disk either
         gate.set()
 
 
@@ -565,13 +565,13 @@ def test_sleep_and_wake() -> None:
     head, rows, alone = base[:100], base.view(10, 100)[3:7], torch.randint(0, 100, (7, 5), dtype=torch.int32)
     before = [t.clone() for t in (base, head, rows, alone)]
     slept = sleep([head, rows, alone, torch.empty(0)])
-    assert slept.nbytes == base.nbytes + alone.nbytes  # shared memory once
+    assert slept.nbytes == base.nbytes + alone.nbytes  # shared memory counts once
     assert base.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
     slept.wake()
     for now, then in zip((base, head, rows, alone), before, strict=True):
         assert torch.equal(now, then)
     rows.fill_(1.0)
-    assert (base[300:700] == 1).all()  # they still share it
+    assert (base[300:700] == 1).all()  # the views still share memory
 
 
 def test_a_wake_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The embedder against transformers' BertModel with the pooling done by hand."""
+"""BertEmbedder compared with transformers' BertModel and manual pooling."""
 
 from __future__ import annotations
 

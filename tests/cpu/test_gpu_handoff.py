@@ -1,5 +1,4 @@
-"""Handoff between engines on GPUs, with the CPU as device: the same tokens, in an order that no lane could spoil, and
-every block accounted for, whatever goes wrong."""
+"""Handoff between GPU engines, with the CPU as the device: same tokens, no race between streams, no lost block."""
 
 from __future__ import annotations
 
@@ -55,12 +54,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 
 class House:
-    """An engine on a device, which others can reach."""
+    """An engine on a device that other engines can pull from."""
 
     def __init__(
         self, model: DecoderModel, name: str, *, device: Device | None = None, local: Sender | None = None
     ) -> None:
-        """`local`: one in this process, from which it pulls at once, and without threads."""
+        """`local`: an engine of this process to pull from synchronously, without threads."""
         c = model.config
         self.device = device or HostDevice()
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), 16)
@@ -92,7 +91,7 @@ class House:
         return outputs
 
     def ticket(self, submission: Submission) -> dict[str, Any]:
-        """As soon as there is one: most of the prompt has still to be computed."""
+        """Return the ticket as soon as it exists, when most of the prompt is not computed."""
         self.engine.add(replace(submission, publish=True))
         while not (outputs := self.step()):
             pass
@@ -112,10 +111,10 @@ class House:
 
 
 def settle(*houses: House) -> None:
-    """Nobody holds a block any more."""
+    """Run until no block is held."""
     ends = time.monotonic() + 60
     while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.num_blocks for h in houses):
-        assert time.monotonic() < ends, "somebody still holds blocks"
+        assert time.monotonic() < ends, "blocks are still held"
         for house in houses:
             house.step()
         time.sleep(0.002)
@@ -169,7 +168,7 @@ def test_aborted_at_every_stage(pair: tuple[House, House], alone: Callable[[int]
         other.finish(beside=gone)
         settle(p, d)
     d.engine.add(ask(steps))
-    assert d.finish() == alone(steps), "what is left of it is right"
+    assert d.finish() == alone(steps), "the remaining output is right"
 
 
 def test_no_slot_is_free(
@@ -191,7 +190,7 @@ def test_no_slot_is_free(
 
 def test_a_damaged_block_is_computed(pair: tuple[House, House], alone: Callable[[int], list[int]]) -> None:
     p, d = pair
-    p.sender.crc = lambda data, start: zlib.crc32(data, start) ^ 1  # as if bytes had changed on their way
+    p.sender.crc = lambda data, start: zlib.crc32(data, start) ^ 1  # as if bytes had changed in transit
     d.engine.add(replace(ask(), source=p.ticket(ask())))
     assert d.finish(beside=p) == alone(1)
     assert d.stats.pull_failures == {"corrupted": 1}
@@ -222,7 +221,7 @@ def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[DecoderModel, str, Send
         assert pulls is not None
         pulls._start_thread = lambda work: (
             None if work == pulls._renew_while_waiting else work()
-        )  # at once; nobody waits for long here
+        )  # run pulls synchronously, and skip lease renewal
         return house, device
 
     def seen(
@@ -245,7 +244,7 @@ def test_steps_and_pulls_keep_out_of_each_others_way(
     alone: Callable[[int], list[int]],
     racing: Callable[[DecoderModel, str, Sender | None], tuple[House, Racing]],
 ) -> None:
-    """A step that knew the blocks before is under way when a pull starts; the step after it reads what has come."""
+    """A step that uses the blocks' earlier content runs when a pull starts; the next step reads the pulled content."""
     p, sending = racing(model, "p", None)
     with sending:
         p.engine.add(replace(ask(), publish=True))
@@ -258,7 +257,7 @@ def test_steps_and_pulls_keep_out_of_each_others_way(
         tokens: dict[str, list[int]] = {"before": [], "beside": [], "r": []}
         for step in range(60):
             if step == 5:
-                d.engine.abort("before")  # its next step is under way; its blocks are free
+                d.engine.abort("before")  # its next step is running; its blocks are free
                 d.engine.add(replace(ask(), source=last.ticket))
             assert d.engine._in_flight or step in (0, *range(10, 60))
             for output in d.step():
@@ -271,7 +270,7 @@ def test_steps_and_pulls_keep_out_of_each_others_way(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("tokens", [BLOCK, 4 * BLOCK, BLOCK // 4])
 def test_pieces_are_those_of_main_memory(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any peer's block size, and cut in several if they are large."""
+    """For any block size of the peer; large pieces are split."""
     rng = random.Random(5)
     shape = KVShape(5, 2, 16, BLOCK, dtype)
     layout = shape.layout("m", transposed_keys=False)
@@ -325,7 +324,7 @@ def test_scratch_is_planned_for(model: DecoderModel) -> None:
 
 
 def test_settings_become_a_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole boot on a GPU that is none."""
+    """Boot an engine completely on a fake GPU."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
     for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)

@@ -1,5 +1,4 @@
-"""From cache to cache by CUDA IPC, with main memory in the place of devices': what is opened, copied, vouched for and
-let go of, and what happens when it cannot be."""
+"""KV transfer by CUDA IPC, with host memory in place of GPU memory: opening, copying, confirming and closing."""
 
 from __future__ import annotations
 
@@ -27,18 +26,18 @@ from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerUnreachab
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.ticket import Ticket
 
-BLOCKS, AHEAD = 12, 64  # of a cache; bytes of its allocation before each part
+BLOCKS, AHEAD = 12, 64  # blocks of a cache; bytes of its allocation before each part
 SHAPE = KVShape(3, 2, 16, 8, torch.bfloat16)
 
 
 class Opened:
-    """Stands in for the driver's."""
+    """A fake of the driver's memory handle."""
 
     alive: set[Opened]
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self.address = int.from_bytes(handle, "little")
-        self._among = self.alive  # of its own test: it may be closed after that
+        self._among = self.alive  # the list of its own test, after which it may be closed
         self._among.add(self)
 
     def close(self) -> None:
@@ -68,7 +67,7 @@ def docked(name: str, tokens: int = 8) -> TransferEndpoint:
     rng = np.random.default_rng(len(name))
     for part in region.parts:
         part.copy_(torch.from_numpy(rng.integers(0, 1 << 60, part.shape)))
-    assert transport.make_ipc_transport(region) is None, "main memory is no device's"
+    assert transport.make_ipc_transport(region) is None, "host memory is not GPU memory"
     region.device = torch.device("cuda", 0)
     near = transport.make_ipc_transport(region)
     region.device = torch.device("cpu")
@@ -110,7 +109,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 def test_blocks_arrive(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    here.receiver._max_piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # parts of layers: to be put together again
+    here.receiver._max_piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # pieces are parts of layers, which must be merged
     side_by_side, strewn = [3, 4, 5, 6, 7], [9, 2, 0, 11, 10]
     for blocks, into in product((side_by_side, strewn), repeat=2):
         ticket = by(there.sender.publish(blocks, 30.0), "cuda")
@@ -178,7 +177,7 @@ def test_memory_goes_when_its_process_does(pair: tuple[TransferEndpoint, Transfe
 def test_memory_goes_when_the_last_copy_is_over(
     pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process dies while blocks are copied, and the error of that is kept."""
+    """The peer's process dies while blocks are copied; the traceback of the error holds a reference."""
     there, here = pair
     ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
 

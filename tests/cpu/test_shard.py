@@ -1,4 +1,4 @@
-"""Parts of a model for several devices: they tile it, are packed each by itself, and their products are the whole's."""
+"""Shards of a model cover it, are packed separately, and their products combine to those of the whole model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_parts_of_llama_8b_tile_it_and_can_be_packed(of: int) -> None:
 @pytest.mark.parametrize("of", [2, 8])
 @pytest.mark.parametrize("kind", ["o_proj", "down_proj", "k_proj"])
 def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> None:
-    """With as many columns as Llama 8B has, and fewer rows; or the other way round."""
+    """With as many columns as Llama 8B and fewer rows, or the reverse."""
     torch.manual_seed(0)
     n, k = (1024, 128) if kind == "k_proj" else (64, MATRICES[kind][1])
     weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()

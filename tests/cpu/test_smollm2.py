@@ -1,4 +1,4 @@
-"""The real model against transformers: 200 greedy tokens, one by one, and the logits behind them."""
+"""SmolLM2 compared with transformers: 200 greedy tokens and their logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     prompt = llm.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, logprobs=0)
     ours = llm.generate([prompt], params, progress=False)[0]
-    # One pass over our own tokens gives the oracle's choice at every step, given the same tokens before it.
+    # One pass over our tokens gives the choice of transformers at every step, for the same preceding tokens.
     with torch.inference_mode():
         logits = oracle(torch.tensor([prompt + ours.tokens])).logits[0, len(prompt) - 1 : -1]
     assert ours.tokens == logits.argmax(-1).tolist()

@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class House:
-    """An engine above its tiers. Files are read and written when the test says so, or by threads."""
+    """An engine with tiers, whose files are read and written by threads or by explicit calls."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def ask(seed: int, name: str = "r", /, **params: object) -> Submission:
 
 
 def others(house: House) -> None:
-    """Requests that push everything else out of the main cache."""
+    """Return requests that evict everything else from the main cache."""
     for seed in (100, 101, 102):
         house.run(ask(seed))
     house.engine.kv.check_invariants()
@@ -122,7 +122,7 @@ def same(got: Folded, expected: Folded, cached: int) -> None:
 
 @pytest.fixture
 def fresh(model: DecoderModel) -> Folded:
-    """What an engine that has seen nothing says."""
+    """Return the output of an engine with an empty cache."""
     return House(model).run(ask(1))
 
 
@@ -132,7 +132,7 @@ def test_back_from_host_memory(model: DecoderModel, fresh: Folded) -> None:
     others(house)
     same(house.run(ask(1)), fresh, cached=40)
     assert house.stats()["host"].hit_tokens == 40
-    assert house.engine.kv.hit_tokens == 0, "the main cache had forgotten it"
+    assert house.engine.kv.hit_tokens == 0, "the main cache had evicted it"
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -143,7 +143,7 @@ def test_back_from_disk_after_a_restart(
     before = House(model, tmp_path, threads=threads)
     before.run(ask(1))
     before.tiers.close()
-    after = House(model, tmp_path, host=host, threads=threads)  # few buffers are enough, if need be one after the other
+    after = House(model, tmp_path, host=host, threads=threads)  # few host buffers are enough
     same(after.run(ask(1)), fresh, cached=40)
     assert after.stats()["disk"].hit_tokens == 40
     if host == 64:
@@ -166,15 +166,15 @@ def test_a_corrupted_file_in_between_is_computed(
     data = bytearray(victim.read_bytes())
     data[position] ^= 0x10
     victim.write_bytes(data)
-    harmless = 68 <= position < 4096  # the rest of the page says nothing
+    harmless = 68 <= position < 4096  # the rest of the header page is unused
     same(house.run(ask(1)), fresh, cached=40 if harmless else 16)
     assert house.stats()["disk"].damaged_blocks == (not harmless)
     again = House(model, tmp_path)
-    same(again.run(ask(1)), fresh, cached=40)  # written anew
+    same(again.run(ask(1)), fresh, cached=40)  # the block was written again
 
 
 def hashes(house: House, submission: Submission) -> list[bytes]:
-    """Of a prompt's blocks, as an engine has them."""
+    """Return the block hashes of a prompt, as an engine computes them."""
     house.engine.add(submission)
     request = house.engine.scheduler.requests[f"{submission.id}#0"]
     found = house.engine.kv._shareable_hashes(request)
@@ -211,7 +211,7 @@ def test_preempted_requests_come_back_from_tiers(model: DecoderModel, tmp_path: 
     first, *rest = (ask(seed, f"r{seed}", max_tokens=20) for seed in range(4))
     house.engine.add(replace(first, priority=Priority.BATCH))
     outputs = [o for _ in range(4) for o in house.engine.step()]
-    for submission in rest:  # these go first, and need all the room there is
+    for submission in rest:  # these run first and need all blocks
         house.engine.add(submission)
     got = fold([*outputs, *house.finish()])
     assert house.engine.scheduler.preemptions > 0
@@ -241,7 +241,7 @@ def test_others_overtake_and_who_waits_too_long_computes(model: DecoderModel, fr
     house.engine.add(ask(1))
     house.engine.add(ask(2, "quick"))
     outputs: list[Output] = []
-    for _ in range(20):  # the disk says nothing all the while, but for the first block
+    for _ in range(20):  # the disk returns only the first block
         outputs += house.engine.step()
         if house.tiers.stats()["disk"].loaded_blocks == 0:
             house.tiers.read_next()

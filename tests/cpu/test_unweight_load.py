@@ -1,4 +1,4 @@
-"""Packed models on a CPU: the same identity, the same weights, the same tokens; damage is a typed error."""
+"""Packed models on a CPU: same fingerprint, same weights, same tokens; damage is a typed error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Weights on a GPU: every tensor in its place, decoded or packed on the way, buffers reused under copies, and memory
-that sleep really gives back."""
+"""DeviceWeights on a GPU: plain, decoded and packed tensors, reuse of buffers during copies, and sleep mode."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ def test_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: 
 
 
 def test_a_damaged_block(tmp_path: Path) -> None:
-    """Another load works after it."""
+    """Another load works after the error."""
     directory = packed(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
     info = Checkpoint.open(directory).tensor_info("lm_head.weight")
     for damaged in (True, False):
@@ -164,7 +163,7 @@ def unpacked(weight: PackedWeight) -> Tensor:
 
 
 def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
-    """Packed files, kept packed and not, beside plain ones."""
+    """Compare packed files, kept packed or not, with plain files."""
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
@@ -191,7 +190,7 @@ def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_while_it_is_loaded(tmp_path: Path) -> None:
-    """The buffers are unpinned all the same: another load works."""
+    """The buffers are unpinned after the error: another load works."""
     for cut in (True, False):
         checkpoint = Checkpoint.open(tiny.write(tmp_path / str(cut), WIDE))
         placed = DeviceWeights(checkpoint, None, "cuda")

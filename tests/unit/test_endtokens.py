@@ -1,4 +1,4 @@
-"""Where a model's turn ends: what each of its files says counts, and what none of them can mean is refused."""
+"""end_tokens: end tokens are collected from all files of a model; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ends(folder: Path, config: Any = None, generation: Any = None, tokenizer: An
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Its tokenizer: 0 is <|end|>, 1 is <|user|>."""
+    """A model directory whose tokenizer has 0 as <|end|> and 1 as <|user|>."""
     made.byte_level().save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
@@ -32,7 +32,7 @@ def test_all_three_files_count(folder: Path) -> None:
     assert ends(folder) == ()
     assert ends(folder, 7, [5, 7, 6], {"content": "<|end|>"}) == (7, 5, 6, 0)
     assert ends(folder, None, 1, "<|user|>") == (1,)
-    assert ends(folder, 7, None, "nothing like it") == (7,)
+    assert ends(folder, 7, None, "no such token") == (7,)
 
 
 def test_only_what_the_model_can_say(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""GGUF to checkpoint: names, head order, config, tokenizer. The safetensors package reads what we wrote."""
+"""Conversion of GGUF to a checkpoint: tensor names, head order, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from emberline.tokens.tokenizer import Tokenizer
 
 
 def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """What llama.cpp does to q and k when it writes a Llama: index by index, from its definition."""
+    """Permute rows of q and k as llama.cpp does for Llama, index by index."""
     dim = len(rows) // heads
     out = np.empty_like(rows)
     for h in range(heads):
@@ -142,11 +142,11 @@ def test_ends_are_known_by_their_text() -> None:
     tokens, kinds = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>"], array("i", [3, 3, 3, 1])
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     ends = generation_config({**metadata, "tokenizer.ggml.eos_token_id": 1})["eos_token_id"]
-    assert ends == [1, 2], "a token that people may write is none"
+    assert ends == [1, 2], "a token that users can type is not an end token"
 
 
 def llama3_divisors(factor: float, theta: float, dim: int) -> NDArray[np.float32]:
-    """The published rule, written as the case distinction that it is."""
+    """Return the divisors by the published rule, with its three cases."""
     out = []
     for i in range(0, dim, 2):
         wavelength = 2 * np.pi * theta ** (i / dim)
@@ -300,7 +300,7 @@ def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Excep
     ],
 )
 def test_pre_tokenizers_cut_where_they_should(pre: str, pieces: list[str]) -> None:
-    """Every merge within these pieces exists, so the tokens are the pieces."""
+    """The vocabulary has every merge within these words, so the tokens are the words."""
     words = {p.replace(" ", "Ġ") for p in pieces}
     merges, tokens = [], list(ggufs.ALPHABET)
     for word in sorted(words):

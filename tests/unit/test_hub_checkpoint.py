@@ -1,4 +1,4 @@
-"""Opening checkpoints: sharded or not, read exactly; damaged, missing or wandering files give a typed error."""
+"""Checkpoint.open: sharded and single files; damaged, missing or foreign files raise a typed error."""
 
 from __future__ import annotations
 

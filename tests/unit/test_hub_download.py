@@ -1,4 +1,4 @@
-"""Downloads against a server that breaks off, ignores ranges or lies; indexes in both formats; pip's settings."""
+"""Downloads from servers that disconnect, ignore ranges or send wrong bytes; package indexes; pip's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names to directories: short names through a fake index, hf: through a fake hub, local files; tricks are refused."""
+"""resolve_model with a fake package index, a fake hub and local files; malicious names are refused."""
 
 from __future__ import annotations
 

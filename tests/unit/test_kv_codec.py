@@ -1,4 +1,4 @@
-"""Keys and values as the codec makes them: every bit comes back, and what is damaged is refused."""
+"""The KV codec is lossless and refuses damaged data; a link uses it if it is faster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIBRARY = load_library(build_library(kernel_dir()))
 
 
 def keys(count: int, seed: int = 1) -> bytes:
-    """bfloat16 of the size that keys have."""
+    """Return bfloat16 values as large as typical keys."""
     values = np.random.default_rng(seed).standard_normal(count, np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
@@ -63,7 +63,7 @@ def test_any_bytes_come_back(part: bytes, times: int) -> None:
 
 def test_a_symbol_that_no_sample_saw_has_a_code() -> None:
     elements = np.frombuffer(keys(262144), np.uint16).copy()
-    elements[5000], elements[200000] = 0x0000, 0xFF80  # the least exponent and the greatest, between two samples
+    elements[5000], elements[200000] = 0x0000, 0xFF80  # smallest and largest exponent, between two samples
     assert decoded(encoded(elements.tobytes()), 2 * len(elements)) == elements.tobytes()
 
 
@@ -71,7 +71,7 @@ def test_keys_shrink_and_noise_does_not_grow() -> None:
     data, noise = keys(1 << 20), random.Random(1).randbytes(1 << 20)
     assert len(encoded(data)) < 0.7 * len(data)
     assert len(encoded(noise)) < len(noise) + 1024
-    assert len(encoded(bytes(1 << 20))) < 0.6 * (1 << 20)  # one symbol: a bit each, and the rests
+    assert len(encoded(bytes(1 << 20))) < 0.6 * (1 << 20)  # one symbol: a bit per element, plus the raw bits
 
 
 def test_any_damage_is_refused() -> None:
@@ -156,7 +156,7 @@ def test_a_link_codes_and_learns() -> None:
             blank(BIG, 12), [TcpTransport(BIG, LinkOptions(codecs=[UnweightKVCodec(LIBRARY, 2)], always_encode=always))]
         )
         used = []
-        for _ in range(3):  # of its own choice: plain, coded, and as was faster
+        for _ in range(3):  # the link chooses: plain, encoded, then the faster way
             codec.used = 0
             fill(receiver.region, range(12), 2)
             receiver.pull(sender.publish(list(range(8)), 30.0), list(range(8)), soon())

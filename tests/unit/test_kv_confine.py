@@ -1,4 +1,4 @@
-"""Listeners of a library that binds every address answer at the stated one alone."""
+"""confined_to: listeners of a library that binds every address answer only at the configured one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig: what transformers would read, typed errors for the rest. No torch."""
+"""ModelConfig from config.json: read as transformers does, or a typed error. No torch."""
 
 from __future__ import annotations
 

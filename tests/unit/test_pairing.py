@@ -1,4 +1,4 @@
-"""Pairing keeps on trying where that can help."""
+"""Pairing retries failures that may be temporary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Line:
 
 
 def until(pairing: PeerPairing, what: Callable[[PairingState], bool]) -> PairingState:
-    """The first news of which this is true."""
+    """Wait for the first event that satisfies the condition."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if (pairs := pairing.take_state_change()) is not None and what(pairs):

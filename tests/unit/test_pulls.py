@@ -1,5 +1,4 @@
-"""For any order of arrivals, steps, aborts and of what pulls do, also after nobody wants them any more: same tokens,
-each request ends once, and no block is lost or written to by two."""
+"""Pulls in any order of arrivals, steps, aborts and late writes: same tokens, one end per request, no lost block."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ BLOCK = 8
 
 @dataclass
 class Open:
-    """A pull under way: its thread waits until the test says how it ends."""
+    """A running pull, whose thread waits until the test ends it."""
 
     ticket: Ticket
     into: Sequence[int]
@@ -54,11 +53,11 @@ class Open:
 
 
 class Gate:
-    """A receiver that moves when it is told to."""
+    """A fake receiver whose pulls progress only by calls of the test."""
 
     def __init__(self, region: HostRegion) -> None:
         self.region = region
-        self.prompts: dict[str, tuple[list[int], int]] = {}  # by ticket, with the first token of the output
+        self.prompts: dict[str, tuple[list[int], int]] = {}  # prompt and first output token, by ticket
         self.open: list[Open] = []
         self.told: Counter[str] = Counter()
         self.reached, self.passed_over = Counter[str](), Counter[str]()
@@ -84,7 +83,7 @@ class Gate:
         self.told["released"] += 1
 
     def write(self, it: Open, tokens: Sequence[int], first: int) -> None:
-        """Into the blocks of a pull, as a transport does."""
+        """Write tokens into the blocks of a pull, as a transport does."""
         for i in range(first, len(tokens) // BLOCK):
             block = TransferPiece(0, 1, i, i + 1)
             data = array("q", tokens[i * BLOCK : (i + 1) * BLOCK]).tobytes()
@@ -93,7 +92,7 @@ class Gate:
             it.progress.arrived_bytes += len(data)
 
     def land(self, it: Open, blocks: int) -> None:
-        """So many more of its blocks are here, and known to be right."""
+        """Let so many more blocks arrive and count as confirmed."""
         count = min(max(it.progress.confirmed_blocks, it.first) + blocks, len(it.prompt) // BLOCK)
         self.write(it, it.prompt[: count * BLOCK], max(it.progress.confirmed_blocks, it.first))
         it.progress.confirmed_blocks = count
@@ -112,7 +111,7 @@ class House:
     def __init__(
         self, blocks: int, runner: type[FakeRunner] = FakeRunner, running: int = 4, budget: int = 32, buffers: int = 0
     ) -> None:
-        """`buffers`: of host memory, in which blocks outlive the cache."""
+        """`buffers`: number of host buffers, in which blocks outlive the main cache."""
         fake = runner(blocks, BLOCK)
         self.clock = ManualClock()
         self.gate = Gate(fake.region())
@@ -134,12 +133,12 @@ class House:
         self.engine.kv.check_invariants()
 
     def published(self) -> dict[str, Ticket]:
-        """What others could pull from here, by request, as it is now."""
+        """Return the current tickets that other engines could pull, by request."""
         ids = {output.id: output.ticket["id"] for output in self.outputs if output.ticket is not None}
         found = {}
         for name, ticket in ids.items():
             with suppress(TicketEnded):
-                found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # nobody renews it
+                found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # without renewing the lease
         return found
 
     def check(self, prompts: dict[str, list[int]]) -> None:
@@ -157,7 +156,7 @@ class House:
         self.until(lambda: self._stats().pulls == self.pulls)
 
     def all_open(self) -> bool:
-        """Whether each pull that should be has begun."""
+        """Return whether each expected pull has started."""
         kv = self.engine.kv
         pulls = [*kv._active_pulls.values(), *(pull for pull, _ in kv._quarantined)]
         return len(self.gate.open) == sum(not pull.ended for pull in pulls)
@@ -165,7 +164,7 @@ class House:
     def until(self, done: Callable[[], bool]) -> None:
         ends = time.monotonic() + 30
         while not done():
-            assert time.monotonic() < ends, "it never happened"
+            assert time.monotonic() < ends, "the condition was never met"
             time.sleep(0.0005)
 
     def run(self) -> None:
@@ -252,7 +251,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
                 house.until(house.all_open)
         elif deed == "land" and chosen is not None:
             gate.land(chosen, how[1])
-        elif deed == "spoil" and chosen is not None:  # what is not known to be right may be anything, also after abort
+        elif deed == "spoil" and chosen is not None:  # unconfirmed blocks may hold anything, also after an abort
             gate.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.confirmed_blocks, chosen.first))
         elif deed == "finish" and chosen is not None:
             cancelled = chosen.progress._cancelled
@@ -270,7 +269,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
         house.step()
         house.check(prompts)
         if house.engine.idle or not house.engine.scheduler.running:
-            house.clock.advance(1.0)  # leases end
+            house.clock.advance(1.0)  # leases expire
         house.until(house.all_open)
         for it in list(house.gate.open):
             house.finish(it, TransferCancelled("") if it.progress._cancelled else None)
@@ -286,7 +285,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
 
 
 def loading(house: House) -> Open:
-    """One request, whose pull has brought a block."""
+    """Start one request whose pull has brought a block."""
     submission = ask("r", 41, 0, 4)
     house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
     house.step()
@@ -311,12 +310,12 @@ def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) 
     kv = house.engine.kv
     kv.check_invariants()
     assert it.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
-    house.engine.add(ask("next", 60, 5, 4))  # it needs more than there is
+    house.engine.add(ask("next", 60, 5, 4))  # needs more blocks than are free
     for _ in range(3):
         house.step()
     assert house.engine.scheduler.requests["next#0"].status is RequestStatus.WAITING
     assert house.engine.needs_polling
-    house.gate.write(it, [-7] * 40, 1)  # late, and harmless
+    house.gate.write(it, [-7] * 40, 1)  # a late write, which must be harmless
     house.finish(it, TransferCancelled(""))
     house.run()
     house.step()
@@ -333,7 +332,7 @@ def test_nobody_is_preempted_whose_blocks_would_not_be_free() -> None:
     for _ in range(3):
         house.step()
     house.clock.advance(1.0)
-    it = loading(house)  # soon all blocks are used, and the first needs one more
+    it = loading(house)  # soon all blocks are used, and the first request needs one more
     for _ in range(25):
         house.step()
     assert house.engine.scheduler.requests["first#0"].preemptions == 1
@@ -373,7 +372,7 @@ def test_what_has_come_is_there_for_others_at_once() -> None:
 
 
 def test_blocks_are_saved_before_somebody_else_gets_them() -> None:
-    """Those of a request that ends as soon as they have come may be given away in the same plan."""
+    """Blocks of a request that ends when they arrive may be reused in the same plan."""
     house = House(9, buffers=100)
     submission = ask("r", 64, 0, 1)
     house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
@@ -392,7 +391,7 @@ def test_blocks_are_saved_before_somebody_else_gets_them() -> None:
 
 
 def test_no_copy_goes_to_or_from_blocks_that_a_pull_writes() -> None:
-    """They were somebody's who ended a step ago, and would have been saved by the plan that is made now."""
+    """The blocks belonged to a request that ended one step ago, and the next plan would have saved them."""
     house = House(9, running=1, buffers=100)
     first, second = ask("first", 64, 0, 1), ask("second", 64, 5, 2)
     house.engine.add(first)
@@ -412,7 +411,7 @@ def test_no_copy_goes_to_or_from_blocks_that_a_pull_writes() -> None:
     house.until(house.all_open)
     house.finish(house.gate.open[0], None)
     house.run()
-    assert saved > 0, "what nobody took"
+    assert saved > 0, "buffers that were not released"
     said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "second")}
     assert said == {"first": alone(first), "second": alone(second)}
 

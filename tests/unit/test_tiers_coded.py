@@ -1,4 +1,4 @@
-"""Blocks that lie coded on a disk: shorter files, the same bytes, and nothing but a miss if one is not what it was."""
+"""Encoded blocks on disk: shorter files, the same bytes, and a miss if a file is damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Other(UnweightKVCodec):
 
 
 def block(name: bytes) -> memoryview:
-    """bfloat16 of the size that keys have."""
+    """Return bfloat16 values as large as typical keys."""
     values = np.random.default_rng(list(name)).standard_normal(SIZE // 2, np.float32)
     made = memoryview(mmap.mmap(-1, SIZE))
     made[:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
@@ -81,7 +81,7 @@ def test_plain_and_coded_blocks_lie_side_by_side(tmp_path: Path) -> None:
     fill(disk, NAMES[2:4])
     for other in (disk, tier(tmp_path, coding="none"), tier(tmp_path, coding="auto")):
         assert loaded(other, NAMES[:4]) == 4
-    full = tier(tmp_path, 3, coding="none")  # files of another length are written over
+    full = tier(tmp_path, 3, coding="none")  # files of another length are overwritten
     fill(full, NAMES[4:10])
     assert loaded(full, NAMES[8:10]) == 2 and full.stats().damaged_blocks == 0
     coded = tier(tmp_path, 3)

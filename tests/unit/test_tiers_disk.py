@@ -1,4 +1,4 @@
-"""Files of blocks: what is torn, foreign or damaged is a miss; trouble with the disk is nobody's error."""
+"""DiskTier: torn, foreign or damaged files are misses, and disk errors fail no request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fill(disk: DiskTier, names: list[bytes]) -> None:
 
 
 def loaded(disk: DiskTier, names: list[bytes]) -> int:
-    """How many leading ones, whose bytes are as they should be."""
+    """Return how many leading blocks load, after checking their content."""
     into = [buffer() for _ in names]
     count = disk.load(names, into)
     assert [bytes(b) for b in into[:count]] == [content(n) for n in names[:count]]
@@ -143,7 +143,7 @@ def test_quota(tmp_path: Path, policy: str) -> None:
     fill(disk, NAMES[:3])
     assert loaded(disk, NAMES[:1]) == 1
     fill(disk, NAMES[3:])
-    assert disk.lookup(NAMES[:1]) == (policy == "arc"), "what was used twice outlives a scan"
+    assert disk.lookup(NAMES[:1]) == (policy == "arc"), "ARC keeps blocks that were used twice"
     assert len(list(tmp_path.glob("*/*/*"))) == 3 == disk.stats().blocks and disk.stats().evicted_blocks == 3
     smaller = tier(tmp_path, 2)
     assert len(list(tmp_path.glob("*/*/*"))) == 2 == smaller.stats().blocks
@@ -178,7 +178,7 @@ def test_a_write_error_turns_it_off_for_a_while(
         for _ in range(3):
             assert disk.store([NAMES[2]], [block(NAMES[2])]) == 0
             assert disk.lookup(NAMES) == 0 and not disk.stats().on and loaded(disk, NAMES[:1]) == 0
-            clock.advance(RETRY_INTERVAL_S)  # it is tried again, and fails again
+            clock.advance(RETRY_INTERVAL_S)  # the retry fails again
     assert [r.message for r in caplog.records if "off" in r.message] == [caplog.records[0].message]
     assert not list(tmp_path.glob("*/*/*.part")) and len(list(tmp_path.glob("*/*/*"))) == 2
     fill(disk, NAMES[2:3])
@@ -194,7 +194,7 @@ def test_a_disk_that_writes_only_a_part(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, where: Path, blocks: Callable[[], int]) -> None:
-    """As a disk that has room for so many blocks, other programs' files aside."""
+    """Simulate a disk with space for so many blocks besides files of other programs."""
     whole = os.writev
 
     def writev(handle: int, parts: Sequence[memoryview]) -> int:
@@ -232,7 +232,7 @@ def test_a_disk_that_others_fill_skips_stores_and_is_tried_again(
             assert disk.store(names[12:13], [block(names[12])]) == 0
     assert len(caplog.records) == 1 and disk.stats().on
     assert disk.stats().blocks == 12 - MAX_EVICTIONS_PER_WRITE and disk.stats().dropped_blocks == 3
-    assert loaded(disk, names[MAX_EVICTIONS_PER_WRITE:12]) == 12 - MAX_EVICTIONS_PER_WRITE, "what is left is of use"
+    assert loaded(disk, names[MAX_EVICTIONS_PER_WRITE:12]) == 12 - MAX_EVICTIONS_PER_WRITE, "the remaining blocks are still loaded"
     clock.advance(RETRY_INTERVAL_S)
     assert disk.store(names[12:13], [block(names[12])]) == 0 and disk.stats().blocks == 0
     clock.advance(RETRY_INTERVAL_S)
@@ -275,11 +275,11 @@ def test_a_deleted_directory_is_created_again(tmp_path: Path, depth: str, notice
 
 
 def test_a_directory_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    """As a disk that is unmounted: what lies under it must not fill up instead."""
+    """After an unmount, the file system below the mount point must not fill up."""
     clock = ManualClock()
     disk = tier(tmp_path / "kv", clock=clock)
     fill(disk, NAMES[:2])
-    disk._device += 1  # that of the parent is another
+    disk._device += 1  # the parent is then on another device
     (tmp_path / "kv").rename(tmp_path / "away")
     assert loaded(disk, NAMES[:1]) == 0
     assert disk.store(NAMES[2:3], [block(NAMES[2])]) == 0 and not disk.stats().on
@@ -346,12 +346,12 @@ def test_a_file_that_is_used_again_while_it_is_read(tmp_path: Path, monkeypatch:
         patched.setattr(os, "readv", readv)
         assert loaded(mine, NAMES[:1]) == 0
     assert mine.stats().damaged_blocks == 0 and mine.stats().on
-    assert file_of(tmp_path, NAMES[1]).stat().st_ino == number, "it was meant to be the same file"
+    assert file_of(tmp_path, NAMES[1]).stat().st_ino == number, "the test needs the same file"
     assert loaded(theirs, NAMES[1:2]) == 1
 
 
 def writer(where: Path) -> subprocess.Popen[bytes]:
-    """Another process that stores and evicts all the time."""
+    """Store and evict continuously, in another process."""
     code = f"""
 import sys
 sys.path[:0] = {sys.path!r}

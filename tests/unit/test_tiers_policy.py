@@ -1,4 +1,4 @@
-"""Eviction against plain simulations of what LRU and ARC are."""
+"""Eviction policies compared with simple simulations of LRU and ARC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.kv.tiers.policy import ARC, LRU, EvictionPolicy, make_policy
 
 
 def use(policy: EvictionPolicy, capacity: int, key: bytes) -> bool:
-    """As a cache does; whether it was there."""
+    """Use a key as a cache does; return whether it was stored."""
     if key in policy:
         policy.touch(key)
         return True
@@ -31,7 +31,7 @@ def simulate_lru(capacity: int, trace: list[bytes]) -> list[bool]:
 
 
 def simulate_arc(c: int, trace: list[bytes]) -> list[bool]:
-    """The four cases of the paper, on lists; the last of a list was used last."""
+    """Simulate the four cases of the paper on lists, in order of use."""
     t1: list[bytes] = []
     t2: list[bytes] = []
     b1: list[bytes] = []

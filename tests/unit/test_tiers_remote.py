@@ -1,4 +1,4 @@
-"""Blocks in a store that workers share: found by others, never wrong, and nobody waits for a store that is gone."""
+"""RemoteTier: workers share blocks, wrong values are detected, and requests do not wait for a store that is down."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PROVIDER_GONE = -800
 
 @dataclass
 class FakeClient:
-    """In a dict; fails when told to."""
+    """A fake client with a dict, which fails if `down` is set."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    answer: int = 0  # in place of all others, if not 0
+    answer: int = 0  # result of all calls, if not 0
     down: bool = False
     calls: int = 0
 
@@ -96,10 +96,10 @@ def loaded(tier: RemoteTier, names: list[bytes]) -> int:
 def test_what_is_stored_is_loaded(fake: Fake) -> None:
     tier, store, clock = fake
     assert fill(tier, NAMES[:3]) == 3 and len(store.values) == 3
-    assert tier.lookup(NAMES) == 3 and tier.lookup_optimistic(NAMES) == 8, "only asking would tell"
+    assert tier.lookup(NAMES) == 3 and tier.lookup_optimistic(NAMES) == 8, "only a query shows what the store holds"
     assert loaded(tier, NAMES) == 3 and tier.lookup_optimistic(NAMES) == 3
     clock.advance(RETRY_MISSING_AFTER_S)
-    assert tier.lookup_optimistic(NAMES) == 8, "others may have stored it meanwhile"
+    assert tier.lookup_optimistic(NAMES) == 8, "another worker may have stored it meanwhile"
     tier.discard(NAMES[:1])
     assert not tier.lookup(NAMES) and len(store.values) == 2
     stats = tier.stats()
@@ -144,7 +144,7 @@ def test_a_store_that_is_full_and_a_provider_that_is_gone(fake: Fake) -> None:
     tier, store, _ = fake
     store.answer = NO_MEMORY
     assert fill(tier, NAMES[:2]) == 0 and tier.stats().dropped_blocks == 2 and tier.stats().on
-    store.answer = PROVIDER_GONE  # a miss, and no reason to leave all others alone
+    store.answer = PROVIDER_GONE  # a miss, but the tier stays on
     assert loaded(tier, NAMES[:1]) == 0 and tier.stats().on and tier.stats().errors == 1
     store.answer = 0
     assert fill(tier, NAMES[:1]) == 1
@@ -157,7 +157,7 @@ def test_a_nonsensical_address_is_refused() -> None:
 
 
 def test_a_master_elsewhere_needs_our_address(caplog: pytest.LogCaptureFixture) -> None:
-    """Only a setting opens memory to a network in which Mooncake authenticates no peer."""
+    """Listening at a network address needs a setting, because Mooncake authenticates no peer."""
     with pytest.raises(InvalidRequest, match="authenticates no peer") as raised:
         StoreClient("192.0.2.7:50051", MEMORY, 1 << 16)
     assert raised.value.hint is not None and "--kv-mooncake-host" in raised.value.hint
@@ -190,12 +190,12 @@ def test_a_process_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatc
         assert descriptors() == before and client.pid is None
 
 
-# -- the real one ------------------------------------------------------------------------------------------------------
+# -- with a real Mooncake master ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
-    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # parting takes two seconds
+    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # closing takes two seconds
     started = MooncakeMaster().start()
     yield started
     started.kill()
@@ -258,7 +258,7 @@ def test_a_master_that_hangs(master: MooncakeMaster, monkeypatch: pytest.MonkeyP
     master.hang()
     assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
     monkeypatch.setattr(storeclient, "SETUP_TIMEOUT_S", 0.5)
-    newcomer = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)  # the system answers the knock, nobody the client
+    newcomer = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)  # the kernel accepts the connection, the master does not answer
     assert not newcomer.stats().on
     newcomer.close()
     master.wake()
@@ -294,7 +294,7 @@ def test_our_own_process_may_hang_or_die(master: MooncakeMaster, monkeypatch: py
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert fill(tier, NAMES[4:5]) == 0 and not tier.stats().on
     come_back(tier)
-    # For ten seconds the master hands out memory of the dead process too, which cannot be written to: some fail.
+    # For ten seconds the master also allocates memory of the dead process, so some writes fail.
     answers = {name: client.put(name.hex(), lambda room: len(room)) for name in map(digest, range(100, 140))}
     assert {answer for answer, _ in answers.values()} <= {0, PROVIDER_GONE} and (0, 1 << 16) in answers.values()
     before = tier.stats().errors

@@ -1,4 +1,4 @@
-"""Tiers as one, and the engine above them: any order of arrivals, steps, reads, writes, aborts and failures."""
+"""TierStack alone and with an engine, for any order of arrivals, steps, reads, writes, aborts and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [digest(i) for i in range(8)]
 
 
 class MemoryTier:
-    """A tier below in a dictionary, which fails when it is told to."""
+    """A fake lower tier with a dictionary, which fails on request."""
 
     name = "below"
 
@@ -40,7 +40,7 @@ class MemoryTier:
 
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         for i, (name, room) in enumerate(zip(hashes, buffers, strict=True)):
-            room[:] = b"\xee" * len(room)  # what a failed load leaves is rubbish
+            room[:] = b"\xee" * len(room)  # a failed load leaves garbage
             if self.broken or name not in self.blocks:
                 return i
             room[:] = self.blocks[name]
@@ -110,7 +110,7 @@ def test_a_load_that_fails_ends_the_fetch_early() -> None:
     below.blocks = {n: content(n) for n in NAMES[:3]}
     fetch = tiers.fetch(NAMES[:3])
     tiers.read_next()
-    below.discard(NAMES[1:2])  # since the lookup
+    below.discard(NAMES[1:2])  # after the lookup
     assert tiers.read_next() and not tiers.read_next()
     arrivals, ended = tiers.take_fetched(fetch)
     assert [a.digest for a in arrivals] == NAMES[:1] and ended
@@ -122,12 +122,12 @@ def test_a_load_that_fails_ends_the_fetch_early() -> None:
 def test_the_writer_has_a_bounded_queue_and_drops() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
-    save(tiers, NAMES[:4])  # two may wait
+    save(tiers, NAMES[:4])  # two fit the queue
     assert tiers.stats()["below"].dropped_blocks == 2
     assert tiers.host.num_pinned == 2
     assert tiers.write_next() and tiers.write_next() and not tiers.write_next()
     assert list(below.blocks) == NAMES[:2] and below.blocks[NAMES[0]] == content(NAMES[0])
-    save(tiers, NAMES[:4])  # they are here; what is missing below gets another chance
+    save(tiers, NAMES[:4])  # host memory has them; those missing in lower tiers are queued again
     while tiers.write_next():
         pass
     assert set(below.blocks) == set(NAMES[:4]) and tiers.host.num_pinned == 0
@@ -210,7 +210,7 @@ DO = st.tuples(
 
 
 class Schedule:
-    """Carries actions out, and checks what must always hold."""
+    """Executes actions and checks the invariants."""
 
     def __init__(self, blocks: int, runner: type[FakeRunner], buffers: int, below: MemoryTier | None) -> None:
         self._make = lambda: engine(True, blocks, runner, buffers, below)
@@ -260,7 +260,7 @@ class Schedule:
                 self.engine.abort(self.submissions[number].id)
             case "wait":
                 clock.advance(number)
-            case "restart":  # what main and host memory knew is gone
+            case "restart":  # clears main cache and host memory
                 self.finish()
                 self.engine = self._make()
             case "break" | "mend" if self.below is not None:
@@ -301,7 +301,7 @@ def test_tokens_endings_and_conservation_with_tiers(
 
 
 def test_tiers_are_used_at_all() -> None:
-    """So that the test above tests something: prefixes come from both, and cached_tokens says so."""
+    """Prefixes load from both tiers and count as cached tokens: the test above would not notice otherwise."""
     schedule = Schedule(12, FakeRunner, 20, MemoryTier())
 
     def ask(start: int, salt: str = "a") -> int:
@@ -320,7 +320,7 @@ def test_tiers_are_used_at_all() -> None:
 
 
 def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> None:
-    """One restart heals a prefix, however many of its blocks are damaged."""
+    """One restart repairs a prefix, however many of its blocks are damaged."""
     prefix = [digest(i) for i in range(6)]
 
     def started() -> tuple[TierStack, DiskTier]:
@@ -338,7 +338,7 @@ def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> Non
         return len(arrived)
 
     def compute(tiers: TierStack) -> None:
-        """As the engine does with what did not arrive."""
+        """Save blocks that did not load, as the engine does after computing them."""
         for name in prefix:
             if (room := tiers.reserve(name)) is not None:
                 room[:] = block(name)

@@ -1,4 +1,4 @@
-"""What a cache is reached by: all that works here, and no more than that."""
+"""TransferEndpoint: it serves every transport that works on this machine, and only those."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ other.close(); made.close()
 
 
 def test_ports_of_every_transport_are_those_stated() -> None:
-    """In a process of its own: Mooncake reads its setting once."""
+    """Runs in another process, because Mooncake reads its settings once."""
     command = [sys.executable, "-c", STATED_PORTS, str(free_port())]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=path)
@@ -131,7 +131,7 @@ def test_blocks_that_a_stranger_overwrites_are_refused() -> None:
     address = np.frombuffer(region.parts[0], np.uint8).ctypes.data + 4 * region.layout.plane_bytes
     stranger = [sys.executable, "-c", STRANGER, engine.session, str(address), str(region.layout.plane_bytes)]
     assert subprocess.run(stranger, capture_output=True, timeout=60).returncode == 0
-    assert content(region, [4]) != first, "the stranger wrote"
+    assert content(region, [4]) != first, "the other process wrote"
     with pytest.raises(TransferCorrupted, match="another checksum than the published one"):
         here.receiver.pull(ticket, [2], soon())
     here.receiver.pull(kept, [2, 3], soon())

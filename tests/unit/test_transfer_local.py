@@ -1,4 +1,4 @@
-"""Leases, generations and block sizes, over the transport within a process and a clock that moves when told to."""
+"""Leases, generations and block sizes, over LocalTransport with a fake clock."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_blocks_arrive_and_are_given_back_once() -> None:
     assert pair.got([9, 1, 2]) == sent
     assert pair.sender.collect() == []
     pair.receiver.acknowledge(ticket, FAR)
-    pair.receiver.acknowledge(ticket, FAR)  # an answer may get lost: saying it twice is saying it
+    pair.receiver.acknowledge(ticket, FAR)  # a reply may get lost, so a second call is accepted
     assert [(e.id, e.blocks, e.reason) for e in pair.sender.collect()] == [
         (ticket.id, (5, 6, 2), LeaseEndReason.ACKNOWLEDGED)
     ]
@@ -94,7 +94,7 @@ def test_a_malformed_ticket_is_refused(change: dict[str, object]) -> None:
 
 def test_it_follows_a_ticket_that_grows() -> None:
     pair = Pair()
-    pair.sender = Sender(pair.sender.region, "p")  # real time: two threads
+    pair.sender = Sender(pair.sender.region, "p")  # with real time, since two threads wait
     advertise_local(pair.sender, "here")
     receiver = Receiver(pair.receiver.region, [LocalTransport([pair.sender])], max_piece_bytes=64)
     sent = fill(pair.sender.region, [0], 1)
@@ -109,7 +109,7 @@ def test_it_follows_a_ticket_that_grows() -> None:
 
 
 def test_copies_hide_behind_what_the_peer_computes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last blocks', also if these are published a moment before the end is known."""
+    """All copies but the last overlap, also if the last blocks are published before the ticket is complete."""
     pair = Pair()
     fill(pair.sender.region, [0, 1, 2], 1)
     ticket = pair.sender.publish([0], LEASE, complete=False)
@@ -283,7 +283,7 @@ def test_a_pull_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
     assert progress.complete and pair.got([0, 1, 2]) == sent and sum(copied) == len(sent)
     pair.receiver.release(ticket, FAR)
-    assert pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress) is progress  # nothing is left to ask for
+    assert pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress) is progress  # nothing is left to fetch
     with pytest.raises(BadTransfer):
         pair.receiver.pull(ticket, [3, 4, 5], FAR, progress=progress)
 
@@ -316,7 +316,7 @@ def test_what_changed_unnoticed_fails_its_seal() -> None:
     pair.receiver.pull(ticket, [3, 4], FAR)
     generations = pair.sender.region.generations.copy()
     fill(pair.sender.region, [2], 9)
-    pair.sender.region.generations[:] = generations  # an owner that forgot to say so
+    pair.sender.region.generations[:] = generations  # as if the owner had not bumped the generation
     with pytest.raises(TransferCorrupted, match="block 1"):
         pair.receiver.pull(ticket, [3, 4], FAR)
 
@@ -359,7 +359,7 @@ def test_neighbours_are_read_as_one() -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8), (8, 4), (2, 8), (16, 2)])
 def test_keys_that_lie_turned_arrive_turned(theirs: int, ours: int) -> None:
-    """Number by number instead of token by token, which shows where block sizes differ."""
+    """Elements are stored before tokens, which matters if block sizes differ."""
     layers, heads, numbers, total = 2, 3, 5, 32
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 1 << 16, (layers, total, heads, numbers), np.uint16)

@@ -1,5 +1,7 @@
-"""Any order of publishing, extending, pulling, ending, expiring and reusing: blocks come back once, bytes are right or
-an error says why, and nothing stays pinned."""
+"""Transfers in any order of publish, extend, pull, end, expiry and reuse, as a state machine.
+
+Each lease is collected once, bytes are right or an error is raised, and nothing stays pinned.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ BLOCKS, LEASE, FAR = 10, 10.0, 1e9
 
 
 class Interrupting:
-    """The clock of the transport, which is asked before every piece: at the chosen one, something happens first."""
+    """The transport's clock, read before every piece; at a chosen piece, it first runs an action."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
@@ -47,8 +49,8 @@ class Published:
     complete: bool
     into: list[int]
     progress: PullProgress = field(default_factory=PullProgress)
-    over: LeaseEndReason | None = None  # as we ended it; expiry is found out
-    spoiled: int = 0  # bytes up to the last block to which its owner wrote, against its promise
+    over: LeaseEndReason | None = None  # how the test ended it; expiry is detected later
+    spoiled: int = 0  # bytes up to the last block that the owner overwrote during the lease
 
 
 class Handoffs(RuleBasedStateMachine):
@@ -95,7 +97,7 @@ class Handoffs(RuleBasedStateMachine):
     @precondition(lambda self: self.all)
     @rule(data=st.data(), again=st.booleans(), at=st.integers(1, 8))
     def pull(self, data: st.DataObject, again: bool, at: int) -> None:
-        """Resumed or from the start, with something happening before its n-th piece."""
+        """Pull from the start or continue, with an action before the n-th piece."""
         it = data.draw(st.sampled_from(self.all))
         doing = data.draw(st.sampled_from(["nothing", "wait", "cancel", "close", "reuse"]))
         progress = it.progress if again and not it.progress.complete else PullProgress()
@@ -115,15 +117,15 @@ class Handoffs(RuleBasedStateMachine):
         except TransferTimeout:
             raise AssertionError("there was time enough") from None
         else:
-            assert not self.is_over(it) and landed >= it.spoiled, "what was spoiled had come before"
-            if progress.arrived_bytes == len(it.content):  # resumed, others may have pulled into the same blocks since
+            assert not self.is_over(it) and landed >= it.spoiled, "the overwritten bytes had arrived before"
+            if progress.arrived_bytes == len(it.content):  # if continued, other pulls may have used the same blocks since
                 got = content(self.receiver.region, it.into[: len(it.blocks)])
                 assert got == it.content or progress is it.progress
             assert progress.complete == it.complete
         self.between.left = -1
 
     def end_and_reuse(self) -> None:
-        """All that can end has ended, and its blocks have new content."""
+        """End everything that can end, and write new content to its blocks."""
         self.clock.advance(LEASE)
         self.collect()
         self.fresh_and_back(BLOCKS)
@@ -147,7 +149,7 @@ class Handoffs(RuleBasedStateMachine):
         except TicketEnded:
             assert was_over and how is LeaseEndReason.ACKNOWLEDGED
         else:
-            it.over = it.over if was_over else how  # to release what has ended does nothing
+            it.over = it.over if was_over else how  # releasing an ended lease does nothing
 
     @precondition(lambda self: self.all)
     @rule(data=st.data())
@@ -165,7 +167,7 @@ class Handoffs(RuleBasedStateMachine):
     @precondition(lambda self: any(p.blocks for p in self.all))
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
-        """The owner writes to a block that it has promised to hold."""
+        """Overwrite a block during its lease."""
         it = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
         if not self.is_over(it):
             fill(self.region, it.blocks[-1:], 0)
@@ -200,7 +202,7 @@ class Handoffs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for it in [p for p in self.all if not p.complete]:
-            self.close(it)  # their owner says when they end
+            self.close(it)  # incomplete leases end when their owner closes them
         self.clock.advance(LEASE)
         self.collect()
         assert self.sender.lease_ages() == [] and self.free == set(range(BLOCKS))

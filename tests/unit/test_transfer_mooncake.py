@@ -1,4 +1,4 @@
-"""What Mooncake's engine may do when nobody waits for it any more, and a wheel of it that is broken."""
+"""The Mooncake transport with slow, failing and abandoned reads, and with a broken wheel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEASE = 30.0
 
 @dataclass
 class SlowEngine:
-    """Reads by memmove, as soon as it is let go; then says how it went."""
+    """A fake engine that reads by memmove once the test releases it, and returns a chosen result."""
 
     go: threading.Event = field(default_factory=threading.Event)
     answer: int = 0
@@ -97,7 +97,7 @@ def test_a_late_write_never_reaches_the_cache(pair: Pair) -> None:
     pair.let_go()
     assert content(receiver.region, range(12)) == before != sent
     receiver.pull(ticket, [3, 4], soon())
-    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.buffers._count == 1  # the room was used again
+    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.buffers._count == 1  # the buffer was reused
     receiver.close()
 
 

@@ -1,4 +1,4 @@
-"""TCP and shared memory over real sockets and processes, whole and broken."""
+"""TCP, shared memory and Mooncake transports over real sockets and processes, with injected faults."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from emberline.kv.transfer.ticket import Ticket
 
 LEASE, PATIENCE = 30.0, 20.0
 KINDS = ["tcp", "shm", "mooncake"]
-SLACK = 16  # bytes by which one run may be shorter than another: seconds are told as decimals
+SLACK = 16  # bytes by which runs differ in length: messages contain seconds as decimals
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def mooncake() -> MooncakeEngine:
 
 @dataclass
 class Host:
-    """A sender that all transports reach."""
+    """A sender with servers of all transports."""
 
     sender: Sender
     servers: list[TransferServer]
@@ -76,7 +76,7 @@ class Host:
         return Receiver(blank(layout, 12), [transport], max_piece_bytes=64)
 
     def settled(self) -> None:
-        """Nobody is connected, and no thread is left."""
+        """Assert that no connection and no thread is left."""
         until = soon()
         while any(server.num_connections for server in self.servers):
             assert time.monotonic() < until, "a connection stays open"
@@ -119,8 +119,8 @@ def host() -> Iterator[Host]:
     assert all(server.num_connections == 0 for server in made.servers)
     ours = [one for one in threading.enumerate() if one.name.startswith("kv-") and one not in before]
     for thread in ours:
-        thread.join(10)  # one whose connection had just ended may be on its last line
-    assert not any(thread.is_alive() for thread in ours), "a thread was left behind"
+        thread.join(10)  # a thread whose connection just ended may still be running
+    assert not any(thread.is_alive() for thread in ours), "a thread is still running"
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -190,7 +190,7 @@ def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
     fill(host.sender.region, [2], 1)
     with pytest.raises(BlockReused):
         receiver.pull(ticket, [1, 2], soon())
-    fresh = host.sender.publish([1, 2], LEASE)  # the connection goes on
+    fresh = host.sender.publish([1, 2], LEASE)  # the connection stays usable
     receiver.pull(fresh, [1, 2], soon())
     if kind != "shm":
         forged = replace(fresh, generations=tuple(g + 1 for g in fresh.generations))
@@ -205,7 +205,7 @@ def test_pairing_is_refused_with_a_reason(host: Host) -> None:
         with pytest.raises(PeerChanged):
             host.receiver(kind).connect(replace(peer, incarnation="earlier"), soon())
         lying = host.receiver(kind, small(heads=4))
-        with pytest.raises(IncompatibleCaches, match="heads"):  # also by the sender, whatever its description says
+        with pytest.raises(IncompatibleCaches, match="heads"):  # the sender checks too, whatever its description contains
             lying.connect(replace(peer, layout=small(heads=4)), soon())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -251,7 +251,7 @@ def test_any_damage_to_a_message_is_noticed() -> None:
                 receiver.receive(soon())
             there.recv(
                 1000, socket.MSG_DONTWAIT
-            ) if at < HEADER.size + HEADER_CRC.size else None  # the body that was not read
+            ) if at < HEADER.size + HEADER_CRC.size else None  # the unread body
         here.sendall(raw)
         assert receiver.receive(soon()) == (MessageKind.PIECE_END, 7, b"body")
 
@@ -287,7 +287,7 @@ def clean_run(host: Host) -> Proxy:
 @pytest.mark.parametrize("down", [True, False])
 @pytest.mark.parametrize("kind", ["cut", "flip"])
 def test_a_connection_broken_anywhere(host: Host, kind: str, down: bool) -> None:
-    """At what the proxy saw as borders of messages, and at every eleventh byte."""
+    """Break it at message boundaries, as the proxy saw them, and at every eleventh byte."""
     whole = clean_run(host)
     sent = fill(host.sender.region, [1, 2], 1)
     failed = 0
@@ -327,7 +327,7 @@ def test_a_silent_peer_is_given_up(host: Host, down: bool) -> None:
 
 
 def test_a_deadline_holds_against_a_silent_peer(host: Host) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # the system accepts, nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # the kernel accepts, no process answers
         peer = replace(host.sender.peer, endpoints={"tcp": f"127.0.0.1:{mute.getsockname()[1]}"})
         with pytest.raises(TransferTimeout):
             host.receiver("tcp", patience=30.0).connect(peer, soon(0.2))
@@ -363,7 +363,7 @@ def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
         while not proxy.happened:
             time.sleep(0.005)
         progress.cancel()
-        thread.join(20)  # the connection is held for longer than that
+        thread.join(20)  # the proxy holds the connection for longer
         assert [type(error) for error in ended] == [TransferCancelled]
         with pytest.raises(TransferCancelled):
             receiver.pull(ticket, [5, 3], soon(), progress=progress)
@@ -373,7 +373,7 @@ def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
 
 
 def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
-    """Its connection ends after the sender's patience, its lease by the clock, its blocks come back once."""
+    """Its connection ends after the sender's I/O timeout, its lease expires, and its blocks are collected once."""
     clock = ManualClock()
     big = small(tokens=1 << 14, layers=32)
     sender = Sender(blank(big, 4), "p", clock=clock)
@@ -484,7 +484,7 @@ def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.S
             receiver.acknowledge(ticket, soon())
         if end == signal.SIGKILL:
             gc.collect()
-            assert "emberline-kv" not in Path("/proc/self/maps").read_text(), "memory of the dead is still mapped"
+            assert "emberline-kv" not in Path("/proc/self/maps").read_text(), "memory of the dead process is still mapped"
         receiver.close()
     finally:
         child.kill()
@@ -492,7 +492,7 @@ def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.S
 
 
 def no_thread(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
-    """The system allows no more of them when the one of this number is to be started."""
+    """Make the start of the n-th thread fail, as if the system allowed no more."""
     start, count = threading.Thread.start, itertools.count()
 
     def refuse(thread: threading.Thread) -> None:

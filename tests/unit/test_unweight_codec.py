@@ -1,4 +1,4 @@
-"""The codec: every pattern survives, numpy and native write the same bytes, damage is noticed, codes are optimal."""
+"""The weight codec is lossless, numpy and native write the same bytes, damage is noticed, codes are optimal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uniform(count: int, width: int, seed: int = 0) -> Bytes:
 
 
 def skewed(count: int, width: int, seed: int = 0) -> Bytes:
-    """Symbols of very different rarity: codes of all lengths."""
+    """Return symbols of very different frequency, for codes of all lengths."""
     return (np.random.default_rng(seed).geometric(0.4, count * width) % 256).astype(np.uint8)
 
 
@@ -60,7 +60,7 @@ def fitted(codec: WeightCodec, elements: Bytes, width: int) -> PrefixCode:
 
 
 def round_trip(codec: WeightCodec, elements: Bytes, width: int) -> int:
-    """Bytes it took."""
+    """Encode and decode, compare, and return the coded size in bytes."""
     code = fitted(codec, elements, width)
     coded, index = codec.encode(elements, width, code)
     out = np.full_like(elements, 0xA5)
@@ -110,7 +110,7 @@ def test_any_size_and_skew(count: int, width: int, skew: float, seed: int) -> No
 
 
 def test_gaussian_weights_come_out_near_the_bound() -> None:
-    """Within a hundredth of it: the code, the index and the ends of streams together."""
+    """Code, index and padding of streams together are within one percent of the bound."""
     elements = gaussian(4 * BLOCK_ELEMENTS, 2)
     bound = 8 + entropy_bits(NATIVE.count_symbols(elements, 2))
     assert bound < 8 * round_trip(NATIVE, elements, 2) / (4 * BLOCK_ELEMENTS) < 1.01 * bound < 10.8
@@ -160,7 +160,7 @@ def test_both_bits_mean_the_only_symbol(codec: WeightCodec) -> None:
 
 
 def test_streams_must_end_where_the_index_says() -> None:
-    """Also where nobody looks at the CRC-32: bytes that belong to no stream, or to the next one."""
+    """Without a CRC check too, bytes outside a stream are an error."""
     elements = gaussian(3000, 2)
     code = fitted(NATIVE, elements, 2)
     coded, index = NATIVE.encode(elements, 2, code)
@@ -177,7 +177,7 @@ def test_streams_must_end_where_the_index_says() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([NATIVE, PLAIN]), st.sampled_from([1, 2, 4]))
 def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: WeightCodec, width: int) -> None:
-    """What the bytes mean is anyone's guess; nothing outside `request` is written, and the answer is a block or -1."""
+    """What the bytes mean is anyone's guess; nothing outside `out` is written, and the answer is a block or -1."""
     count = data.draw(st.integers(1, 700))
     code = fitted(NATIVE, skewed(2000, width), width)
     sizes = data.draw(st.lists(st.integers(0, 400), min_size=BLOCK_STREAMS, max_size=BLOCK_STREAMS))
@@ -190,7 +190,7 @@ def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: WeightCod
 
 
 def huffman_bits(counts: list[int]) -> int:
-    """Without a limit to lengths: each merge adds a bit to all below it."""
+    """Return the bits of an unlimited Huffman code: each merge adds a bit to all symbols below it."""
     heap = [count for count in counts if count]
     heapq.heapify(heap)
     total = 0
@@ -206,7 +206,7 @@ def test_codes_are_complete_and_optimal_where_the_limit_does_not_bind(few: list[
     counts = np.zeros(256, np.uint64)
     counts[: len(few)] = few
     code = PrefixCode.from_counts(counts)
-    parsed = PrefixCode.parse(code.first, str(code))  # refuses codes that are not complete
+    parsed = PrefixCode.parse(code.first, str(code))  # raises for incomplete codes
     assert np.array_equal(parsed.lengths, code.lengths)
     assert ((code.lengths > 0) == (counts > 0)).all()
     assert code.total_bits(counts) >= huffman_bits(few)
@@ -215,7 +215,7 @@ def test_codes_are_complete_and_optimal_where_the_limit_does_not_bind(few: list[
 
 
 def test_a_limited_code_is_the_best_of_its_kind() -> None:
-    """Fibonacci counts want a bit more for each symbol than for the one before: 15 for the rarest."""
+    """With Fibonacci counts, each symbol needs one bit more than the one before: 15 for the rarest."""
     fibonacci = [1, 1]
     while len(fibonacci) < 16:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
@@ -225,7 +225,7 @@ def test_a_limited_code_is_the_best_of_its_kind() -> None:
 
 
 def best_limited(counts: tuple[int, ...], limit: int) -> int:
-    """By dynamic programming over how many codes of each length are used; counts fall, so lengths rise."""
+    """Find the optimum by dynamic programming over the number of codes of each length."""
     best = {(0, 1): 0}  # (symbols placed, codes free at this depth) -> bits
     for length in range(1, limit + 1):
         after: dict[tuple[int, int], int] = {}

@@ -1,5 +1,7 @@
-"""What befalls the commands of `unweight`: files that change, a place that cannot be written, a signal. One line says
-what is wrong, and nothing half-written stays."""
+"""Errors of the `unweight` commands: changing files, unwritable targets, signals.
+
+Each gives a message of one line and leaves no partial output.
+"""
 
 from __future__ import annotations
 

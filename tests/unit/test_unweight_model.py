@@ -1,4 +1,4 @@
-"""Packed models: unpacked they are what they were; damage anywhere is an error; killed work leaves nothing behind."""
+"""Packed models unpack to the original files, damage is an error, and an interrupted command leaves nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from emberline.unweight.tensor import CodedTensor, is_coded
 from emberline.unweight.unpack import iter_verified_chunks
 
 CODEC = select_weight_codec(find_library())
-KINDS = {"embed", "odd", "wide", "half", "eight"}  # what gains
+KINDS = {"embed", "odd", "wide", "half", "eight"}  # tensors that packing makes smaller
 
 
 def nothing(_: int) -> None:
@@ -43,7 +43,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def tensors(path: Path) -> dict[str, bytes]:
-    """As a loader gets them: checked by CRC-32, not by hash."""
+    """Return the tensors as a loader reads them: checked by CRC-32, not by SHA-256."""
     file = ModelFile(path, CODEC)
     with ThreadPoolExecutor(1) as pool:
         return {name: b"".join(chunk.tobytes() for chunk in file.iter_chunks(name, pool)) for name in file.tensors}
@@ -77,7 +77,7 @@ def test_a_checkpoint_answers_for_the_tensors_as_they_were(packed: Path) -> None
 
 
 def test_other_readers_see_bytes_and_no_weights(packed: Path) -> None:
-    """A coded tensor has one dimension and is of bytes, which no matrix is: nobody can take it for the weights."""
+    """A coded tensor is a vector of bytes, so no reader can mistake it for a matrix of weights."""
     with safe_open(packed / "model.safetensors", "np") as file:
         assert file.metadata()["format"] == "unweight"
         for name in KINDS:
@@ -111,7 +111,7 @@ def test_blocks_decode_alone_from_pieces_of_the_file(tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As one tensor of three dimensions, and as a matrix each: there and back, and any of them read alone."""
+    """Experts in one tensor of three dimensions or in one matrix each: packed, unpacked and read separately."""
     random = np.random.default_rng(5)
     experts = np.stack(
         [unweight_models.bf16(random, 400, 256) + np.uint16(i << 7) for i in range(6)]
@@ -142,8 +142,10 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
-    """What a loader gets of the damaged file; None for a typed error, which another dtype or shape than the config's is
-    to every loader. Anything else raised fails the test."""
+    """Return the tensors that a loader reads from the damaged file; None for a typed error.
+
+    Another dtype or shape than the config's is a typed error of every loader. Other exceptions fail the test.
+    """
     to.write_bytes(data)
     try:
         kinds = {name: (info.dtype, info.shape) for name, info in read_tensors(to).items()}
@@ -165,7 +167,7 @@ def test_every_byte_of_a_file_counts(tmp_path: Path) -> None:
         found = corrupted(plain, tmp_path / "bad.safetensors", bytes(bad))
         assert found is None or found == right, at
         unnoticed += found is not None
-    assert unnoticed < 64  # only bytes that fill up a coded tensor's last 64
+    assert unnoticed < 64  # only padding at the end of coded tensors
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -193,12 +195,12 @@ def test_torn_and_altered_files_never_give_other_weights(packed: Path, data: st.
     ],
 )  # fmt: skip
 def test_lies_about_a_tensor_are_typed_errors(packed: Path, change: dict[str, object]) -> None:
-    """With a header whose hash is right: nothing crashes, and what the hash of the tensor denies is refused."""
+    """With a valid header hash, nothing crashes, and tensors that do not match their own hash are refused."""
     path = packed / "model.safetensors"
     unweight_models.lie(path, "embed", {})
     assert model.verify(packed, packed.parent / "plain", CODEC, nothing) == []
     unweight_models.lie(path, "embed", change)
-    if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another name: only the original tells
+    if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another dtype: only the original shows it
         assert model.verify(packed, None, CODEC, nothing) == []
         assert len(model.verify(packed, packed.parent / "plain", CODEC, nothing)) == 1
         with pytest.raises(ModelFileError):
@@ -283,7 +285,7 @@ def test_pull_packs_into_the_cache(
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path / "cache"))
     shutil.copytree(kernels, tmp_path / "cache" / "kernels")
     places = []
-    for _ in range(2):  # the second finds it there
+    for _ in range(2):  # the second run finds it
         assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
         places.append(Path(capsys.readouterr().request.strip()))
     assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
@@ -291,7 +293,7 @@ def test_pull_packs_into_the_cache(
     (source / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
     place = Path(capsys.readouterr().request.strip())
-    assert place != places[0] and (place / "chat_template.jinja").exists(), "what goes along with them counts too"
+    assert place != places[0] and (place / "chat_template.jinja").exists(), "copied files are compared too"
 
 
 def test_what_a_link_leads_to_goes_along(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class WeightCodec(Protocol):
     def decode(
         self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
     ) -> int:
-        """Decode into `request`, the size of whole blocks and perhaps a shorter last one.
+        """Decode into `out`, the size of whole blocks and perhaps a shorter last one.
 
         Return -1, or the number of the first damaged block. `check`: verify the CRC-32 of the blocks.
         """

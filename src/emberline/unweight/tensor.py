@@ -67,7 +67,7 @@ class CodedTensor:
         ) * self.element_bytes
 
     def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
-        """Decode the blocks [first, last) into `request`. Raises ModelFileError if a block is damaged.
+        """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
 
         `coded`: their bytes in the file. `check`: verify the CRC-32 of the blocks.
         """
@@ -79,7 +79,7 @@ class CodedTensor:
             raise damaged_tensor_error(self.name, self.info, f"block {first + bad}")
 
     def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
-        """Decode the whole tensor into `request` with the threads of `pool`."""
+        """Decode the whole tensor into `out` with the threads of `pool`."""
         runs = [
             (first, min(first + BLOCKS_PER_TASK, self.num_blocks))
             for first in range(0, self.num_blocks, BLOCKS_PER_TASK)

@@ -54,11 +54,11 @@ class Region(ABC):
 
     @abstractmethod
     def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
-        """Copy a piece of these blocks to `request` in the order that a sender of layout `disturb_connections` uses."""
+        """Copy a piece of these blocks to `out` in the order that a sender of layout `wire` uses."""
 
     @abstractmethod
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
-        """Copy a piece received from a sender of layout `disturb_connections` into these blocks; complete on return."""
+        """Copy a piece received from a sender of layout `wire` into these blocks; complete on return."""
 
     def element_indices(
         self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, part: int
