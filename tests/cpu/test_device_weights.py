@@ -51,7 +51,7 @@ def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gat
     return weights.stack([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 
-def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
+def load_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
     """Load everything that a decoder loads, in the same way."""
     q, kv, out = config.heads * config.head_dim, config.kv_heads * config.head_dim, {}
     for layer in range(config.layers):
@@ -80,7 +80,7 @@ def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
     return out
 
 
-def interleaved(gate_up: Tensor) -> Tensor:
+def interleave(gate_up: Tensor) -> Tensor:
     """Interleave by definition: rows [32g, 32g + 16) are gate rows from 16g, the next 16 the same up rows."""
     ffn = len(gate_up) // 2
     if ffn % 16:
@@ -89,11 +89,11 @@ def interleaved(gate_up: Tensor) -> Tensor:
     return gate_up[rows]
 
 
-def by_child(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> FileReader:
+def start_child_reader(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> FileReader:
     return ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ring * piece + ahead, threads=threads)
 
 
-def both(
+def load_both_ways(
     directory: Path,
     dtype: torch.dtype | None = None,
     start: Callable[..., FileReader] = FileReader.start,
@@ -103,14 +103,14 @@ def both(
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     plain = Weights(checkpoint, dtype)
-    expected = take_all(plain, config)
+    expected = load_all(plain, config)
     plain.finish(IGNORABLE_TENSORS)
     placed = DeviceWeights(checkpoint, dtype, "cpu", start(weight_file_paths(checkpoint), **(SMALL | options)))
-    found = take_all(placed, config)
+    found = load_all(placed, config)
     placed.finish(IGNORABLE_TENSORS)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+        wanted = interleave(expected[name]) if name.endswith("gate_up") else expected[name]
         assert tensor.dtype == wanted.dtype and tensor.is_contiguous(), name
         assert torch.equal(tensor, wanted), name
     assert placed.loaded_bytes == plain.loaded_bytes
@@ -120,7 +120,7 @@ def both(
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "llama-biased", "llama-odd-head", "qwen2", "qwen3"])
 def test_same_values_as_from_mapped_files(name: str, tmp_path: Path) -> None:
     for shards in (1, 3):
-        plain, _ = both(tiny.write(tmp_path / str(shards), name, shards=shards))
+        plain, _ = load_both_ways(tiny.write(tmp_path / str(shards), name, shards=shards))
         config = ModelConfig.from_hf(plain.checkpoint.config)
         assert weight_bytes(config, 4) == plain.loaded_bytes  # the memory plan counts the same
 
@@ -128,28 +128,28 @@ def test_same_values_as_from_mapped_files(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_casts(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    both(tiny.write(tmp_path, dtype=file), dtype)
+    load_both_ways(tiny.write(tmp_path, dtype=file), dtype)
 
 
-def test_halves_that_do_not_come_in_groups_stay_halves(tmp_path: Path) -> None:
+def test_gate_and_up_that_do_not_divide_stay_separate(tmp_path: Path) -> None:
     for ffn in (72, 16, 8):
-        both(tiny.write(tmp_path / str(ffn), {**tiny.CONFIGS["llama"], "intermediate_size": ffn}))
+        load_both_ways(tiny.write(tmp_path / str(ffn), {**tiny.CONFIGS["llama"], "intermediate_size": ffn}))
 
 
-def test_a_stack_of_different_dtypes(tmp_path: Path) -> None:
+def test_stack_of_different_dtypes(tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     narrow = {n: t.to(torch.bfloat16) if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
     directory = tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], narrow)
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     placed = DeviceWeights(checkpoint, None, "cpu")
-    found, expected = take_all(placed, config), take_all(Weights(checkpoint), config)
+    found, expected = load_all(placed, config), load_all(Weights(checkpoint), config)
     placed.finish(IGNORABLE_TENSORS)
     for name, tensor in found.items():
-        assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
+        assert torch.equal(tensor, interleave(expected[name]) if name.endswith("gate_up") else expected[name]), name
 
 
-def test_ring_and_piece_of_any_size(tmp_path: Path) -> None:
+def test_any_ring_and_chunk_size(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path, shards=2)
     for options in (
         {"ring": 1, "threads": 1},
@@ -158,18 +158,18 @@ def test_ring_and_piece_of_any_size(tmp_path: Path) -> None:
         {"piece": 3 * 4096, "ahead": 50_000},
         {"piece": 1 << 20},
     ):
-        both(directory, **options)
+        load_both_ways(directory, **options)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+def test_tensors_at_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
     """Elements may cross the boundary of two chunks."""
     file = tiny.write(tmp_path) / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     file.write_bytes((length + shift).to_bytes(8, "little") + data[8 : 8 + length] + b" " * shift + data[8 + length :])
-    both(tmp_path, dtype)
+    load_both_ways(tmp_path, dtype)
 
 
 class Late:
@@ -222,16 +222,18 @@ class Late:
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.5, 0.05])
-def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_reused_only_after_their_copy(
+    chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tiny.write(tmp_path, dtype=torch.bfloat16, shards=2)
     stream = Late(monkeypatch, chance)
     for ring, ahead, start in (
         (1, 0, FileReader.start),
         (3, 0, FileReader.start),
         (3, 100_000, FileReader.start),
-        (3, 0, by_child),
+        (3, 0, start_child_reader),
     ):
-        both(directory, start=start, ring=ring, ahead=ahead)
+        load_both_ways(directory, start=start, ring=ring, ahead=ahead)
         assert not stream.pinned and not stream._queue
         # Buffers used once are not pinned: their content passes through a few pinned ones.
         assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS
@@ -242,14 +244,14 @@ def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.M
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
     stream = Late(monkeypatch, 0.5)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     os.truncate(tmp_path / "model.safetensors", 60_000)
     with pytest.raises(ModelFileError, match="ended at byte"):
         placed.finish(IGNORABLE_TENSORS)
     assert stream.most_pinned and not stream.pinned
 
 
-def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_thread_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=2))
     stream = Late(monkeypatch, 0.5)
 
@@ -262,13 +264,13 @@ def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
         time.sleep(0.01)  # until buffers that are used once exist, which the mover threads empty
     placed = DeviceWeights(checkpoint, None, "cpu", reader)
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(RuntimeError, match="no more of this"):
         placed.finish(IGNORABLE_TENSORS)
     assert not stream.pinned and not [t for t in threading.enumerate() if t.name.startswith("mover")]
 
 
-def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_ranges_are_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of other files are read before the weights; a missing file is ignored."""
     (tmp_path / "file").write_bytes(random.Random(6).randbytes(9000))
     (tmp_path / "library").write_bytes(bytes(3 * reading.PREFETCH_CALL_BYTES))
@@ -286,15 +288,15 @@ def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=1, read_ahead_bytes=1 << 20, prefetch=first
     ) as reader:
         assert reader.wait_for_prefetch(10)
-        assert len(pieces(reader)) == 3
+        assert len(take_all_chunks(reader)) == 3
     assert log[:4] == [(5, size), (5 + size, 2), (0, 0), (2 * size, size)]
     with FileReader.start([tmp_path / "file"], prefetch=first, threads=5) as reader:
         assert reader.wait_for_prefetch(10)
-        assert len(pieces(reader)) == 1  # large enough that its pages are faulted in first
+        assert len(take_all_chunks(reader)) == 1  # large enough that its pages are faulted in first
 
 
-def test_times(tmp_path: Path) -> None:
-    _, placed = both(tiny.write(tmp_path, shards=2))
+def test_load_times_add_up(tmp_path: Path) -> None:
+    _, placed = load_both_ways(tiny.write(tmp_path, shards=2))
     assert placed.load_times is not None
     read = placed.load_times.read
     assert read.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
@@ -302,7 +304,7 @@ def test_times(tmp_path: Path) -> None:
     assert "GB/s" in str(placed.load_times)
 
 
-def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.models.weights.COMPARE_ELEMENTS", 500)
     config, name = tiny.CONFIGS["llama-tied-mha"], "model.embed_tokens.weight"
 
@@ -339,7 +341,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][None].clone()}), "model.norm.weight"),
     ],
 )
-def test_the_same_refusals(change: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
+def test_same_errors_as_cpu_weights(change: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     change(tensors)
     checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors))
@@ -347,24 +349,24 @@ def test_the_same_refusals(change: Callable[[dict[str, Tensor]], Any], message: 
     said = []
     for source in (Weights(checkpoint), DeviceWeights(checkpoint, None, "cpu")):
         with pytest.raises((ModelFileError, UnsupportedModel), match=message) as refused:
-            take_all(source, config)
+            load_all(source, config)
             source.finish(IGNORABLE_TENSORS)
         said.append((type(refused.value), str(refused.value)))
     assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4096, 5000, -1])
-def test_a_file_cut_after_it_was_opened(cut: int, tmp_path: Path) -> None:
+def test_file_truncated_after_open(cut: int, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
     placed = DeviceWeights(checkpoint, None, "cpu")
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     file = tmp_path / "model.safetensors"
     os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
     with pytest.raises(ModelFileError, match=r"model\.safetensors"):
         placed.finish(IGNORABLE_TENSORS)
 
 
-def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
+def test_file_truncated_while_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(random.Random(0).randbytes(40_000))
     with FileReader.start([file], chunk_bytes=4096, ring=1, threads=2, read_ahead_bytes=0) as reader:
@@ -377,7 +379,7 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
                 reader.give_back(piece)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="missing"):
         FileReader.start([tmp_path / "missing"])
     with FileReader.start([tmp_path], **SMALL) as reader, pytest.raises(ModelFileError, match="director"):
@@ -385,7 +387,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             pass
 
 
-def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
+def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
     while (piece := reader.take(10)) is not None:
         assert (piece.file.name, piece.offset) not in found, "read twice"
@@ -395,7 +397,7 @@ def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
     made = random.Random(1)
@@ -406,7 +408,7 @@ def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
     for piece, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
         options = {"piece": piece, "ring": ring, "threads": threads, "ahead": ahead}
         with FileReader.start([tmp_path / name for name in files], **options) as reader:
-            found = pieces(reader)
+            found = take_all_chunks(reader)
             assert reader.take() is None
             reader.close()
             with (tmp_path / "0").open() as other:
@@ -419,7 +421,7 @@ def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
             assert b"".join(part for _, part in parts) == data
 
 
-def test_a_refused_direct_read_goes_on_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_direct_read_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random.Random(2).randbytes(4097)
     real = os.preadv
 
@@ -431,7 +433,7 @@ def test_a_refused_direct_read_goes_on_plainly(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "odd").write_bytes(data)
     monkeypatch.setattr(os, "preadv", refuse)
     with FileReader.start([tmp_path / "odd"], chunk_bytes=8192, ring=2, threads=1, read_ahead_bytes=0) as reader:
-        assert pieces(reader) == {("odd", 0): data}
+        assert take_all_chunks(reader) == {("odd", 0): data}
         assert reader.stats.direct_bytes == 0
 
 
@@ -447,11 +449,11 @@ def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "preadv", short)
     with FileReader.start([tmp_path / "file"], chunk_bytes=16384, ring=2, threads=1, read_ahead_bytes=0) as reader:
-        found = pieces(reader)
+        found = take_all_chunks(reader)
     assert b"".join(found[key] for key in sorted(found)) == data
 
 
-def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None:
+def test_reads_ahead_only_until_first_chunk_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
     with FileReader.start(
         [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=2, read_ahead_bytes=10 * 4096
@@ -470,7 +472,7 @@ def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None
         assert sum(number >= 2 for number in numbers) == 10  # buffers beyond the ring are used once
 
 
-def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocates_no_buffers_after_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
     turns, real = threading.Semaphore(1), os.preadv
 
@@ -487,10 +489,10 @@ def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch:
         threading.Event().wait(0.1)
         assert first is not None and reader.stats.bytes <= 2 * 4096
         reader.give_back(first)
-        assert len(pieces(reader)) == 99
+        assert len(take_all_chunks(reader)) == 99
 
 
-def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_disk_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
     gate, real = threading.Event(), os.preadv
 
@@ -506,7 +508,7 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         gate.set()
 
 
-def test_any_error_of_a_thread_comes_to_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_error_is_raised_to_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
     for raised, seen in ((OSError(5, "Input/output error"), ModelFileError), (RuntimeError("a bug"), RuntimeError)):
 
@@ -518,7 +520,7 @@ def test_any_error_of_a_thread_comes_to_the_caller(tmp_path: Path, monkeypatch: 
             reader.take(5)
 
 
-def test_no_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
 
     def refuse(*_: Any) -> reading.ReadBuffer:
@@ -532,25 +534,25 @@ def test_no_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         reader.take(5)
 
 
-def test_a_refused_model_closes_the_reader(tmp_path: Path) -> None:
+def test_invalid_model_closes_the_reader(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     with pytest.raises(ModelFileError, match="does not use"):
         placed.finish(IGNORABLE_TENSORS)
 
 
-def test_starts_without_torch(tmp_path: Path) -> None:
+def test_reader_starts_without_torch(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path, shards=2)
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
 from pathlib import Path
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.reader import Reader, files_of
+from emberline.models.reader import FileReader, weight_file_paths
 import emberline.engine.memory
-with Reader.start(files_of(Checkpoint.open(Path({str(directory)!r})))) as reader:
-    while (piece := reader.take(10)) is not None:
-        reader.give_back(piece)
+with FileReader.start(weight_file_paths(Checkpoint.open(Path({str(directory)!r})))) as reader:
+    while (chunk := reader.take(10)) is not None:
+        reader.give_back(chunk)
     print(reader.stats.bytes)
 """
     source = str(Path(reading.__file__).parents[2])
@@ -574,7 +576,7 @@ def test_sleep_and_wake() -> None:
     assert (base[300:700] == 1).all()  # the views still share memory
 
 
-def test_a_wake_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_wake_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(50) for _ in range(3)]
     before = [t.clone() for t in tensors]
     slept = sleep(tensors)

@@ -61,7 +61,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     Opened.alive = set()
 
 
-def docked(name: str, tokens: int = 8) -> TransferEndpoint:
+def open_endpoint(name: str, tokens: int = 8) -> TransferEndpoint:
     cache = KVCache(replace(SHAPE, block_size=tokens), BLOCKS)
     region = DeviceRegion(cache.shape.layout("m", transposed_keys=False), cache, HostDevice())
     rng = np.random.default_rng(len(name))
@@ -76,7 +76,7 @@ def docked(name: str, tokens: int = 8) -> TransferEndpoint:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[TransferEndpoint, TransferEndpoint]]:
-    docks = docked("there"), docked("hi")
+    docks = open_endpoint("there"), open_endpoint("hi")
     yield docks
     for dock in docks:
         dock.close()
@@ -91,7 +91,7 @@ def content(dock: TransferEndpoint, blocks: list[int]) -> bytes:
     return bytes(found)
 
 
-def by(ticket: Ticket, *ways: str) -> Ticket:
+def with_transports(ticket: Ticket, *ways: str) -> Ticket:
     endpoints = {way: address for way, address in ticket.peer.endpoints.items() if way in ways}
     return replace(ticket, peer=replace(ticket.peer, endpoints=endpoints))
 
@@ -100,7 +100,7 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
-def until(happened: Callable[[], bool]) -> None:
+def wait_until(happened: Callable[[], bool]) -> None:
     ends = soon()
     while not happened():
         assert time.monotonic() < ends
@@ -109,10 +109,12 @@ def until(happened: Callable[[], bool]) -> None:
 
 def test_blocks_arrive(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    here.receiver._max_piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # pieces are parts of layers, which must be merged
+    here.receiver._max_piece_bytes = (
+        2 * SHAPE.block_bytes // SHAPE.layers
+    )  # pieces are parts of layers, which must be merged
     side_by_side, strewn = [3, 4, 5, 6, 7], [9, 2, 0, 11, 10]
     for blocks, into in product((side_by_side, strewn), repeat=2):
-        ticket = by(there.sender.publish(blocks, 30.0), "cuda")
+        ticket = with_transports(there.sender.publish(blocks, 30.0), "cuda")
         assert here.receiver.pull(ticket, into, soon()).complete
         assert content(here, into) == content(there, blocks)
         here.receiver.acknowledge(ticket, soon())
@@ -121,7 +123,7 @@ def test_blocks_arrive(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     assert here.receiver.connected_transports == {"cuda": 1} and here.receiver.failed_transports == {}
 
 
-def test_only_what_touches_is_put_together() -> None:
+def test_only_adjacent_rows_are_merged() -> None:
     pieces = [
         TransferPiece(0, 1, 0, 2),
         TransferPiece(0, 1, 2, 4),
@@ -137,15 +139,15 @@ def test_only_what_touches_is_put_together() -> None:
     ]
 
 
-def test_others_blocks_are_left_alone(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_other_blocks_are_unchanged(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     before = content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11])
-    here.receiver.pull(by(there.sender.publish([3, 9, 1], 30.0), "cuda"), [5, 6, 7], soon())
+    here.receiver.pull(with_transports(there.sender.publish([3, 9, 1], 30.0), "cuda"), [5, 6, 7], soon())
     assert content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11]) == before
 
 
 @pytest.mark.parametrize("error", [TicketEnded, BlockReused])
-def test_what_was_copied_too_late_does_not_count(
+def test_copy_after_lease_end_does_not_count(
     pair: tuple[TransferEndpoint, TransferEndpoint], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, here = pair
@@ -160,26 +162,26 @@ def test_what_was_copied_too_late_does_not_count(
 
     monkeypatch.setattr(ipc, "copy_rows", late)
     with pytest.raises(error):
-        here.receiver.pull(by(ticket, "cuda"), [4, 5], soon())
+        here.receiver.pull(with_transports(ticket, "cuda"), [4, 5], soon())
 
 
-def test_memory_goes_when_its_process_does(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_memory_is_closed_when_peer_restarts(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    ticket = with_transports(there.sender.publish([1, 2], 30.0), "cuda")
     here.receiver.connect(ticket.peer, soon())
     assert len(Opened.alive) == 2
     there.close()
-    until(lambda: not Opened.alive)
+    wait_until(lambda: not Opened.alive)
     with pytest.raises(PeerUnreachable):
         here.receiver.pull(ticket, [4, 5], soon())
 
 
-def test_memory_goes_when_the_last_copy_is_over(
+def test_memory_is_closed_after_the_last_copy(
     pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer's process dies while blocks are copied; the traceback of the error holds a reference."""
     there, here = pair
-    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    ticket = with_transports(there.sender.publish([1, 2], 30.0), "cuda")
 
     def late(*rows: int) -> None:
         there.close()
@@ -190,18 +192,18 @@ def test_memory_goes_when_the_last_copy_is_over(
     monkeypatch.setattr(ipc, "copy_rows", late)
     with pytest.raises(PeerUnreachable) as error:
         here.receiver.pull(ticket, [4, 5], soon())
-    until(lambda: not Opened.alive)
+    wait_until(lambda: not Opened.alive)
     assert error.value.__traceback__ is not None
 
 
-def test_memory_goes_when_a_peer_is_forgotten(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_memory_is_closed_on_disconnect(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     here.receiver.connect(there.sender.peer, soon())
     here.receiver.disconnect(there.sender.peer)
-    until(lambda: not Opened.alive)
+    wait_until(lambda: not Opened.alive)
 
 
-def test_what_cannot_be_opened_goes_another_way(
+def test_unopenable_memory_uses_next_transport(
     pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     there, here = pair
@@ -219,7 +221,7 @@ def test_what_cannot_be_opened_goes_another_way(
     assert "peer access is not supported" in caplog.text
 
 
-def test_a_peer_of_another_host_is_no_news(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_peer_on_another_host_logs_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     ticket = there.sender.publish([1, 2], 30.0)
     peer = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "cuda": "emberline-elsewhere"})
@@ -227,31 +229,31 @@ def test_a_peer_of_another_host_is_no_news(pair: tuple[TransferEndpoint, Transfe
     assert content(here, [4, 5]) == content(there, [1, 2]) and here.receiver.failed_transports == {}
 
 
-def test_blocks_of_another_size_go_another_way(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
-    there, large = pair[0], docked("larger", tokens=16)
+def test_other_block_size_uses_next_transport(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+    there, large = pair[0], open_endpoint("larger", tokens=16)
     large.receiver.pull(there.sender.publish([1, 2, 3, 4], 30.0), [7, 3], soon())
     assert large.receiver.failed_transports == {"cuda": 1}
     large.close()
 
 
-def test_memory_that_cannot_be_shared_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unshareable_memory_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(part: torch.Tensor) -> ExportedMemory:
         raise CudaDriverError("operation not supported")
 
     monkeypatch.setattr(ipc, "export_memory", refused)
-    dock = docked("there")
+    dock = open_endpoint("there")
     assert set(dock.sender.endpoints) == {"tcp"}
     dock.close()
 
 
-def test_a_ticket_that_lies_reads_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_invalid_ticket_reads_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    ticket = with_transports(there.sender.publish([1, 2], 30.0), "cuda")
     with pytest.raises(BadTransfer, match="does not have"):
         here.receiver.pull(replace(ticket, blocks=(1, BLOCKS)), [4, 5], soon())
 
 
-def test_rows_too_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_rows_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     told: list[tuple[int, int, int, int]] = []
 

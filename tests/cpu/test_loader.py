@@ -39,13 +39,13 @@ def logits(model: DecoderModel) -> Tensor:
     )
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_loads_sharded_checkpoint(tmp_path: Path) -> None:
     one, three = load_decoder(tiny.write(tmp_path / "1")), load_decoder(tiny.write(tmp_path / "3", shards=3))
     assert torch.equal(logits(one), logits(three))
     assert one.fingerprint == three.fingerprint
 
 
-def test_nothing_depends_on_the_file_afterwards(tmp_path: Path) -> None:
+def test_model_does_not_depend_on_file_after_load(tmp_path: Path) -> None:
     for name in ("llama", "llama-tied-mha"):
         model = load_decoder(tiny.write(tmp_path / name, name))
         before = logits(model)
@@ -98,7 +98,7 @@ def test_ignorable_tensors(tmp_path: Path) -> None:
     assert torch.equal(logits(plain), logits(more))
 
 
-def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
+def test_head_beside_tied_embeddings(tmp_path: Path) -> None:
     """A copy of the embedding is dropped; a different head is used, as in transformers."""
     tied = load_decoder(tiny.write(tmp_path / "a", "llama-tied-mha"))
     embedding = "model.embed_tokens.weight"
@@ -122,12 +122,12 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
         (lambda t: t.update({Q.replace("weight", "bias"): torch.ones(48)}), "q_proj.bias"),
     ],
 )
-def test_wrong_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
+def test_invalid_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=message):
         load_decoder(with_tensors(tmp_path, "llama", change))
 
 
-def test_experts_in_one_tensor(tmp_path: Path) -> None:
+def test_fused_experts_are_refused(tmp_path: Path) -> None:
     """Some tools write fused experts; transformers does not."""
     fused = "model.layers.0.mlp.experts.down_proj"
 
@@ -139,12 +139,12 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
-def test_wrong_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_unsupported_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=Q):
         load_decoder(with_tensors(tmp_path, "llama", lambda t: t.update({Q: t[Q].to(dtype)})))
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
     with pytest.raises(InvalidRequest, match="int4"):
         load_decoder(directory, "int4")
@@ -172,7 +172,7 @@ def test_fingerprint(tmp_path: Path) -> None:
     assert len({model.fingerprint for model in (same[0], *others)}) == 1 + len(others)
 
 
-def test_a_turn_ends_where_the_generation_config_says_too(tmp_path: Path) -> None:
+def test_end_tokens_include_generation_config(tmp_path: Path) -> None:
     plain = load_decoder(tiny.write(tmp_path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     model = load_decoder(tmp_path)
@@ -228,7 +228,7 @@ def test_damage_gives_a_model_or_a_typed_error(tmp_path: Path, changes: list[tup
     ],
     ids=str,
 )
-def test_sizes_that_the_file_does_not_have(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_config_sizes_beyond_the_file(changes: dict[str, Any], tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
     (directory / "config.json").write_text(json.dumps({**tiny.CONFIGS["llama"], **changes}))
     with pytest.raises(ModelFileError):

@@ -116,10 +116,12 @@ def test_logits_equal_transformers(name: str, backend: str, tmp_path: Path) -> N
         mixed = Cache(model, tokens, seed).run(seed)
         assert_close(mixed, theirs)
         if backend == "native":
-            assert all(torch.equal(a, b) for a, b in zip(mixed, whole, strict=True)), "the result depends on chunks or batch"
+            assert all(torch.equal(a, b) for a, b in zip(mixed, whole, strict=True)), (
+                "the result depends on chunks or batch"
+            )
 
 
-def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
+def test_logits_of_requested_rows_only(backend: str, tmp_path: Path) -> None:
     model = load_decoder(tiny.write(tmp_path))
     tokens = prompts(12, 9)
     every = Cache(model, tokens).step([12, 9])
@@ -132,7 +134,7 @@ def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
     )
 
 
-def stretched(directory: Path, context: int, length: int) -> None:
+def check_context(directory: Path, context: int, length: int) -> None:
     tokens = prompts(length)
     model = load_decoder(directory, max_context=context)
     assert model.context == context
@@ -140,11 +142,11 @@ def stretched(directory: Path, context: int, length: int) -> None:
 
 
 def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
-    stretched(tiny.write(tmp_path, "llama-dynamic"), context=100, length=100)
+    check_context(tiny.write(tmp_path, "llama-dynamic"), context=100, length=100)
 
 
 def test_longrope_within_its_original_context(tmp_path: Path) -> None:
-    stretched(tiny.write(tmp_path, "llama-longrope"), context=16, length=16)
+    check_context(tiny.write(tmp_path, "llama-longrope"), context=16, length=16)
 
 
 def test_partial_rotation(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_partial_rotation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("narrow", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
 )
-def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype, backend: str, tmp_path: Path) -> None:
+def test_bfloat16_weights_only_round(narrow: torch.dtype, kept: torch.dtype, backend: str, tmp_path: Path) -> None:
     """Activations stay float32, so a bfloat16 model equals the float32 model of the rounded weights."""
     tensors = {name: t.to(narrow) for name, t in tiny.tensors(tiny.CONFIGS["llama"]).items()}
     wide = {name: t.float() for name, t in tensors.items()}
@@ -183,16 +185,14 @@ def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype,
     assert (model.dtype, exact.dtype) == (kept, torch.float32)
     tokens = prompts(20)
     ours, wanted = Cache(model, tokens).step([20]), Cache(exact, tokens).step([20])
-    if (
-        model.head.weight.layout is WeightLayout.AMX
-    ):  # AMX rounds activations too
+    if model.head.weight.layout is WeightLayout.AMX:  # AMX rounds activations too
         (theirs,) = oracle(tmp_path / "narrow", tokens, narrow)
         assert (ours - wanted).abs().max() <= 2 * (theirs.float() - wanted).abs().max()
     else:
         assert_close([ours], [wanted])
 
 
-def test_casting_rounds_the_matrices(tmp_path: Path) -> None:
+def test_cast_rounds_matrices(tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     rounded = {name: t.bfloat16() if t.dim() == 2 else t for name, t in tensors.items()}
     cast = load_decoder(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], tensors), "bfloat16")

@@ -32,7 +32,7 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     assert torch.allclose(torch.tensor([p.logprob for p in ours.logprobs]), theirs, atol=2e-3)
 
 
-def test_it_knows_the_capital_of_france(llm: LLM) -> None:
+def test_answers_capital_of_france(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(question, SamplingParams(max_tokens=20, temperature=0.0))
     assert "Paris" in answer.text and answer.finish_reason == "stop"

@@ -39,7 +39,7 @@ def packed(source: Path, target: Path) -> Path:
     [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True), (torch.float32, True)],
     ids=str,
 )
-def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
+def test_packed_model_has_same_weights_and_fingerprint(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
     source = tiny.write(tmp_path / "plain", LARGER, dtype=dtype, shards=2)
     target = packed(source, tmp_path / "packed")
     ops.start_backend(native=native)
@@ -57,7 +57,7 @@ def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, n
         ops.start_backend()
 
 
-def test_experts_say_the_same_packed(tmp_path: Path) -> None:
+def test_packed_experts_give_same_output(tmp_path: Path) -> None:
     config = {**tiny.CONFIGS["qwen3-moe"], "hidden_size": 96, "moe_intermediate_size": 88}
     source = tiny.write(tmp_path / "plain", config, dtype=torch.bfloat16, shards=2)
     target = packed(source, tmp_path / "packed")
@@ -70,13 +70,13 @@ def test_experts_say_the_same_packed(tmp_path: Path) -> None:
         assert torch.equal(a.ffn(x.clone(), None), b.ffn(x.clone(), None))
 
 
-def test_another_models_identity_differs(tmp_path: Path) -> None:
+def test_other_model_has_other_fingerprint(tmp_path: Path) -> None:
     one = packed(tiny.write(tmp_path / "a", LARGER, dtype=torch.bfloat16), tmp_path / "pa")
     two = packed(tiny.write(tmp_path / "b", LARGER, dtype=torch.bfloat16, seed=1), tmp_path / "pb")
     assert load_decoder(one).fingerprint != load_decoder(two).fingerprint
 
 
-def test_a_copy_of_the_embedding_is_found_in_packed_files(tmp_path: Path) -> None:
+def test_head_equal_to_embedding_is_dropped_in_packed_files(tmp_path: Path) -> None:
     config = {**LARGER, "tie_word_embeddings": True}
     tensors = tiny.tensors(config, dtype=torch.bfloat16)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -98,14 +98,14 @@ def test_damage_is_a_typed_error_that_names_the_tensor(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("change", [{"dtype": "I16"}, {"shape": [1 << 40, 1 << 40]}, {"codec": "zip"}])
-def test_lies_about_a_tensor_are_typed_errors_too(tmp_path: Path, change: dict[str, object]) -> None:
+def test_false_tensor_metadata_is_a_typed_error(tmp_path: Path, change: dict[str, object]) -> None:
     target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
     unweight_models.lie(target / "model.safetensors", "model.embed_tokens.weight", change)
     with pytest.raises((ModelFileError, UnsupportedModel)):
         load_decoder(target)
 
 
-def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
+def test_truncated_file_is_a_typed_error(tmp_path: Path) -> None:
     target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
     whole = (target / "model.safetensors").read_bytes()
     for cut in (0, 7, 100, len(whole) // 2, len(whole) - 1):
@@ -114,14 +114,14 @@ def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
             load_decoder(target)
 
 
-def test_another_device_refuses_what_it_would_misread(tmp_path: Path) -> None:
+def test_other_device_refuses_packed_files(tmp_path: Path) -> None:
     weights = Weights(Checkpoint.open(packed(tiny.write(tmp_path / "m", LARGER), tmp_path / "packed")))
     weights.device = torch.device("cuda")
     with pytest.raises(UnsupportedModel, match="packed"):
         weights.matrix("lm_head.weight", 301, 96)
 
 
-def test_smollm2_says_the_same_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_smollm2_gives_same_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["unweight", "pack", "smollm2", str(tmp_path / "packed"), "--quiet"]) == 0
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
     said = [

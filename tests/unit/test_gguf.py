@@ -127,7 +127,7 @@ def test_other_versions_are_not_supported(data: bytes, tmp_path: Path) -> None:
         GGUFFile(tmp_path / "v.gguf")
 
 
-def test_other_quantisations_are_named(tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_named(tmp_path: Path) -> None:
     (tmp_path / "q.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=10) + bytes(512)))
     with pytest.raises(UnsupportedModel, match="type 10"):
         GGUFFile(tmp_path / "q.gguf")
@@ -135,7 +135,7 @@ def test_other_quantisations_are_named(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_and_cut_files_never_crash(sample: bytes, tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_files_never_crash(sample: bytes, tmp_path: Path, data: st.DataObject) -> None:
     """The reader and the whole conversion succeed or raise a typed error."""
     damaged = bytearray(sample)
     metadata_ends = 8000

@@ -39,7 +39,7 @@ BLOCK = 8
 
 
 @dataclass
-class Open:
+class OpenPull:
     """A running pull, whose thread waits until the test ends it."""
 
     ticket: Ticket
@@ -52,13 +52,13 @@ class Open:
     failure: Exception | None = None
 
 
-class Gate:
+class ManualSource:
     """A fake receiver whose pulls progress only by calls of the test."""
 
     def __init__(self, region: HostRegion) -> None:
         self.region = region
         self.prompts: dict[str, tuple[list[int], int]] = {}  # prompt and first output token, by ticket
-        self.open: list[Open] = []
+        self.open: list[OpenPull] = []
         self.told: Counter[str] = Counter()
         self.reached, self.passed_over = Counter[str](), Counter[str]()
         self.started = threading.Semaphore(0)
@@ -66,7 +66,7 @@ class Gate:
     def pull(
         self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
     ) -> PullProgress:
-        it = Open(ticket, into, progress, first_block, *self.prompts[ticket.id])
+        it = OpenPull(ticket, into, progress, first_block, *self.prompts[ticket.id])
         self.open.append(it)
         self.started.release()
         it.over.wait(60)
@@ -82,7 +82,7 @@ class Gate:
     def release(self, ticket: Ticket, deadline: float) -> None:
         self.told["released"] += 1
 
-    def write(self, it: Open, tokens: Sequence[int], first: int) -> None:
+    def write(self, it: OpenPull, tokens: Sequence[int], first: int) -> None:
         """Write tokens into the blocks of a pull, as a transport does."""
         for i in range(first, len(tokens) // BLOCK):
             block = TransferPiece(0, 1, i, i + 1)
@@ -91,30 +91,30 @@ class Gate:
                 view[:] = data
             it.progress.arrived_bytes += len(data)
 
-    def land(self, it: Open, blocks: int) -> None:
+    def write_piece(self, it: OpenPull, blocks: int) -> None:
         """Let so many more blocks arrive and count as confirmed."""
         count = min(max(it.progress.confirmed_blocks, it.first) + blocks, len(it.prompt) // BLOCK)
         self.write(it, it.prompt[: count * BLOCK], max(it.progress.confirmed_blocks, it.first))
         it.progress.confirmed_blocks = count
 
-    def finish(self, it: Open, failure: Exception | None) -> None:
+    def finish(self, it: OpenPull, failure: Exception | None) -> None:
         self.open.remove(it)
         if failure is None:
-            self.land(it, len(it.prompt))
+            self.write_piece(it, len(it.prompt))
             it.progress.complete = True
             it.progress.ticket = replace(it.ticket, complete=True, note=str(PrefillResult((it.token,), False, 0, 0.0)))
         it.failure = failure
         it.over.set()
 
 
-class House:
+class PullingEngine:
     def __init__(
         self, blocks: int, runner: type[FakeRunner] = FakeRunner, running: int = 4, budget: int = 32, buffers: int = 0
     ) -> None:
         """`buffers`: number of host buffers, in which blocks outlive the main cache."""
         fake = runner(blocks, BLOCK)
         self.clock = ManualClock()
-        self.gate = Gate(fake.region())
+        self.gate = ManualSource(fake.region())
         self.sender = Sender(self.gate.region, "here", clock=self.clock)
         dock = TransferEndpoint(self.sender, self.gate, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=running)
@@ -132,7 +132,7 @@ class House:
         self.outputs += self.engine.step()
         self.engine.kv.check_invariants()
 
-    def published(self) -> dict[str, Ticket]:
+    def publish(self) -> dict[str, Ticket]:
         """Return the current tickets that other engines could pull, by request."""
         ids = {output.id: output.ticket["id"] for output in self.outputs if output.ticket is not None}
         found = {}
@@ -144,24 +144,24 @@ class House:
     def check(self, prompts: dict[str, list[int]]) -> None:
         self.engine.kv.check_invariants()
         region = self.gate.region
-        for name, ticket in self.published().items():
+        for name, ticket in self.publish().items():
             blocks = np.asarray(ticket.blocks, np.int64)
             assert region.is_unchanged(blocks, np.asarray(ticket.generations, np.uint64))
             views = region.views(TransferPiece(0, 1, 0, len(blocks)), blocks)
             assert b"".join(views) == array("q", prompts[name][: BLOCK * len(blocks)]).tobytes()
 
-    def finish(self, it: Open, failure: Exception | None) -> None:
+    def finish(self, it: OpenPull, failure: Exception | None) -> None:
         self.gate.finish(it, failure)
         self.pulls += 1
-        self.until(lambda: self._stats().pulls == self.pulls)
+        self.run_until(lambda: self._stats().pulls == self.pulls)
 
-    def all_open(self) -> bool:
+    def open_pulls(self) -> bool:
         """Return whether each expected pull has started."""
         kv = self.engine.kv
         pulls = [*kv._active_pulls.values(), *(pull for pull, _ in kv._quarantined)]
         return len(self.gate.open) == sum(not pull.ended for pull in pulls)
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def run_until(self, done: Callable[[], bool]) -> None:
         ends = time.monotonic() + 30
         while not done():
             assert time.monotonic() < ends, "the condition was never met"
@@ -180,12 +180,12 @@ class House:
         return stats
 
 
-def ask(name: str, length: int, start: int, out: int) -> Submission:
+def make_submission(name: str, length: int, start: int, out: int) -> Submission:
     prompt = [(start * 97 + i) % 1000 for i in range(length)]
     return Submission(name, prompt, SamplingParams(max_tokens=out, seed=3), timeout=1e9)
 
 
-def alone(submission: Submission) -> list[int]:
+def run_alone(submission: Submission) -> list[int]:
     engine = Engine(SchedulerConfig(block_size=BLOCK), FakeRunner(64, BLOCK))
     engine.add(submission)
     said: list[int] = []
@@ -225,8 +225,10 @@ DEEDS = st.lists(
     runner=st.sampled_from([FakeRunner, FakePipelinedRunner]),
     buffers=st.sampled_from([0, 4, 100]),
 )
-def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: type[FakeRunner], buffers: int) -> None:
-    house = House(blocks, runner, running, buffers=buffers)
+def test_invariants_hold_for_any_order_of_events(
+    deeds: list, blocks: int, running: int, runner: type[FakeRunner], buffers: int
+) -> None:
+    house = PullingEngine(blocks, runner, running, buffers=buffers)
     expected: dict[str, list[int]] = {}
     prompts: dict[str, list[int]] = {}
     aborted: set[str] = set()
@@ -236,21 +238,21 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
         if deed == "add":
             length, start, out, kind = how
             name = f"r{len(expected)}"
-            submission = ask(name, length, start, out)
-            expected[name], prompts[name] = alone(submission), submission.prompt
+            submission = make_submission(name, length, start, out)
+            expected[name], prompts[name] = run_alone(submission), submission.prompt
             if kind == "pulled":
                 submission = replace(submission, source=house.ticket(name, submission, expected[name][0]))
             elif kind == "published":
                 del expected[name][1:]
             house.engine.add(replace(submission, publish=kind == "published"))
-        elif deed == "let go" and (known := list(house.published().values())):
+        elif deed == "let go" and (known := list(house.publish().values())):
             house.sender.end(known[how[0] % len(known)].id, LeaseEndReason.RELEASED)
         elif deed == "step":
             for _ in range(how[0]):
                 house.step()
-                house.until(house.all_open)
+                house.run_until(house.open_pulls)
         elif deed == "land" and chosen is not None:
-            gate.land(chosen, how[1])
+            gate.write_piece(chosen, how[1])
         elif deed == "spoil" and chosen is not None:  # unconfirmed blocks may hold anything, also after an abort
             gate.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.confirmed_blocks, chosen.first))
         elif deed == "finish" and chosen is not None:
@@ -270,7 +272,7 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
         house.check(prompts)
         if house.engine.idle or not house.engine.scheduler.running:
             house.clock.advance(1.0)  # leases expire
-        house.until(house.all_open)
+        house.run_until(house.open_pulls)
         for it in list(house.gate.open):
             house.finish(it, TransferCancelled("") if it.progress._cancelled else None)
     endings = Counter(output.id for output in house.outputs if output.finish)
@@ -284,14 +286,14 @@ def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: typ
     assert house.engine.kv.num_free + house.engine.kv.num_cached == house.engine.kv.num_blocks
 
 
-def loading(house: House) -> Open:
+def loading(house: PullingEngine) -> OpenPull:
     """Start one request whose pull has brought a block."""
-    submission = ask("r", 41, 0, 4)
-    house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
+    submission = make_submission("r", 41, 0, 4)
+    house.engine.add(replace(submission, source=house.ticket("t", submission, run_alone(submission)[0])))
     house.step()
     assert house.gate.started.acquire(timeout=30)
     it = house.gate.open[0]
-    house.gate.land(it, 1)
+    house.gate.write_piece(it, 1)
     house.step()
     request = house.engine.scheduler.requests["r#0"]
     assert request.status is RequestStatus.LOADING and request.num_computed == BLOCK
@@ -299,8 +301,8 @@ def loading(house: House) -> Open:
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline"])
-def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) -> None:
-    house = House(12)
+def test_blocks_of_aborted_request_wait_for_its_pull(end: str) -> None:
+    house = PullingEngine(12)
     it = loading(house)
     if end == "abort":
         house.engine.abort("r")
@@ -310,7 +312,7 @@ def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) 
     kv = house.engine.kv
     kv.check_invariants()
     assert it.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
-    house.engine.add(ask("next", 60, 5, 4))  # needs more blocks than are free
+    house.engine.add(make_submission("next", 60, 5, 4))  # needs more blocks than are free
     for _ in range(3):
         house.step()
     assert house.engine.scheduler.requests["next#0"].status is RequestStatus.WAITING
@@ -319,15 +321,17 @@ def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) 
     house.finish(it, TransferCancelled(""))
     house.run()
     house.step()
-    assert [t for o in house.outputs if o.id == "next" for t in o.tokens] == alone(ask("next", 60, 5, 4))
+    assert [t for o in house.outputs if o.id == "next" for t in o.tokens] == run_alone(
+        make_submission("next", 60, 5, 4)
+    )
     assert kv.num_quarantined == 0 and kv.num_free + kv.num_cached == kv.num_blocks
     assert house._stats().pull_failures == {} and house._stats().recomputed == 0
-    house.until(lambda: house.gate.told == {"released": 1})
+    house.run_until(lambda: house.gate.told == {"released": 1})
 
 
-def test_nobody_is_preempted_whose_blocks_would_not_be_free() -> None:
-    house = House(13)
-    first = ask("first", 40, 5, 20)
+def test_pulling_requests_are_not_preempted() -> None:
+    house = PullingEngine(13)
+    first = make_submission("first", 40, 5, 20)
     house.engine.add(first)
     for _ in range(3):
         house.step()
@@ -340,11 +344,11 @@ def test_nobody_is_preempted_whose_blocks_would_not_be_free() -> None:
     house.finish(it, None)
     house.run()
     said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "r")}
-    assert said == {"first": alone(first), "r": alone(ask("r", 41, 0, 4))}
+    assert said == {"first": run_alone(first), "r": run_alone(make_submission("r", 41, 0, 4))}
 
 
-def test_a_pull_that_was_given_up_still_keeps_its_request_from_starting() -> None:
-    house = House(12)
+def test_request_waits_for_its_cancelled_pull() -> None:
+    house = PullingEngine(12)
     it = loading(house)
     house.clock.advance(5.0)
     for _ in range(3):
@@ -354,85 +358,85 @@ def test_a_pull_that_was_given_up_still_keeps_its_request_from_starting() -> Non
     house.gate.write(it, [-7] * 40, 1)
     house.finish(it, TransferCancelled(""))
     house.run()
-    assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
+    assert [token for o in house.outputs for token in o.tokens] == run_alone(make_submission("r", 41, 0, 4))
     assert house._stats().pull_failures == {"transfer_timeout": 1} and house._stats().hit_tokens == BLOCK
 
 
-def test_what_has_come_is_there_for_others_at_once() -> None:
-    house = House(30)
+def test_pulled_blocks_are_shared_at_once() -> None:
+    house = PullingEngine(30)
     it = loading(house)
-    house.gate.land(it, 1)
-    house.engine.add(ask("twin", 41, 0, 4))
+    house.gate.write_piece(it, 1)
+    house.engine.add(make_submission("twin", 41, 0, 4))
     while not house.outputs or house.outputs[-1].finish is None:
         house.step()
     assert {output.id for output in house.outputs} == {"twin"} and house.outputs[0].cached_tokens == 16
     house.finish(it, PeerLost("it died"))
     house.run()
-    assert [token for o in house.outputs for token in o.tokens] == 2 * alone(ask("r", 41, 0, 4))
+    assert [token for o in house.outputs for token in o.tokens] == 2 * run_alone(make_submission("r", 41, 0, 4))
 
 
-def test_blocks_are_saved_before_somebody_else_gets_them() -> None:
+def test_blocks_are_saved_before_reuse() -> None:
     """Blocks of a request that ends when they arrive may be reused in the same plan."""
-    house = House(9, buffers=100)
-    submission = ask("r", 64, 0, 1)
-    house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
+    house = PullingEngine(9, buffers=100)
+    submission = make_submission("r", 64, 0, 1)
+    house.engine.add(replace(submission, source=house.ticket("t", submission, run_alone(submission)[0])))
     house.step()
-    house.until(house.all_open)
-    other = ask("other", 60, 5, 2)
+    house.run_until(house.open_pulls)
+    other = make_submission("other", 60, 5, 2)
     house.engine.add(other)
     house.finish(house.gate.open[0], None)
     house.run()
-    again = ask("again", 64, 0, 4)
+    again = make_submission("again", 64, 0, 4)
     house.engine.add(again)
     house.run()
     said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("r", "other", "again")}
-    assert said == {"r": alone(submission), "other": alone(other), "again": alone(again)}
+    assert said == {"r": run_alone(submission), "other": run_alone(other), "again": run_alone(again)}
     assert house.engine.stats().tiers["host"].hit_tokens > 0
 
 
-def test_no_copy_goes_to_or_from_blocks_that_a_pull_writes() -> None:
+def test_no_tier_copy_touches_blocks_of_a_pull() -> None:
     """The blocks belonged to a request that ended one step ago, and the next plan would have saved them."""
-    house = House(9, running=1, buffers=100)
-    first, second = ask("first", 64, 0, 1), ask("second", 64, 5, 2)
+    house = PullingEngine(9, running=1, buffers=100)
+    first, second = make_submission("first", 64, 0, 1), make_submission("second", 64, 5, 2)
     house.engine.add(first)
-    house.engine.add(replace(second, source=house.ticket("t", second, alone(second)[0])))
+    house.engine.add(replace(second, source=house.ticket("t", second, run_alone(second)[0])))
     run, saved = house.engine.runner.run, 0
 
-    def watched(plan: StepPlan) -> StepResult:
+    def check_copies(plan: StepPlan) -> StepResult:
         nonlocal saved
         saved += len(plan.saves)
         pulled = {block for pull in house.engine.kv._active_pulls.values() for block in pull.target_blocks}
         assert pulled.isdisjoint(copy.block for copy in (*plan.saves, *plan.loads))
         return run(plan)
 
-    house.engine.runner.run = watched  # type: ignore[method-assign]
+    house.engine.runner.run = check_copies  # type: ignore[method-assign]
     while not house.engine.kv._active_pulls:
         house.step()
-    house.until(house.all_open)
+    house.run_until(house.open_pulls)
     house.finish(house.gate.open[0], None)
     house.run()
     assert saved > 0, "buffers that were not released"
     said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "second")}
-    assert said == {"first": alone(first), "second": alone(second)}
+    assert said == {"first": run_alone(first), "second": run_alone(second)}
 
 
-def test_a_slow_peer_is_waited_for_as_long_as_it_sends() -> None:
-    house = House(12)
+def test_slow_peer_is_not_a_stall() -> None:
+    house = PullingEngine(12)
     it = loading(house)
     for _ in range(4):
         house.clock.advance(4.0)
-        house.gate.land(it, 1)
+        house.gate.write_piece(it, 1)
         house.step()
     assert not it.progress._cancelled
     house.finish(it, None)
     house.run()
-    assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
+    assert [token for o in house.outputs for token in o.tokens] == run_alone(make_submission("r", 41, 0, 4))
     assert house._stats().hit_tokens == 40 and house.engine.stats().prompt_tokens == 1
-    house.until(lambda: house.gate.told == {"acknowledged": 1})
+    house.run_until(lambda: house.gate.told == {"acknowledged": 1})
 
 
-def test_without_a_thread_to_pull_with_it_is_computed() -> None:
-    house = House(12)
+def test_prefix_is_computed_without_a_pull_thread() -> None:
+    house = PullingEngine(12)
 
     def refuse(work: Callable[[], None]) -> None:
         raise RuntimeError("can't start new thread")
@@ -440,11 +444,11 @@ def test_without_a_thread_to_pull_with_it_is_computed() -> None:
     assert house.engine.kv.pulls is not None
     house.engine.kv.pulls._start_thread = refuse
     for name, aborted in (("never", True), ("r", False)):
-        submission = ask(name, 41, 0, 4)
-        house.engine.add(replace(submission, source=house.ticket(name, submission, alone(submission)[0])))
+        submission = make_submission(name, 41, 0, 4)
+        house.engine.add(replace(submission, source=house.ticket(name, submission, run_alone(submission)[0])))
         if aborted:
             house.engine.abort(name)
     while not house.engine.idle:
         house.step()
-    assert [token for output in house.outputs for token in output.tokens] == alone(ask("r", 41, 0, 4))
+    assert [token for output in house.outputs for token in output.tokens] == run_alone(make_submission("r", 41, 0, 4))
     assert house.engine.kv.pulls.stats().pull_failures == {"transfer_failed": 1}

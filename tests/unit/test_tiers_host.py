@@ -24,7 +24,7 @@ def test_only_leading_blocks_count() -> None:
     assert [bytes(b) for b in into[:2]] == [content(n) for n in names[:2]]
 
 
-def test_what_is_filling_cannot_be_found() -> None:
+def test_block_being_filled_is_not_found() -> None:
     host, name = tier(), digest(1)
     room = host.reserve(name)
     assert room is not None and name in host and host.lookup([name]) == 0 and host.pin(name) is None
@@ -36,7 +36,7 @@ def test_what_is_filling_cannot_be_found() -> None:
     host.check_invariants()
 
 
-def test_pinned_blocks_stay_and_others_leave() -> None:
+def test_pinned_blocks_are_not_evicted() -> None:
     host, names = tier(2), [digest(i) for i in range(4)]
     host.store(names[:2], [block(n) for n in names[:2]])
     read = host.pin(names[0])
@@ -64,7 +64,7 @@ ACTIONS = ["reserve", "publish", "abandon", "pin", "unpin", "forget"]
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 6)), max_size=120),
     policy=st.sampled_from(["lru", "arc"]),
 )
-def test_bytes_are_right_whatever_happens(actions: list[tuple[str, int]], policy: str) -> None:
+def test_content_is_right_for_any_operations(actions: list[tuple[str, int]], policy: str) -> None:
     host = tier(3, policy)
     filling: dict[bytes, memoryview] = {}
     pinned: dict[bytes, list[memoryview]] = {}

@@ -79,13 +79,13 @@ TRACE = st.lists(st.integers(0, 14).map(lambda i: bytes([i])), max_size=300)
 
 @settings(max_examples=300, deadline=None)
 @given(capacity=st.integers(1, 8), trace=TRACE)
-def test_the_same_hits_as_a_simulation(capacity: int, trace: list[bytes]) -> None:
+def test_hits_equal_a_simulation(capacity: int, trace: list[bytes]) -> None:
     lru, arc = LRU(), ARC(capacity)
     assert [use(lru, capacity, key) for key in trace] == simulate_lru(capacity, trace)
     assert [use(arc, capacity, key) for key in trace] == simulate_arc(capacity, trace)
 
 
-def test_a_scan_washes_lru_out_but_not_arc() -> None:
+def test_scan_evicts_lru_but_not_arc() -> None:
     often = [bytes([i]) for i in range(4)]
     scan = [bytes([1, i]) for i in range(100)]
     lru, arc = LRU(), ARC(8)
@@ -102,7 +102,7 @@ def test_a_scan_washes_lru_out_but_not_arc() -> None:
     actions=st.lists(st.tuples(st.sampled_from(["use", "pin", "remove"]), st.integers(0, 9)), max_size=80),
     capacity=st.integers(1, 5),
 )
-def test_who_may_not_leave_stays(name: str, actions: list[tuple[str, int]], capacity: int) -> None:
+def test_unevictable_blocks_stay(name: str, actions: list[tuple[str, int]], capacity: int) -> None:
     policy, pinned, kept = make_policy(name, capacity), set[bytes](), set[bytes]()
 
     def may(key: bytes) -> bool:
@@ -128,6 +128,6 @@ def test_who_may_not_leave_stays(name: str, actions: list[tuple[str, int]], capa
         assert set(policy) == kept and len(policy) == len(kept)
 
 
-def test_other_names_are_refused() -> None:
+def test_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="lru or arc"):
         make_policy("mru", 3)

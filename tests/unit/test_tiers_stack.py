@@ -81,7 +81,7 @@ def save(tiers: TierStack, names: list[bytes]) -> None:
             tiers.finish_save(name)
 
 
-def test_a_prefix_may_lie_in_several_tiers() -> None:
+def test_prefix_spread_over_several_tiers() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
     below.blocks = {n: content(n) for n in (NAMES[1], NAMES[3])}
@@ -104,7 +104,7 @@ def test_a_prefix_may_lie_in_several_tiers() -> None:
     tiers.host.check_invariants()
 
 
-def test_a_load_that_fails_ends_the_fetch_early() -> None:
+def test_failed_load_ends_fetch_early() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
     below.blocks = {n: content(n) for n in NAMES[:3]}
@@ -119,7 +119,7 @@ def test_a_load_that_fails_ends_the_fetch_early() -> None:
     tiers.host.check_invariants()
 
 
-def test_the_writer_has_a_bounded_queue_and_drops() -> None:
+def test_full_writer_queue_drops_blocks() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
     save(tiers, NAMES[:4])  # two fit the queue
@@ -133,14 +133,14 @@ def test_the_writer_has_a_bounded_queue_and_drops() -> None:
     assert set(below.blocks) == set(NAMES[:4]) and tiers.host.num_pinned == 0
 
 
-def test_with_all_buffers_in_use_a_store_is_dropped() -> None:
+def test_store_is_dropped_without_free_buffers() -> None:
     tiers = stack(2)
     save(tiers, NAMES[:2])
     tiers.fetch(NAMES[:2])
     assert tiers.reserve(NAMES[2]) is None and tiers.stats()["host"].dropped_blocks == 1
 
 
-def test_a_reader_that_is_stuck_is_left_alone() -> None:
+def test_stuck_reader_gets_no_more_work() -> None:
     clock, began, go = ManualClock(), threading.Event(), threading.Event()
 
     class Slow(MemoryTier):
@@ -165,7 +165,7 @@ def test_a_reader_that_is_stuck_is_left_alone() -> None:
     tiers.host.check_invariants()
 
 
-def test_threads_write_behind_and_close() -> None:
+def test_threads_write_and_close() -> None:
     below = MemoryTier()
     tiers = TierStack(HostTier(BLOCK_BYTES, 32 * BUFFER_BYTES), [below])
     save(tiers, NAMES)
@@ -277,7 +277,7 @@ class Schedule:
     buffers=st.integers(2, 12),
     deep=st.booleans(),
 )
-def test_tokens_endings_and_conservation_with_tiers(
+def test_outputs_and_invariants_with_tiers(
     actions: list[tuple[str, int]], blocks: int, runner: type[FakeRunner], buffers: int, deep: bool
 ) -> None:
     schedule = Schedule(blocks, runner, buffers, MemoryTier() if deep else None)
@@ -300,7 +300,7 @@ def test_tokens_endings_and_conservation_with_tiers(
     assert endings == Counter((s.id, i) for s in schedule.submissions for i in range(s.params.n))
 
 
-def test_tiers_are_used_at_all() -> None:
+def test_tiers_are_used() -> None:
     """Prefixes load from both tiers and count as cached tokens: the test above would not notice otherwise."""
     schedule = Schedule(12, FakeRunner, 20, MemoryTier())
 
@@ -319,11 +319,11 @@ def test_tiers_are_used_at_all() -> None:
     assert ask(0, "b") == 0, "another tenant's"
 
 
-def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> None:
+def test_damaged_prefix_is_rewritten(tmp_path: Path) -> None:
     """One restart repairs a prefix, however many of its blocks are damaged."""
     prefix = [digest(i) for i in range(6)]
 
-    def started() -> tuple[TierStack, DiskTier]:
+    def make_stack() -> tuple[TierStack, DiskTier]:
         disk = DiskTier(tmp_path, "m", BLOCK_BYTES, 1 << 20)
         return TierStack(HostTier(BLOCK_BYTES, 8 * BUFFER_BYTES), [disk], threads=False), disk
 
@@ -345,12 +345,12 @@ def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> Non
                 tiers.finish_save(name)
             tiers.write_next()
 
-    compute(started()[0])
+    compute(make_stack()[0])
     for name in (prefix[1], prefix[3], prefix[4]):
         (path,) = tmp_path.glob(f"*/*/{name.hex()}")
         path.write_bytes(bytes(path.stat().st_size))
-    tiers, disk = started()
+    tiers, disk = make_stack()
     assert arrivals(tiers) == 1 and disk.stats().damaged_blocks == 1
     compute(tiers)
-    tiers, disk = started()
+    tiers, disk = make_stack()
     assert arrivals(tiers) == 6 and disk.stats().damaged_blocks == 0

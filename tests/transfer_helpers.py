@@ -50,7 +50,7 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-def via(ticket: Ticket, address: str) -> Ticket:
+def with_endpoint(ticket: Ticket, address: str) -> Ticket:
     return replace(ticket, peer=replace(ticket.peer, endpoints={"tcp": address}))
 
 
@@ -112,13 +112,13 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if first:
-                    data = self._spoiled(data, down)
+                    data = self._apply_fault(data, down)
                 sink.sendall(data)
         for sock in (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _spoiled(self, data: bytes, down: bool) -> bytes:
+    def _apply_fault(self, data: bytes, down: bool) -> bytes:
         begin = self.counts[down]
         self.counts[down] = end = begin + len(data)
         self.borders[down].add(begin)

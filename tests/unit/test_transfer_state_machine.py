@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from transfers import blank, content, fill, small
+from transfer_helpers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
 from emberline.kv.transfer.errors import BlockReused, TicketEnded, TransferCancelled, TransferTimeout
@@ -26,7 +26,7 @@ from emberline.kv.transfer.ticket import Ticket
 BLOCKS, LEASE, FAR = 10, 10.0, 1e9
 
 
-class Interrupting:
+class InterruptingClock:
     """The transport's clock, read before every piece; at a chosen piece, it first runs an action."""
 
     def __init__(self, clock: ManualClock) -> None:
@@ -42,7 +42,7 @@ class Interrupting:
 
 
 @dataclass
-class Published:
+class PublishedTicket:
     ticket: Ticket
     blocks: list[int]
     content: bytes
@@ -53,41 +53,41 @@ class Published:
     spoiled: int = 0  # bytes up to the last block that the owner overwrote during the lease
 
 
-class Handoffs(RuleBasedStateMachine):
+class TransferStateMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.between = Interrupting(self.clock)
+        self.between = InterruptingClock(self.clock)
         self.region = blank(small(), BLOCKS)
         self.sender = Sender(self.region, "p", clock=self.clock)
         advertise_local(self.sender, "here")
         transport = LocalTransport([self.sender], self.between)
         self.receiver = Receiver(blank(small(), 4), [transport], clock=self.clock, max_piece_bytes=40)
         self.free = set(range(BLOCKS))
-        self.all: list[Published] = []
+        self.all: list[PublishedTicket] = []
         self.returned: Counter[str] = Counter()
         self.seed = 0
 
-    def fresh(self, count: int) -> tuple[list[int], bytes]:
+    def write_new_content(self, count: int) -> tuple[list[int], bytes]:
         blocks = [self.free.pop() for _ in range(min(count, len(self.free)))]
         self.seed += 1
         return blocks, fill(self.region, blocks, self.seed)
 
     @rule(count=st.integers(0, 3), complete=st.booleans())
     def publish(self, count: int, complete: bool) -> None:
-        blocks, sent = self.fresh(count)
+        blocks, sent = self.write_new_content(count)
         ticket = self.sender.publish(blocks, LEASE, complete=complete)
-        self.all.append(Published(ticket, blocks, sent, complete, [0, 1, 2, 3]))
+        self.all.append(PublishedTicket(ticket, blocks, sent, complete, [0, 1, 2, 3]))
 
     @precondition(lambda self: any(not p.complete for p in self.all))
     @rule(data=st.data(), complete=st.booleans())
     def extend(self, data: st.DataObject, complete: bool) -> None:
         it = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
-        blocks, sent = self.fresh(min(1, 4 - len(it.blocks)))
+        blocks, sent = self.write_new_content(min(1, 4 - len(it.blocks)))
         try:
             it.ticket = self.sender.extend(it.ticket, blocks, complete=complete)
         except TicketEnded:
-            assert self.is_over(it)
+            assert self.has_ended(it)
             self.free.update(blocks)
         else:
             it.blocks += blocks
@@ -109,7 +109,7 @@ class Handoffs(RuleBasedStateMachine):
         try:
             self.receiver.pull(it.ticket, it.into, FAR, progress=progress, follow=False)
         except TicketEnded:
-            assert self.is_over(it)
+            assert self.has_ended(it)
         except BlockReused:
             assert it.spoiled
         except TransferCancelled:
@@ -117,8 +117,10 @@ class Handoffs(RuleBasedStateMachine):
         except TransferTimeout:
             raise AssertionError("there was time enough") from None
         else:
-            assert not self.is_over(it) and landed >= it.spoiled, "the overwritten bytes had arrived before"
-            if progress.arrived_bytes == len(it.content):  # if continued, other pulls may have used the same blocks since
+            assert not self.has_ended(it) and landed >= it.spoiled, "the overwritten bytes had arrived before"
+            if progress.arrived_bytes == len(
+                it.content
+            ):  # if continued, other pulls may have used the same blocks since
                 got = content(self.receiver.region, it.into[: len(it.blocks)])
                 assert got == it.content or progress is it.progress
             assert progress.complete == it.complete
@@ -128,22 +130,22 @@ class Handoffs(RuleBasedStateMachine):
         """End everything that can end, and write new content to its blocks."""
         self.clock.advance(LEASE)
         self.collect()
-        self.fresh_and_back(BLOCKS)
+        self.write_and_free(BLOCKS)
 
-    def fresh_and_back(self, count: int) -> None:
-        blocks, _ = self.fresh(count)
+    def write_and_free(self, count: int) -> None:
+        blocks, _ = self.write_new_content(count)
         self.free.update(blocks)
 
     @rule(count=st.integers(1, BLOCKS))
     def reuse(self, count: int) -> None:
-        self.fresh_and_back(count)
+        self.write_and_free(count)
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), how=st.sampled_from([LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED]))
     def end(self, data: st.DataObject, how: LeaseEndReason) -> None:
         it = data.draw(st.sampled_from(self.all))
         say = self.receiver.acknowledge if how is LeaseEndReason.ACKNOWLEDGED else self.receiver.release
-        was_over = self.is_over(it)
+        was_over = self.has_ended(it)
         try:
             say(it.ticket, FAR)
         except TicketEnded:
@@ -153,14 +155,14 @@ class Handoffs(RuleBasedStateMachine):
 
     @precondition(lambda self: self.all)
     @rule(data=st.data())
-    def close_one(self, data: st.DataObject) -> None:
+    def close_lease(self, data: st.DataObject) -> None:
         self.close(data.draw(st.sampled_from(self.all)))
 
-    def close(self, it: Published) -> None:
+    def close(self, it: PublishedTicket) -> None:
         try:
             self.sender.close(it.ticket)
         except TicketEnded:
-            assert self.is_over(it)
+            assert self.has_ended(it)
         else:
             it.over = it.over or LeaseEndReason.CLOSED
 
@@ -169,12 +171,12 @@ class Handoffs(RuleBasedStateMachine):
     def misuse(self, data: st.DataObject) -> None:
         """Overwrite a block during its lease."""
         it = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
-        if not self.is_over(it):
+        if not self.has_ended(it):
             fill(self.region, it.blocks[-1:], 0)
             it.spoiled = len(it.content)
 
     @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE]))
-    def time_passes(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
     @rule()
@@ -186,7 +188,7 @@ class Handoffs(RuleBasedStateMachine):
             it.over = ended.reason
             self.free.update(ended.blocks)
 
-    def is_over(self, it: Published) -> bool:
+    def has_ended(self, it: PublishedTicket) -> bool:
         try:
             self.sender._leases.find(it.ticket.id)
         except TicketEnded:
@@ -194,7 +196,7 @@ class Handoffs(RuleBasedStateMachine):
         return False
 
     @invariant()
-    def conserved(self) -> None:
+    def blocks_are_conserved(self) -> None:
         assert all(count == 1 for count in self.returned.values())
         held = [block for p in self.all if not self.returned[p.ticket.id] for block in p.blocks]
         assert len(held) == len(set(held)) and not self.free & set(held)
@@ -209,5 +211,5 @@ class Handoffs(RuleBasedStateMachine):
         assert set(self.returned) == {p.ticket.id for p in self.all}
 
 
-Handoffs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestHandoffs = Handoffs.TestCase
+TransferStateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHandoffs = TransferStateMachine.TestCase
