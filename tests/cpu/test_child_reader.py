@@ -29,21 +29,21 @@ from emberline.models.weights import Weights
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-def read_bytes(piece: FileChunk) -> bytes:
+def read_bytes(chunk: FileChunk) -> bytes:
     import ctypes
 
-    out = ctypes.create_string_buffer(piece.length)
-    piece.buffer.copy_to(ctypes.addressof(out), piece.length)
-    assert out.raw == bytes(piece.buffer.memory[: piece.length])
+    out = ctypes.create_string_buffer(chunk.length)
+    chunk.buffer.copy_to(ctypes.addressof(out), chunk.length)
+    assert out.raw == bytes(chunk.buffer.memory[: chunk.length])
     return out.raw
 
 
 def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
-    while (piece := reader.take(20)) is not None:
-        assert (piece.file.name, piece.offset) not in found, "read twice"
-        found[piece.file.name, piece.offset] = read_bytes(piece)
-        reader.give_back(piece)
+    while (chunk := reader.take(20)) is not None:
+        assert (chunk.file.name, chunk.offset) not in found, "read twice"
+        found[chunk.file.name, chunk.offset] = read_bytes(chunk)
+        reader.give_back(chunk)
     return found
 
 
@@ -64,15 +64,17 @@ def wait_until(seconds: float, what: Any) -> bool:
     return bool(what())
 
 
-@pytest.mark.parametrize(("piece", "ahead", "threads"), [(4096, 0, 1), (4096, 3 * 4096, 5), (3 << 20, 1 << 30, 4)])
-def test_reads_every_byte_once(piece: int, ahead: int, threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chunk_bytes", "ahead", "threads"), [(4096, 0, 1), (4096, 3 * 4096, 5), (3 << 20, 1 << 30, 4)]
+)
+def test_reads_every_byte_once(chunk_bytes: int, ahead: int, threads: int, tmp_path: Path) -> None:
     made = random.Random(1)
-    sizes = [0, 1, 4095, 4096, 4097, 100_001, (3 << 20) + 5 if piece > 4096 else 7]
+    sizes = [0, 1, 4095, 4096, 4097, 100_001, (3 << 20) + 5 if chunk_bytes > 4096 else 7]
     files = {f"{i}": made.randbytes(size) for i, size in enumerate(sizes)}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     paths = [tmp_path / name for name in files]
-    with ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ahead, threads=threads) as reader:
+    with ChildProcessReader.spawn(paths, chunk_bytes=chunk_bytes, read_ahead_bytes=ahead, threads=threads) as reader:
         found = take_all_chunks(reader)
         assert reader.take() is None and reader.is_ready()
         assert reader.stats.bytes == sum(sizes) and reader.stats.seconds > 0
@@ -95,10 +97,10 @@ def test_child_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
         found = {}
-        for piece in held:
-            assert piece is not None
-            found[piece.offset] = read_bytes(piece)
-            reader.give_back(piece)
+        for chunk in held:
+            assert chunk is not None
+            found[chunk.offset] = read_bytes(chunk)
+            reader.give_back(chunk)
         found |= {offset: part for (_, offset), part in take_all_chunks(reader).items()}
     assert b"".join(found[offset] for offset in sorted(found)) == data
 
@@ -155,13 +157,13 @@ def test_child_errors_equal_those_of_threads(tmp_path: Path) -> None:
 def test_killed_child_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
     with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096, read_ahead_bytes=4096) as reader:
-        piece = reader.take(20)
-        assert piece is not None
+        chunk = reader.take(20)
+        assert chunk is not None
         os.kill(reader.process.pid, signal.SIGKILL)
         reader.process.wait(10)
         with pytest.raises(ModelError, match="cannot copy weights"):
-            read_bytes(piece)
-        reader.give_back(piece)
+            read_bytes(chunk)
+        reader.give_back(chunk)
         with pytest.raises(ModelError, match="has ended"):
             reader.take(20)
 

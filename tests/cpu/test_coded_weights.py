@@ -17,7 +17,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from test_device_weights import SMALL, Late, both, by_child, interleaved, take_all
+from test_device_weights import SMALL, LateStream, interleave, load_all, load_both_ways, start_child_reader
 from torch import Tensor
 
 from emberline.bench.gpu import cold
@@ -79,15 +79,15 @@ def write_tensors(directory: Path, config: tiny.Config | str = LARGER, **options
 
 def assert_same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **options: Any) -> DeviceWeights:
     """Compare with the packed files as the CPU reads them, and with the original files."""
-    _, placed = both(directory / "packed", dtype, **options)
+    _, placed = load_both_ways(directory / "packed", dtype, **options)
     checkpoint = Checkpoint.open(directory / "plain")
     config = ModelConfig.from_hf(checkpoint.config)
-    expected = take_all(Weights(checkpoint, dtype), config)
+    expected = load_all(Weights(checkpoint, dtype), config)
     again = DeviceWeights(Checkpoint.open(directory / "packed"), dtype, "cpu")
-    found = take_all(again, config)
+    found = load_all(again, config)
     again.finish(IGNORABLE_TENSORS)
     for name, tensor in found.items():
-        assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
+        assert torch.equal(tensor, interleave(expected[name]) if name.endswith("gate_up") else expected[name]), name
     return placed
 
 
@@ -103,12 +103,12 @@ def test_loads_every_dtype_smaller_than_a_block(file: torch.dtype, dtype: torch.
 
 
 @pytest.mark.parametrize("file", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("piece", [4096, 3 * 4096, 1 << 17, 1 << 20])
-def test_blocks_split_across_chunks(file: torch.dtype, piece: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk_bytes", [4096, 3 * 4096, 1 << 17, 1 << 20])
+def test_blocks_split_across_chunks(file: torch.dtype, chunk_bytes: int, tmp_path: Path) -> None:
     write_tensors(tmp_path, MANY, dtype=file)
     info = Checkpoint.open(tmp_path / "packed").tensor_info(EMBEDDING)
     assert num_blocks(info.logical_bytes // file.itemsize) > 4
-    assert_same_as_unpacked(tmp_path, piece=piece, ring=2)
+    assert_same_as_unpacked(tmp_path, chunk_bytes=chunk_bytes, ring=2)
 
 
 def test_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for run in (1, 2 * BLOCK_ELEMENTS, 3 * 2 * BLOCK_ELEMENTS):  # a run has at least one block
         monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
         monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 2 * BLOCK_ELEMENTS))
-        assert_same_as_unpacked(tmp_path, piece=1 << 20)
+        assert_same_as_unpacked(tmp_path, chunk_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("name", ["llama-tied-mha", "llama-biased", "qwen2", "qwen3"])
@@ -142,7 +142,7 @@ def assert_same_stack_as_unpacked(directory: Path) -> None:
     for name in ("plain", "packed"):
         checkpoint = Checkpoint.open(directory / name)
         placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-        found.append(take_all(placed, ModelConfig.from_hf(checkpoint.config)))
+        found.append(load_all(placed, ModelConfig.from_hf(checkpoint.config)))
         placed.finish(IGNORABLE_TENSORS)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -154,7 +154,7 @@ def test_head_equal_to_embedding_is_dropped(tmp_path: Path) -> None:
     placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
     assert placed.drop_duplicate(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
     config = ModelConfig.from_hf(placed.checkpoint.config)
-    found = take_all(placed, config)
+    found = load_all(placed, config)
     placed.finish(IGNORABLE_TENSORS)
     assert torch.equal(found["embedding"], tensors[EMBEDDING])
 
@@ -166,9 +166,9 @@ def test_copies_that_finish_late(chance: float, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
     monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
     monkeypatch.setattr(weight_uploader, "DECODE_SLOTS", 3)
-    stream = Late(monkeypatch, chance)
-    for start, ring, ahead in ((FileReader.start, 1, 0), (FileReader.start, 3, 1 << 18), (by_child, 3, 0)):
-        both(tmp_path / "packed", start=start, ring=ring, ahead=ahead, piece=1 << 16)
+    stream = LateStream(monkeypatch, chance)
+    for start, ring, ahead in ((FileReader.start, 1, 0), (FileReader.start, 3, 1 << 18), (start_child_reader, 3, 0)):
+        load_both_ways(tmp_path / "packed", start=start, ring=ring, read_ahead_bytes=ahead, chunk_bytes=1 << 16)
         assert not stream.pinned and not stream._queue
         assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS + weight_uploader.DECODE_SLOTS
         stream.most_pinned = 0
@@ -247,7 +247,7 @@ def test_damage_gives_the_same_error_as_on_cpu(name: str, where: Callable[[int],
     device = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     for source in (Weights(checkpoint), device):
         with pytest.raises(ModelFileError, match=name) as refused:
-            take_all(source, config)
+            load_all(source, config)
             source.finish(IGNORABLE_TENSORS)
         said.append((str(refused.value), refused.value.hint))
     assert said[0] == said[1] and "is damaged" in said[0][0]
@@ -256,10 +256,10 @@ def test_damage_gives_the_same_error_as_on_cpu(name: str, where: Callable[[int],
 def test_pages_are_unpinned_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_tensors(tmp_path, MANY, dtype=BF16)
     flip_bit(directory, EMBEDDING, lambda n: n // 2)
-    stream = Late(monkeypatch, 0.5)
+    stream = LateStream(monkeypatch, 0.5)
     checkpoint = Checkpoint.open(directory)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(ModelFileError, match="block"):
         placed.finish(IGNORABLE_TENSORS)
     assert stream.most_pinned and not stream.pinned
@@ -277,7 +277,7 @@ def test_interrupt_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(FileReader, "take", interrupted)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     before = {t.name for t in threading.enumerate()}
     with pytest.raises(KeyboardInterrupt):
         placed.finish(IGNORABLE_TENSORS)
@@ -291,7 +291,7 @@ def test_file_truncated_while_read(tmp_path: Path) -> None:
     placed = DeviceWeights(
         checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ring": 1}))
     )
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     with (directory / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(ModelFileError, match="ended at byte"):
@@ -340,10 +340,10 @@ def test_weights_kept_packed(
 ) -> None:
     directory = write_tensors(tmp_path, MANY, dtype=BF16, shards=2)
     if late:
-        Late(monkeypatch, 0.5)
+        LateStream(monkeypatch, 0.5)
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
-    expected = take_all(Weights(checkpoint), config)
+    expected = load_all(Weights(checkpoint), config)
     placed = DeviceWeights(
         checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL), packed=True
     )
@@ -354,7 +354,7 @@ def test_weights_kept_packed(
     weights = {name: linear.weight for name, linear in found.items()} | {f"{at}.gate_up": ffn.gate_up}
     weights["embedding"] = decoder.embedding
     for name, weight in weights.items():
-        wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+        wanted = interleave(expected[name]) if name.endswith("gate_up") else expected[name]
         assert torch.equal(weight.data, wanted), name
     assert {id(weight) for weight in weights.values()} == {id(weight) for weight in record_settled_weights}
     assert torch.equal(decoder.head.norm, expected["norm"])

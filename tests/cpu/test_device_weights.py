@@ -35,7 +35,7 @@ from emberline.models.sleep import sleep
 from emberline.models.weights import Weights
 
 DTYPES = [None, torch.float32, torch.bfloat16]
-SMALL = {"piece": 4096, "ring": 3, "threads": 3, "ahead": 0}
+SMALL = {"chunk_bytes": 4096, "ring": 3, "threads": 3, "read_ahead_bytes": 0}
 
 pytest_plugins = ("poison",)
 pytestmark = pytest.mark.usefixtures("poison")
@@ -89,8 +89,12 @@ def interleave(gate_up: Tensor) -> Tensor:
     return gate_up[rows]
 
 
-def start_child_reader(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> FileReader:
-    return ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ring * piece + ahead, threads=threads)
+def start_child_reader(
+    paths: list[Path], *, ring: int, chunk_bytes: int, read_ahead_bytes: int, threads: int
+) -> FileReader:
+    return ChildProcessReader.spawn(
+        paths, chunk_bytes=chunk_bytes, read_ahead_bytes=ring * chunk_bytes + read_ahead_bytes, threads=threads
+    )
 
 
 def load_both_ways(
@@ -154,9 +158,9 @@ def test_any_ring_and_chunk_size(tmp_path: Path) -> None:
     for options in (
         {"ring": 1, "threads": 1},
         {"ring": 1, "threads": 8},
-        {"ring": 2, "threads": 1, "ahead": 1 << 20},
-        {"piece": 3 * 4096, "ahead": 50_000},
-        {"piece": 1 << 20},
+        {"ring": 2, "threads": 1, "read_ahead_bytes": 1 << 20},
+        {"chunk_bytes": 3 * 4096, "read_ahead_bytes": 50_000},
+        {"chunk_bytes": 1 << 20},
     ):
         load_both_ways(directory, **options)
 
@@ -172,7 +176,7 @@ def test_tensors_at_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path:
     load_both_ways(tmp_path, dtype)
 
 
-class Late:
+class LateStream:
     """A fake CUDA stream that runs its copies later, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
@@ -226,14 +230,14 @@ def test_buffers_are_reused_only_after_their_copy(
     chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tiny.write(tmp_path, dtype=torch.bfloat16, shards=2)
-    stream = Late(monkeypatch, chance)
+    stream = LateStream(monkeypatch, chance)
     for ring, ahead, start in (
         (1, 0, FileReader.start),
         (3, 0, FileReader.start),
         (3, 100_000, FileReader.start),
         (3, 0, start_child_reader),
     ):
-        load_both_ways(directory, start=start, ring=ring, ahead=ahead)
+        load_both_ways(directory, start=start, ring=ring, read_ahead_bytes=ahead)
         assert not stream.pinned and not stream._queue
         # Buffers used once are not pinned: their content passes through a few pinned ones.
         assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS
@@ -242,7 +246,7 @@ def test_buffers_are_reused_only_after_their_copy(
 
 def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
-    stream = Late(monkeypatch, 0.5)
+    stream = LateStream(monkeypatch, 0.5)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     load_all(placed, ModelConfig.from_hf(checkpoint.config))
     os.truncate(tmp_path / "model.safetensors", 60_000)
@@ -253,13 +257,13 @@ def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 def test_failed_copy_thread_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=2))
-    stream = Late(monkeypatch, 0.5)
+    stream = LateStream(monkeypatch, 0.5)
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("no more of this")
 
     monkeypatch.setattr(reading.ctypes, "memmove", refuse)
-    reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ahead": 1 << 20}))
+    reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"read_ahead_bytes": 1 << 20}))
     deadline = time.monotonic() + 30.0
     while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
         time.sleep(0.01)  # until buffers that are used once exist, which the mover threads empty
@@ -375,8 +379,8 @@ def test_file_truncated_while_read(tmp_path: Path) -> None:
         os.truncate(file, 9000)
         reader.give_back(first)
         with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000"):
-            while (piece := reader.take(5)) is not None:
-                reader.give_back(piece)
+            while (chunk := reader.take(5)) is not None:
+                reader.give_back(chunk)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
@@ -389,10 +393,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
-    while (piece := reader.take(10)) is not None:
-        assert (piece.file.name, piece.offset) not in found, "read twice"
-        found[piece.file.name, piece.offset] = piece.buffer.memory[: piece.length]
-        reader.give_back(piece)
+    while (chunk := reader.take(10)) is not None:
+        assert (chunk.file.name, chunk.offset) not in found, "read twice"
+        found[chunk.file.name, chunk.offset] = chunk.buffer.memory[: chunk.length]
+        reader.give_back(chunk)
     return found
 
 
@@ -405,8 +409,8 @@ def test_reads_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest
     files = {f"{i}": made.randbytes(size) for i, size in enumerate(sizes)}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    for piece, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
-        options = {"piece": piece, "ring": ring, "threads": threads, "ahead": ahead}
+    for chunk_bytes, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
+        options = {"chunk_bytes": chunk_bytes, "ring": ring, "threads": threads, "read_ahead_bytes": ahead}
         with FileReader.start([tmp_path / name for name in files], **options) as reader:
             found = take_all_chunks(reader)
             assert reader.take() is None
@@ -465,9 +469,9 @@ def test_reads_ahead_only_until_first_chunk_is_taken(tmp_path: Path) -> None:
         threading.Event().wait(0.05)
         assert reader.stats.bytes == 12 * 4096  # the ring and the read-ahead, then reading stops
         numbers = []
-        while (piece := reader.take(10)) is not None:
-            numbers.append(piece.buffer.number)
-            reader.give_back(piece)
+        while (chunk := reader.take(10)) is not None:
+            numbers.append(chunk.buffer.number)
+            reader.give_back(chunk)
         assert len(numbers) == 100 and set(numbers) == set(range(12))
         assert sum(number >= 2 for number in numbers) == 10  # buffers beyond the ring are used once
 

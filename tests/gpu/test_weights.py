@@ -42,7 +42,11 @@ WIDE = {**tiny.CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1424, 
 
 
 EVEN = {**WIDE, "intermediate_size": 1408, "vocab_size": 4096}  # all can be packed
-READS = ({"piece": 4096 * 5, "ring": 2, "ahead": 1 << 20}, {"piece": 1 << 20, "ring": 4, "ahead": 0}, {})
+READS = (
+    {"chunk_bytes": 4096 * 5, "ring": 2, "read_ahead_bytes": 1 << 20},
+    {"chunk_bytes": 1 << 20, "ring": 4, "read_ahead_bytes": 0},
+    {},
+)
 
 
 def packed(source: Path, target: Path) -> Path:

@@ -70,7 +70,9 @@ class Host:
     def receiver(self, kind: str, layout: KVLayout | None = None, **options: object) -> Receiver:
         layout = layout or small()
         link_options = replace(LinkOptions(io_timeout_s=IO_TIMEOUT_S, connections=1), **options)
-        transport: Transport = TcpTransport(layout, link_options) if kind == "tcp" else ShmTransport(layout, link_options)
+        transport: Transport = (
+            TcpTransport(layout, link_options) if kind == "tcp" else ShmTransport(layout, link_options)
+        )
         if kind == "mooncake":
             transport = MooncakeTransport(layout, mooncake(), link_options)
         return Receiver(blank(layout, 12), [transport], max_piece_bytes=64)

@@ -56,7 +56,8 @@ class NativeWeightCodec:
             np.empty(INDEX_ENTRY_BYTES * num_blocks(count), np.uint8),
         )
         size = self._library.ember_unweight_encode(
-            _address_of(elements), count, element_bytes, _address_of(code.lengths), _address_of(coded), _address_of(index)
+            _address_of(elements), count, element_bytes, _address_of(code.lengths), _address_of(coded),
+            _address_of(index),
         )  # fmt: skip
         assert size <= len(coded)
         return coded[:size], index

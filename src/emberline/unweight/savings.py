@@ -129,9 +129,8 @@ def format_svg(found: Sequence[TensorSavings]) -> str:
     def y(value: float) -> float:
         return SVG_HEIGHT - SVG_MARGIN - (value - low) / (high - low) * (SVG_HEIGHT - 2 * SVG_MARGIN)
 
-    parts = [
-        f'<path d="M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}" stroke="{LINE_COLOR}" stroke-dasharray="3 3"/>'
-    ]
+    path = f"M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}"
+    parts = [f'<path d="{path}" stroke="{LINE_COLOR}" stroke-dasharray="3 3"/>']
     for tick in (low, (low + high) / 2, high):
         parts.append(
             f'<text x="{x(tick):.1f}" y="{SVG_HEIGHT - SVG_MARGIN + 20}" text-anchor="middle">{tick:.2f}</text>'
@@ -140,7 +139,8 @@ def format_svg(found: Sequence[TensorSavings]) -> str:
     for bound, bits, name in points:
         label = f"<title>{escape(name)}: {bits:.3f} bits, bound {bound:.3f}</title>"
         parts.append(
-            f'<circle cx="{x(bound):.1f}" cy="{y(bits):.1f}" r="3" fill="{POINT_COLOR}" fill-opacity=".5">{label}</circle>'
+            f'<circle cx="{x(bound):.1f}" cy="{y(bits):.1f}" r="3" fill="{POINT_COLOR}" fill-opacity=".5">'
+            f"{label}</circle>"
         )
     parts.append(
         f'<text x="{SVG_WIDTH / 2}" y="{SVG_HEIGHT - 14}" text-anchor="middle">bound: entropy and raw bits</text>'
@@ -148,7 +148,8 @@ def format_svg(found: Sequence[TensorSavings]) -> str:
     parts.append(f'<text x="14" y="{SVG_MARGIN - 24}">bits per weight on disk; the line is the lower bound</text>')
     style = f"text{{font:12px system-ui,sans-serif;fill:{TEXT_COLOR}}}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {SVG_HEIGHT}" width="{SVG_WIDTH}"><style>{style}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {SVG_HEIGHT}" width="{SVG_WIDTH}">'
+        f"<style>{style}</style>"
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
