@@ -243,14 +243,14 @@ def test_damage_gives_the_same_error_as_on_cpu(name: str, where: Callable[[int],
     directory = write_tensors(tmp_path, MANY, dtype=BF16)
     flip_bit(directory, name, where)
     checkpoint = Checkpoint.open(directory)
-    config, said = ModelConfig.from_hf(checkpoint.config), []
+    config, errors = ModelConfig.from_hf(checkpoint.config), []
     device = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     for source in (Weights(checkpoint), device):
         with pytest.raises(ModelFileError, match=name) as refused:
             load_all(source, config)
             source.finish(IGNORABLE_TENSORS)
-        said.append((str(refused.value), refused.value.hint))
-    assert said[0] == said[1] and "is damaged" in said[0][0]
+        errors.append((str(refused.value), refused.value.hint))
+    assert errors[0] == errors[1] and "is damaged" in errors[0][0]
 
 
 def test_pages_are_unpinned_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ class LateStream:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
         self.device = None
-        self.told = self.done = 0
+        self.enqueued = self.done = 0
         self.pinned: set[int] = set()
         self.most_pinned = 0
         self._queue: deque[Callable[[], None]] = deque()
@@ -190,14 +190,14 @@ class LateStream:
 
         class Event:
             def record(self, _: Any) -> None:
-                self.mark = stream.told
+                self.mark = stream.enqueued
 
             def query(self) -> bool:
                 stream.go_on()
                 return stream.done >= self.mark
 
         def later(one: Any, at: int, source: Tensor) -> None:
-            stream.told += 1
+            stream.enqueued += 1
             stream._queue.append(lambda: land(one, at, source))
 
         def pin(memory: Tensor) -> None:
@@ -350,13 +350,13 @@ def test_same_errors_as_cpu_weights(change: Callable[[dict[str, Tensor]], Any], 
     change(tensors)
     checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors))
     config = ModelConfig.from_hf(checkpoint.config)
-    said = []
+    errors = []
     for source in (Weights(checkpoint), DeviceWeights(checkpoint, None, "cpu")):
         with pytest.raises((ModelFileError, UnsupportedModel), match=message) as refused:
             load_all(source, config)
             source.finish(IGNORABLE_TENSORS)
-        said.append((type(refused.value), str(refused.value)))
-    assert said[0] == said[1]
+        errors.append((type(refused.value), str(refused.value)))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4096, 5000, -1])

@@ -100,12 +100,12 @@ def test_unsupported_config(directory: Path, changes: dict[str, Any], error: typ
 
 
 @pytest.mark.parametrize(
-    ("said", "match"),
+    ("pooling_config", "match"),
     [({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"), ({"pooling_mode": "max"}, "max"), ({}, "none")],
 )
-def test_other_pooling_is_refused(directory: Path, said: dict[str, object], match: str) -> None:
+def test_other_pooling_is_refused(directory: Path, pooling_config: dict[str, object], match: str) -> None:
     (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling_config))
     with pytest.raises(UnsupportedModel, match=match):
         BertEmbedder.load(directory)
 

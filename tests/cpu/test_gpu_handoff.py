@@ -115,8 +115,8 @@ def run_until_settled(*houses: GpuEngineFixture) -> None:
     ends = time.monotonic() + 60
     while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.num_blocks for h in houses):
         assert time.monotonic() < ends, "blocks are still held"
-        for house in houses:
-            house.step()
+        for gpu_engine in houses:
+            gpu_engine.step()
         time.sleep(0.002)
 
 
@@ -128,9 +128,9 @@ def make_submission(seed: int = 1, name: str = "r") -> Submission:
 @pytest.fixture(scope="module")
 def run_alone(model: DecoderModel) -> Callable[[int], list[int]]:
     def run(seed: int) -> list[int]:
-        house = GpuEngineFixture(model, "alone", device=HostDevice())
-        house.engine.add(make_submission(seed))
-        return house.finish()
+        gpu_engine = GpuEngineFixture(model, "alone", device=HostDevice())
+        gpu_engine.engine.add(make_submission(seed))
+        return gpu_engine.finish()
 
     return run
 
@@ -139,8 +139,8 @@ def run_alone(model: DecoderModel) -> Callable[[int], list[int]]:
 def pair(model: DecoderModel) -> Iterator[tuple[GpuEngineFixture, GpuEngineFixture]]:
     houses = GpuEngineFixture(model, "p"), GpuEngineFixture(model, "d")
     yield houses
-    for house in houses:
-        house.engine.close()
+    for gpu_engine in houses:
+        gpu_engine.engine.close()
 
 
 def test_prefill_and_decode_on_two_engines(
@@ -211,28 +211,28 @@ def racing(
 ) -> Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, Racing]]:
     def make(model: DecoderModel, name: str, local: Sender | None) -> tuple[GpuEngineFixture, Racing]:
         device = Racing()
-        house = GpuEngineFixture(model, name, device=device, local=local)
+        gpu_engine = GpuEngineFixture(model, name, device=device, local=local)
         slots = [
             slots.get()
-            for slots in (house.region._out_slots, house.region._in_slots)
+            for slots in (gpu_engine.region._out_slots, gpu_engine.region._in_slots)
             for _ in range(memory.TRANSFER_SLOTS)
         ]
         for i, slot in enumerate(slots):
-            (house.region._out_slots if i < memory.TRANSFER_SLOTS else house.region._in_slots).put(slot)
-        device.watch(kept=house.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
-        forward = house.runner._forward
+            (gpu_engine.region._out_slots if i < memory.TRANSFER_SLOTS else gpu_engine.region._in_slots).put(slot)
+        device.watch(kept=gpu_engine.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
+        forward = gpu_engine.runner._forward
 
         def noted(*inputs: Any) -> Tensor:
-            device.note("the model", house.cache.keys, house.cache.values, writes=True)
+            device.note("the model", gpu_engine.cache.keys, gpu_engine.cache.values, writes=True)
             return forward(*inputs)
 
-        house.runner._forward = noted  # type: ignore[method-assign]
-        pulls = house.engine.kv.pulls
+        gpu_engine.runner._forward = noted  # type: ignore[method-assign]
+        pulls = gpu_engine.engine.kv.pulls
         assert pulls is not None
         pulls._start_thread = lambda work: (
             None if work == pulls._renew_while_waiting else work()
         )  # run pulls synchronously, and skip lease renewal
-        return house, device
+        return gpu_engine, device
 
     def note_access(
         act: Callable[[StagingSlot, memoryview], None], *, writes: bool

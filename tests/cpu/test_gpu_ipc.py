@@ -255,12 +255,12 @@ def test_invalid_ticket_reads_nothing(pair: tuple[TransferEndpoint, TransferEndp
 
 def test_distant_rows_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    told: list[tuple[int, int, int, int]] = []
+    copies: list[tuple[int, int, int, int]] = []
 
     class Driver:
         def cuMemcpy2DAsync_v2(self, rows: object, stream: object) -> int:
             found = rows._obj  # type: ignore[attr-defined]
-            told.append((found.source_device, found.target_device, found.width, found.height))
+            copies.append((found.source_device, found.target_device, found.width, found.height))
             return 0
 
     class Stream:
@@ -269,8 +269,8 @@ def test_distant_rows_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ipc, "driver_library", Driver)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     ipc.copy_rows(100, 50, 900, 70, 20, 3)
-    assert told == [(100, 900, 20, 3)]
-    told.clear()
+    assert copies == [(100, 900, 20, 3)]
+    copies.clear()
     ipc.copy_rows(100, 1 << 31, 900, 70, 20, 2)
-    assert told == [(100, 900, 20, 1), (100 + (1 << 31), 970, 20, 1)]
+    assert copies == [(100, 900, 20, 1), (100 + (1 << 31), 970, 20, 1)]
     assert ctypes.sizeof(ipc._Memcpy2D) == 2 * 56 + 16

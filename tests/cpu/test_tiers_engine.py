@@ -108,11 +108,11 @@ def make_submission(seed: int, name: str = "r", /, **params: object) -> Submissi
     return Submission(name, prompt(seed), SamplingParams(**wishes))  # type: ignore[arg-type]
 
 
-def evict_main_cache(house: TieredEngine) -> None:
+def evict_main_cache(tiered: TieredEngine) -> None:
     """Run requests that evict everything else from the main cache."""
     for seed in (100, 101, 102):
-        house.run(make_submission(seed))
-    house.engine.kv.check_invariants()
+        tiered.run(make_submission(seed))
+    tiered.engine.kv.check_invariants()
 
 
 def assert_same_output(got: Folded, expected: Folded, cached: int) -> None:
@@ -127,12 +127,12 @@ def compute_without_tiers(model: DecoderModel) -> Folded:
 
 
 def test_prefix_loads_from_host_memory(model: DecoderModel, compute_without_tiers: Folded) -> None:
-    house = TieredEngine(model)
-    assert_same_output(house.run(make_submission(1)), compute_without_tiers, cached=0)
-    evict_main_cache(house)
-    assert_same_output(house.run(make_submission(1)), compute_without_tiers, cached=40)
-    assert house.stats()["host"].hit_tokens == 40
-    assert house.engine.kv.hit_tokens == 0, "the main cache had evicted it"
+    tiered = TieredEngine(model)
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=0)
+    evict_main_cache(tiered)
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40)
+    assert tiered.stats()["host"].hit_tokens == 40
+    assert tiered.engine.kv.hit_tokens == 0, "the main cache had evicted it"
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -160,35 +160,35 @@ def test_corrupted_block_is_recomputed(
 ) -> None:
     before = TieredEngine(model, tmp_path)
     before.run(make_submission(1))
-    house = TieredEngine(model, tmp_path)
-    request_hashes = hashes(house, make_submission(1))
+    tiered = TieredEngine(model, tmp_path)
+    request_hashes = hashes(tiered, make_submission(1))
     victim = next(tmp_path.glob(f"*/*/{request_hashes[2].hex()}"))
     data = bytearray(victim.read_bytes())
     data[position] ^= 0x10
     victim.write_bytes(data)
     harmless = 68 <= position < 4096  # the rest of the header page is unused
-    assert_same_output(house.run(make_submission(1)), compute_without_tiers, cached=40 if harmless else 16)
-    assert house.stats()["disk"].damaged_blocks == (not harmless)
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40 if harmless else 16)
+    assert tiered.stats()["disk"].damaged_blocks == (not harmless)
     again = TieredEngine(model, tmp_path)
     assert_same_output(again.run(make_submission(1)), compute_without_tiers, cached=40)  # the block was written again
 
 
-def hashes(house: TieredEngine, submission: Submission) -> list[bytes]:
+def hashes(tiered: TieredEngine, submission: Submission) -> list[bytes]:
     """Return the block hashes of a prompt, as an engine computes them."""
-    house.engine.add(submission)
-    request = house.engine.scheduler.requests[f"{submission.id}#0"]
-    found = house.engine.kv._shareable_hashes(request)
-    house.engine.abort(submission.id)
-    house.run()
+    tiered.engine.add(submission)
+    request = tiered.engine.scheduler.requests[f"{submission.id}#0"]
+    found = tiered.engine.kv._shareable_hashes(request)
+    tiered.engine.abort(submission.id)
+    tiered.run()
     return found
 
 
 def test_tenants_and_models_do_not_share_blocks(model: DecoderModel, tmp_path: Path) -> None:
     TieredEngine(model, tmp_path).run(make_submission(1))
-    house = TieredEngine(model, tmp_path)
+    tiered = TieredEngine(model, tmp_path)
     submission = make_submission(1)
     stranger = Submission("r", submission.prompt, submission.params, salt="other")
-    assert {cached for *_, cached in house.run(stranger).values()} == {0}
+    assert {cached for *_, cached in tiered.run(stranger).values()} == {0}
     other = load_decoder(tiny.write(tmp_path / "model", "llama", seed=7), "bfloat16")
     assert {cached for *_, cached in TieredEngine(other, tmp_path).run(make_submission(1)).values()} == {0}
 
@@ -197,70 +197,70 @@ def test_several_completions_share_one_load(model: DecoderModel, tmp_path: Path)
     wish = {"n": 3, "temperature": 1.0, "seed": 5}
     expected = TieredEngine(model, blocks=40).run(make_submission(1, **wish))
     TieredEngine(model, tmp_path).run(make_submission(1))
-    house = TieredEngine(model, tmp_path, blocks=40)
-    got = house.run(make_submission(1, **wish))
+    tiered = TieredEngine(model, tmp_path, blocks=40)
+    got = tiered.run(make_submission(1, **wish))
     assert_same_output(got, expected, cached=40)
-    assert house.stats()["disk"].loaded_blocks == 5
+    assert tiered.stats()["disk"].loaded_blocks == 5
 
 
 def test_preempted_request_reloads_from_tiers(model: DecoderModel, tmp_path: Path) -> None:
     expected: Folded = {}
     for seed in range(4):
         expected |= TieredEngine(model, blocks=40).run(make_submission(seed, f"r{seed}", max_tokens=20))
-    house = TieredEngine(model, tmp_path, blocks=14)
+    tiered = TieredEngine(model, tmp_path, blocks=14)
     first, *rest = (make_submission(seed, f"r{seed}", max_tokens=20) for seed in range(4))
-    house.engine.add(replace(first, priority=Priority.BATCH))
-    outputs = [o for _ in range(4) for o in house.engine.step()]
+    tiered.engine.add(replace(first, priority=Priority.BATCH))
+    outputs = [o for _ in range(4) for o in tiered.engine.step()]
     for submission in rest:  # these run first and need all blocks
-        house.engine.add(submission)
-    got = fold_outputs([*outputs, *house.finish()])
-    assert house.engine.scheduler.preemptions > 0
+        tiered.engine.add(submission)
+    got = fold_outputs([*outputs, *tiered.finish()])
+    assert tiered.engine.scheduler.preemptions > 0
     assert {key: value[:2] for key, value in got.items()} == {key: value[:2] for key, value in expected.items()}
-    assert house.stats()["host"].hit_tokens > 0
+    assert tiered.stats()["host"].hit_tokens > 0
 
 
 def test_abort_while_loading(model: DecoderModel, compute_without_tiers: Folded, tmp_path: Path) -> None:
     TieredEngine(model, tmp_path).run(make_submission(1))
-    house = TieredEngine(model, tmp_path)
-    house.engine.add(make_submission(1))
-    house.engine.step()
-    assert house.engine.scheduler.num_loading == 1
-    house.tiers.read_next()
-    house.tiers.read_next()
-    house.engine.abort("r")
-    assert house.engine.scheduler.num_loading == 0 and house.engine.kv.num_free == house.engine.kv.num_blocks
-    assert not house.tiers.read_next()
-    house.run()
-    assert_same_output(house.run(make_submission(1)), compute_without_tiers, cached=40)
+    tiered = TieredEngine(model, tmp_path)
+    tiered.engine.add(make_submission(1))
+    tiered.engine.step()
+    assert tiered.engine.scheduler.num_loading == 1
+    tiered.tiers.read_next()
+    tiered.tiers.read_next()
+    tiered.engine.abort("r")
+    assert tiered.engine.scheduler.num_loading == 0 and tiered.engine.kv.num_free == tiered.engine.kv.num_blocks
+    assert not tiered.tiers.read_next()
+    tiered.run()
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40)
 
 
 def test_slow_load_times_out_and_others_run(model: DecoderModel, compute_without_tiers: Folded, tmp_path: Path) -> None:
     TieredEngine(model, tmp_path).run(make_submission(1))
     clock = ManualClock()
-    house = TieredEngine(model, tmp_path, blocks=24, clock=clock)
-    house.engine.add(make_submission(1))
-    house.engine.add(make_submission(2, "quick"))
+    tiered = TieredEngine(model, tmp_path, blocks=24, clock=clock)
+    tiered.engine.add(make_submission(1))
+    tiered.engine.add(make_submission(2, "quick"))
     outputs: list[Output] = []
     for _ in range(20):  # the disk returns only the first block
-        outputs += house.engine.step()
-        if house.tiers.stats()["disk"].loaded_blocks == 0:
-            house.tiers.read_next()
+        outputs += tiered.engine.step()
+        if tiered.tiers.stats()["disk"].loaded_blocks == 0:
+            tiered.tiers.read_next()
     assert {o.id for o in outputs} == {"quick"} and outputs[-1].finish is not None
-    assert house.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING
+    assert tiered.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING
     clock.advance(5.0)
     for _ in range(20):
-        outputs += house.engine.step()
-    assert house.engine.idle
-    house.flush()
-    assert house.host.num_pinned == 0
+        outputs += tiered.engine.step()
+    assert tiered.engine.idle
+    tiered.flush()
+    assert tiered.host.num_pinned == 0
     assert_same_output({k: v for k, v in fold_outputs(outputs).items() if k[0] == "r"}, compute_without_tiers, cached=8)
 
 
 def test_prompt_logprobs_are_computed(model: DecoderModel, tmp_path: Path) -> None:
     TieredEngine(model, tmp_path).run(make_submission(1))
-    house = TieredEngine(model, tmp_path)
-    assert {cached for *_, cached in house.run(make_submission(1, prompt_logprobs=1)).values()} == {0}
-    assert house.stats()["disk"].hit_tokens == 0
+    tiered = TieredEngine(model, tmp_path)
+    assert {cached for *_, cached in tiered.run(make_submission(1, prompt_logprobs=1)).values()} == {0}
+    assert tiered.stats()["disk"].hit_tokens == 0
 
 
 @pytest.fixture

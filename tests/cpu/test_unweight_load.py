@@ -124,11 +124,11 @@ def test_other_device_refuses_packed_files(tmp_path: Path) -> None:
 def test_packed_smollm2_gives_same_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["unweight", "pack", "smollm2", str(tmp_path / "packed"), "--quiet"]) == 0
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
-    said = [
+    outputs = [
         LLM(where, kv_memory=1 << 27).generate([PROMPT], params, progress=False)[0].tokens
         for where in (resolve_model("smollm2"), tmp_path / "packed")
     ]
-    assert len(said[0]) == 50 and said[0] == said[1]
+    assert len(outputs[0]) == 50 and outputs[0] == outputs[1]
     assert main(["doctor", "--model", str(tmp_path / "packed")]) in (0, 1)
-    assert "179 MB of weights" in capsys.readouterr().request
+    assert "179 MB of weights" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "packed")

@@ -172,7 +172,7 @@ def test_packed_model_gives_same_tokens(tmp_path: Path) -> None:
 
     tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
     packed(tmp_path / "plain", tmp_path / "packed")
-    said: dict[tuple[str, str], list[int]] = {}
+    outputs: dict[tuple[str, str], list[int]] = {}
     ways = ("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed"), ("plain", "both")
     for files, weights in (*ways, ("packed", "both")):
         settings = GPUConfig(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
@@ -188,9 +188,9 @@ def test_packed_model_gives_same_tokens(tmp_path: Path) -> None:
             for output in engine.step():
                 assert output.error is None
                 tokens += output.tokens
-        said[files, weights] = tokens
+        outputs[files, weights] = tokens
         del booted, engine
-    assert len({tuple(tokens) for tokens in said.values()}) == 1 and len(said["plain", "auto"]) == 20
+    assert len({tuple(tokens) for tokens in outputs.values()}) == 1 and len(outputs["plain", "auto"]) == 20
 
 
 def test_file_truncated_while_loading(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def run_until_settled(*engines: Engine) -> None:
         if all(one.kv.num_free + one.kv.num_cached == one.kv.num_blocks for one in engines):
             return
         time.sleep(0.005)
-    raise AssertionError("somebody still holds blocks")
+    raise AssertionError("blocks are still held")
 
 
 def publish_prefill(e: Engine, submission: Submission) -> list[Output]:
@@ -126,26 +126,26 @@ def test_resume_after_any_token(n: int, runner: type[FakeRunner]) -> None:
     for output in run(engine(), make_submission(n=n, max_tokens=9)):
         whole[output.index] += output.tokens
     for cut in range(10):
-        said = tuple(tuple(whole[i][: max(0, cut - i)]) for i in range(n))
+        known = tuple(tuple(whole[i][: max(0, cut - i)]) for i in range(n))
         rest: dict[int, list[int]] = {i: [] for i in range(n)}
         finishes = []
-        for output in run(engine(runner=runner), replace(make_submission(n=n, max_tokens=9), resumed=said)):
+        for output in run(engine(runner=runner), replace(make_submission(n=n, max_tokens=9), resumed=known)):
             rest[output.index] += output.tokens
             finishes += [output.finish] if output.finish else []
-        assert {i: [*said[i], *rest[i]] for i in range(n)} == whole
+        assert {i: [*known[i], *rest[i]] for i in range(n)} == whole
         assert finishes == [FinishReason.LENGTH] * n
 
 
 def test_resuming_finished_output_ends_at_once() -> None:
     e = engine(eos=frozenset({5}))
-    for params, said, finish in (
+    for params, known, finish in (
         ({"max_tokens": 2}, (7, 8), FinishReason.LENGTH),
         ({"max_tokens": 2}, (7, 8, 9), FinishReason.LENGTH),
         ({"max_tokens": 9}, (7, 5), FinishReason.STOP),
         ({"max_tokens": 2}, (7, 5), FinishReason.STOP),
         ({"max_tokens": 9, "stop_token_ids": (8,)}, (7, 8), FinishReason.STOP),
     ):
-        outputs = run(e, replace(make_submission(**params), resumed=(said,)))
+        outputs = run(e, replace(make_submission(**params), resumed=(known,)))
         assert [(o.tokens, o.finish) for o in outputs] == [([], finish)]
     assert e.stats().step == 0
     assert len(tokens(run(e, replace(make_submission(max_tokens=3, ignore_eos=True), resumed=((7, 5),))))) == 1
@@ -322,19 +322,19 @@ def test_resume_with_a_source() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8)])
-@pytest.mark.parametrize("said", [1, 6, 7, 8, 30, 39])
-def test_output_is_handed_over_with_the_prompt(theirs: int, ours: int, said: int) -> None:
+@pytest.mark.parametrize("known", [1, 6, 7, 8, 30, 39])
+def test_output_is_handed_over_with_the_prompt(theirs: int, ours: int, known: int) -> None:
     wish = make_submission(max_tokens=40)
     expected = tokens(run(engine(), wish))
     p, d = engine("p", size=theirs), engine("d", size=ours)
     connect_engines(p, d)
-    resumed = replace(wish, resumed=(tuple(expected[:said]),))
+    resumed = replace(wish, resumed=(tuple(expected[:known]),))
     *_, last = publish_prefill(p, resumed)
-    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[said : said + 1]
+    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[known : known + 1]
     got = run(d, replace(resumed, source=last.ticket))
-    assert tokens(got) == expected[said:] and got[-1].finish is FinishReason.LENGTH
+    assert tokens(got) == expected[known:] and got[-1].finish is FinishReason.LENGTH
     stats = d.stats().transfer
-    assert stats is not None and stats.hit_tokens == (41 + said) // theirs * theirs and stats.recomputed == 0
+    assert stats is not None and stats.hit_tokens == (41 + known) // theirs * theirs and stats.recomputed == 0
     run_until_settled(p, d)
 
 
@@ -493,8 +493,12 @@ def test_pinned_blocks_are_not_reused_during_lease() -> None:
     assert stats is not None and (stats.leases, stats.pinned_blocks) == (1, 5) and stats.pinned_by_age == {"0-1": 5}
     clock.advance(9.0)
     p.step()
-    told = p.stats().transfer
-    assert p.needs_polling and told is not None and (told.oldest_lease, told.pinned_by_age) == (9.0, {"1-10": 5})
+    stats_now = p.stats().transfer
+    assert (
+        p.needs_polling
+        and stats_now is not None
+        and (stats_now.oldest_lease, stats_now.pinned_by_age) == (9.0, {"1-10": 5})
+    )
     clock.advance(1.0)
     assert len(tokens(run(p))) == 6
     assert not p.needs_polling and p.stats().transfer.ended == {"expired": 1}  # type: ignore[union-attr]

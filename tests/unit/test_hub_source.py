@@ -247,9 +247,9 @@ def test_no_download_without_fetch(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
     assert download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
-        with pytest.raises(ModelNotPulled, match=f"{name} is not in the local cache") as told:
+        with pytest.raises(ModelNotPulled, match=f"{name} is not in the local cache") as raised:
             resolve_model(name, tmp_path, fetch=False)
-        assert told.value.hint == f"run emberline pull {name}"
+        assert raised.value.hint == f"run emberline pull {name}"
     assert not site.seen
     folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
     assert download_snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
@@ -280,5 +280,5 @@ def test_pull_command_prints_the_directory(tmp_path: Path, capsys: pytest.Captur
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(tmp_path), "--quiet"])) == 0
-    assert capsys.readouterr().request == f"{tmp_path}\n"
+    assert capsys.readouterr().out == f"{tmp_path}\n"
     assert parser.parse_args([]).name == source.ALIASES[0]

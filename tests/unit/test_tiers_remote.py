@@ -47,7 +47,7 @@ class FakeClient:
     def _result(self, answer: int) -> int:
         self.calls += 1
         if self.down:
-            raise StoreUnavailable("told to fail")
+            raise StoreUnavailable("the test store is down")
         return self.answer or answer
 
     def get(self, key: str) -> memoryview | int:

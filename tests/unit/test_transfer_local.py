@@ -46,9 +46,9 @@ CRC = select_crc(find_library())
 class Pair:
     """A sender and a receiver in one process."""
 
-    def __init__(self, layout: KVLayout | None = None, other: KVLayout | None = None, **how: bool) -> None:
+    def __init__(self, layout: KVLayout | None = None, other: KVLayout | None = None, **options: bool) -> None:
         self.clock = ManualClock()
-        self.sender = Sender(blank(layout or small(), 12), "p", clock=self.clock, **how)
+        self.sender = Sender(blank(layout or small(), 12), "p", clock=self.clock, **options)
         advertise_local(self.sender, "here")
         transport = LocalTransport([self.sender], self.clock)
         region = blank(other or layout or small(), 12)
@@ -76,7 +76,7 @@ def test_blocks_arrive_and_are_collected_once() -> None:
 
 
 def test_ticket_json_round_trip() -> None:
-    pair = Pair(seal=True)
+    pair = Pair(publish_checksums=True)
     ticket = pair.sender.publish([3, 1], LEASE, complete=False)
     assert Ticket.parse(json.loads(json.dumps(ticket.as_dict()))) == ticket
     assert ticket.peer.layout.digest == small(tokens=8).digest != small(width=4).digest
@@ -87,9 +87,9 @@ def test_ticket_json_round_trip() -> None:
     [{"blocks": [1]}, {"generations": []}, {"lease": 0}, {"checksums": [1, 2, 3]}, {"blocks": "x"}, {"peer": 1}],
 )
 def test_malformed_ticket_is_refused(change: dict[str, object]) -> None:
-    told = {**Pair().sender.publish([3, 1], LEASE).as_dict(), **change}
+    ticket_data = {**Pair().sender.publish([3, 1], LEASE).as_dict(), **change}
     with pytest.raises(BadTransfer):
-        Ticket.parse(told)
+        Ticket.parse(ticket_data)
 
 
 def test_pull_follows_growing_ticket() -> None:
@@ -310,7 +310,7 @@ def test_target_blocks_are_checked(into: list[int]) -> None:
 
 
 def test_silent_change_fails_checksum() -> None:
-    pair = Pair(seal=True)
+    pair = Pair(publish_checksums=True)
     fill(pair.sender.region, [1, 2], 1)
     ticket = pair.sender.publish([1, 2], LEASE)
     pair.receiver.pull(ticket, [3, 4], FAR)

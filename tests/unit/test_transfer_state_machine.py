@@ -82,48 +82,54 @@ class TransferStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not p.complete for p in self.all))
     @rule(data=st.data(), complete=st.booleans())
     def extend(self, data: st.DataObject, complete: bool) -> None:
-        it = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
-        blocks, sent = self.write_new_content(min(1, 4 - len(it.blocks)))
+        published = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
+        blocks, sent = self.write_new_content(min(1, 4 - len(published.blocks)))
         try:
-            it.ticket = self.sender.extend(it.ticket, blocks, complete=complete)
+            published.ticket = self.sender.extend(published.ticket, blocks, complete=complete)
         except TicketEnded:
-            assert self.has_ended(it)
+            assert self.has_ended(published)
             self.free.update(blocks)
         else:
-            it.blocks += blocks
-            it.content += sent
-            it.complete = complete
+            published.blocks += blocks
+            published.content += sent
+            published.complete = complete
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), again=st.booleans(), at=st.integers(1, 8))
     def pull(self, data: st.DataObject, again: bool, at: int) -> None:
         """Pull from the start or continue, with an action before the n-th piece."""
-        it = data.draw(st.sampled_from(self.all))
+        published = data.draw(st.sampled_from(self.all))
         doing = data.draw(st.sampled_from(["nothing", "wait", "cancel", "close", "reuse"]))
-        progress = it.progress if again and not it.progress.complete else PullProgress()
-        acts = {"wait": lambda: self.clock.advance(LEASE), "cancel": progress.cancel, "close": lambda: self.close(it)}
+        progress = published.progress if again and not published.progress.complete else PullProgress()
+        acts = {
+            "wait": lambda: self.clock.advance(LEASE),
+            "cancel": progress.cancel,
+            "close": lambda: self.close(published),
+        }
         self.between.left, self.between.act = at, acts.get(doing, lambda: None)
         if doing == "reuse":
             self.between.act = self.end_and_reuse
         landed = progress.arrived_bytes
         try:
-            self.receiver.pull(it.ticket, it.into, FAR, progress=progress, follow=False)
+            self.receiver.pull(published.ticket, published.into, FAR, progress=progress, follow=False)
         except TicketEnded:
-            assert self.has_ended(it)
+            assert self.has_ended(published)
         except BlockReused:
-            assert it.spoiled
+            assert published.spoiled
         except TransferCancelled:
-            it.progress = PullProgress()
+            published.progress = PullProgress()
         except TransferTimeout:
             raise AssertionError("there was time enough") from None
         else:
-            assert not self.has_ended(it) and landed >= it.spoiled, "the overwritten bytes had arrived before"
+            assert not self.has_ended(published) and landed >= published.spoiled, (
+                "the overwritten bytes had arrived before"
+            )
             if progress.arrived_bytes == len(
-                it.content
+                published.content
             ):  # if continued, other pulls may have used the same blocks since
-                got = content(self.receiver.region, it.into[: len(it.blocks)])
-                assert got == it.content or progress is it.progress
-            assert progress.complete == it.complete
+                got = content(self.receiver.region, published.into[: len(published.blocks)])
+                assert got == published.content or progress is published.progress
+            assert progress.complete == published.complete
         self.between.left = -1
 
     def end_and_reuse(self) -> None:
@@ -143,37 +149,37 @@ class TransferStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.all)
     @rule(data=st.data(), how=st.sampled_from([LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED]))
     def end(self, data: st.DataObject, how: LeaseEndReason) -> None:
-        it = data.draw(st.sampled_from(self.all))
+        published = data.draw(st.sampled_from(self.all))
         say = self.receiver.acknowledge if how is LeaseEndReason.ACKNOWLEDGED else self.receiver.release
-        was_over = self.has_ended(it)
+        was_over = self.has_ended(published)
         try:
-            say(it.ticket, FAR)
+            say(published.ticket, FAR)
         except TicketEnded:
             assert was_over and how is LeaseEndReason.ACKNOWLEDGED
         else:
-            it.over = it.over if was_over else how  # releasing an ended lease does nothing
+            published.over = published.over if was_over else how  # releasing an ended lease does nothing
 
     @precondition(lambda self: self.all)
     @rule(data=st.data())
     def close_lease(self, data: st.DataObject) -> None:
         self.close(data.draw(st.sampled_from(self.all)))
 
-    def close(self, it: PublishedTicket) -> None:
+    def close(self, published: PublishedTicket) -> None:
         try:
-            self.sender.close(it.ticket)
+            self.sender.close(published.ticket)
         except TicketEnded:
-            assert self.has_ended(it)
+            assert self.has_ended(published)
         else:
-            it.over = it.over or LeaseEndReason.CLOSED
+            published.over = published.over or LeaseEndReason.CLOSED
 
     @precondition(lambda self: any(p.blocks for p in self.all))
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
         """Overwrite a block during its lease."""
-        it = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
-        if not self.has_ended(it):
-            fill(self.region, it.blocks[-1:], 0)
-            it.spoiled = len(it.content)
+        published = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
+        if not self.has_ended(published):
+            fill(self.region, published.blocks[-1:], 0)
+            published.spoiled = len(published.content)
 
     @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE]))
     def advance_time(self, seconds: float) -> None:
@@ -183,14 +189,14 @@ class TransferStateMachine(RuleBasedStateMachine):
     def collect(self) -> None:
         for ended in self.sender.collect():
             self.returned[ended.id] += 1
-            it = next(p for p in self.all if p.ticket.id == ended.id)
-            assert list(ended.blocks) == it.blocks and (it.over or LeaseEndReason.EXPIRED) is ended.reason
-            it.over = ended.reason
+            published = next(p for p in self.all if p.ticket.id == ended.id)
+            assert list(ended.blocks) == published.blocks and (published.over or LeaseEndReason.EXPIRED) is ended.reason
+            published.over = ended.reason
             self.free.update(ended.blocks)
 
-    def has_ended(self, it: PublishedTicket) -> bool:
+    def has_ended(self, published: PublishedTicket) -> bool:
         try:
-            self.sender._leases.find(it.ticket.id)
+            self.sender._leases.find(published.ticket.id)
         except TicketEnded:
             return True
         return False
@@ -203,8 +209,8 @@ class TransferStateMachine(RuleBasedStateMachine):
         assert len(held) + len(self.free) == BLOCKS
 
     def teardown(self) -> None:
-        for it in [p for p in self.all if not p.complete]:
-            self.close(it)  # incomplete leases end when their owner closes them
+        for published in [p for p in self.all if not p.complete]:
+            self.close(published)  # incomplete leases end when their owner closes them
         self.clock.advance(LEASE)
         self.collect()
         assert self.sender.lease_ages() == [] and self.free == set(range(BLOCKS))

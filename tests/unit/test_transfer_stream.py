@@ -264,8 +264,8 @@ def test_reply_to_another_request_is_refused(host: Host) -> None:
         def answer() -> None:
             channel = MessageChannel(listener.accept()[0])
             hello = channel.receive(soon())
-            told = {"layout": hello.read_json()["layout"], "codec": None}
-            channel.send_json(MessageKind.WELCOME, hello.transfer ^ 1, told, soon())
+            message_body = {"layout": hello.read_json()["layout"], "codec": None}
+            channel.send_json(MessageKind.WELCOME, hello.transfer ^ 1, message_body, soon())
             with contextlib.suppress(PeerLost):
                 channel.wait_for_message(20)
             channel.close()
@@ -384,8 +384,8 @@ def test_receiver_that_stops_reading_does_not_block_sender(host: Host) -> None:
     sock = socket.create_connection(("127.0.0.1", int(sender.endpoints["tcp"].rpartition(":")[2])))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     channel = MessageChannel(sock)
-    told = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
-    channel.send_json(MessageKind.HELLO, 1, told, soon())
+    message_body = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
+    channel.send_json(MessageKind.HELLO, 1, message_body, soon())
     assert channel.receive(soon()).kind == MessageKind.WELCOME
     asked = {"id": ticket.id, "pieces": [[0, 32, 0, 4]], "seconds": 60, "checked": True, "coded": False}
     channel.send_json(MessageKind.PULL, 2, asked, soon())
@@ -412,8 +412,8 @@ def test_malformed_request_gets_an_error(host: Host, asked: dict[str, object]) -
     ticket = host.sender.publish([1, 2], LEASE)
     sock = socket.create_connection(("127.0.0.1", int(host.sender.endpoints["tcp"].rpartition(":")[2])))
     channel = MessageChannel(sock)
-    told = {"incarnation": host.sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
-    channel.send_json(MessageKind.HELLO, 1, told, soon())
+    message_body = {"incarnation": host.sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
+    channel.send_json(MessageKind.HELLO, 1, message_body, soon())
     assert channel.receive(soon()).kind == MessageKind.WELCOME
     body = {**asked, "id": ticket.id if asked["id"] == "T" else asked["id"], "link_options": "closed"}
     for kind in (MessageKind.PULL, MessageKind.OKAY, MessageKind.ATTACH, MessageKind.END):
@@ -473,8 +473,8 @@ def test_sender_process_dies_or_hangs(kind: str, end: signal.Signals) -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD, paths], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
-        told, sent = json.loads(child.stdout.readline())
-        ticket = Ticket.parse(told)
+        message_body, sent = json.loads(child.stdout.readline())
+        ticket = Ticket.parse(message_body)
         receiver = Host(None, []).receiver(kind, io_timeout_s=0.5)  # type: ignore[arg-type]
         receiver.pull(ticket, [0, 1, 2], soon())
         assert content(receiver.region, [0, 1, 2]).hex() == sent

@@ -68,7 +68,7 @@ def test_empty_tensor_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     source = unweight_models.save(tmp_path / "m", {"none": np.empty((0, 4), np.uint16)})
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert ", 0.0% saved" in capsys.readouterr().request
+    assert ", 0.0% saved" in capsys.readouterr().out
 
 
 def test_write_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
