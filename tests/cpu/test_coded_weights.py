@@ -67,14 +67,14 @@ def no_threads_left() -> Iterator[None]:
     assert not left
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     model.pack(source, target, CODEC, lambda _: None)
     assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
     return target
 
 
 def write_tensors(directory: Path, config: tiny.Config | str = LARGER, **options: Any) -> Path:
-    return packed(tiny.write(directory / "plain", config, **options), directory / "packed")
+    return pack_checkpoint(tiny.write(directory / "plain", config, **options), directory / "packed")
 
 
 def assert_same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **options: Any) -> DeviceWeights:
@@ -131,7 +131,7 @@ def test_mixed_dtypes_and_tensors_that_stay_raw(tmp_path: Path) -> None:
     noise = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 16, (301, 96), np.uint16).view(np.int16))
     tensors[HEAD] = torch.where(noise.view(BF16).isfinite(), noise.view(BF16), 1.0)
     tensors = {n: t.float() if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
-    packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
+    pack_checkpoint(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
     assert not is_coded(Checkpoint.open(tmp_path / "packed").tensor_info(HEAD))
     assert_same_stack_as_unpacked(tmp_path)
 
@@ -150,7 +150,7 @@ def assert_same_stack_as_unpacked(directory: Path) -> None:
 def test_head_equal_to_embedding_is_dropped(tmp_path: Path) -> None:
     tensors = tiny.tensors(TIED, dtype=BF16)
     tensors[HEAD] = tensors[EMBEDDING].clone()
-    directory = packed(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
+    directory = pack_checkpoint(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
     placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
     assert placed.drop_duplicate(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
     config = ModelConfig.from_hf(placed.checkpoint.config)
@@ -269,13 +269,13 @@ def test_interrupt_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     checkpoint = Checkpoint.open(write_tensors(tmp_path, MANY, dtype=BF16))
     taken, take = [], FileReader.take
 
-    def interrupted(self: FileReader, *arguments: Any) -> Any:
+    def interrupt(self: FileReader, *arguments: Any) -> Any:
         taken.append(1)
         if len(taken) == 40:
             raise KeyboardInterrupt
         return take(self, *arguments)
 
-    monkeypatch.setattr(FileReader, "take", interrupted)
+    monkeypatch.setattr(FileReader, "take", interrupt)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     load_all(placed, ModelConfig.from_hf(checkpoint.config))
     before = {t.name for t in threading.enumerate()}
@@ -301,7 +301,7 @@ def test_file_truncated_while_read(tmp_path: Path) -> None:
 def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     tensors = tiny.tensors(LARGER, dtype=BF16)
     tensors[EMBEDDING] = (tensors[EMBEDDING].float() * 100).to(torch.float8_e4m3fn)
-    directory = packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
+    directory = pack_checkpoint(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
     for device in ("cpu", "cuda"):
         placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
         placed.device = torch.device(device)
@@ -434,7 +434,7 @@ def test_which_weights_are_packed(tmp_path: Path) -> None:
 def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:
     config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
     tensors = tiny.tensors(config, dtype=BF16)
-    packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed")
+    pack_checkpoint(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed")
     wide = {name: t.float() if "k_proj" in name else t for name, t in tensors.items()}
     tiny.write_tensors(tmp_path / "wide", config, wide)
     shape = ModelConfig.from_hf(config)
@@ -476,7 +476,7 @@ def test_coded_vectors_load(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text("{}")
     save_file({"bias": whole}, tmp_path / "plain" / "model.safetensors")
-    checkpoint = Checkpoint.open(packed(tmp_path / "plain", tmp_path / "packed"))
+    checkpoint = Checkpoint.open(pack_checkpoint(tmp_path / "plain", tmp_path / "packed"))
     info = checkpoint.tensors["bias"]
     checkpoint.tensors["bias"] = type(info)(info.dtype, (12800,), info.file, info.offset, info.nbytes, info.packing)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))

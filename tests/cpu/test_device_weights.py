@@ -47,7 +47,7 @@ def no_threads_left() -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name == "reader"]
 
 
-def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+def load_stack(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
     return weights.stack([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 
@@ -58,10 +58,10 @@ def load_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
         at = f"model.layers.{layer}"
         qkv = [(f"{at}.self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
         gate_up = [(f"{at}.mlp.{name}_proj", config.ffn) for name in ("gate", "up")]
-        out[f"{at}.qkv"] = stacked(weights, qkv, config.hidden)
-        out[f"{at}.o"] = stacked(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q)
-        out[f"{at}.gate_up"] = stacked(weights, gate_up, config.hidden, gated=gated)
-        out[f"{at}.down"] = stacked(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn)
+        out[f"{at}.qkv"] = load_stack(weights, qkv, config.hidden)
+        out[f"{at}.o"] = load_stack(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q)
+        out[f"{at}.gate_up"] = load_stack(weights, gate_up, config.hidden, gated=gated)
+        out[f"{at}.down"] = load_stack(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn)
         if config.qkv_bias:
             out[f"{at}.qkv_bias"] = load_stacked_bias(weights, qkv)
         if config.o_bias:
@@ -281,11 +281,11 @@ def test_prefetched_ranges_are_read_first(tmp_path: Path, monkeypatch: pytest.Mo
     log: list[tuple[int, int]] = []
     real = os.preadv
 
-    def noted(fd: int, buffers: Any, offset: int) -> int:
+    def record_read(fd: int, buffers: Any, offset: int) -> int:
         log.append((offset, len(buffers[0])))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr(os, "preadv", record_read)
     library, size = str(tmp_path / "library"), reading.PREFETCH_CALL_BYTES
     first = [(library, 5, size + 7), (str(tmp_path / "gone"), 0, 100), (library, 0, 0), (library, 2 * size, 3 * size)]
     with FileReader.start(

@@ -222,11 +222,11 @@ def racing(
         device.watch(kept=gpu_engine.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
         forward = gpu_engine.runner._forward
 
-        def noted(*inputs: Any) -> Tensor:
+        def record_and_call(*inputs: Any) -> Tensor:
             device.note("the model", gpu_engine.cache.keys, gpu_engine.cache.values, writes=True)
             return forward(*inputs)
 
-        gpu_engine.runner._forward = noted  # type: ignore[method-assign]
+        gpu_engine.runner._forward = record_and_call  # type: ignore[method-assign]
         pulls = gpu_engine.engine.kv.pulls
         assert pulls is not None
         pulls._start_thread = lambda work: (
@@ -237,12 +237,12 @@ def racing(
     def note_access(
         act: Callable[[StagingSlot, memoryview], None], *, writes: bool
     ) -> Callable[[StagingSlot, memoryview], None]:
-        def noted(slot: StagingSlot, data: memoryview) -> None:
+        def record_and_call(slot: StagingSlot, data: memoryview) -> None:
             device = slot.stream.device  # type: ignore[attr-defined]
             device.note("a thread", slot.pinned, writes=writes)
             act(slot, data)
 
-        return noted
+        return record_and_call
 
     monkeypatch.setattr(StagingSlot, "read", note_access(StagingSlot.read, writes=False))
     monkeypatch.setattr(StagingSlot, "write", note_access(StagingSlot.write, writes=True))

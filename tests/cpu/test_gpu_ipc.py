@@ -208,10 +208,10 @@ def test_unopenable_memory_uses_next_transport(
 ) -> None:
     there, here = pair
 
-    def refused(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise CudaDriverError("peer access is not supported")
 
-    monkeypatch.setattr(transport, "OpenedMemory", refused)
+    monkeypatch.setattr(transport, "OpenedMemory", refuse)
     ticket = there.sender.publish([1, 2], 30.0)
     assert set(ticket.peer.endpoints) == {"cuda", "tcp"}
     with caplog.at_level(logging.WARNING):
@@ -237,10 +237,10 @@ def test_other_block_size_uses_next_transport(pair: tuple[TransferEndpoint, Tran
 
 
 def test_unshareable_memory_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(part: torch.Tensor) -> ExportedMemory:
+    def refuse(part: torch.Tensor) -> ExportedMemory:
         raise CudaDriverError("operation not supported")
 
-    monkeypatch.setattr(ipc, "export_memory", refused)
+    monkeypatch.setattr(ipc, "export_memory", refuse)
     dock = open_endpoint("there")
     assert set(dock.sender.endpoints) == {"tcp"}
     dock.close()

@@ -240,10 +240,10 @@ def test_packs_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     packed: list[tuple[int, ...]] = []
     pack = ops.pack_linear
 
-    def counted(weight: Tensor, **options: Any) -> ops.PackedWeight:
+    def count_calls(weight: Tensor, **options: Any) -> ops.PackedWeight:
         packed.append(tuple(weight.shape))
         return pack(weight, **options)
 
-    monkeypatch.setattr(ops, "pack_linear", counted)
+    monkeypatch.setattr(ops, "pack_linear", count_calls)
     load_decoder(tiny.write(tmp_path))
     assert packed == [(80, 48), (48, 48), (160, 48), (48, 80)] * 3 + [(131, 48)]

@@ -80,7 +80,7 @@ def test_products_of_packed_shards_equal_full_product(kind: str, of: int) -> Non
     assert torch.allclose(torch.cat(beside, 1) if beside else sums, x @ weight.double().t(), rtol=1e-12, atol=1e-12)
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
@@ -100,7 +100,7 @@ def rows_of(table: Tensor | ops.PackedWeight) -> Tensor:
 @pytest.mark.parametrize("files", ["plain", "packed"])
 def test_model_loaded_in_shards(files: str, tmp_path: Path) -> None:
     tiny.write(tmp_path / "plain", SMALL, dtype=torch.bfloat16)
-    directory = tmp_path / "plain" if files == "plain" else packed(tmp_path / "plain", tmp_path / "packed")
+    directory = tmp_path / "plain" if files == "plain" else pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
     open_ = Checkpoint.open
     whole = load_shard(Weights(open_(directory), torch.float32), Shard())
     parts = [load_shard(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]

@@ -49,7 +49,7 @@ READS = (
 )
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
@@ -104,7 +104,7 @@ def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype 
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
 def test_loads_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write(tmp_path / "plain", WIDE, dtype=file, shards=3, seed=8)
-    checkpoint = Checkpoint.open(packed(source, tmp_path / "packed"))
+    checkpoint = Checkpoint.open(pack_checkpoint(source, tmp_path / "packed"))
     expected = load_all(Weights(Checkpoint.open(source)), WIDE)
     monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
     monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 4 * BLOCK_ELEMENTS))
@@ -120,7 +120,7 @@ def test_loads_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeyp
 
 def test_damaged_block_is_an_error(tmp_path: Path) -> None:
     """Another load works after the error."""
-    directory = packed(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
+    directory = pack_checkpoint(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
     info = Checkpoint.open(directory).tensor_info("lm_head.weight")
     for damaged in (True, False):
         data = bytearray(info.file.read_bytes())
@@ -138,7 +138,7 @@ def test_damaged_block_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", ["plain", "packed"])
 def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
     tiny.write(tmp_path / "plain", EVEN, dtype=torch.bfloat16, shards=3, seed=9)
-    packed(tmp_path / "plain", tmp_path / "packed")
+    pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
     checkpoint = Checkpoint.open(tmp_path / files)
     config = ModelConfig.from_hf(checkpoint.config)
     expected = load_all(Weights(Checkpoint.open(tmp_path / "plain")), EVEN)
@@ -171,7 +171,7 @@ def test_packed_model_gives_same_tokens(tmp_path: Path) -> None:
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
-    packed(tmp_path / "plain", tmp_path / "packed")
+    pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
     outputs: dict[tuple[str, str], list[int]] = {}
     ways = ("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed"), ("plain", "both")
     for files, weights in (*ways, ("packed", "both")):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers_made as made
+import sample_tokenizers as made
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint

@@ -210,11 +210,11 @@ def test_leftovers_of_killed_process_are_removed(tmp_path: Path) -> None:
 def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = [], conversion._write_checkpoint
 
-    def counted(file: GGUFFile, work: Path) -> None:
+    def count_calls(file: GGUFFile, work: Path) -> None:
         written.append(work)
         write(file, work)
 
-    monkeypatch.setattr(conversion, "_write_checkpoint", counted)
+    monkeypatch.setattr(conversion, "_write_checkpoint", count_calls)
     ggufs.write(tmp_path / "m.gguf")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: convert(tmp_path / "m.gguf", tmp_path / "out"), range(8)))

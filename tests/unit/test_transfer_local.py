@@ -54,7 +54,7 @@ class Pair:
         region = blank(other or layout or small(), 12)
         self.receiver = Receiver(region, [transport], clock=self.clock, max_piece_bytes=64)
 
-    def received(self, blocks: list[int]) -> bytes:
+    def received_content(self, blocks: list[int]) -> bytes:
         return content(self.receiver.region, blocks)
 
 
@@ -65,7 +65,7 @@ def test_blocks_arrive_and_are_collected_once() -> None:
     assert pair.sender.lease_ages() == [(0.0, 3)]
     progress = pair.receiver.pull(ticket, [9, 1, 2], FAR)
     assert progress.complete and progress.arrived_bytes == 3 * small().block_bytes
-    assert pair.received([9, 1, 2]) == sent
+    assert pair.received_content([9, 1, 2]) == sent
     assert pair.sender.collect() == []
     pair.receiver.acknowledge(ticket, FAR)
     pair.receiver.acknowledge(ticket, FAR)  # a reply may get lost, so a second call is accepted
@@ -139,9 +139,9 @@ def test_layers_can_be_pulled_separately() -> None:
     sent = fill(pair.sender.region, [0, 1], 1)
     ticket = pair.sender.publish([0, 1], LEASE)
     for layer in (2, 0, 1):
-        assert pair.received([4, 5]) != sent
+        assert pair.received_content([4, 5]) != sent
         pair.receiver.pull(ticket, [4, 5], FAR, layers=range(layer, layer + 1))
-    assert pair.received([4, 5]) == sent
+    assert pair.received_content([4, 5]) == sent
     for wrong in (range(2, 4), range(0), range(0, 3, 2)):
         with pytest.raises(BadTransfer):
             pair.receiver.pull(ticket, [4, 5], FAR, layers=wrong)
@@ -158,7 +158,7 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) ->
     into = data.draw(st.lists(st.integers(0, 11), unique=True, min_size=needed, max_size=needed))
     sent = fill(pair.sender.region, blocks, 7)
     pair.receiver.pull(pair.sender.publish(blocks, LEASE), into, FAR)
-    assert pair.received(into)[: len(sent)] == sent
+    assert pair.received_content(into)[: len(sent)] == sent
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_stopped_pull_continues(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.receiver.pull(ticket, [0, 1, 2], pair.clock.now() + 2, progress=progress)
     assert 0 < progress.arrived_bytes < len(sent)
     pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
-    assert progress.complete and pair.received([0, 1, 2]) == sent and sum(copied) == len(sent)
+    assert progress.complete and pair.received_content([0, 1, 2]) == sent and sum(copied) == len(sent)
     pair.receiver.release(ticket, FAR)
     assert pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress) is progress  # nothing is left to fetch
     with pytest.raises(BadTransfer):

@@ -50,7 +50,7 @@ def tensors(path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
+def packed_model(tmp_path: Path) -> Path:
     model.pack(unweight_models.write(tmp_path / "plain"), tmp_path / "packed", CODEC, ignore_progress)
     return tmp_path / "packed"
 
@@ -67,8 +67,8 @@ def test_unpacking_gives_the_same_files(tmp_path: Path, shards: int) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "packed", "again"}
 
 
-def test_checkpoint_describes_original_tensors(packed: Path) -> None:
-    plain, ours = Checkpoint.open(packed.parent / "plain"), Checkpoint.open(packed)
+def test_checkpoint_describes_original_tensors(packed_model: Path) -> None:
+    plain, ours = Checkpoint.open(packed_model.parent / "plain"), Checkpoint.open(packed_model)
     assert {n: (t.dtype, t.shape) for n, t in ours.tensors.items()} == {
         n: (t.dtype, t.shape) for n, t in plain.tensors.items()
     }
@@ -76,9 +76,9 @@ def test_checkpoint_describes_original_tensors(packed: Path) -> None:
     assert all(ours.tensor_info(name).nbytes < plain.tensor_info(name).nbytes for name in KINDS)
 
 
-def test_other_readers_see_coded_tensors_as_bytes(packed: Path) -> None:
+def test_other_readers_see_coded_tensors_as_bytes(packed_model: Path) -> None:
     """A coded tensor is a vector of bytes, so no reader can mistake it for a matrix of weights."""
-    with safe_open(packed / "model.safetensors", "np") as file:
+    with safe_open(packed_model / "model.safetensors", "np") as file:
         assert file.metadata()["format"] == "unweight"
         for name in KINDS:
             stored = file.get_tensor(name)
@@ -87,9 +87,9 @@ def test_other_readers_see_coded_tensors_as_bytes(packed: Path) -> None:
         assert file.get_tensor("scale") == np.float32(1.5)
 
 
-def test_tensors_are_aligned(packed: Path) -> None:
+def test_tensors_are_aligned(packed_model: Path) -> None:
     sizes = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8}
-    for info in read_tensors(packed / "model.safetensors").values():
+    for info in read_tensors(packed_model / "model.safetensors").values():
         assert info.offset % (64 if is_coded(info) else sizes[info.dtype]) == 0
 
 
@@ -141,7 +141,7 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(fetched) < info.nbytes // 2
 
 
-def corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
+def load_corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
     """Return the tensors that a loader reads from the damaged file; None for a typed error.
 
     Another dtype or shape than the config's is a typed error of every loader. Other exceptions fail the test.
@@ -164,7 +164,7 @@ def test_any_changed_byte_is_detected(tmp_path: Path) -> None:
     for at in [*range(400), *range(400, len(whole), 37)]:
         bad = bytearray(whole)
         bad[at] ^= 1 << at % 8
-        found = corrupted(plain, tmp_path / "bad.safetensors", bytes(bad))
+        found = load_corrupted(plain, tmp_path / "bad.safetensors", bytes(bad))
         assert found is None or found == right, at
         unnoticed += found is not None
     assert unnoticed < 64  # only padding at the end of coded tensors
@@ -172,15 +172,18 @@ def test_any_changed_byte_is_detected(tmp_path: Path) -> None:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_files_never_give_other_weights(packed: Path, data: st.DataObject) -> None:
-    plain, whole = packed.parent / "plain" / "model.safetensors", (packed / "model.safetensors").read_bytes()
+def test_damaged_files_never_give_other_weights(packed_model: Path, data: st.DataObject) -> None:
+    plain, whole = (
+        packed_model.parent / "plain" / "model.safetensors",
+        (packed_model / "model.safetensors").read_bytes(),
+    )
     right = tensors(plain)
     bad = bytearray(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
     for _ in range(data.draw(st.integers(0, 5))):
         if bad:
             at = data.draw(st.integers(0, len(bad) - 1))
             bad[at : at + data.draw(st.integers(1, 9))] = data.draw(st.binary(max_size=9))
-    found = corrupted(plain, packed.parent / "bad.safetensors", bytes(bad))
+    found = load_corrupted(plain, packed_model.parent / "bad.safetensors", bytes(bad))
     assert found is None or found == right
 
 
@@ -194,58 +197,58 @@ def test_damaged_files_never_give_other_weights(packed: Path, data: st.DataObjec
         {"codec": "raw", "shape": [10**3000, 10**3000]},
     ],
 )  # fmt: skip
-def test_false_tensor_metadata_is_a_typed_error(packed: Path, change: dict[str, object]) -> None:
+def test_false_tensor_metadata_is_a_typed_error(packed_model: Path, change: dict[str, object]) -> None:
     """With a valid header hash, nothing crashes, and tensors that do not match their own hash are refused."""
-    path = packed / "model.safetensors"
+    path = packed_model / "model.safetensors"
     unweight_models.lie(path, "embed", {})
-    assert model.verify(packed, packed.parent / "plain", CODEC, ignore_progress) == []
+    assert model.verify(packed_model, packed_model.parent / "plain", CODEC, ignore_progress) == []
     unweight_models.lie(path, "embed", change)
     if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another dtype: only the original shows it
-        assert model.verify(packed, None, CODEC, ignore_progress) == []
-        assert len(model.verify(packed, packed.parent / "plain", CODEC, ignore_progress)) == 1
+        assert model.verify(packed_model, None, CODEC, ignore_progress) == []
+        assert len(model.verify(packed_model, packed_model.parent / "plain", CODEC, ignore_progress)) == 1
         with pytest.raises(ModelFileError):
-            model.unpack(packed, packed.parent / "again", CODEC, ignore_progress)
+            model.unpack(packed_model, packed_model.parent / "again", CODEC, ignore_progress)
         return
     with pytest.raises(ModelError), ThreadPoolExecutor(1) as pool:
         file = ModelFile(path, CODEC)
         list(iter_verified_chunks(file, "embed", pool))
 
 
-def test_verify_names_errors(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    info = Checkpoint.open(packed).tensor_info("odd")
+def test_verify_names_errors(packed_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = Checkpoint.open(packed_model).tensor_info("odd")
     with info.file.open("r+b") as file:
         file.seek(info.offset + 1000)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 4]))
-    assert main(["unweight", "verify", str(packed), "--quiet"]) == 1
+    assert main(["unweight", "verify", str(packed_model), "--quiet"]) == 1
     captured = capsys.readouterr()
     assert "'odd'" in captured.err and "block 0" in captured.err and captured.out == "problems found: 1\n"
-    (packed / "config.json").write_text("{}")
-    assert main(["unweight", "verify", str(packed), str(packed.parent / "plain"), "--quiet"]) == 1
+    (packed_model / "config.json").write_text("{}")
+    assert main(["unweight", "verify", str(packed_model), str(packed_model.parent / "plain"), "--quiet"]) == 1
     assert "config.json" in capsys.readouterr().err
 
 
-def test_verify_detects_another_model(packed: Path, tmp_path: Path) -> None:
+def test_verify_detects_another_model(packed_model: Path, tmp_path: Path) -> None:
     other = unweight_models.write(tmp_path / "other", seed=1)
-    assert len(model.verify(packed, other, CODEC, ignore_progress)) >= len(KINDS)
+    assert len(model.verify(packed_model, other, CODEC, ignore_progress)) >= len(KINDS)
 
 
-def test_packed_and_unpacked_inputs_are_checked(packed: Path, tmp_path: Path) -> None:
+def test_packed_and_unpacked_inputs_are_checked(packed_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="packed already"):
-        model.pack(packed, tmp_path / "twice", CODEC, ignore_progress)
+        model.pack(packed_model, tmp_path / "twice", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
         model.unpack(tmp_path / "plain", tmp_path / "again", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
         model.verify(tmp_path / "plain", None, CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="packed too"):
-        model.verify(packed, packed, CODEC, ignore_progress)
+        model.verify(packed_model, packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="exists"):
-        model.pack(tmp_path / "plain", packed, CODEC, ignore_progress)
+        model.pack(tmp_path / "plain", packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="is inside the source"):
         model.pack(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, ignore_progress)
     with pytest.raises(ModelError, match="cannot create"):
-        model.pack(tmp_path / "plain", packed / "config.json" / "x", CODEC, ignore_progress)
+        model.pack(tmp_path / "plain", packed_model / "config.json" / "x", CODEC, ignore_progress)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
 
 
@@ -259,20 +262,20 @@ def test_other_weights_are_left_out_and_named(tmp_path: Path) -> None:
 
 
 def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, packed, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
-    assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
+    source, packed_model, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
+    assert main(["unweight", "pack", str(source), str(packed_model), "--quiet"]) == 0
     assert "smaller" in capsys.readouterr().out
-    assert main(["unweight", "verify", str(packed), str(source)]) == 0
+    assert main(["unweight", "verify", str(packed_model), str(source)]) == 0
     captured = capsys.readouterr()
     assert "all tensors match their hashes" in captured.out and "100%" in captured.err
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
-    assert main(["unweight", "info", str(packed), "--json", str(figures), "--svg", str(plot)]) == 0
+    assert main(["unweight", "info", str(packed_model), "--json", str(figures), "--svg", str(plot)]) == 0
     assert "embed" in capsys.readouterr().out and plot.read_text().startswith("<svg")
     read = json.loads(figures.read_text())
     rows = {row["name"]: row for row in read["tensors"]}
     assert read["totals"]["coded"] == len(KINDS)
     assert 10 < rows["embed"]["bound"] < rows["embed"]["bits"] < 11.5 and rows["noise"]["bound"] is None
-    assert main(["unweight", "unpack", str(packed), str(again), "--quiet"]) == 0
+    assert main(["unweight", "unpack", str(packed_model), str(again), "--quiet"]) == 0
     assert contents(again) == contents(source)
     assert main(["unweight", "info", str(source)]) == 1 and "not packed" in capsys.readouterr().err
 
@@ -356,8 +359,8 @@ def test_error_while_packing_leaves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_newer_version_is_refused(packed: Path) -> None:
-    path = packed / "model.safetensors"
+def test_newer_version_is_refused(packed_model: Path) -> None:
+    path = packed_model / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"', 1))
     with pytest.raises(EmberlineError, match="version '2'"):
-        Checkpoint.open(packed)
+        Checkpoint.open(packed_model)
