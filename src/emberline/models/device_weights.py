@@ -94,8 +94,8 @@ class DeviceWeights(Weights):
         """`gated`: interleave gate and up matrix in groups of rows, if the number of rows is divisible."""
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
-        for (name, count), place in zip(parts, split_stack(whole, rows, gated), strict=True):
-            self._queue_load(name, (count, columns), place)
+        for (name, count), view in zip(parts, split_stack(whole, rows, gated), strict=True):
+            self._queue_load(name, (count, columns), view)
         return whole
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:

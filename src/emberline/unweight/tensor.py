@@ -130,7 +130,7 @@ def check_raw_crc(name: str, info: TensorInfo, stored: Bytes, codec: WeightCodec
         raise damaged_tensor_error(name, info, "its bytes")
 
 
-def damaged_tensor_error(name: str, info: TensorInfo, what: str) -> ModelFileError:
+def damaged_tensor_error(name: str, info: TensorInfo, part: str) -> ModelFileError:
     return ModelFileError(
-        f"tensor {name!r} in {info.file} is damaged: {what}", hint="download the file again, or pack the model again"
+        f"tensor {name!r} in {info.file} is damaged: {part}", hint="download the file again, or pack the model again"
     )
