@@ -304,16 +304,16 @@ def test_pieces_equal_those_of_host_region(dtype: torch.dtype, tokens: int, monk
         found = memoryview(bytearray(len(data)))
         device.gather(piece, into, wire, found)
         assert found == data
-    with pytest.raises(BadTransfer, match="at a time"):
+    with pytest.raises(BadTransfer, match="the limit is"):
         device.gather(TransferPiece(0, 1, 0, 24), np.arange(24), layout, memoryview(bytearray(24 * layout.layer_bytes)))
 
 
 def test_cpu_and_gpu_caches_are_incompatible() -> None:
     shape = KVShape(2, 2, 16, BLOCK, torch.bfloat16)
     gpu, cpu = shape.layout("m", transposed_keys=False), shape.layout("m")
-    with pytest.raises(IncompatibleCaches, match="keys lie along the tokens here, across them there") as refused:
+    with pytest.raises(IncompatibleCaches, match="not transposed here, transposed at the peer") as refused:
         gpu.check_compatible(cpu)
-    assert "a CPU's with a CPU's" in str(refused.value.hint) and gpu.digest != cpu.digest
+    assert "between two CPU workers" in str(refused.value.hint) and gpu.digest != cpu.digest
     narrow = KVShape(2, 2, 16, BLOCK, torch.float8_e4m3fn).layout("m", transposed_keys=False)
     with pytest.raises(IncompatibleCaches):
         gpu.check_compatible(narrow)
@@ -336,7 +336,7 @@ def test_memory_plan_includes_staging(model: DecoderModel) -> None:
 def test_settings_configure_the_transfer_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Boot an engine completely on a fake GPU."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
+    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
