@@ -1,4 +1,4 @@
-"""The bench of float8 keys and values: that its rounding is the GPU's, and that rounding here is storing there."""
+"""The benchmark of float8 KV caches: its rounding equals that of a GPU, and rounding equals storing in float8."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv8, "CHUNK", 8)
 
 
-def test_float8_is_the_nearest_and_saturates() -> None:
+def test_float8_rounds_to_nearest_and_saturates() -> None:
     x = torch.tensor([0.0, 1.0, 1.06, 1.07, 1.0625, 1.1875, 300.0, 447.0, 465.0, 1e9, -1e9, 2.0**-9, 2.0**-11])
-    near = [0.0, 1.0, 1.0, 1.125, 1.0, 1.25, 288.0, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0]  # of two, the even one
+    near = [0.0, 1.0, 1.0, 1.125, 1.0, 1.25, 288.0, 448.0, 448.0, 448.0, -448.0, 2.0**-9, 0.0]  # ties round to even
     assert kv8.float8(x).tolist() == near
     assert kv8.float8(torch.tensor(float("nan"))).isnan()
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -41,8 +41,8 @@ def test_float8_is_the_nearest_and_saturates() -> None:
 
 
 @torch.inference_mode()
-def test_rounding_is_the_same_as_storing(model: DecoderModel) -> None:
-    """A cache that is bfloat16 by itself is the witness: no bit may differ, over several steps."""
+def test_rounding_equals_storing(model: DecoderModel) -> None:
+    """Rounding must give the same bits as a bfloat16 cache, over several steps."""
     c = model.config
     stored = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, kv8.BLOCK, torch.bfloat16), 2)
     ours, plain = kv8.RoundingRun(model, kv8.bfloat16), kv8.RoundingRun(model, None)
@@ -51,20 +51,20 @@ def test_rounding_is_the_same_as_storing(model: DecoderModel) -> None:
         work = [WorkItem("", start, chunk, range(2), samples=True, prompt_logprobs=True)]
         expected = model.forward(build_forward(work, stored))
         assert torch.equal(ours.logits(chunk, start), expected)
-        assert not torch.equal(plain.logits(chunk, start), expected)  # so that the test could tell
+        assert not torch.equal(plain.logits(chunk, start), expected)  # the rounding has an effect
     assert torch.equal(ours.cache.keys, stored.keys.float()) and torch.equal(ours.cache.values, stored.values.float())
     assert vars(attention)["ops"] is ops
 
 
 @torch.inference_mode()
-def test_float8_is_what_the_cache_holds(model: DecoderModel) -> None:
+def test_cache_holds_float8(model: DecoderModel) -> None:
     run = kv8.RoundingRun(model, kv8.float8)
     run.logits(TOKENS[:20], 0)
     for cache in (run.cache.keys, run.cache.values):
         assert cache.abs().sum() > 0 and torch.equal(cache, kv8.float8(cache))
 
 
-def test_windows_are_apart_and_every_position_counts(model: DecoderModel) -> None:
+def test_windows_do_not_overlap_and_cover_every_position(model: DecoderModel) -> None:
     errors, positions, largest = kv8.compare(model, TOKENS)
     assert positions.tolist() == [i % 32 for i in range(75)]
     for name, one in errors.items():
@@ -78,7 +78,7 @@ def test_windows_are_apart_and_every_position_counts(model: DecoderModel) -> Non
     assert min(largest.values()) > 0
 
 
-def test_errors_against_hand_made_distributions() -> None:
+def test_error_metrics_of_known_distributions() -> None:
     p, q = torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]), torch.tensor([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]])
     errors = kv8.RoundingErrors()
     errors.add(p.log(), q.log(), torch.tensor([2]))

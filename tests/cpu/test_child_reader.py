@@ -1,4 +1,4 @@
-"""A reader whose reading another process does: what it brings, what it says when something is wrong, how it ends."""
+"""ChildProcessReader: the chunks it returns, its errors, and how its process ends."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from emberline.models.weights import Weights
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-def bytes_of(piece: FileChunk) -> bytes:
+def read_bytes(chunk: FileChunk) -> bytes:
     import ctypes
 
-    out = ctypes.create_string_buffer(piece.length)
-    piece.buffer.copy_to(ctypes.addressof(out), piece.length)
-    assert out.raw == bytes(piece.buffer.memory[: piece.length])
+    out = ctypes.create_string_buffer(chunk.length)
+    chunk.buffer.copy_to(ctypes.addressof(out), chunk.length)
+    assert out.raw == bytes(chunk.buffer.memory[: chunk.length])
     return out.raw
 
 
-def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
+def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
-    while (piece := reader.take(20)) is not None:
-        assert (piece.file.name, piece.offset) not in found, "read twice"
-        found[piece.file.name, piece.offset] = bytes_of(piece)
-        reader.give_back(piece)
+    while (chunk := reader.take(20)) is not None:
+        assert (chunk.file.name, chunk.offset) not in found, "read twice"
+        found[chunk.file.name, chunk.offset] = read_bytes(chunk)
+        reader.give_back(chunk)
     return found
 
 
-def gone(process: int) -> bool:
-    """Or only waiting for someone to ask how it ended."""
+def has_exited(process: int) -> bool:
+    """Return whether a process has exited; a zombie counts."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:
         return True
 
 
-def within(seconds: float, what: Any) -> bool:
+def wait_until(seconds: float, what: Any) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if what():
@@ -64,16 +64,18 @@ def within(seconds: float, what: Any) -> bool:
     return bool(what())
 
 
-@pytest.mark.parametrize(("piece", "ahead", "threads"), [(4096, 0, 1), (4096, 3 * 4096, 5), (3 << 20, 1 << 30, 4)])
-def test_every_byte_once(piece: int, ahead: int, threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chunk_bytes", "ahead", "threads"), [(4096, 0, 1), (4096, 3 * 4096, 5), (3 << 20, 1 << 30, 4)]
+)
+def test_reads_every_byte_once(chunk_bytes: int, ahead: int, threads: int, tmp_path: Path) -> None:
     made = random.Random(1)
-    sizes = [0, 1, 4095, 4096, 4097, 100_001, (3 << 20) + 5 if piece > 4096 else 7]
+    sizes = [0, 1, 4095, 4096, 4097, 100_001, (3 << 20) + 5 if chunk_bytes > 4096 else 7]
     files = {f"{i}": made.randbytes(size) for i, size in enumerate(sizes)}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     paths = [tmp_path / name for name in files]
-    with ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ahead, threads=threads) as reader:
-        found = pieces(reader)
+    with ChildProcessReader.spawn(paths, chunk_bytes=chunk_bytes, read_ahead_bytes=ahead, threads=threads) as reader:
+        found = take_all_chunks(reader)
         assert reader.take() is None and reader.is_ready()
         assert reader.stats.bytes == sum(sizes) and reader.stats.seconds > 0
         reader.close()
@@ -83,7 +85,7 @@ def test_every_byte_once(piece: int, ahead: int, threads: int, tmp_path: Path) -
         assert b"".join(part for (file, _), part in sorted(found.items()) if file == name) == data
 
 
-def test_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
+def test_child_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
     data = random.Random(2).randbytes(25 * 4096)
     (tmp_path / "file").write_bytes(data)
     with ChildProcessReader.spawn(
@@ -95,27 +97,27 @@ def test_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
         found = {}
-        for piece in held:
-            assert piece is not None
-            found[piece.offset] = bytes_of(piece)
-            reader.give_back(piece)
-        found |= {offset: part for (_, offset), part in pieces(reader).items()}
+        for chunk in held:
+            assert chunk is not None
+            found[chunk.offset] = read_bytes(chunk)
+            reader.give_back(chunk)
+        found |= {offset: part for (_, offset), part in take_all_chunks(reader).items()}
     assert b"".join(found[offset] for offset in sorted(found)) == data
 
 
-def test_the_weights_wait_for_what_is_read_first(tmp_path: Path) -> None:
+def test_weights_are_read_after_the_prefetch(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(8192))
     first = [(str(tmp_path / "file"), 0, 8192), (str(tmp_path / "gone"), 0, 5)]
     with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096, prefetch=first) as reader:
         time.sleep(0.2)
         assert reader.stats.bytes == 0
         assert reader.wait_for_prefetch(10)
-        assert within(10, lambda: reader.stats.bytes == 8192)  # nobody has to take any
+        assert wait_until(10, lambda: reader.stats.bytes == 8192)  # without a call of take
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("ahead", [4096, 1 << 30])
-def test_weights_from_it(dtype: torch.dtype | None, ahead: int, tmp_path: Path) -> None:
+def test_loads_weights_through_child(dtype: torch.dtype | None, ahead: int, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=3))
     config = ModelConfig.from_hf(checkpoint.config)
     reader = ChildProcessReader.spawn(weight_file_paths(checkpoint), chunk_bytes=4096, read_ahead_bytes=ahead)
@@ -134,13 +136,13 @@ def test_weights_from_it(dtype: torch.dtype | None, ahead: int, tmp_path: Path) 
     assert reader.process.returncode is not None
 
 
-def test_errors_come_from_there_as_they_would_from_here(tmp_path: Path) -> None:
+def test_child_errors_equal_those_of_threads(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(40_000))
     with ChildProcessReader.spawn([file], chunk_bytes=4096, read_ahead_bytes=0) as reader:
         os.truncate(file, 9000)
         with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000") as raised:
-            pieces(reader)
+            take_all_chunks(reader)
         assert raised.value.hint == "download the file again"
         with pytest.raises(ModelFileError, match="ended at byte"):
             reader.take(5)
@@ -152,55 +154,55 @@ def test_errors_come_from_there_as_they_would_from_here(tmp_path: Path) -> None:
         ChildProcessReader.spawn([tmp_path / "missing"])
 
 
-def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
+def test_killed_child_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
     with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096, read_ahead_bytes=4096) as reader:
-        piece = reader.take(20)
-        assert piece is not None
+        chunk = reader.take(20)
+        assert chunk is not None
         os.kill(reader.process.pid, signal.SIGKILL)
         reader.process.wait(10)
         with pytest.raises(ModelError, match="cannot copy weights"):
-            bytes_of(piece)
-        reader.give_back(piece)
+            read_bytes(chunk)
+        reader.give_back(chunk)
         with pytest.raises(ModelError, match="has ended"):
             reader.take(20)
 
 
-def test_a_stopped_process_does_not_hold_us_up(tmp_path: Path) -> None:
+def test_stopped_child_times_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
     with ChildProcessReader.spawn([tmp_path / "file"], chunk_bytes=4096) as reader:
         os.kill(reader.process.pid, signal.SIGSTOP)
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
-    assert gone(reader.process.pid)
+    assert has_exited(reader.process.pid)
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit", "reader.take(20)"])
-def test_it_ends_with_its_parent(end: str, tmp_path: Path) -> None:
+def test_child_exits_with_its_parent(end: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
     code = f"""
 import os
 from pathlib import Path
-from emberline.models.child_reader import ChildReader
-reader = ChildReader.spawn([Path({str(tmp_path / "file")!r})], piece=4096, ahead=0)
+from emberline.models.child_reader import ChildProcessReader
+reader = ChildProcessReader.spawn([Path({str(tmp_path / "file")!r})], chunk_bytes=4096, read_ahead_bytes=0)
 print(reader.process.pid, flush=True)
-reader.wait_first(1)
+reader.wait_for_prefetch(1)
 {end}
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(reading.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
-    assert within(10, lambda: gone(int(done.stdout)))
+    assert wait_until(10, lambda: has_exited(int(done.stdout)))
 
 
-def test_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_threads_without_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(40_000))
 
     def kind() -> type[FileReader]:
         with start_reader([tmp_path / "file"]) as reader:
-            assert len(pieces(reader)) == 1
+            assert len(take_all_chunks(reader)) == 1
             return type(reader)
 
-    assert kind() is FileReader  # not worth it
+    assert kind() is FileReader  # the files are too small for a child process
     monkeypatch.setattr(child_reader, "MIN_CHILD_READ_BYTES", 40_000)
     assert kind() is ChildProcessReader
     real = sys.executable

@@ -1,4 +1,4 @@
-"""Packed checkpoints onto a device, with the CPU as the device: every tensor as the CPU's loader has it."""
+"""DeviceWeights of packed checkpoints, with the CPU as the device: every tensor equals that of the CPU's loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from test_device_weights import SMALL, Late, both, by_child, interleaved, take_all
+from test_device_weights import SMALL, LateStream, interleave, load_all, load_both_ways, start_child_reader
 from torch import Tensor
 
 from emberline.bench.gpu import cold
@@ -67,35 +67,35 @@ def no_threads_left() -> Iterator[None]:
     assert not left
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     model.pack(source, target, CODEC, lambda _: None)
     assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
     return target
 
 
-def written(directory: Path, config: tiny.Config | str = LARGER, **options: Any) -> Path:
-    return packed(tiny.write(directory / "plain", config, **options), directory / "packed")
+def write_tensors(directory: Path, config: tiny.Config | str = LARGER, **options: Any) -> Path:
+    return pack_checkpoint(tiny.write(directory / "plain", config, **options), directory / "packed")
 
 
-def same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **options: Any) -> DeviceWeights:
-    """Beside the packed files as the CPU reads them, and beside those that were packed."""
-    _, placed = both(directory / "packed", dtype, **options)
+def assert_same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **options: Any) -> DeviceWeights:
+    """Compare with the packed files as the CPU reads them, and with the original files."""
+    _, placed = load_both_ways(directory / "packed", dtype, **options)
     checkpoint = Checkpoint.open(directory / "plain")
     config = ModelConfig.from_hf(checkpoint.config)
-    expected = take_all(Weights(checkpoint, dtype), config)
+    expected = load_all(Weights(checkpoint, dtype), config)
     again = DeviceWeights(Checkpoint.open(directory / "packed"), dtype, "cpu")
-    found = take_all(again, config)
+    found = load_all(again, config)
     again.finish(IGNORABLE_TENSORS)
     for name, tensor in found.items():
-        assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
+        assert torch.equal(tensor, interleave(expected[name]) if name.endswith("gate_up") else expected[name]), name
     return placed
 
 
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.float32, BF16], ids=str)
-def test_every_dtype_in_less_than_a_block(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    written(tmp_path, dtype=file, shards=2)
-    placed = same_as_unpacked(tmp_path, dtype)
+def test_loads_every_dtype_smaller_than_a_block(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    write_tensors(tmp_path, dtype=file, shards=2)
+    placed = assert_same_as_unpacked(tmp_path, dtype)
     assert (
         placed.load_times is not None and placed.load_times.decoded_bytes > 0 and placed.load_times.decode_seconds > 0
     )
@@ -103,27 +103,27 @@ def test_every_dtype_in_less_than_a_block(file: torch.dtype, dtype: torch.dtype 
 
 
 @pytest.mark.parametrize("file", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("piece", [4096, 3 * 4096, 1 << 17, 1 << 20])
-def test_many_blocks_in_ragged_pieces(file: torch.dtype, piece: int, tmp_path: Path) -> None:
-    written(tmp_path, MANY, dtype=file)
+@pytest.mark.parametrize("chunk_bytes", [4096, 3 * 4096, 1 << 17, 1 << 20])
+def test_blocks_split_across_chunks(file: torch.dtype, chunk_bytes: int, tmp_path: Path) -> None:
+    write_tensors(tmp_path, MANY, dtype=file)
     info = Checkpoint.open(tmp_path / "packed").tensor_info(EMBEDDING)
     assert num_blocks(info.logical_bytes // file.itemsize) > 4
-    same_as_unpacked(tmp_path, piece=piece, ring=2)
+    assert_same_as_unpacked(tmp_path, chunk_bytes=chunk_bytes, ring=2)
 
 
 def test_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, MANY, dtype=BF16)
-    for run in (1, 2 * BLOCK_ELEMENTS, 3 * 2 * BLOCK_ELEMENTS):  # whatever it says, a block at least
+    write_tensors(tmp_path, MANY, dtype=BF16)
+    for run in (1, 2 * BLOCK_ELEMENTS, 3 * 2 * BLOCK_ELEMENTS):  # a run has at least one block
         monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
         monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 2 * BLOCK_ELEMENTS))
-        same_as_unpacked(tmp_path, piece=1 << 20)
+        assert_same_as_unpacked(tmp_path, chunk_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("name", ["llama-tied-mha", "llama-biased", "qwen2", "qwen3"])
-def test_other_models(name: str, tmp_path: Path) -> None:
+def test_loads_other_architectures(name: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 201, "hidden_size": 96, "intermediate_size": 208}
-    written(tmp_path, tiny.CONFIGS[name] | sizes, dtype=BF16, shards=3)
-    same_as_unpacked(tmp_path)
+    write_tensors(tmp_path, tiny.CONFIGS[name] | sizes, dtype=BF16, shards=3)
+    assert_same_as_unpacked(tmp_path)
 
 
 def test_mixed_dtypes_and_tensors_that_stay_raw(tmp_path: Path) -> None:
@@ -131,75 +131,75 @@ def test_mixed_dtypes_and_tensors_that_stay_raw(tmp_path: Path) -> None:
     noise = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 16, (301, 96), np.uint16).view(np.int16))
     tensors[HEAD] = torch.where(noise.view(BF16).isfinite(), noise.view(BF16), 1.0)
     tensors = {n: t.float() if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
-    packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
+    pack_checkpoint(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
     assert not is_coded(Checkpoint.open(tmp_path / "packed").tensor_info(HEAD))
-    same_as_unpacked_stack(tmp_path)
+    assert_same_stack_as_unpacked(tmp_path)
 
 
-def same_as_unpacked_stack(directory: Path) -> None:
-    """The CPU's loader cannot stack several dtypes by itself; from plain files, a device's can."""
+def assert_same_stack_as_unpacked(directory: Path) -> None:
+    """Compare with DeviceWeights of plain files: the CPU's loader cannot stack several dtypes."""
     found = []
     for name in ("plain", "packed"):
         checkpoint = Checkpoint.open(directory / name)
         placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-        found.append(take_all(placed, ModelConfig.from_hf(checkpoint.config)))
+        found.append(load_all(placed, ModelConfig.from_hf(checkpoint.config)))
         placed.finish(IGNORABLE_TENSORS)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_head_that_repeats_the_embedding(tmp_path: Path) -> None:
+def test_head_equal_to_embedding_is_dropped(tmp_path: Path) -> None:
     tensors = tiny.tensors(TIED, dtype=BF16)
     tensors[HEAD] = tensors[EMBEDDING].clone()
-    directory = packed(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
+    directory = pack_checkpoint(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
     placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
     assert placed.drop_duplicate(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
     config = ModelConfig.from_hf(placed.checkpoint.config)
-    found = take_all(placed, config)
+    found = load_all(placed, config)
     placed.finish(IGNORABLE_TENSORS)
     assert torch.equal(found["embedding"], tensors[EMBEDDING])
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.3])
-def test_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is decoded into is not used again while the device reads it."""
-    written(tmp_path, MANY, dtype=BF16, shards=2)
+def test_copies_that_finish_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode buffer is not reused while the device still reads it."""
+    write_tensors(tmp_path, MANY, dtype=BF16, shards=2)
     monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
     monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", 2 * BLOCK_ELEMENTS)
     monkeypatch.setattr(weight_uploader, "DECODE_SLOTS", 3)
-    stream = Late(monkeypatch, chance)
-    for start, ring, ahead in ((FileReader.start, 1, 0), (FileReader.start, 3, 1 << 18), (by_child, 3, 0)):
-        both(tmp_path / "packed", start=start, ring=ring, ahead=ahead, piece=1 << 16)
+    stream = LateStream(monkeypatch, chance)
+    for start, ring, ahead in ((FileReader.start, 1, 0), (FileReader.start, 3, 1 << 18), (start_child_reader, 3, 0)):
+        load_both_ways(tmp_path / "packed", start=start, ring=ring, read_ahead_bytes=ahead, chunk_bytes=1 << 16)
         assert not stream.pinned and not stream._queue
         assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS + weight_uploader.DECODE_SLOTS
         stream.most_pinned = 0
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
-    written(tmp_path, dtype=BF16)
+def test_loads_without_a_compiler(tmp_path: Path) -> None:
+    write_tensors(tmp_path, dtype=BF16)
     ops.start_backend(native=False)
     try:
         assert isinstance(select_weight_codec(ops.current_backend().library), NumpyWeightCodec)
-        same_as_unpacked(tmp_path)
+        assert_same_as_unpacked(tmp_path)
     finally:
         ops.start_backend()
 
 
-def arrivals(directory: Path) -> tuple[CodedTensorLoad, Tensor, bytes]:
+def make_loads(directory: Path) -> tuple[CodedTensorLoad, Tensor, bytes]:
     info = Checkpoint.open(directory / "packed").tensor_info(EMBEDDING)
     place = torch.empty(info.shape, dtype=BF16)
     stored = info.file.read_bytes()[info.offset : info.offset + info.nbytes]
     return CodedTensorLoad(EMBEDDING, info, BF16, place, CODEC), place, stored
 
 
-def test_bytes_in_any_order(tmp_path: Path) -> None:
-    """The index last, too; each block is decoded once."""
-    written(tmp_path, MANY, dtype=BF16)
+def test_bytes_may_arrive_in_any_order(tmp_path: Path) -> None:
+    """Also with the index last; each block is decoded once."""
+    write_tensors(tmp_path, MANY, dtype=BF16)
     expected = tiny.tensors(MANY, dtype=BF16)[EMBEDDING]
     made = random.Random(1)
     for trial in range(30):
-        arrival, place, stored = arrivals(tmp_path)
+        arrival, place, stored = make_loads(tmp_path)
         cuts = sorted(made.sample(range(1, len(stored)), made.choice([0, 1, 5, 60])))
-        if trial % 3 == 0:  # between blocks
+        if trial % 3 == 0:  # split at block boundaries
             all_of_it = np.frombuffer(stored, np.uint8)
             whole = CodedTensor.open(EMBEDDING, arrival._info, lambda begin, end, of=all_of_it: of[begin:end], CODEC)
             cuts = sorted({*cuts, *made.sample(whole.block_starts.tolist(), 3)})
@@ -212,12 +212,12 @@ def test_bytes_in_any_order(tmp_path: Path) -> None:
                 begin, end = run.decode(out)
                 arrival.copy_part(begin, torch.from_numpy(out[: end - begin]))
                 blocks += range(run.first, run.last)
-            memory[:] = 255  # what is kept is a copy
+            memory[:] = 255  # kept bytes must be copies
         assert sorted(blocks) == list(range(num_blocks(place.numel()))) and arrival.remaining_bytes == 0
         assert torch.equal(place, expected) and not arrival._partial_blocks and not arrival._early_parts
 
 
-def test_crc32_of_parts() -> None:
+def test_combined_crc32_of_parts() -> None:
     made = random.Random(2)
     for size in (1, 2, 5, 1000, 70_001):
         data = made.randbytes(size)
@@ -228,7 +228,7 @@ def test_crc32_of_parts() -> None:
         assert combine_crc32([(at, length, crc ^ 1) for at, length, crc in parts]) != zlib.crc32(data)
 
 
-def flip(directory: Path, name: str, where: Callable[[int], int]) -> None:
+def flip_bit(directory: Path, name: str, where: Callable[[int], int]) -> None:
     info = Checkpoint.open(directory).tensor_info(name)
     data = bytearray(info.file.read_bytes())
     data[info.offset + where(info.nbytes)] ^= 1
@@ -239,45 +239,45 @@ def flip(directory: Path, name: str, where: Callable[[int], int]) -> None:
 @pytest.mark.parametrize(
     "where", [lambda n: 0, lambda n: 9, lambda n: n // 2, lambda n: n - 70], ids=["0", "9", "/", "-"]
 )
-def test_damage_is_the_error_that_the_cpu_has(name: str, where: Callable[[int], int], tmp_path: Path) -> None:
-    directory = written(tmp_path, MANY, dtype=BF16)
-    flip(directory, name, where)
+def test_damage_gives_the_same_error_as_on_cpu(name: str, where: Callable[[int], int], tmp_path: Path) -> None:
+    directory = write_tensors(tmp_path, MANY, dtype=BF16)
+    flip_bit(directory, name, where)
     checkpoint = Checkpoint.open(directory)
-    config, said = ModelConfig.from_hf(checkpoint.config), []
+    config, errors = ModelConfig.from_hf(checkpoint.config), []
     device = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     for source in (Weights(checkpoint), device):
         with pytest.raises(ModelFileError, match=name) as refused:
-            take_all(source, config)
+            load_all(source, config)
             source.finish(IGNORABLE_TENSORS)
-        said.append((str(refused.value), refused.value.hint))
-    assert said[0] == said[1] and "is damaged" in said[0][0]
+        errors.append((str(refused.value), refused.value.hint))
+    assert errors[0] == errors[1] and "is damaged" in errors[0][0]
 
 
 def test_pages_are_unpinned_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = written(tmp_path, MANY, dtype=BF16)
-    flip(directory, EMBEDDING, lambda n: n // 2)
-    stream = Late(monkeypatch, 0.5)
+    directory = write_tensors(tmp_path, MANY, dtype=BF16)
+    flip_bit(directory, EMBEDDING, lambda n: n // 2)
+    stream = LateStream(monkeypatch, 0.5)
     checkpoint = Checkpoint.open(directory)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(ModelFileError, match="block"):
         placed.finish(IGNORABLE_TENSORS)
     assert stream.most_pinned and not stream.pinned
 
 
-def test_stopped_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = Checkpoint.open(written(tmp_path, MANY, dtype=BF16))
+def test_interrupt_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(write_tensors(tmp_path, MANY, dtype=BF16))
     taken, take = [], FileReader.take
 
-    def interrupted(self: FileReader, *arguments: Any) -> Any:
+    def interrupt(self: FileReader, *arguments: Any) -> Any:
         taken.append(1)
         if len(taken) == 40:
             raise KeyboardInterrupt
         return take(self, *arguments)
 
-    monkeypatch.setattr(FileReader, "take", interrupted)
+    monkeypatch.setattr(FileReader, "take", interrupt)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     before = {t.name for t in threading.enumerate()}
     with pytest.raises(KeyboardInterrupt):
         placed.finish(IGNORABLE_TENSORS)
@@ -285,23 +285,23 @@ def test_stopped_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not [t for t in threading.enumerate() if t.name.startswith(("reader", "mover", "decoder"))]
 
 
-def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
-    directory = written(tmp_path, MANY, dtype=BF16)
+def test_file_truncated_while_read(tmp_path: Path) -> None:
+    directory = write_tensors(tmp_path, MANY, dtype=BF16)
     checkpoint = Checkpoint.open(directory)
     placed = DeviceWeights(
         checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ring": 1}))
     )
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     with (directory / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     with pytest.raises(ModelFileError, match="ended at byte"):
         placed.finish(IGNORABLE_TENSORS)
 
 
-def test_a_dtype_that_nobody_reads(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     tensors = tiny.tensors(LARGER, dtype=BF16)
     tensors[EMBEDDING] = (tensors[EMBEDDING].float() * 100).to(torch.float8_e4m3fn)
-    directory = packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
+    directory = pack_checkpoint(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
     for device in ("cpu", "cuda"):
         placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
         placed.device = torch.device(device)
@@ -309,8 +309,8 @@ def test_a_dtype_that_nobody_reads(tmp_path: Path) -> None:
             placed.matrix(EMBEDDING, 301, 96)
 
 
-def test_what_the_cpu_refuses_for_a_gpu_is_taken_here(tmp_path: Path) -> None:
-    placed = DeviceWeights(Checkpoint.open(written(tmp_path, dtype=BF16)), None, "cpu")
+def test_device_weights_read_packed_files(tmp_path: Path) -> None:
+    placed = DeviceWeights(Checkpoint.open(write_tensors(tmp_path, dtype=BF16)), None, "cpu")
     placed.device = torch.device("cuda")
     placed._check(EMBEDDING, (301, 96))
     kinds = [type(placed._make_load(n, i, torch.empty(1))) for n, i in placed.checkpoint.tensors.items()]
@@ -320,8 +320,8 @@ def test_what_the_cpu_refuses_for_a_gpu_is_taken_here(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
-    """What `ops.settle` was given, in place of a GPU's."""
+def record_settled_weights(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
+    """Record the weights passed to `ops.settle`, which needs a GPU."""
     found: list[PackedWeight] = []
 
     def settle(empty: PackedWeight, values: Tensor) -> int:
@@ -336,14 +336,14 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_weights_kept_packed(
-    late: bool, settled: list[PackedWeight], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, record_settled_weights: list[PackedWeight], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = written(tmp_path, MANY, dtype=BF16, shards=2)
+    directory = write_tensors(tmp_path, MANY, dtype=BF16, shards=2)
     if late:
-        Late(monkeypatch, 0.5)
+        LateStream(monkeypatch, 0.5)
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
-    expected = take_all(Weights(checkpoint), config)
+    expected = load_all(Weights(checkpoint), config)
     placed = DeviceWeights(
         checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL), packed=True
     )
@@ -354,30 +354,32 @@ def test_weights_kept_packed(
     weights = {name: linear.weight for name, linear in found.items()} | {f"{at}.gate_up": ffn.gate_up}
     weights["embedding"] = decoder.embedding
     for name, weight in weights.items():
-        wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+        wanted = interleave(expected[name]) if name.endswith("gate_up") else expected[name]
         assert torch.equal(weight.data, wanted), name
-    assert {id(weight) for weight in weights.values()} == {id(weight) for weight in settled}
+    assert {id(weight) for weight in weights.values()} == {id(weight) for weight in record_settled_weights}
     assert torch.equal(decoder.head.norm, expected["norm"])
     vectors = sum(t.nbytes for name, t in expected.items() if "norm" in name)
     assert placed.loaded_bytes == vectors + sum(weight.data.nbytes * 3 // 4 for weight in weights.values())
 
 
-def test_what_stands_in_while_they_come(settled: list[PackedWeight], tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(written(tmp_path, TIED, dtype=BF16))
+def test_stand_in_weights_while_loading(record_settled_weights: list[PackedWeight], tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_tensors(tmp_path, TIED, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=True)
     decoder = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
     other = boot._zero_weight_model(decoder)
-    assert len(settled) == 5 and all(not weight.data.any() for weight in settled)  # one of each shape
+    assert len(record_settled_weights) == 5 and all(
+        not weight.data.any() for weight in record_settled_weights
+    )  # one of each shape
     first, last = other.layers[0], other.layers[-1]
     assert first.attention.qkv.weight is last.attention.qkv.weight and first.attention.qkv.norm is not None
     assert first.attention.qkv.norm is decoder.layers[0].attention.qkv.norm
     assert other.embedding is other.head.weight and other.embedding is not decoder.embedding
     assert first.ffn.gate_up.gated and other.config is decoder.config
-    assert not decoder.head.weight.data.numel()  # the model itself is as it was
+    assert not decoder.head.weight.data.numel()  # the model itself is unchanged
     gone = weakref.ref(other.head.weight.data)
-    gc.disable()  # as good as: a server that has started freezes what there is
+    gc.disable()  # a started server freezes the garbage collector, with the same effect
     try:
-        settled.clear()
+        record_settled_weights.clear()
         del other, first, last
         assert gone() is None
     finally:
@@ -385,10 +387,10 @@ def test_what_stands_in_while_they_come(settled: list[PackedWeight], tmp_path: P
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_warms_up_while_they_come(
-    kept: bool, settled: list[PackedWeight], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_warm_up_while_loading(
+    kept: bool, record_settled_weights: list[PackedWeight], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = Checkpoint.open(written(tmp_path, dtype=BF16))
+    checkpoint = Checkpoint.open(write_tensors(tmp_path, dtype=BF16))
     placed = DeviceWeights(checkpoint, None, "cpu", packed=kept)
     model = DecoderModel.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
     runner, seen = SimpleNamespace(model=model), list[DecoderModel]()
@@ -401,18 +403,18 @@ def test_warms_up_while_they_come(
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 576), (192, 4096)])
-def test_the_plan_has_room_for_packed_matrices(shape: tuple[int, int]) -> None:
+def test_memory_plan_includes_packed_matrices(shape: tuple[int, int]) -> None:
     made = reference_pack((torch.randn(shape) * 0.02).to(BF16))
     assert made is not None
     assert made.nbytes <= memory.packed_bytes(*shape) < 2 * shape[0] * shape[1]
 
 
-def test_the_plan_counts_what_stays_plain() -> None:
+def test_memory_plan_counts_plain_weights() -> None:
     assert memory.packed_bytes(100, 64) == 2 * 100 * 64 and memory.packed_bytes(64, 100) == 2 * 64 * 100
 
 
-def test_who_is_packed(tmp_path: Path) -> None:
-    written(tmp_path, dtype=BF16)
+def test_which_weights_are_packed(tmp_path: Path) -> None:
+    write_tensors(tmp_path, dtype=BF16)
     plain, ours = (Checkpoint.open(tmp_path / name) for name in ("plain", "packed"))
     for checkpoint, weights, dtype, answer in (
         (plain, "auto", "bfloat16", False),
@@ -429,10 +431,10 @@ def test_who_is_packed(tmp_path: Path) -> None:
     assert memory.weight_dtype(ours) == "bfloat16" and memory.weight_dtype(ours, "float32") == "float32"
 
 
-def test_a_server_of_several_counts_them_so(tmp_path: Path) -> None:
+def test_several_models_share_memory_as_packed(tmp_path: Path) -> None:
     config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
     tensors = tiny.tensors(config, dtype=BF16)
-    packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed")
+    pack_checkpoint(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed")
     wide = {name: t.float() if "k_proj" in name else t for name, t in tensors.items()}
     tiny.write_tensors(tmp_path / "wide", config, wide)
     shape = ModelConfig.from_hf(config)
@@ -452,7 +454,7 @@ def test_a_server_of_several_counts_them_so(tmp_path: Path) -> None:
     assert members["plain"].nbytes - members["packed"].nbytes == pytest.approx(saved, abs=1 << 20)
 
 
-def test_the_bench_packs_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_packs_its_random_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold, "_child", lambda action, where, *_: done.append(action) or acts[action](where))
     acts: dict[str, Callable[[Path], Any]] = {
         "write": lambda where: write_checkpoint(where, LARGER, device="cpu", shards=2) or {},
@@ -468,13 +470,13 @@ def test_the_bench_packs_what_it_wrote(tmp_path: Path, monkeypatch: pytest.Monke
     assert model.verify(target, plain, CODEC, lambda _: None) == []
 
 
-def test_vectors_may_be_coded(tmp_path: Path) -> None:
-    """No writer of ours does so; the format allows it."""
+def test_coded_vectors_load(tmp_path: Path) -> None:
+    """The format allows it, although our writer stores vectors raw."""
     whole = (torch.randn(200, 64) * 0.1).to(BF16)
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text("{}")
     save_file({"bias": whole}, tmp_path / "plain" / "model.safetensors")
-    checkpoint = Checkpoint.open(packed(tmp_path / "plain", tmp_path / "packed"))
+    checkpoint = Checkpoint.open(pack_checkpoint(tmp_path / "plain", tmp_path / "packed"))
     info = checkpoint.tensors["bias"]
     checkpoint.tensors["bias"] = type(info)(info.dtype, (12800,), info.file, info.offset, info.nbytes, info.packing)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))

@@ -1,4 +1,4 @@
-"""Weights that arrive in place, the reader that brings them, and weights that sleep: all on the CPU as the device."""
+"""DeviceWeights, FileReader and sleep mode, with the CPU as the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from emberline.models.sleep import sleep
 from emberline.models.weights import Weights
 
 DTYPES = [None, torch.float32, torch.bfloat16]
-SMALL = {"piece": 4096, "ring": 3, "threads": 3, "ahead": 0}
+SMALL = {"chunk_bytes": 4096, "ring": 3, "threads": 3, "read_ahead_bytes": 0}
 
 pytest_plugins = ("poison",)
 pytestmark = pytest.mark.usefixtures("poison")
@@ -47,21 +47,21 @@ def no_threads_left() -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name == "reader"]
 
 
-def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+def load_stack(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
     return weights.stack([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 
-def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
-    """Everything a decoder asks for, as it asks for it."""
+def load_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
+    """Load everything that a decoder loads, in the same way."""
     q, kv, out = config.heads * config.head_dim, config.kv_heads * config.head_dim, {}
     for layer in range(config.layers):
         at = f"model.layers.{layer}"
         qkv = [(f"{at}.self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
         gate_up = [(f"{at}.mlp.{name}_proj", config.ffn) for name in ("gate", "up")]
-        out[f"{at}.qkv"] = stacked(weights, qkv, config.hidden)
-        out[f"{at}.o"] = stacked(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q)
-        out[f"{at}.gate_up"] = stacked(weights, gate_up, config.hidden, gated=gated)
-        out[f"{at}.down"] = stacked(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn)
+        out[f"{at}.qkv"] = load_stack(weights, qkv, config.hidden)
+        out[f"{at}.o"] = load_stack(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q)
+        out[f"{at}.gate_up"] = load_stack(weights, gate_up, config.hidden, gated=gated)
+        out[f"{at}.down"] = load_stack(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn)
         if config.qkv_bias:
             out[f"{at}.qkv_bias"] = load_stacked_bias(weights, qkv)
         if config.o_bias:
@@ -80,8 +80,8 @@ def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
     return out
 
 
-def interleaved(gate_up: Tensor) -> Tensor:
-    """The definition, row by row: rows [32g, 32g + 16) are gate rows 16g.., the next 16 the up rows of the same."""
+def interleave(gate_up: Tensor) -> Tensor:
+    """Interleave by definition: rows [32g, 32g + 16) are gate rows from 16g, the next 16 the same up rows."""
     ffn = len(gate_up) // 2
     if ffn % 16:
         return gate_up
@@ -89,28 +89,32 @@ def interleaved(gate_up: Tensor) -> Tensor:
     return gate_up[rows]
 
 
-def by_child(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> FileReader:
-    return ChildProcessReader.spawn(paths, chunk_bytes=piece, read_ahead_bytes=ring * piece + ahead, threads=threads)
+def start_child_reader(
+    paths: list[Path], *, ring: int, chunk_bytes: int, read_ahead_bytes: int, threads: int
+) -> FileReader:
+    return ChildProcessReader.spawn(
+        paths, chunk_bytes=chunk_bytes, read_ahead_bytes=ring * chunk_bytes + read_ahead_bytes, threads=threads
+    )
 
 
-def both(
+def load_both_ways(
     directory: Path,
     dtype: torch.dtype | None = None,
     start: Callable[..., FileReader] = FileReader.start,
     **options: int,
 ) -> tuple[Weights, DeviceWeights]:
-    """Checks every tensor of one source against the other."""
+    """Compare every tensor of two sources."""
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     plain = Weights(checkpoint, dtype)
-    expected = take_all(plain, config)
+    expected = load_all(plain, config)
     plain.finish(IGNORABLE_TENSORS)
     placed = DeviceWeights(checkpoint, dtype, "cpu", start(weight_file_paths(checkpoint), **(SMALL | options)))
-    found = take_all(placed, config)
+    found = load_all(placed, config)
     placed.finish(IGNORABLE_TENSORS)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+        wanted = interleave(expected[name]) if name.endswith("gate_up") else expected[name]
         assert tensor.dtype == wanted.dtype and tensor.is_contiguous(), name
         assert torch.equal(tensor, wanted), name
     assert placed.loaded_bytes == plain.loaded_bytes
@@ -120,64 +124,64 @@ def both(
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "llama-biased", "llama-odd-head", "qwen2", "qwen3"])
 def test_same_values_as_from_mapped_files(name: str, tmp_path: Path) -> None:
     for shards in (1, 3):
-        plain, _ = both(tiny.write(tmp_path / str(shards), name, shards=shards))
+        plain, _ = load_both_ways(tiny.write(tmp_path / str(shards), name, shards=shards))
         config = ModelConfig.from_hf(plain.checkpoint.config)
-        assert weight_bytes(config, 4) == plain.loaded_bytes  # the plan counts the same
+        assert weight_bytes(config, 4) == plain.loaded_bytes  # the memory plan counts the same
 
 
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_casts(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    both(tiny.write(tmp_path, dtype=file), dtype)
+    load_both_ways(tiny.write(tmp_path, dtype=file), dtype)
 
 
-def test_halves_that_do_not_come_in_groups_stay_halves(tmp_path: Path) -> None:
+def test_gate_and_up_that_do_not_divide_stay_separate(tmp_path: Path) -> None:
     for ffn in (72, 16, 8):
-        both(tiny.write(tmp_path / str(ffn), {**tiny.CONFIGS["llama"], "intermediate_size": ffn}))
+        load_both_ways(tiny.write(tmp_path / str(ffn), {**tiny.CONFIGS["llama"], "intermediate_size": ffn}))
 
 
-def test_a_stack_of_different_dtypes(tmp_path: Path) -> None:
+def test_stack_of_different_dtypes(tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     narrow = {n: t.to(torch.bfloat16) if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
     directory = tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], narrow)
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     placed = DeviceWeights(checkpoint, None, "cpu")
-    found, expected = take_all(placed, config), take_all(Weights(checkpoint), config)
+    found, expected = load_all(placed, config), load_all(Weights(checkpoint), config)
     placed.finish(IGNORABLE_TENSORS)
     for name, tensor in found.items():
-        assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
+        assert torch.equal(tensor, interleave(expected[name]) if name.endswith("gate_up") else expected[name]), name
 
 
-def test_ring_and_piece_of_any_size(tmp_path: Path) -> None:
+def test_any_ring_and_chunk_size(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path, shards=2)
     for options in (
         {"ring": 1, "threads": 1},
         {"ring": 1, "threads": 8},
-        {"ring": 2, "threads": 1, "ahead": 1 << 20},
-        {"piece": 3 * 4096, "ahead": 50_000},
-        {"piece": 1 << 20},
+        {"ring": 2, "threads": 1, "read_ahead_bytes": 1 << 20},
+        {"chunk_bytes": 3 * 4096, "read_ahead_bytes": 50_000},
+        {"chunk_bytes": 1 << 20},
     ):
-        both(directory, **options)
+        load_both_ways(directory, **options)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Elements may lie across the border of two pieces."""
+def test_tensors_at_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Elements may cross the boundary of two chunks."""
     file = tiny.write(tmp_path) / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     file.write_bytes((length + shift).to_bytes(8, "little") + data[8 : 8 + length] + b" " * shift + data[8 + length :])
-    both(tmp_path, dtype)
+    load_both_ways(tmp_path, dtype)
 
 
-class Late:
-    """A stream that copies some time after it was told to; in order, as a stream does."""
+class LateStream:
+    """A fake CUDA stream that runs its copies later, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
         self.device = None
-        self.told = self.done = 0
+        self.enqueued = self.done = 0
         self.pinned: set[int] = set()
         self.most_pinned = 0
         self._queue: deque[Callable[[], None]] = deque()
@@ -186,14 +190,14 @@ class Late:
 
         class Event:
             def record(self, _: Any) -> None:
-                self.mark = stream.told
+                self.mark = stream.enqueued
 
             def query(self) -> bool:
                 stream.go_on()
                 return stream.done >= self.mark
 
         def later(one: Any, at: int, source: Tensor) -> None:
-            stream.told += 1
+            stream.enqueued += 1
             stream._queue.append(lambda: land(one, at, source))
 
         def pin(memory: Tensor) -> None:
@@ -222,79 +226,81 @@ class Late:
 
 
 @pytest.mark.parametrize("chance", [1.0, 0.5, 0.05])
-def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_reused_only_after_their_copy(
+    chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tiny.write(tmp_path, dtype=torch.bfloat16, shards=2)
-    stream = Late(monkeypatch, chance)
+    stream = LateStream(monkeypatch, chance)
     for ring, ahead, start in (
         (1, 0, FileReader.start),
         (3, 0, FileReader.start),
         (3, 100_000, FileReader.start),
-        (3, 0, by_child),
+        (3, 0, start_child_reader),
     ):
-        both(directory, start=start, ring=ring, ahead=ahead)
+        load_both_ways(directory, start=start, ring=ring, read_ahead_bytes=ahead)
         assert not stream.pinned and not stream._queue
-        # Those that are used once are not worth it: what they hold goes through a few that are.
+        # Buffers used once are not pinned: their content passes through a few pinned ones.
         assert 1 <= stream.most_pinned <= ring + weight_uploader.STAGING_SLOTS
         stream.most_pinned = 0
 
 
 def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
-    stream = Late(monkeypatch, 0.5)
+    stream = LateStream(monkeypatch, 0.5)
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     os.truncate(tmp_path / "model.safetensors", 60_000)
     with pytest.raises(ModelFileError, match="ended at byte"):
         placed.finish(IGNORABLE_TENSORS)
     assert stream.most_pinned and not stream.pinned
 
 
-def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_thread_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=2))
-    stream = Late(monkeypatch, 0.5)
+    stream = LateStream(monkeypatch, 0.5)
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("no more of this")
 
     monkeypatch.setattr(reading.ctypes, "memmove", refuse)
-    reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"ahead": 1 << 20}))
+    reader = FileReader.start(weight_file_paths(checkpoint), **(SMALL | {"read_ahead_bytes": 1 << 20}))
     deadline = time.monotonic() + 30.0
     while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
-        time.sleep(0.01)  # until there are buffers of those that are used once, which the movers empty
+        time.sleep(0.01)  # until buffers that are used once exist, which the mover threads empty
     placed = DeviceWeights(checkpoint, None, "cpu", reader)
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(RuntimeError, match="no more of this"):
         placed.finish(IGNORABLE_TENSORS)
     assert not stream.pinned and not [t for t in threading.enumerate() if t.name.startswith("mover")]
 
 
-def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of other files, in pieces, before any of ours; one that is gone does no harm."""
+def test_prefetched_ranges_are_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of other files are read before the weights; a missing file is ignored."""
     (tmp_path / "file").write_bytes(random.Random(6).randbytes(9000))
     (tmp_path / "library").write_bytes(bytes(3 * reading.PREFETCH_CALL_BYTES))
     log: list[tuple[int, int]] = []
     real = os.preadv
 
-    def noted(fd: int, buffers: Any, offset: int) -> int:
+    def record_read(fd: int, buffers: Any, offset: int) -> int:
         log.append((offset, len(buffers[0])))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", noted)
+    monkeypatch.setattr(os, "preadv", record_read)
     library, size = str(tmp_path / "library"), reading.PREFETCH_CALL_BYTES
     first = [(library, 5, size + 7), (str(tmp_path / "gone"), 0, 100), (library, 0, 0), (library, 2 * size, 3 * size)]
     with FileReader.start(
         [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=1, read_ahead_bytes=1 << 20, prefetch=first
     ) as reader:
         assert reader.wait_for_prefetch(10)
-        assert len(pieces(reader)) == 3
+        assert len(take_all_chunks(reader)) == 3
     assert log[:4] == [(5, size), (5 + size, 2), (0, 0), (2 * size, size)]
     with FileReader.start([tmp_path / "file"], prefetch=first, threads=5) as reader:
         assert reader.wait_for_prefetch(10)
-        assert len(pieces(reader)) == 1  # large enough that its pages were asked for before
+        assert len(take_all_chunks(reader)) == 1  # large enough that its pages are faulted in first
 
 
-def test_times(tmp_path: Path) -> None:
-    _, placed = both(tiny.write(tmp_path, shards=2))
+def test_load_times_add_up(tmp_path: Path) -> None:
+    _, placed = load_both_ways(tiny.write(tmp_path, shards=2))
     assert placed.load_times is not None
     read = placed.load_times.read
     assert read.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
@@ -302,7 +308,7 @@ def test_times(tmp_path: Path) -> None:
     assert "GB/s" in str(placed.load_times)
 
 
-def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.models.weights.COMPARE_ELEMENTS", 500)
     config, name = tiny.CONFIGS["llama-tied-mha"], "model.embed_tokens.weight"
 
@@ -319,7 +325,7 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
     assert answer(lambda head: None)
     assert not answer(lambda head: head[-1, -1].add_(1))
     assert not answer(lambda head: head[0, 0].add_(1))
-    assert answer(lambda head: head.mul_(1 + 2**-20), torch.bfloat16) is (  # equal once rounded, or not
+    assert answer(lambda head: head.mul_(1 + 2**-20), torch.bfloat16) is (  # equal after rounding, or not
         torch.equal(
             tiny.tensors(config)[name].mul(1 + 2**-20).to(torch.bfloat16), tiny.tensors(config)[name].to(torch.bfloat16)
         )
@@ -339,32 +345,32 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][None].clone()}), "model.norm.weight"),
     ],
 )
-def test_the_same_refusals(change: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
+def test_same_errors_as_cpu_weights(change: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     change(tensors)
     checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors))
     config = ModelConfig.from_hf(checkpoint.config)
-    said = []
+    errors = []
     for source in (Weights(checkpoint), DeviceWeights(checkpoint, None, "cpu")):
         with pytest.raises((ModelFileError, UnsupportedModel), match=message) as refused:
-            take_all(source, config)
+            load_all(source, config)
             source.finish(IGNORABLE_TENSORS)
-        said.append((type(refused.value), str(refused.value)))
-    assert said[0] == said[1]
+        errors.append((type(refused.value), str(refused.value)))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4096, 5000, -1])
-def test_a_file_cut_after_it_was_opened(cut: int, tmp_path: Path) -> None:
+def test_file_truncated_after_open(cut: int, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
     placed = DeviceWeights(checkpoint, None, "cpu")
-    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    load_all(placed, ModelConfig.from_hf(checkpoint.config))
     file = tmp_path / "model.safetensors"
     os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
     with pytest.raises(ModelFileError, match=r"model\.safetensors"):
         placed.finish(IGNORABLE_TENSORS)
 
 
-def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
+def test_file_truncated_while_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(random.Random(0).randbytes(40_000))
     with FileReader.start([file], chunk_bytes=4096, ring=1, threads=2, read_ahead_bytes=0) as reader:
@@ -373,11 +379,11 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
         os.truncate(file, 9000)
         reader.give_back(first)
         with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000"):
-            while (piece := reader.take(5)) is not None:
-                reader.give_back(piece)
+            while (chunk := reader.take(5)) is not None:
+                reader.give_back(chunk)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="missing"):
         FileReader.start([tmp_path / "missing"])
     with FileReader.start([tmp_path], **SMALL) as reader, pytest.raises(ModelFileError, match="director"):
@@ -385,17 +391,17 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             pass
 
 
-def pieces(reader: FileReader) -> dict[tuple[str, int], bytes]:
+def take_all_chunks(reader: FileReader) -> dict[tuple[str, int], bytes]:
     found: dict[tuple[str, int], bytes] = {}
-    while (piece := reader.take(10)) is not None:
-        assert (piece.file.name, piece.offset) not in found, "read twice"
-        found[piece.file.name, piece.offset] = piece.buffer.memory[: piece.length]
-        reader.give_back(piece)
+    while (chunk := reader.take(10)) is not None:
+        assert (chunk.file.name, chunk.offset) not in found, "read twice"
+        found[chunk.file.name, chunk.offset] = chunk.buffer.memory[: chunk.length]
+        reader.give_back(chunk)
     return found
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
     made = random.Random(1)
@@ -403,14 +409,14 @@ def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
     files = {f"{i}": made.randbytes(size) for i, size in enumerate(sizes)}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    for piece, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
-        options = {"piece": piece, "ring": ring, "threads": threads, "ahead": ahead}
+    for chunk_bytes, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
+        options = {"chunk_bytes": chunk_bytes, "ring": ring, "threads": threads, "read_ahead_bytes": ahead}
         with FileReader.start([tmp_path / name for name in files], **options) as reader:
-            found = pieces(reader)
+            found = take_all_chunks(reader)
             assert reader.take() is None
             reader.close()
             with (tmp_path / "0").open() as other:
-                reader.close()  # again: touches no file that was opened since
+                reader.close()  # a second close must not close descriptors opened since
                 os.fstat(other.fileno())
             assert reader.stats.bytes == sum(sizes)
             assert direct or reader.stats.direct_bytes == 0
@@ -419,7 +425,7 @@ def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
             assert b"".join(part for _, part in parts) == data
 
 
-def test_a_refused_direct_read_goes_on_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_direct_read_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = random.Random(2).randbytes(4097)
     real = os.preadv
 
@@ -431,7 +437,7 @@ def test_a_refused_direct_read_goes_on_plainly(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "odd").write_bytes(data)
     monkeypatch.setattr(os, "preadv", refuse)
     with FileReader.start([tmp_path / "odd"], chunk_bytes=8192, ring=2, threads=1, read_ahead_bytes=0) as reader:
-        assert pieces(reader) == {("odd", 0): data}
+        assert take_all_chunks(reader) == {("odd", 0): data}
         assert reader.stats.direct_bytes == 0
 
 
@@ -447,11 +453,11 @@ def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "preadv", short)
     with FileReader.start([tmp_path / "file"], chunk_bytes=16384, ring=2, threads=1, read_ahead_bytes=0) as reader:
-        found = pieces(reader)
+        found = take_all_chunks(reader)
     assert b"".join(found[key] for key in sorted(found)) == data
 
 
-def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None:
+def test_reads_ahead_only_until_first_chunk_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
     with FileReader.start(
         [tmp_path / "file"], chunk_bytes=4096, ring=2, threads=2, read_ahead_bytes=10 * 4096
@@ -461,16 +467,16 @@ def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None
                 break
             threading.Event().wait(0.01)
         threading.Event().wait(0.05)
-        assert reader.stats.bytes == 12 * 4096  # the ring and what is ahead, then nobody reads on
+        assert reader.stats.bytes == 12 * 4096  # the ring and the read-ahead, then reading stops
         numbers = []
-        while (piece := reader.take(10)) is not None:
-            numbers.append(piece.buffer.number)
-            reader.give_back(piece)
+        while (chunk := reader.take(10)) is not None:
+            numbers.append(chunk.buffer.number)
+            reader.give_back(chunk)
         assert len(numbers) == 100 and set(numbers) == set(range(12))
-        assert sum(number >= 2 for number in numbers) == 10  # those beyond the ring were used once
+        assert sum(number >= 2 for number in numbers) == 10  # buffers beyond the ring are used once
 
 
-def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocates_no_buffers_after_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
     turns, real = threading.Semaphore(1), os.preadv
 
@@ -487,10 +493,10 @@ def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch:
         threading.Event().wait(0.1)
         assert first is not None and reader.stats.bytes <= 2 * 4096
         reader.give_back(first)
-        assert len(pieces(reader)) == 99
+        assert len(take_all_chunks(reader)) == 99
 
 
-def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_disk_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
     gate, real = threading.Event(), os.preadv
 
@@ -502,11 +508,11 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with FileReader.start([tmp_path / "file"], **SMALL) as reader:
         with pytest.raises(ModelFileError, match="no data from the disk"):
             reader.take(0.05)
-        reader.close(0.05)  # does not wait for the disk either
+        reader.close(0.05)  # close does not wait for the disk either
         gate.set()
 
 
-def test_any_error_of_a_thread_comes_to_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_error_is_raised_to_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
     for raised, seen in ((OSError(5, "Input/output error"), ModelFileError), (RuntimeError("a bug"), RuntimeError)):
 
@@ -518,7 +524,7 @@ def test_any_error_of_a_thread_comes_to_the_caller(tmp_path: Path, monkeypatch: 
             reader.take(5)
 
 
-def test_no_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(5000))
 
     def refuse(*_: Any) -> reading.ReadBuffer:
@@ -532,25 +538,25 @@ def test_no_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         reader.take(5)
 
 
-def test_a_refused_model_closes_the_reader(tmp_path: Path) -> None:
+def test_invalid_model_closes_the_reader(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path))
     placed = DeviceWeights(checkpoint, None, "cpu", FileReader.start(weight_file_paths(checkpoint), **SMALL))
     with pytest.raises(ModelFileError, match="does not use"):
         placed.finish(IGNORABLE_TENSORS)
 
 
-def test_starts_without_torch(tmp_path: Path) -> None:
+def test_reader_starts_without_torch(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path, shards=2)
     code = f"""
 import sys
 sys.modules["torch"] = sys.modules["numpy"] = None
 from pathlib import Path
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models.reader import Reader, files_of
+from emberline.models.reader import FileReader, weight_file_paths
 import emberline.engine.memory
-with Reader.start(files_of(Checkpoint.open(Path({str(directory)!r})))) as reader:
-    while (piece := reader.take(10)) is not None:
-        reader.give_back(piece)
+with FileReader.start(weight_file_paths(Checkpoint.open(Path({str(directory)!r})))) as reader:
+    while (chunk := reader.take(10)) is not None:
+        reader.give_back(chunk)
     print(reader.stats.bytes)
 """
     source = str(Path(reading.__file__).parents[2])
@@ -565,16 +571,16 @@ def test_sleep_and_wake() -> None:
     head, rows, alone = base[:100], base.view(10, 100)[3:7], torch.randint(0, 100, (7, 5), dtype=torch.int32)
     before = [t.clone() for t in (base, head, rows, alone)]
     slept = sleep([head, rows, alone, torch.empty(0)])
-    assert slept.nbytes == base.nbytes + alone.nbytes  # shared memory once
+    assert slept.nbytes == base.nbytes + alone.nbytes  # shared memory counts once
     assert base.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
     slept.wake()
     for now, then in zip((base, head, rows, alone), before, strict=True):
         assert torch.equal(now, then)
     rows.fill_(1.0)
-    assert (base[300:700] == 1).all()  # they still share it
+    assert (base[300:700] == 1).all()  # the views still share memory
 
 
-def test_a_wake_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_wake_can_be_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(50) for _ in range(3)]
     before = [t.clone() for t in tensors]
     slept = sleep(tensors)

@@ -1,4 +1,4 @@
-"""The embedder against transformers' BertModel with the pooling done by hand."""
+"""BertEmbedder compared with transformers' BertModel and manual pooling."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_equals_transformers(
     torch.testing.assert_close(vectors, oracle(model, pooling), atol=2e-6, rtol=1e-5)
 
 
-def test_no_texts(directory: Path) -> None:
+def test_empty_input(directory: Path) -> None:
     assert BertEmbedder.load(directory).embed([]).shape == (0, 32)
 
 
@@ -74,7 +74,7 @@ def test_length_limit_is_the_smaller_one(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [50]])
-def test_bad_ids(directory: Path, ids: list[int]) -> None:
+def test_invalid_token_ids(directory: Path, ids: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="input 1"):
         BertEmbedder.load(directory).embed([[1], ids])
 
@@ -92,7 +92,7 @@ def test_bad_ids(directory: Path, ids: list[int]) -> None:
         ({"intermediate_size": 49}, ModelFileError),
     ],
 )
-def test_wrong_config(directory: Path, changes: dict[str, Any], error: type[Exception]) -> None:
+def test_unsupported_config(directory: Path, changes: dict[str, Any], error: type[Exception]) -> None:
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(error):
@@ -100,23 +100,23 @@ def test_wrong_config(directory: Path, changes: dict[str, Any], error: type[Exce
 
 
 @pytest.mark.parametrize(
-    ("said", "match"),
+    ("pooling_config", "match"),
     [({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"), ({"pooling_mode": "max"}, "max"), ({}, "none")],
 )
-def test_other_pooling_is_refused(directory: Path, said: dict[str, object], match: str) -> None:
+def test_other_pooling_is_refused(directory: Path, pooling_config: dict[str, object], match: str) -> None:
     (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling_config))
     with pytest.raises(UnsupportedModel, match=match):
         BertEmbedder.load(directory)
 
 
-def test_the_newer_way_to_name_it(directory: Path) -> None:
+def test_newer_pooling_field(directory: Path) -> None:
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32, "pooling_mode": "cls"}')
     assert BertEmbedder.load(directory).pooling == "cls"
 
 
-def test_modules_that_we_have_not_are_refused(directory: Path) -> None:
+def test_unsupported_modules_are_refused(directory: Path) -> None:
     kinds = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Normalize"]
     (directory / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
     assert BertEmbedder.load(directory).pooling == "mean"
@@ -128,7 +128,7 @@ def test_modules_that_we_have_not_are_refused(directory: Path) -> None:
         BertEmbedder.load(directory)
 
 
-def test_whoever_asks_a_process_is_told_what_is_wrong_with_its_files(directory: Path) -> None:
+def test_embedding_process_reports_damaged_files(directory: Path) -> None:
     weights = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(weights[:-1])
     process = EmbedderProcess(directory, 1)

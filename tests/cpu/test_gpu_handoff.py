@@ -1,5 +1,4 @@
-"""Handoff between engines on GPUs, with the CPU as device: the same tokens, in an order that no lane could spoil, and
-every block accounted for, whatever goes wrong."""
+"""Handoff between GPU engines, with the CPU as the device: same tokens, no race between streams, no lost block."""
 
 from __future__ import annotations
 
@@ -54,13 +53,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     return load_decoder(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
 
 
-class House:
-    """An engine on a device, which others can reach."""
+class GpuEngineFixture:
+    """An engine on a device that other engines can pull from."""
 
     def __init__(
         self, model: DecoderModel, name: str, *, device: Device | None = None, local: Sender | None = None
     ) -> None:
-        """`local`: one in this process, from which it pulls at once, and without threads."""
+        """`local`: an engine of this process to pull from synchronously, without threads."""
         c = model.config
         self.device = device or HostDevice()
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), 16)
@@ -92,14 +91,14 @@ class House:
         return outputs
 
     def ticket(self, submission: Submission) -> dict[str, Any]:
-        """As soon as there is one: most of the prompt has still to be computed."""
+        """Return the ticket as soon as it exists, when most of the prompt is not computed."""
         self.engine.add(replace(submission, publish=True))
         while not (outputs := self.step()):
             pass
         assert outputs[0].ticket is not None and outputs[0].finish is None
         return outputs[0].ticket
 
-    def finish(self, beside: House | None = None) -> list[int]:
+    def finish(self, beside: GpuEngineFixture | None = None) -> list[int]:
         tokens, ends = [], time.monotonic() + 60
         while not self.engine.idle:
             assert time.monotonic() < ends
@@ -111,55 +110,59 @@ class House:
         return tokens
 
 
-def settle(*houses: House) -> None:
-    """Nobody holds a block any more."""
+def run_until_settled(*houses: GpuEngineFixture) -> None:
+    """Run until no block is held."""
     ends = time.monotonic() + 60
     while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.num_blocks for h in houses):
-        assert time.monotonic() < ends, "somebody still holds blocks"
-        for house in houses:
-            house.step()
+        assert time.monotonic() < ends, "blocks are still held"
+        for gpu_engine in houses:
+            gpu_engine.step()
         time.sleep(0.002)
 
 
-def ask(seed: int = 1, name: str = "r") -> Submission:
+def make_submission(seed: int = 1, name: str = "r") -> Submission:
     prompt = torch.randint(3, 131, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
     return Submission(name, prompt, SamplingParams(max_tokens=OUT, temperature=0.0), timeout=60.0)
 
 
 @pytest.fixture(scope="module")
-def alone(model: DecoderModel) -> Callable[[int], list[int]]:
+def run_alone(model: DecoderModel) -> Callable[[int], list[int]]:
     def run(seed: int) -> list[int]:
-        house = House(model, "alone", device=HostDevice())
-        house.engine.add(ask(seed))
-        return house.finish()
+        gpu_engine = GpuEngineFixture(model, "alone", device=HostDevice())
+        gpu_engine.engine.add(make_submission(seed))
+        return gpu_engine.finish()
 
     return run
 
 
 @pytest.fixture
-def pair(model: DecoderModel) -> Iterator[tuple[House, House]]:
-    houses = House(model, "p"), House(model, "d")
+def pair(model: DecoderModel) -> Iterator[tuple[GpuEngineFixture, GpuEngineFixture]]:
+    houses = GpuEngineFixture(model, "p"), GpuEngineFixture(model, "d")
     yield houses
-    for house in houses:
-        house.engine.close()
+    for gpu_engine in houses:
+        gpu_engine.engine.close()
 
 
-def test_prefill_here_and_decode_there(pair: tuple[House, House], alone: Callable[[int], list[int]]) -> None:
+def test_prefill_and_decode_on_two_engines(
+    pair: tuple[GpuEngineFixture, GpuEngineFixture], run_alone: Callable[[int], list[int]]
+) -> None:
     p, d = pair
-    d.engine.add(replace(ask(), source=p.ticket(ask())))
-    assert d.finish(beside=p) == alone(1)
+    d.engine.add(replace(make_submission(), source=p.ticket(make_submission())))
+    assert d.finish(beside=p) == run_alone(1)
     assert d.stats.hit_tokens == FULL and d.engine.stats().prompt_tokens == LENGTH - FULL
     assert p.finish() == [] and d.stats.pull_failures == {}
-    settle(p, d)
+    run_until_settled(p, d)
     assert p.stats.ended == {"acknowledged": 1} and p.stats.sent_bytes == d.stats.pulled_bytes > 0
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_aborted_at_every_stage(pair: tuple[House, House], alone: Callable[[int], list[int]], steps: int) -> None:
+def test_abort_at_every_stage(
+    pair: tuple[GpuEngineFixture, GpuEngineFixture], run_alone: Callable[[int], list[int]], steps: int
+) -> None:
     p, d = pair
     for gone, other in ((d, p), (p, d)):
-        ticket = p.ticket(ask(steps))
-        d.engine.add(replace(ask(steps), source=ticket))
+        ticket = p.ticket(make_submission(steps))
+        d.engine.add(replace(make_submission(steps), source=ticket))
         for _ in range(steps):
             d.step()
             p.step()
@@ -167,111 +170,117 @@ def test_aborted_at_every_stage(pair: tuple[House, House], alone: Callable[[int]
         ended = [output.finish for output in gone.step() if output.finish is not None]
         assert ended in ([], [FinishReason.ABORT])
         other.finish(beside=gone)
-        settle(p, d)
-    d.engine.add(ask(steps))
-    assert d.finish() == alone(steps), "what is left of it is right"
+        run_until_settled(p, d)
+    d.engine.add(make_submission(steps))
+    assert d.finish() == run_alone(steps), "the remaining output is right"
 
 
-def test_no_slot_is_free(
-    pair: tuple[House, House], alone: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
+def test_pull_waits_for_a_free_staging_slot(
+    pair: tuple[GpuEngineFixture, GpuEngineFixture],
+    run_alone: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p, d = pair
     monkeypatch.setattr(regions, "SLOT_TIMEOUT_S", 0.05)
     for seed, slots in ((1, p.region._out_slots), (2, d.region._in_slots)):
         taken = [slots.get() for _ in range(memory.TRANSFER_SLOTS)]
-        d.engine.add(replace(ask(seed), source=p.ticket(ask(seed))))
-        assert d.finish(beside=p) == alone(seed)
+        d.engine.add(replace(make_submission(seed), source=p.ticket(make_submission(seed))))
+        assert d.finish(beside=p) == run_alone(seed)
         for slot in taken:
             slots.put(slot)
-        settle(p, d)
+        run_until_settled(p, d)
     assert d.stats.pull_failures == {"transfer_timeout": 2} and d.stats.recomputed == 2
-    d.engine.add(replace(ask(3), source=p.ticket(ask(3))))
-    assert d.finish(beside=p) == alone(3) and d.stats.hit_tokens == FULL
+    d.engine.add(replace(make_submission(3), source=p.ticket(make_submission(3))))
+    assert d.finish(beside=p) == run_alone(3) and d.stats.hit_tokens == FULL
 
 
-def test_a_damaged_block_is_computed(pair: tuple[House, House], alone: Callable[[int], list[int]]) -> None:
+def test_damaged_block_is_recomputed(
+    pair: tuple[GpuEngineFixture, GpuEngineFixture], run_alone: Callable[[int], list[int]]
+) -> None:
     p, d = pair
-    p.sender.crc = lambda data, start: zlib.crc32(data, start) ^ 1  # as if bytes had changed on their way
-    d.engine.add(replace(ask(), source=p.ticket(ask())))
-    assert d.finish(beside=p) == alone(1)
+    p.sender.crc = lambda data, start: zlib.crc32(data, start) ^ 1  # as if bytes had changed in transit
+    d.engine.add(replace(make_submission(), source=p.ticket(make_submission())))
+    assert d.finish(beside=p) == run_alone(1)
     assert d.stats.pull_failures == {"corrupted": 1}
-    settle(p, d)
+    run_until_settled(p, d)
 
 
 @pytest.fixture
-def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[DecoderModel, str, Sender | None], tuple[House, Racing]]:
-    def make(model: DecoderModel, name: str, local: Sender | None) -> tuple[House, Racing]:
+def racing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, Racing]]:
+    def make(model: DecoderModel, name: str, local: Sender | None) -> tuple[GpuEngineFixture, Racing]:
         device = Racing()
-        house = House(model, name, device=device, local=local)
+        gpu_engine = GpuEngineFixture(model, name, device=device, local=local)
         slots = [
             slots.get()
-            for slots in (house.region._out_slots, house.region._in_slots)
+            for slots in (gpu_engine.region._out_slots, gpu_engine.region._in_slots)
             for _ in range(memory.TRANSFER_SLOTS)
         ]
         for i, slot in enumerate(slots):
-            (house.region._out_slots if i < memory.TRANSFER_SLOTS else house.region._in_slots).put(slot)
-        device.watch(kept=house.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
-        forward = house.runner._forward
+            (gpu_engine.region._out_slots if i < memory.TRANSFER_SLOTS else gpu_engine.region._in_slots).put(slot)
+        device.watch(kept=gpu_engine.runner.device_buffers(), scratch=[slot.scratch for slot in slots])
+        forward = gpu_engine.runner._forward
 
-        def noted(*inputs: Any) -> Tensor:
-            device.note("the model", house.cache.keys, house.cache.values, writes=True)
+        def record_and_call(*inputs: Any) -> Tensor:
+            device.note("the model", gpu_engine.cache.keys, gpu_engine.cache.values, writes=True)
             return forward(*inputs)
 
-        house.runner._forward = noted  # type: ignore[method-assign]
-        pulls = house.engine.kv.pulls
+        gpu_engine.runner._forward = record_and_call  # type: ignore[method-assign]
+        pulls = gpu_engine.engine.kv.pulls
         assert pulls is not None
         pulls._start_thread = lambda work: (
             None if work == pulls._renew_while_waiting else work()
-        )  # at once; nobody waits for long here
-        return house, device
+        )  # run pulls synchronously, and skip lease renewal
+        return gpu_engine, device
 
-    def seen(
+    def note_access(
         act: Callable[[StagingSlot, memoryview], None], *, writes: bool
     ) -> Callable[[StagingSlot, memoryview], None]:
-        def noted(slot: StagingSlot, data: memoryview) -> None:
+        def record_and_call(slot: StagingSlot, data: memoryview) -> None:
             device = slot.stream.device  # type: ignore[attr-defined]
             device.note("a thread", slot.pinned, writes=writes)
             act(slot, data)
 
-        return noted
+        return record_and_call
 
-    monkeypatch.setattr(StagingSlot, "read", seen(StagingSlot.read, writes=False))
-    monkeypatch.setattr(StagingSlot, "write", seen(StagingSlot.write, writes=True))
+    monkeypatch.setattr(StagingSlot, "read", note_access(StagingSlot.read, writes=False))
+    monkeypatch.setattr(StagingSlot, "write", note_access(StagingSlot.write, writes=True))
     return make
 
 
-def test_steps_and_pulls_keep_out_of_each_others_way(
+def test_steps_and_pulls_do_not_race(
     model: DecoderModel,
-    alone: Callable[[int], list[int]],
-    racing: Callable[[DecoderModel, str, Sender | None], tuple[House, Racing]],
+    run_alone: Callable[[int], list[int]],
+    racing: Callable[[DecoderModel, str, Sender | None], tuple[GpuEngineFixture, Racing]],
 ) -> None:
-    """A step that knew the blocks before is under way when a pull starts; the step after it reads what has come."""
+    """A step that uses the blocks' earlier content runs when a pull starts; the next step reads the pulled content."""
     p, sending = racing(model, "p", None)
     with sending:
-        p.engine.add(replace(ask(), publish=True))
+        p.engine.add(replace(make_submission(), publish=True))
         (_, *_, last) = [output for _ in range(10) for output in p.step()]
         assert last.ticket is not None and last.finish is FinishReason.HANDOFF
     d, receiving = racing(model, "d", p.sender)
     with sending, receiving:
-        d.engine.add(ask(7, "before"))
-        d.engine.add(ask(8, "beside"))
+        d.engine.add(make_submission(7, "before"))
+        d.engine.add(make_submission(8, "beside"))
         tokens: dict[str, list[int]] = {"before": [], "beside": [], "r": []}
         for step in range(60):
             if step == 5:
-                d.engine.abort("before")  # its next step is under way; its blocks are free
-                d.engine.add(replace(ask(), source=last.ticket))
+                d.engine.abort("before")  # its next step is running; its blocks are free
+                d.engine.add(replace(make_submission(), source=last.ticket))
             assert d.engine._in_flight or step in (0, *range(10, 60))
             for output in d.step():
                 tokens[output.id] += output.tokens
     assert d.engine.idle and d.stats.hit_tokens == FULL
-    assert tokens["r"] == alone(1) and tokens["beside"] == alone(8)
+    assert tokens["r"] == run_alone(1) and tokens["beside"] == run_alone(8)
     assert sending.races == [] and receiving.races == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("tokens", [BLOCK, 4 * BLOCK, BLOCK // 4])
-def test_pieces_are_those_of_main_memory(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any peer's block size, and cut in several if they are large."""
+def test_pieces_equal_those_of_host_region(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any block size of the peer; large pieces are split."""
     rng = random.Random(5)
     shape = KVShape(5, 2, 16, BLOCK, dtype)
     layout = shape.layout("m", transposed_keys=False)
@@ -295,16 +304,16 @@ def test_pieces_are_those_of_main_memory(dtype: torch.dtype, tokens: int, monkey
         found = memoryview(bytearray(len(data)))
         device.gather(piece, into, wire, found)
         assert found == data
-    with pytest.raises(BadTransfer, match="at a time"):
+    with pytest.raises(BadTransfer, match="the limit is"):
         device.gather(TransferPiece(0, 1, 0, 24), np.arange(24), layout, memoryview(bytearray(24 * layout.layer_bytes)))
 
 
-def test_caches_of_a_cpu_and_a_gpu_do_not_pair() -> None:
+def test_cpu_and_gpu_caches_are_incompatible() -> None:
     shape = KVShape(2, 2, 16, BLOCK, torch.bfloat16)
     gpu, cpu = shape.layout("m", transposed_keys=False), shape.layout("m")
-    with pytest.raises(IncompatibleCaches, match="keys lie along the tokens here, across them there") as refused:
+    with pytest.raises(IncompatibleCaches, match="not transposed here, transposed at the peer") as refused:
         gpu.check_compatible(cpu)
-    assert "a CPU's with a CPU's" in str(refused.value.hint) and gpu.digest != cpu.digest
+    assert "between two CPU workers" in str(refused.value.hint) and gpu.digest != cpu.digest
     narrow = KVShape(2, 2, 16, BLOCK, torch.float8_e4m3fn).layout("m", transposed_keys=False)
     with pytest.raises(IncompatibleCaches):
         gpu.check_compatible(narrow)
@@ -312,7 +321,7 @@ def test_caches_of_a_cpu_and_a_gpu_do_not_pair() -> None:
     assert isinstance(gpu, KVLayout)
 
 
-def test_scratch_is_planned_for(model: DecoderModel) -> None:
+def test_memory_plan_includes_staging(model: DecoderModel) -> None:
     def scratch(**settings: object) -> int:
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
         return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
@@ -324,10 +333,10 @@ def test_scratch_is_planned_for(model: DecoderModel) -> None:
     assert scratch(transfer=True) - scratch() == sum(slot.scratch.nbytes for slot in slots)
 
 
-def test_settings_become_a_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole boot on a GPU that is none."""
+def test_settings_configure_the_transfer_endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boot an engine completely on a fake GPU."""
     home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
-    for name, stand_in in {"Cuda": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
+    for name, stand_in in {"CudaDevice": HostDevice, "_device_memory": lambda device: 8 << 30}.items():
         monkeypatch.setattr(gpu_boot, name, stand_in)
     monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -337,11 +346,11 @@ def test_settings_become_a_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     engines = [boot(config).engine, boot(replace(config, transfer=TransferConfig("d"))).engine]
     p, d = engines
-    p.add(replace(ask(), publish=True))
+    p.add(replace(make_submission(), publish=True))
     outputs = [output for _ in range(20) for output in p.step()]
     ticket = outputs[-1].ticket
     assert ticket is not None and set(ticket["peer"]["endpoints"]) == {"tcp"}
-    d.add(replace(ask(), source=ticket))
+    d.add(replace(make_submission(), source=ticket))
     while not d.idle:
         d.step()
     stats = d.stats().transfer

@@ -1,5 +1,4 @@
-"""From cache to cache by CUDA IPC, with main memory in the place of devices': what is opened, copied, vouched for and
-let go of, and what happens when it cannot be."""
+"""KV transfer by CUDA IPC, with host memory in place of GPU memory: opening, copying, confirming and closing."""
 
 from __future__ import annotations
 
@@ -27,18 +26,18 @@ from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerUnreachab
 from emberline.kv.transfer.piece import TransferPiece
 from emberline.kv.transfer.ticket import Ticket
 
-BLOCKS, AHEAD = 12, 64  # of a cache; bytes of its allocation before each part
+BLOCKS, AHEAD = 12, 64  # blocks of a cache; bytes of its allocation before each part
 SHAPE = KVShape(3, 2, 16, 8, torch.bfloat16)
 
 
 class Opened:
-    """Stands in for the driver's."""
+    """A fake of the driver's memory handle."""
 
     alive: set[Opened]
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self.address = int.from_bytes(handle, "little")
-        self._among = self.alive  # of its own test: it may be closed after that
+        self._among = self.alive  # the list of its own test, after which it may be closed
         self._among.add(self)
 
     def close(self) -> None:
@@ -62,13 +61,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     Opened.alive = set()
 
 
-def docked(name: str, tokens: int = 8) -> TransferEndpoint:
+def open_endpoint(name: str, tokens: int = 8) -> TransferEndpoint:
     cache = KVCache(replace(SHAPE, block_size=tokens), BLOCKS)
     region = DeviceRegion(cache.shape.layout("m", transposed_keys=False), cache, HostDevice())
     rng = np.random.default_rng(len(name))
     for part in region.parts:
         part.copy_(torch.from_numpy(rng.integers(0, 1 << 60, part.shape)))
-    assert transport.make_ipc_transport(region) is None, "main memory is no device's"
+    assert transport.make_ipc_transport(region) is None, "host memory is not GPU memory"
     region.device = torch.device("cuda", 0)
     near = transport.make_ipc_transport(region)
     region.device = torch.device("cpu")
@@ -77,7 +76,7 @@ def docked(name: str, tokens: int = 8) -> TransferEndpoint:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[TransferEndpoint, TransferEndpoint]]:
-    docks = docked("there"), docked("hi")
+    docks = open_endpoint("there"), open_endpoint("hi")
     yield docks
     for dock in docks:
         dock.close()
@@ -92,7 +91,7 @@ def content(dock: TransferEndpoint, blocks: list[int]) -> bytes:
     return bytes(found)
 
 
-def by(ticket: Ticket, *ways: str) -> Ticket:
+def with_transports(ticket: Ticket, *ways: str) -> Ticket:
     endpoints = {way: address for way, address in ticket.peer.endpoints.items() if way in ways}
     return replace(ticket, peer=replace(ticket.peer, endpoints=endpoints))
 
@@ -101,7 +100,7 @@ def soon() -> float:
     return time.monotonic() + 20
 
 
-def until(happened: Callable[[], bool]) -> None:
+def wait_until(happened: Callable[[], bool]) -> None:
     ends = soon()
     while not happened():
         assert time.monotonic() < ends
@@ -110,10 +109,12 @@ def until(happened: Callable[[], bool]) -> None:
 
 def test_blocks_arrive(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    here.receiver._max_piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # parts of layers: to be put together again
+    here.receiver._max_piece_bytes = (
+        2 * SHAPE.block_bytes // SHAPE.layers
+    )  # pieces are parts of layers, which must be merged
     side_by_side, strewn = [3, 4, 5, 6, 7], [9, 2, 0, 11, 10]
     for blocks, into in product((side_by_side, strewn), repeat=2):
-        ticket = by(there.sender.publish(blocks, 30.0), "cuda")
+        ticket = with_transports(there.sender.publish(blocks, 30.0), "cuda")
         assert here.receiver.pull(ticket, into, soon()).complete
         assert content(here, into) == content(there, blocks)
         here.receiver.acknowledge(ticket, soon())
@@ -122,7 +123,7 @@ def test_blocks_arrive(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     assert here.receiver.connected_transports == {"cuda": 1} and here.receiver.failed_transports == {}
 
 
-def test_only_what_touches_is_put_together() -> None:
+def test_only_adjacent_rows_are_merged() -> None:
     pieces = [
         TransferPiece(0, 1, 0, 2),
         TransferPiece(0, 1, 2, 4),
@@ -138,15 +139,15 @@ def test_only_what_touches_is_put_together() -> None:
     ]
 
 
-def test_others_blocks_are_left_alone(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_other_blocks_are_unchanged(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     before = content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11])
-    here.receiver.pull(by(there.sender.publish([3, 9, 1], 30.0), "cuda"), [5, 6, 7], soon())
+    here.receiver.pull(with_transports(there.sender.publish([3, 9, 1], 30.0), "cuda"), [5, 6, 7], soon())
     assert content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11]) == before
 
 
 @pytest.mark.parametrize("error", [TicketEnded, BlockReused])
-def test_what_was_copied_too_late_does_not_count(
+def test_copy_after_lease_end_does_not_count(
     pair: tuple[TransferEndpoint, TransferEndpoint], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, here = pair
@@ -161,26 +162,26 @@ def test_what_was_copied_too_late_does_not_count(
 
     monkeypatch.setattr(ipc, "copy_rows", late)
     with pytest.raises(error):
-        here.receiver.pull(by(ticket, "cuda"), [4, 5], soon())
+        here.receiver.pull(with_transports(ticket, "cuda"), [4, 5], soon())
 
 
-def test_memory_goes_when_its_process_does(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_memory_is_closed_when_peer_restarts(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    ticket = with_transports(there.sender.publish([1, 2], 30.0), "cuda")
     here.receiver.connect(ticket.peer, soon())
     assert len(Opened.alive) == 2
     there.close()
-    until(lambda: not Opened.alive)
+    wait_until(lambda: not Opened.alive)
     with pytest.raises(PeerUnreachable):
         here.receiver.pull(ticket, [4, 5], soon())
 
 
-def test_memory_goes_when_the_last_copy_is_over(
+def test_memory_is_closed_after_the_last_copy(
     pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process dies while blocks are copied, and the error of that is kept."""
+    """The peer's process dies while blocks are copied; the traceback of the error holds a reference."""
     there, here = pair
-    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    ticket = with_transports(there.sender.publish([1, 2], 30.0), "cuda")
 
     def late(*rows: int) -> None:
         there.close()
@@ -191,26 +192,26 @@ def test_memory_goes_when_the_last_copy_is_over(
     monkeypatch.setattr(ipc, "copy_rows", late)
     with pytest.raises(PeerUnreachable) as error:
         here.receiver.pull(ticket, [4, 5], soon())
-    until(lambda: not Opened.alive)
+    wait_until(lambda: not Opened.alive)
     assert error.value.__traceback__ is not None
 
 
-def test_memory_goes_when_a_peer_is_forgotten(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_memory_is_closed_on_disconnect(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     here.receiver.connect(there.sender.peer, soon())
     here.receiver.disconnect(there.sender.peer)
-    until(lambda: not Opened.alive)
+    wait_until(lambda: not Opened.alive)
 
 
-def test_what_cannot_be_opened_goes_another_way(
+def test_unopenable_memory_uses_next_transport(
     pair: tuple[TransferEndpoint, TransferEndpoint], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     there, here = pair
 
-    def refused(*_: object) -> None:
+    def refuse(*_: object) -> None:
         raise CudaDriverError("peer access is not supported")
 
-    monkeypatch.setattr(transport, "OpenedMemory", refused)
+    monkeypatch.setattr(transport, "OpenedMemory", refuse)
     ticket = there.sender.publish([1, 2], 30.0)
     assert set(ticket.peer.endpoints) == {"cuda", "tcp"}
     with caplog.at_level(logging.WARNING):
@@ -220,7 +221,7 @@ def test_what_cannot_be_opened_goes_another_way(
     assert "peer access is not supported" in caplog.text
 
 
-def test_a_peer_of_another_host_is_no_news(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_peer_on_another_host_logs_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
     ticket = there.sender.publish([1, 2], 30.0)
     peer = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "cuda": "emberline-elsewhere"})
@@ -228,38 +229,38 @@ def test_a_peer_of_another_host_is_no_news(pair: tuple[TransferEndpoint, Transfe
     assert content(here, [4, 5]) == content(there, [1, 2]) and here.receiver.failed_transports == {}
 
 
-def test_blocks_of_another_size_go_another_way(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
-    there, large = pair[0], docked("larger", tokens=16)
+def test_other_block_size_uses_next_transport(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+    there, large = pair[0], open_endpoint("larger", tokens=16)
     large.receiver.pull(there.sender.publish([1, 2, 3, 4], 30.0), [7, 3], soon())
     assert large.receiver.failed_transports == {"cuda": 1}
     large.close()
 
 
-def test_memory_that_cannot_be_shared_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(part: torch.Tensor) -> ExportedMemory:
+def test_unshareable_memory_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(part: torch.Tensor) -> ExportedMemory:
         raise CudaDriverError("operation not supported")
 
-    monkeypatch.setattr(ipc, "export_memory", refused)
-    dock = docked("there")
+    monkeypatch.setattr(ipc, "export_memory", refuse)
+    dock = open_endpoint("there")
     assert set(dock.sender.endpoints) == {"tcp"}
     dock.close()
 
 
-def test_a_ticket_that_lies_reads_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
+def test_invalid_ticket_reads_nothing(pair: tuple[TransferEndpoint, TransferEndpoint]) -> None:
     there, here = pair
-    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
-    with pytest.raises(BadTransfer, match="does not have"):
+    ticket = with_transports(there.sender.publish([1, 2], 30.0), "cuda")
+    with pytest.raises(BadTransfer, match="block ids outside"):
         here.receiver.pull(replace(ticket, blocks=(1, BLOCKS)), [4, 5], soon())
 
 
-def test_rows_too_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distant_rows_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    told: list[tuple[int, int, int, int]] = []
+    copies: list[tuple[int, int, int, int]] = []
 
     class Driver:
         def cuMemcpy2DAsync_v2(self, rows: object, stream: object) -> int:
             found = rows._obj  # type: ignore[attr-defined]
-            told.append((found.source_device, found.target_device, found.width, found.height))
+            copies.append((found.source_device, found.target_device, found.width, found.height))
             return 0
 
     class Stream:
@@ -268,8 +269,8 @@ def test_rows_too_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ipc, "driver_library", Driver)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     ipc.copy_rows(100, 50, 900, 70, 20, 3)
-    assert told == [(100, 900, 20, 3)]
-    told.clear()
+    assert copies == [(100, 900, 20, 3)]
+    copies.clear()
     ipc.copy_rows(100, 1 << 31, 900, 70, 20, 2)
-    assert told == [(100, 900, 20, 1), (100 + (1 << 31), 970, 20, 1)]
+    assert copies == [(100, 900, 20, 1), (100 + (1 << 31), 970, 20, 1)]
     assert ctypes.sizeof(ipc._Memcpy2D) == 2 * 56 + 16

@@ -1,4 +1,4 @@
-"""Checkpoints that are odd, incomplete, damaged or hostile: loaded right, or refused by a typed error that says why."""
+"""Unusual, incomplete, damaged or hostile checkpoints load correctly or raise a typed error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def logits(model: DecoderModel) -> Tensor:
-    """Of the last of six tokens."""
+    """Return the logits of the last of six tokens."""
     c, ids = model.config, [3, 1, 4, 1, 5, 9]
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
     at = torch.arange(len(ids))
@@ -39,13 +39,13 @@ def logits(model: DecoderModel) -> Tensor:
     )
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_loads_sharded_checkpoint(tmp_path: Path) -> None:
     one, three = load_decoder(tiny.write(tmp_path / "1")), load_decoder(tiny.write(tmp_path / "3", shards=3))
     assert torch.equal(logits(one), logits(three))
     assert one.fingerprint == three.fingerprint
 
 
-def test_nothing_depends_on_the_file_afterwards(tmp_path: Path) -> None:
+def test_model_does_not_depend_on_file_after_load(tmp_path: Path) -> None:
     for name in ("llama", "llama-tied-mha"):
         model = load_decoder(tiny.write(tmp_path / name, name))
         before = logits(model)
@@ -98,8 +98,8 @@ def test_ignorable_tensors(tmp_path: Path) -> None:
     assert torch.equal(logits(plain), logits(more))
 
 
-def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
-    """The same again is dropped; another one is believed, as transformers does."""
+def test_head_beside_tied_embeddings(tmp_path: Path) -> None:
+    """A copy of the embedding is dropped; a different head is used, as in transformers."""
     tied = load_decoder(tiny.write(tmp_path / "a", "llama-tied-mha"))
     embedding = "model.embed_tokens.weight"
     same = with_tensors(tmp_path / "b", "llama-tied-mha", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
@@ -122,13 +122,13 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
         (lambda t: t.update({Q.replace("weight", "bias"): torch.ones(48)}), "q_proj.bias"),
     ],
 )
-def test_wrong_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
+def test_invalid_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=message):
         load_decoder(with_tensors(tmp_path, "llama", change))
 
 
-def test_experts_in_one_tensor(tmp_path: Path) -> None:
-    """As some tools write them; transformers does not."""
+def test_fused_experts_are_refused(tmp_path: Path) -> None:
+    """Some tools write fused experts; transformers does not."""
     fused = "model.layers.0.mlp.experts.down_proj"
 
     def fuse(tensors: Tensors) -> None:
@@ -139,12 +139,12 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
-def test_wrong_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_unsupported_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=Q):
         load_decoder(with_tensors(tmp_path, "llama", lambda t: t.update({Q: t[Q].to(dtype)})))
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
     with pytest.raises(InvalidRequest, match="int4"):
         load_decoder(directory, "int4")
@@ -155,12 +155,12 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 
 
 def test_fingerprint(tmp_path: Path) -> None:
-    """Equal for equal models only: whatever changes keys and values must change it."""
+    """Everything that changes keys and values must change the fingerprint."""
     base = tiny.CONFIGS["llama"]
     same = [load_decoder(tiny.write(tmp_path / str(i))) for i in range(2)]
     assert same[0].fingerprint == same[1].fingerprint
     assert load_decoder(tmp_path / "0", max_context=20).fingerprint == same[0].fingerprint
-    assert load_decoder(tmp_path / "0", "float32").fingerprint == same[0].fingerprint, "which is what auto came to"
+    assert load_decoder(tmp_path / "0", "float32").fingerprint == same[0].fingerprint, "auto resolves to this dtype"
     others = [
         load_decoder(tiny.write(tmp_path / "seed", seed=1)),
         load_decoder(tiny.write(tmp_path / "theta", {**base, "rope_theta": 2000.0})),
@@ -172,12 +172,12 @@ def test_fingerprint(tmp_path: Path) -> None:
     assert len({model.fingerprint for model in (same[0], *others)}) == 1 + len(others)
 
 
-def test_a_turn_ends_where_the_generation_config_says_too(tmp_path: Path) -> None:
+def test_end_tokens_include_generation_config(tmp_path: Path) -> None:
     plain = load_decoder(tiny.write(tmp_path))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     model = load_decoder(tmp_path)
     assert (plain.config.eos, model.config.eos) == ((2,), (2, 7))
-    assert model.fingerprint == plain.fingerprint  # its keys and values are the same
+    assert model.fingerprint == plain.fingerprint  # keys and values are the same
 
 
 def test_fingerprint_sees_both_ends_of_every_tensor(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_fingerprint_sees_both_ends_of_every_tensor(tmp_path: Path) -> None:
     st.none() | st.integers(0, 5000) | st.integers(-200, -1),
 )
 def test_damage_gives_a_model_or_a_typed_error(tmp_path: Path, changes: list[tuple[int, int]], cut: int | None) -> None:
-    """Bytes of the header (the first 4.6 kB) and of the data behind it are changed, then the end is cut off."""
+    """Change bytes of the header (the first 4.6 kB) and of the data, then truncate the file."""
     source, directory = tmp_path / "good", tmp_path / "bad"
     if not source.exists():
         tiny.write(source)
@@ -228,7 +228,7 @@ def test_damage_gives_a_model_or_a_typed_error(tmp_path: Path, changes: list[tup
     ],
     ids=str,
 )
-def test_sizes_that_the_file_does_not_have(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_config_sizes_beyond_the_file(changes: dict[str, Any], tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
     (directory / "config.json").write_text(json.dumps({**tiny.CONFIGS["llama"], **changes}))
     with pytest.raises(ModelFileError):
@@ -236,14 +236,14 @@ def test_sizes_that_the_file_does_not_have(changes: dict[str, Any], tmp_path: Pa
 
 
 def test_packs_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four products a layer and the head: q, k and v are one, and so are gate and up."""
+    """Four matrices per layer and the head: q, k and v are one, and so are gate and up."""
     packed: list[tuple[int, ...]] = []
     pack = ops.pack_linear
 
-    def counted(weight: Tensor, **options: Any) -> ops.PackedWeight:
+    def count_calls(weight: Tensor, **options: Any) -> ops.PackedWeight:
         packed.append(tuple(weight.shape))
         return pack(weight, **options)
 
-    monkeypatch.setattr(ops, "pack_linear", counted)
+    monkeypatch.setattr(ops, "pack_linear", count_calls)
     load_decoder(tiny.write(tmp_path))
     assert packed == [(80, 48), (48, 48), (160, 48), (48, 80)] * 3 + [(131, 48)]

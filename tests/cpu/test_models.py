@@ -1,4 +1,4 @@
-"""Every architecture against transformers, in float32, through a paged cache with shuffled blocks and mixed batches."""
+"""Every architecture compared with transformers in float32, with a shuffled paged cache and mixed batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from emberline.models.loader import load_decoder
 
 transformers = pytest.importorskip("transformers")
 BLOCK, BLOCKS = 8, 40
-BOUND = 2e-5  # of the largest logit
+BOUND = 2e-5  # relative to the largest logit
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -34,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class Cache:
-    """A paged cache, its blocks handed out in random order, and the sequences that grow in it."""
+    """A paged cache whose blocks are allocated in random order, and the sequences in it."""
 
     def __init__(self, model: DecoderModel, tokens: list[list[int]], seed: int = 0) -> None:
         c = model.config
@@ -45,7 +45,7 @@ class Cache:
         self.tables = [[free.pop() for _ in range(-(-len(ids) // BLOCK))] for ids in tokens]
 
     def step(self, counts: list[int], rows: list[int] | None = None) -> Tensor:
-        """Computes counts[b] more tokens of sequence b; logits of all of them, or of `rows`."""
+        """Compute counts[b] more tokens of each sequence b; return the logits of all of them, or of `rows`."""
         batch = [b for b, count in enumerate(counts) if count]
         spans = [(b, range(self.done[b], self.done[b] + counts[b])) for b in batch]
         places = [(b, p) for b, span in spans for p in span]
@@ -69,7 +69,7 @@ class Cache:
         return self.model.forward(f)
 
     def run(self, seed: int) -> list[Tensor]:
-        """All logits of every sequence, in random chunks and company; some steps are pure decode."""
+        """Return all logits of every sequence, computed in random chunks and batches; some steps only decode."""
         chooser = random.Random(seed)
         out: list[list[Tensor]] = [[] for _ in self.tokens]
         while left := [len(ids) - done for ids, done in zip(self.tokens, self.done, strict=True)]:
@@ -116,10 +116,12 @@ def test_logits_equal_transformers(name: str, backend: str, tmp_path: Path) -> N
         mixed = Cache(model, tokens, seed).run(seed)
         assert_close(mixed, theirs)
         if backend == "native":
-            assert all(torch.equal(a, b) for a, b in zip(mixed, whole, strict=True)), "depends on chunks or company"
+            assert all(torch.equal(a, b) for a, b in zip(mixed, whole, strict=True)), (
+                "the result depends on chunks or batch"
+            )
 
 
-def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
+def test_logits_of_requested_rows_only(backend: str, tmp_path: Path) -> None:
     model = load_decoder(tiny.write(tmp_path))
     tokens = prompts(12, 9)
     every = Cache(model, tokens).step([12, 9])
@@ -132,7 +134,7 @@ def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
     )
 
 
-def stretched(directory: Path, context: int, length: int) -> None:
+def check_context(directory: Path, context: int, length: int) -> None:
     tokens = prompts(length)
     model = load_decoder(directory, max_context=context)
     assert model.context == context
@@ -140,15 +142,15 @@ def stretched(directory: Path, context: int, length: int) -> None:
 
 
 def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
-    stretched(tiny.write(tmp_path, "llama-dynamic"), context=100, length=100)
+    check_context(tiny.write(tmp_path, "llama-dynamic"), context=100, length=100)
 
 
 def test_longrope_within_its_original_context(tmp_path: Path) -> None:
-    stretched(tiny.write(tmp_path, "llama-longrope"), context=16, length=16)
+    check_context(tiny.write(tmp_path, "llama-longrope"), context=16, length=16)
 
 
 def test_partial_rotation(tmp_path: Path) -> None:
-    """None of ours rotates part of a head in transformers; Phi-3 does, and is Llama with stacked tensors."""
+    """Compare with Phi-3, a Llama with stacked tensors: no supported architecture rotates partially in transformers."""
     numbers: dict[str, Any] = {**tiny.BASE, "pad_token_id": 0, "partial_rotary_factor": 0.5}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -174,8 +176,8 @@ def test_partial_rotation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("narrow", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
 )
-def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype, backend: str, tmp_path: Path) -> None:
-    """Activations stay float32, so a narrow model is the float32 model of the rounded weights."""
+def test_bfloat16_weights_only_round(narrow: torch.dtype, kept: torch.dtype, backend: str, tmp_path: Path) -> None:
+    """Activations stay float32, so a bfloat16 model equals the float32 model of the rounded weights."""
     tensors = {name: t.to(narrow) for name, t in tiny.tensors(tiny.CONFIGS["llama"]).items()}
     wide = {name: t.float() for name, t in tensors.items()}
     model = load_decoder(tiny.write_tensors(tmp_path / "narrow", tiny.CONFIGS["llama"], tensors))
@@ -183,16 +185,14 @@ def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype,
     assert (model.dtype, exact.dtype) == (kept, torch.float32)
     tokens = prompts(20)
     ours, wanted = Cache(model, tokens).step([20]), Cache(exact, tokens).step([20])
-    if (
-        model.head.weight.layout is WeightLayout.AMX
-    ):  # it rounds activations as well, though fewer than bf16 does elsewhere
+    if model.head.weight.layout is WeightLayout.AMX:  # AMX rounds activations too
         (theirs,) = oracle(tmp_path / "narrow", tokens, narrow)
         assert (ours - wanted).abs().max() <= 2 * (theirs.float() - wanted).abs().max()
     else:
         assert_close([ours], [wanted])
 
 
-def test_casting_rounds_the_matrices(tmp_path: Path) -> None:
+def test_cast_rounds_matrices(tmp_path: Path) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"])
     rounded = {name: t.bfloat16() if t.dim() == 2 else t for name, t in tensors.items()}
     cast = load_decoder(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], tensors), "bfloat16")

@@ -1,4 +1,4 @@
-"""Parts of a model for several devices: they tile it, are packed each by itself, and their products are the whole's."""
+"""Shards of a model cover it, are packed separately, and their products combine to those of the whole model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shards(of: int) -> list[Shard]:
 
 
 @pytest.mark.parametrize("of", [1, 2, 4, 8])
-def test_parts_of_llama_8b_tile_it_and_can_be_packed(of: int) -> None:
+def test_llama_8b_shards_cover_it_and_can_be_packed(of: int) -> None:
     for kind, (n, k) in MATRICES.items():
         parts = [shard.slices(f"{kind}.weight", (n, k)) for shard in shards(of)]
         axis = 0 if parts[0][1] == slice(None) else 1
@@ -61,8 +61,8 @@ def test_parts_of_llama_8b_tile_it_and_can_be_packed(of: int) -> None:
 
 @pytest.mark.parametrize("of", [2, 8])
 @pytest.mark.parametrize("kind", ["o_proj", "down_proj", "k_proj"])
-def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> None:
-    """With as many columns as Llama 8B has, and fewer rows; or the other way round."""
+def test_products_of_packed_shards_equal_full_product(kind: str, of: int) -> None:
+    """With as many columns as Llama 8B and fewer rows, or the reverse."""
     torch.manual_seed(0)
     n, k = (1024, 128) if kind == "k_proj" else (64, MATRICES[kind][1])
     weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()
@@ -80,12 +80,12 @@ def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> N
     assert torch.allclose(torch.cat(beside, 1) if beside else sums, x @ weight.double().t(), rtol=1e-12, atol=1e-12)
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
 
-def loaded(weights: Weights, shard: Shard) -> DecoderModel:
+def load_shard(weights: Weights, shard: Shard) -> DecoderModel:
     config = shard.shard_config(ModelConfig.from_hf(weights.checkpoint.config))
     decoder = DecoderModel.load(config, weights, 64, "")
     weights.finish(IGNORABLE_TENSORS)
@@ -98,12 +98,12 @@ def rows_of(table: Tensor | ops.PackedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("files", ["plain", "packed"])
-def test_a_model_loaded_in_parts(files: str, tmp_path: Path) -> None:
+def test_model_loaded_in_shards(files: str, tmp_path: Path) -> None:
     tiny.write(tmp_path / "plain", SMALL, dtype=torch.bfloat16)
-    directory = tmp_path / "plain" if files == "plain" else packed(tmp_path / "plain", tmp_path / "packed")
+    directory = tmp_path / "plain" if files == "plain" else pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
     open_ = Checkpoint.open
-    whole = loaded(Weights(open_(directory), torch.float32), Shard())
-    parts = [loaded(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]
+    whole = load_shard(Weights(open_(directory), torch.float32), Shard())
+    parts = [load_shard(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]
     again = [DeviceWeights(open_(directory), torch.float32, "cpu", shard=shard) for shard in shards(2)]
     tables = [
         rows_of(weights.embedding_table("model.embed_tokens.weight", p.config.vocab, 128))
@@ -131,14 +131,14 @@ def test_a_model_loaded_in_parts(files: str, tmp_path: Path) -> None:
     assert theirs.qkv.bias is not None and torch.equal(torch.cat(bias), theirs.qkv.bias[128:192])
 
 
-def test_what_is_whole() -> None:
+def test_replicated_tensors() -> None:
     names = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.o_proj.bias", "odd"
     assert all(Shard(1, 2).shard_shape(name, (64,)) == (64,) for name in names)
     assert Shard(1, 2).slices("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
     assert Shard(1, 2).shard_shape("model.layers.0.self_attn.q_proj.bias", (64,)) == (32,)
 
 
-def test_what_cannot_be_cut() -> None:
+def test_models_that_cannot_be_sharded() -> None:
     with pytest.raises(InvalidRequest, match="must be from 0 to"):
         Shard(2, 2)
     for of, what in ((16, "8 key heads"), (3, "32 attention heads")):

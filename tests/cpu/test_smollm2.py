@@ -1,4 +1,4 @@
-"""The real model against transformers: 200 greedy tokens, one by one, and the logits behind them."""
+"""SmolLM2 compared with transformers: 200 greedy tokens and their logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     prompt = llm.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, logprobs=0)
     ours = llm.generate([prompt], params, progress=False)[0]
-    # One pass over our own tokens gives the oracle's choice at every step, given the same tokens before it.
+    # One pass over our tokens gives the choice of transformers at every step, for the same preceding tokens.
     with torch.inference_mode():
         logits = oracle(torch.tensor([prompt + ours.tokens])).logits[0, len(prompt) - 1 : -1]
     assert ours.tokens == logits.argmax(-1).tolist()
@@ -32,7 +32,7 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
     assert torch.allclose(torch.tensor([p.logprob for p in ours.logprobs]), theirs, atol=2e-3)
 
 
-def test_it_knows_the_capital_of_france(llm: LLM) -> None:
+def test_answers_capital_of_france(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = llm.chat(question, SamplingParams(max_tokens=20, temperature=0.0))
     assert "Paris" in answer.text and answer.finish_reason == "stop"

@@ -36,8 +36,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_decoder(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param]), "bfloat16")
 
 
-class House:
-    """An engine above its tiers. Files are read and written when the test says so, or by threads."""
+class TieredEngine:
+    """An engine with tiers, whose files are read and written by threads or by explicit calls."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class House:
     def run(self, *submissions: Submission) -> Folded:
         for submission in submissions:
             self.engine.add(submission)
-        return fold(self.finish())
+        return fold_outputs(self.finish())
 
     def finish(self) -> list[Output]:
         outputs: list[Output] = []
@@ -90,7 +90,7 @@ class House:
         return self.engine.stats().tiers
 
 
-def fold(outputs: list[Output]) -> Folded:
+def fold_outputs(outputs: list[Output]) -> Folded:
     folded: Folded = {}
     for o in outputs:
         tokens, logprobs, cached = folded.get((o.id, o.index), ([], [], 0))
@@ -103,164 +103,164 @@ def prompt(seed: int, length: int = 41) -> list[int]:
     return torch.randint(3, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def ask(seed: int, name: str = "r", /, **params: object) -> Submission:
+def make_submission(seed: int, name: str = "r", /, **params: object) -> Submission:
     wishes = {"max_tokens": OUT, "temperature": 0.0, "logprobs": 0, **params}
     return Submission(name, prompt(seed), SamplingParams(**wishes))  # type: ignore[arg-type]
 
 
-def others(house: House) -> None:
-    """Requests that push everything else out of the main cache."""
+def evict_main_cache(tiered: TieredEngine) -> None:
+    """Run requests that evict everything else from the main cache."""
     for seed in (100, 101, 102):
-        house.run(ask(seed))
-    house.engine.kv.check_invariants()
+        tiered.run(make_submission(seed))
+    tiered.engine.kv.check_invariants()
 
 
-def same(got: Folded, expected: Folded, cached: int) -> None:
+def assert_same_output(got: Folded, expected: Folded, cached: int) -> None:
     assert {key: value[:2] for key, value in got.items()} == {key: value[:2] for key, value in expected.items()}
     assert {value[2] for value in got.values()} == {cached}
 
 
 @pytest.fixture
-def fresh(model: DecoderModel) -> Folded:
-    """What an engine that has seen nothing says."""
-    return House(model).run(ask(1))
+def compute_without_tiers(model: DecoderModel) -> Folded:
+    """Return the output of an engine with an empty cache."""
+    return TieredEngine(model).run(make_submission(1))
 
 
-def test_back_from_host_memory(model: DecoderModel, fresh: Folded) -> None:
-    house = House(model)
-    same(house.run(ask(1)), fresh, cached=0)
-    others(house)
-    same(house.run(ask(1)), fresh, cached=40)
-    assert house.stats()["host"].hit_tokens == 40
-    assert house.engine.kv.hit_tokens == 0, "the main cache had forgotten it"
+def test_prefix_loads_from_host_memory(model: DecoderModel, compute_without_tiers: Folded) -> None:
+    tiered = TieredEngine(model)
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=0)
+    evict_main_cache(tiered)
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40)
+    assert tiered.stats()["host"].hit_tokens == 40
+    assert tiered.engine.kv.hit_tokens == 0, "the main cache had evicted it"
 
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("host", [2, 3, 64])
-def test_back_from_disk_after_a_restart(
-    model: DecoderModel, fresh: Folded, tmp_path: Path, threads: bool, host: int
+def test_prefix_loads_from_disk_after_restart(
+    model: DecoderModel, compute_without_tiers: Folded, tmp_path: Path, threads: bool, host: int
 ) -> None:
-    before = House(model, tmp_path, threads=threads)
-    before.run(ask(1))
+    before = TieredEngine(model, tmp_path, threads=threads)
+    before.run(make_submission(1))
     before.tiers.close()
-    after = House(model, tmp_path, host=host, threads=threads)  # few buffers are enough, if need be one after the other
-    same(after.run(ask(1)), fresh, cached=40)
+    after = TieredEngine(model, tmp_path, host=host, threads=threads)  # few host buffers are enough
+    assert_same_output(after.run(make_submission(1)), compute_without_tiers, cached=40)
     assert after.stats()["disk"].hit_tokens == 40
     if host == 64:
-        others(after)
-        same(after.run(ask(1)), fresh, cached=40)
+        evict_main_cache(after)
+        assert_same_output(after.run(make_submission(1)), compute_without_tiers, cached=40)
         assert after.stats()["host"].hit_tokens == 40, "promoted"
         assert after.stats()["disk"].loaded_blocks == 5
     after.tiers.close()
 
 
 @pytest.mark.parametrize("position", [0, 10, 30, 66, 4095, 4096, 5000, -1])
-def test_a_corrupted_file_in_between_is_computed(
-    model: DecoderModel, fresh: Folded, tmp_path: Path, position: int
+def test_corrupted_block_is_recomputed(
+    model: DecoderModel, compute_without_tiers: Folded, tmp_path: Path, position: int
 ) -> None:
-    before = House(model, tmp_path)
-    before.run(ask(1))
-    house = House(model, tmp_path)
-    request_hashes = hashes(house, ask(1))
+    before = TieredEngine(model, tmp_path)
+    before.run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path)
+    request_hashes = hashes(tiered, make_submission(1))
     victim = next(tmp_path.glob(f"*/*/{request_hashes[2].hex()}"))
     data = bytearray(victim.read_bytes())
     data[position] ^= 0x10
     victim.write_bytes(data)
-    harmless = 68 <= position < 4096  # the rest of the page says nothing
-    same(house.run(ask(1)), fresh, cached=40 if harmless else 16)
-    assert house.stats()["disk"].damaged_blocks == (not harmless)
-    again = House(model, tmp_path)
-    same(again.run(ask(1)), fresh, cached=40)  # written anew
+    harmless = 68 <= position < 4096  # the rest of the header page is unused
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40 if harmless else 16)
+    assert tiered.stats()["disk"].damaged_blocks == (not harmless)
+    again = TieredEngine(model, tmp_path)
+    assert_same_output(again.run(make_submission(1)), compute_without_tiers, cached=40)  # the block was written again
 
 
-def hashes(house: House, submission: Submission) -> list[bytes]:
-    """Of a prompt's blocks, as an engine has them."""
-    house.engine.add(submission)
-    request = house.engine.scheduler.requests[f"{submission.id}#0"]
-    found = house.engine.kv._shareable_hashes(request)
-    house.engine.abort(submission.id)
-    house.run()
+def hashes(tiered: TieredEngine, submission: Submission) -> list[bytes]:
+    """Return the block hashes of a prompt, as an engine computes them."""
+    tiered.engine.add(submission)
+    request = tiered.engine.scheduler.requests[f"{submission.id}#0"]
+    found = tiered.engine.kv._shareable_hashes(request)
+    tiered.engine.abort(submission.id)
+    tiered.run()
     return found
 
 
-def test_another_tenant_and_another_model_find_nothing(model: DecoderModel, tmp_path: Path) -> None:
-    House(model, tmp_path).run(ask(1))
-    house = House(model, tmp_path)
-    submission = ask(1)
+def test_tenants_and_models_do_not_share_blocks(model: DecoderModel, tmp_path: Path) -> None:
+    TieredEngine(model, tmp_path).run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path)
+    submission = make_submission(1)
     stranger = Submission("r", submission.prompt, submission.params, salt="other")
-    assert {cached for *_, cached in house.run(stranger).values()} == {0}
+    assert {cached for *_, cached in tiered.run(stranger).values()} == {0}
     other = load_decoder(tiny.write(tmp_path / "model", "llama", seed=7), "bfloat16")
-    assert {cached for *_, cached in House(other, tmp_path).run(ask(1)).values()} == {0}
+    assert {cached for *_, cached in TieredEngine(other, tmp_path).run(make_submission(1)).values()} == {0}
 
 
 def test_several_completions_share_one_load(model: DecoderModel, tmp_path: Path) -> None:
     wish = {"n": 3, "temperature": 1.0, "seed": 5}
-    expected = House(model, blocks=40).run(ask(1, **wish))
-    House(model, tmp_path).run(ask(1))
-    house = House(model, tmp_path, blocks=40)
-    got = house.run(ask(1, **wish))
-    same(got, expected, cached=40)
-    assert house.stats()["disk"].loaded_blocks == 5
+    expected = TieredEngine(model, blocks=40).run(make_submission(1, **wish))
+    TieredEngine(model, tmp_path).run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path, blocks=40)
+    got = tiered.run(make_submission(1, **wish))
+    assert_same_output(got, expected, cached=40)
+    assert tiered.stats()["disk"].loaded_blocks == 5
 
 
-def test_preempted_requests_come_back_from_tiers(model: DecoderModel, tmp_path: Path) -> None:
+def test_preempted_request_reloads_from_tiers(model: DecoderModel, tmp_path: Path) -> None:
     expected: Folded = {}
     for seed in range(4):
-        expected |= House(model, blocks=40).run(ask(seed, f"r{seed}", max_tokens=20))
-    house = House(model, tmp_path, blocks=14)
-    first, *rest = (ask(seed, f"r{seed}", max_tokens=20) for seed in range(4))
-    house.engine.add(replace(first, priority=Priority.BATCH))
-    outputs = [o for _ in range(4) for o in house.engine.step()]
-    for submission in rest:  # these go first, and need all the room there is
-        house.engine.add(submission)
-    got = fold([*outputs, *house.finish()])
-    assert house.engine.scheduler.preemptions > 0
+        expected |= TieredEngine(model, blocks=40).run(make_submission(seed, f"r{seed}", max_tokens=20))
+    tiered = TieredEngine(model, tmp_path, blocks=14)
+    first, *rest = (make_submission(seed, f"r{seed}", max_tokens=20) for seed in range(4))
+    tiered.engine.add(replace(first, priority=Priority.BATCH))
+    outputs = [o for _ in range(4) for o in tiered.engine.step()]
+    for submission in rest:  # these run first and need all blocks
+        tiered.engine.add(submission)
+    got = fold_outputs([*outputs, *tiered.finish()])
+    assert tiered.engine.scheduler.preemptions > 0
     assert {key: value[:2] for key, value in got.items()} == {key: value[:2] for key, value in expected.items()}
-    assert house.stats()["host"].hit_tokens > 0
+    assert tiered.stats()["host"].hit_tokens > 0
 
 
-def test_abort_while_loading(model: DecoderModel, fresh: Folded, tmp_path: Path) -> None:
-    House(model, tmp_path).run(ask(1))
-    house = House(model, tmp_path)
-    house.engine.add(ask(1))
-    house.engine.step()
-    assert house.engine.scheduler.num_loading == 1
-    house.tiers.read_next()
-    house.tiers.read_next()
-    house.engine.abort("r")
-    assert house.engine.scheduler.num_loading == 0 and house.engine.kv.num_free == house.engine.kv.num_blocks
-    assert not house.tiers.read_next()
-    house.run()
-    same(house.run(ask(1)), fresh, cached=40)
+def test_abort_while_loading(model: DecoderModel, compute_without_tiers: Folded, tmp_path: Path) -> None:
+    TieredEngine(model, tmp_path).run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path)
+    tiered.engine.add(make_submission(1))
+    tiered.engine.step()
+    assert tiered.engine.scheduler.num_loading == 1
+    tiered.tiers.read_next()
+    tiered.tiers.read_next()
+    tiered.engine.abort("r")
+    assert tiered.engine.scheduler.num_loading == 0 and tiered.engine.kv.num_free == tiered.engine.kv.num_blocks
+    assert not tiered.tiers.read_next()
+    tiered.run()
+    assert_same_output(tiered.run(make_submission(1)), compute_without_tiers, cached=40)
 
 
-def test_others_overtake_and_who_waits_too_long_computes(model: DecoderModel, fresh: Folded, tmp_path: Path) -> None:
-    House(model, tmp_path).run(ask(1))
+def test_slow_load_times_out_and_others_run(model: DecoderModel, compute_without_tiers: Folded, tmp_path: Path) -> None:
+    TieredEngine(model, tmp_path).run(make_submission(1))
     clock = ManualClock()
-    house = House(model, tmp_path, blocks=24, clock=clock)
-    house.engine.add(ask(1))
-    house.engine.add(ask(2, "quick"))
+    tiered = TieredEngine(model, tmp_path, blocks=24, clock=clock)
+    tiered.engine.add(make_submission(1))
+    tiered.engine.add(make_submission(2, "quick"))
     outputs: list[Output] = []
-    for _ in range(20):  # the disk says nothing all the while, but for the first block
-        outputs += house.engine.step()
-        if house.tiers.stats()["disk"].loaded_blocks == 0:
-            house.tiers.read_next()
+    for _ in range(20):  # the disk returns only the first block
+        outputs += tiered.engine.step()
+        if tiered.tiers.stats()["disk"].loaded_blocks == 0:
+            tiered.tiers.read_next()
     assert {o.id for o in outputs} == {"quick"} and outputs[-1].finish is not None
-    assert house.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING
+    assert tiered.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING
     clock.advance(5.0)
     for _ in range(20):
-        outputs += house.engine.step()
-    assert house.engine.idle
-    house.flush()
-    assert house.host.num_pinned == 0
-    same({k: v for k, v in fold(outputs).items() if k[0] == "r"}, fresh, cached=8)
+        outputs += tiered.engine.step()
+    assert tiered.engine.idle
+    tiered.flush()
+    assert tiered.host.num_pinned == 0
+    assert_same_output({k: v for k, v in fold_outputs(outputs).items() if k[0] == "r"}, compute_without_tiers, cached=8)
 
 
-def test_scored_prompts_are_computed(model: DecoderModel, tmp_path: Path) -> None:
-    House(model, tmp_path).run(ask(1))
-    house = House(model, tmp_path)
-    assert {cached for *_, cached in house.run(ask(1, prompt_logprobs=1)).values()} == {0}
-    assert house.stats()["disk"].hit_tokens == 0
+def test_prompt_logprobs_are_computed(model: DecoderModel, tmp_path: Path) -> None:
+    TieredEngine(model, tmp_path).run(make_submission(1))
+    tiered = TieredEngine(model, tmp_path)
+    assert {cached for *_, cached in tiered.run(make_submission(1, prompt_logprobs=1)).values()} == {0}
+    assert tiered.stats()["disk"].hit_tokens == 0
 
 
 @pytest.fixture
@@ -268,18 +268,18 @@ def checkpoint(tmp_path: Path) -> Iterator[Path]:
     yield tiny.write(tmp_path / "checkpoint", "llama")
 
 
-def test_settings_become_tiers(checkpoint: Path, tmp_path: Path) -> None:
+def test_settings_configure_tiers(checkpoint: Path, tmp_path: Path) -> None:
     disk = tmp_path / "kv"
     config = EngineConfig(
         str(checkpoint), device="cpu", block_size=8, kv_memory=1 << 16, kv_disk=str(disk), kv_disk_size=1 << 22
     )
     first = boot(config).engine
-    first.add(ask(1))
+    first.add(make_submission(1))
     while not first.idle:
         first.step()
     first.close()
     second = boot(config).engine
-    second.add(ask(1))
+    second.add(make_submission(1))
     outputs: list[Output] = []
     while not second.idle:
         outputs += second.step()
@@ -288,12 +288,12 @@ def test_settings_become_tiers(checkpoint: Path, tmp_path: Path) -> None:
     assert second.stats().tiers["disk"].hit_tokens == 40
 
 
-def test_a_gpu_knows_of_them_before_it_plans_its_memory() -> None:
+def test_gpu_memory_plan_includes_tiers() -> None:
     assert gpu_settings(EngineConfig("", kv_host_memory=1 << 20)).tiers
     assert not gpu_settings(EngineConfig("")).tiers
 
 
-def test_settings_that_cannot_be_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_tier_settings_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="only one of kv_disk and kv_disk_size is set"):
         EngineConfig("", kv_disk="/x")
     with pytest.raises(InvalidRequest, match="prefix cache"):

@@ -1,4 +1,4 @@
-"""Packed models on a CPU: the same identity, the same weights, the same tokens; damage is a typed error."""
+"""Packed models on a CPU: same fingerprint, same weights, same tokens; damage is a typed error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=
 PROMPT = "The history of the city begins"
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     model.pack(source, target, CODEC, lambda _: None)
     assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
     return target
@@ -39,9 +39,9 @@ def packed(source: Path, target: Path) -> Path:
     [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True), (torch.float32, True)],
     ids=str,
 )
-def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
+def test_packed_model_has_same_weights_and_fingerprint(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
     source = tiny.write(tmp_path / "plain", LARGER, dtype=dtype, shards=2)
-    target = packed(source, tmp_path / "packed")
+    target = pack_checkpoint(source, tmp_path / "packed")
     ops.start_backend(native=native)
     try:
         assert load_decoder(source).fingerprint == load_decoder(target).fingerprint
@@ -57,10 +57,10 @@ def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, n
         ops.start_backend()
 
 
-def test_experts_say_the_same_packed(tmp_path: Path) -> None:
+def test_packed_experts_give_same_output(tmp_path: Path) -> None:
     config = {**tiny.CONFIGS["qwen3-moe"], "hidden_size": 96, "moe_intermediate_size": 88}
     source = tiny.write(tmp_path / "plain", config, dtype=torch.bfloat16, shards=2)
-    target = packed(source, tmp_path / "packed")
+    target = pack_checkpoint(source, tmp_path / "packed")
     assert main(["unweight", "verify", str(target), str(source), "--quiet"]) == 0
     assert is_coded(Checkpoint.open(target).tensor_info("model.layers.2.mlp.experts.6.down_proj.weight"))
     plain, ours = load_decoder(source), load_decoder(target)
@@ -70,23 +70,23 @@ def test_experts_say_the_same_packed(tmp_path: Path) -> None:
         assert torch.equal(a.ffn(x.clone(), None), b.ffn(x.clone(), None))
 
 
-def test_another_models_identity_differs(tmp_path: Path) -> None:
-    one = packed(tiny.write(tmp_path / "a", LARGER, dtype=torch.bfloat16), tmp_path / "pa")
-    two = packed(tiny.write(tmp_path / "b", LARGER, dtype=torch.bfloat16, seed=1), tmp_path / "pb")
+def test_other_model_has_other_fingerprint(tmp_path: Path) -> None:
+    one = pack_checkpoint(tiny.write(tmp_path / "a", LARGER, dtype=torch.bfloat16), tmp_path / "pa")
+    two = pack_checkpoint(tiny.write(tmp_path / "b", LARGER, dtype=torch.bfloat16, seed=1), tmp_path / "pb")
     assert load_decoder(one).fingerprint != load_decoder(two).fingerprint
 
 
-def test_a_copy_of_the_embedding_is_found_in_packed_files(tmp_path: Path) -> None:
+def test_head_equal_to_embedding_is_dropped_in_packed_files(tmp_path: Path) -> None:
     config = {**LARGER, "tie_word_embeddings": True}
     tensors = tiny.tensors(config, dtype=torch.bfloat16)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    made = load_decoder(packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
+    made = load_decoder(pack_checkpoint(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
     assert made.embedding is made.head.weight
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
 def test_damage_is_a_typed_error_that_names_the_tensor(tmp_path: Path, name: str) -> None:
-    target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
+    target = pack_checkpoint(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
     info = Checkpoint.open(target).tensor_info(name)
     with info.file.open("r+b") as file:
         file.seek(info.offset + info.nbytes // 2)
@@ -98,15 +98,15 @@ def test_damage_is_a_typed_error_that_names_the_tensor(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("change", [{"dtype": "I16"}, {"shape": [1 << 40, 1 << 40]}, {"codec": "zip"}])
-def test_lies_about_a_tensor_are_typed_errors_too(tmp_path: Path, change: dict[str, object]) -> None:
-    target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
+def test_false_tensor_metadata_is_a_typed_error(tmp_path: Path, change: dict[str, object]) -> None:
+    target = pack_checkpoint(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
     unweight_models.lie(target / "model.safetensors", "model.embed_tokens.weight", change)
     with pytest.raises((ModelFileError, UnsupportedModel)):
         load_decoder(target)
 
 
-def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
-    target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
+def test_truncated_file_is_a_typed_error(tmp_path: Path) -> None:
+    target = pack_checkpoint(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
     whole = (target / "model.safetensors").read_bytes()
     for cut in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         (target / "model.safetensors").write_bytes(whole[:cut])
@@ -114,21 +114,21 @@ def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
             load_decoder(target)
 
 
-def test_another_device_refuses_what_it_would_misread(tmp_path: Path) -> None:
-    weights = Weights(Checkpoint.open(packed(tiny.write(tmp_path / "m", LARGER), tmp_path / "packed")))
+def test_other_device_refuses_packed_files(tmp_path: Path) -> None:
+    weights = Weights(Checkpoint.open(pack_checkpoint(tiny.write(tmp_path / "m", LARGER), tmp_path / "packed")))
     weights.device = torch.device("cuda")
     with pytest.raises(UnsupportedModel, match="packed"):
         weights.matrix("lm_head.weight", 301, 96)
 
 
-def test_smollm2_says_the_same_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_smollm2_gives_same_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["unweight", "pack", "smollm2", str(tmp_path / "packed"), "--quiet"]) == 0
     params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
-    said = [
+    outputs = [
         LLM(where, kv_memory=1 << 27).generate([PROMPT], params, progress=False)[0].tokens
         for where in (resolve_model("smollm2"), tmp_path / "packed")
     ]
-    assert len(said[0]) == 50 and said[0] == said[1]
+    assert len(outputs[0]) == 50 and outputs[0] == outputs[1]
     assert main(["doctor", "--model", str(tmp_path / "packed")]) in (0, 1)
-    assert "179 MB of weights" in capsys.readouterr().request
+    assert "179 MB of weights" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "packed")

@@ -1,5 +1,4 @@
-"""Weights on a GPU: every tensor in its place, decoded or packed on the way, buffers reused under copies, and memory
-that sleep really gives back."""
+"""DeviceWeights on a GPU: plain, decoded and packed tensors, reuse of buffers during copies, and sleep mode."""
 
 from __future__ import annotations
 
@@ -43,20 +42,24 @@ WIDE = {**tiny.CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1424, 
 
 
 EVEN = {**WIDE, "intermediate_size": 1408, "vocab_size": 4096}  # all can be packed
-READS = ({"piece": 4096 * 5, "ring": 2, "ahead": 1 << 20}, {"piece": 1 << 20, "ring": 4, "ahead": 0}, {})
+READS = (
+    {"chunk_bytes": 4096 * 5, "ring": 2, "read_ahead_bytes": 1 << 20},
+    {"chunk_bytes": 1 << 20, "ring": 4, "read_ahead_bytes": 0},
+    {},
+)
 
 
-def packed(source: Path, target: Path) -> Path:
+def pack_checkpoint(source: Path, target: Path) -> Path:
     unweight.pack(source, target, select_weight_codec(find_library()), lambda _: None)
     return target
 
 
-def interleaved(gate_up: Tensor) -> Tensor:
+def interleave(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.view(2, -1, 16, gate_up.shape[1])
     return torch.stack([gate, up], dim=1).reshape(gate_up.shape)
 
 
-def taken(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
+def load_all(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
     hidden, ffn, out = config["hidden_size"], config["intermediate_size"], {}
     q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
     for layer in range(config["num_hidden_layers"]):
@@ -80,10 +83,10 @@ def taken(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
 def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tiny.write(tmp_path, WIDE, dtype=file, shards=3, seed=7))
     plain = Weights(checkpoint, dtype)
-    expected = taken(plain, WIDE)
+    expected = load_all(plain, WIDE)
     for options in READS:
         placed = DeviceWeights(checkpoint, dtype, "cuda", FileReader.start(weight_file_paths(checkpoint), **options))
-        found = taken(placed, WIDE)
+        found = load_all(placed, WIDE)
         placed.finish("")
         assert placed.loaded_bytes == plain.loaded_bytes
         assert placed.load_times is not None and placed.load_times.read.bytes == sum(
@@ -92,39 +95,39 @@ def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype 
         for name, tensor in found.items():
             wanted = expected[name]
             if name.endswith("gate_up"):
-                wanted = interleaved(wanted)
+                wanted = interleave(wanted)
             assert tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == wanted.dtype
             assert torch.equal(tensor.cpu(), wanted), name
 
 
 @pytest.mark.parametrize("run", [2 * BLOCK_ELEMENTS, coded_tensor_load.MAX_RUN_BYTES])
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
-def test_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write(tmp_path / "plain", WIDE, dtype=file, shards=3, seed=8)
-    checkpoint = Checkpoint.open(packed(source, tmp_path / "packed"))
-    expected = taken(Weights(Checkpoint.open(source)), WIDE)
+    checkpoint = Checkpoint.open(pack_checkpoint(source, tmp_path / "packed"))
+    expected = load_all(Weights(Checkpoint.open(source)), WIDE)
     monkeypatch.setattr(coded_tensor_load, "MAX_RUN_BYTES", run)
     monkeypatch.setattr(weight_uploader, "MAX_RUN_BYTES", max(run, 4 * BLOCK_ELEMENTS))
     for options in READS:
         placed = DeviceWeights(checkpoint, None, "cuda", FileReader.start(weight_file_paths(checkpoint), **options))
-        found = taken(placed, WIDE)
+        found = load_all(placed, WIDE)
         placed.finish("")
         assert placed.load_times is not None and placed.load_times.decoded_bytes > 0
         for name, tensor in found.items():
-            wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+            wanted = interleave(expected[name]) if name.endswith("gate_up") else expected[name]
             assert tensor.dtype == wanted.dtype and torch.equal(tensor.cpu(), wanted), name
 
 
-def test_a_damaged_block(tmp_path: Path) -> None:
-    """Another load works after it."""
-    directory = packed(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
+def test_damaged_block_is_an_error(tmp_path: Path) -> None:
+    """Another load works after the error."""
+    directory = pack_checkpoint(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
     info = Checkpoint.open(directory).tensor_info("lm_head.weight")
     for damaged in (True, False):
         data = bytearray(info.file.read_bytes())
         data[info.offset + info.nbytes // 2] ^= 1
         info.file.write_bytes(data)
         placed = DeviceWeights(Checkpoint.open(directory), None, "cuda")
-        taken(placed, WIDE)
+        load_all(placed, WIDE)
         if damaged:
             with pytest.raises(ModelFileError, match="lm_head"):
                 placed.finish("")
@@ -135,10 +138,10 @@ def test_a_damaged_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", ["plain", "packed"])
 def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
     tiny.write(tmp_path / "plain", EVEN, dtype=torch.bfloat16, shards=3, seed=9)
-    packed(tmp_path / "plain", tmp_path / "packed")
+    pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
     checkpoint = Checkpoint.open(tmp_path / files)
     config = ModelConfig.from_hf(checkpoint.config)
-    expected = taken(Weights(Checkpoint.open(tmp_path / "plain")), EVEN)
+    expected = load_all(Weights(Checkpoint.open(tmp_path / "plain")), EVEN)
     for options in READS:
         placed = DeviceWeights(
             checkpoint, None, "cuda", FileReader.start(weight_file_paths(checkpoint), **options), packed=True
@@ -149,27 +152,27 @@ def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
         assert all(weight.layout is WeightLayout.UW12 for weight in iter_instances(PackedWeight, decoder))
         for i, layer in enumerate(decoder.layers):
             at, attention, ffn = f"model.layers.{i}", layer.attention, layer.ffn
-            assert torch.equal(unpacked(attention.qkv.weight), expected[f"{at}.qkv"])
-            assert torch.equal(unpacked(attention.o.weight), expected[f"{at}.o"])
-            assert torch.equal(unpacked(ffn.gate_up), interleaved(expected[f"{at}.gate_up"]))  # type: ignore[attr-defined]
-            assert torch.equal(unpacked(ffn.down.weight), expected[f"{at}.down"])  # type: ignore[attr-defined]
-        assert torch.equal(unpacked(decoder.head.weight), expected["head"])
+            assert torch.equal(unpack_weight(attention.qkv.weight), expected[f"{at}.qkv"])
+            assert torch.equal(unpack_weight(attention.o.weight), expected[f"{at}.o"])
+            assert torch.equal(unpack_weight(ffn.gate_up), interleave(expected[f"{at}.gate_up"]))  # type: ignore[attr-defined]
+            assert torch.equal(unpack_weight(ffn.down.weight), expected[f"{at}.down"])  # type: ignore[attr-defined]
+        assert torch.equal(unpack_weight(decoder.head.weight), expected["head"])
         assert isinstance(decoder.embedding, PackedWeight)
-        assert torch.equal(unpacked(decoder.embedding), expected["embedding"])
+        assert torch.equal(unpack_weight(decoder.embedding), expected["embedding"])
 
 
-def unpacked(weight: PackedWeight) -> Tensor:
+def unpack_weight(weight: PackedWeight) -> Tensor:
     assert isinstance(weight.handle, uw12.UW12Weight)
     return uw12.unpack(weight.handle, torch.empty(weight.n, weight.k, dtype=torch.bfloat16, device="cuda")).cpu()
 
 
-def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
-    """Packed files, kept packed and not, beside plain ones."""
+def test_packed_model_gives_same_tokens(tmp_path: Path) -> None:
+    """Compare packed files, kept packed or not, with plain files."""
     from emberline.engine.gpu.boot import boot_from_checkpoint
 
     tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
-    packed(tmp_path / "plain", tmp_path / "packed")
-    said: dict[tuple[str, str], list[int]] = {}
+    pack_checkpoint(tmp_path / "plain", tmp_path / "packed")
+    outputs: dict[tuple[str, str], list[int]] = {}
     ways = ("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed"), ("plain", "both")
     for files, weights in (*ways, ("packed", "both")):
         settings = GPUConfig(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
@@ -185,17 +188,17 @@ def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
             for output in engine.step():
                 assert output.error is None
                 tokens += output.tokens
-        said[files, weights] = tokens
+        outputs[files, weights] = tokens
         del booted, engine
-    assert len({tuple(tokens) for tokens in said.values()}) == 1 and len(said["plain", "auto"]) == 20
+    assert len({tuple(tokens) for tokens in outputs.values()}) == 1 and len(outputs["plain", "auto"]) == 20
 
 
-def test_a_file_cut_while_it_is_loaded(tmp_path: Path) -> None:
-    """The buffers are unpinned all the same: another load works."""
+def test_file_truncated_while_loading(tmp_path: Path) -> None:
+    """The buffers are unpinned after the error: another load works."""
     for cut in (True, False):
         checkpoint = Checkpoint.open(tiny.write(tmp_path / str(cut), WIDE))
         placed = DeviceWeights(checkpoint, None, "cuda")
-        taken(placed, WIDE)
+        load_all(placed, WIDE)
         if cut:
             with (tmp_path / str(cut) / "model.safetensors").open("r+b") as f:
                 f.truncate(1 << 20)
@@ -214,7 +217,7 @@ def test_pinned_pages() -> None:
     assert not memory.is_pinned()
 
 
-def test_sleep_gives_the_memory_back() -> None:
+def test_sleep_frees_device_memory() -> None:
     torch.cuda.empty_cache()
     whole = torch.randn(64 << 20, device="cuda")
     part, narrow = whole[1000:2000], torch.randn(32 << 20, device="cuda").to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Where a model's turn ends: what each of its files says counts, and what none of them can mean is refused."""
+"""end_tokens: end tokens are collected from all files of a model; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers_made as made
+import sample_tokenizers as made
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
@@ -16,45 +16,45 @@ from emberline.models.endtokens import end_tokens
 VOCAB = 300
 
 
-def ends(folder: Path, config: Any = None, generation: Any = None, tokenizer: Any = None) -> tuple[int, ...]:
+def end_ids(folder: Path, config: Any = None, generation: Any = None, tokenizer: Any = None) -> tuple[int, ...]:
     ids = [{} if given is None else {"eos_token_id": given} for given in (config, generation)]
     return end_tokens(Checkpoint(folder, *ids, {"eos_token": tokenizer}, {}), VOCAB)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Its tokenizer: 0 is <|end|>, 1 is <|user|>."""
+    """A model directory whose tokenizer has 0 as <|end|> and 1 as <|user|>."""
     made.byte_level().save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
-def test_all_three_files_count(folder: Path) -> None:
-    assert ends(folder) == ()
-    assert ends(folder, 7, [5, 7, 6], {"content": "<|end|>"}) == (7, 5, 6, 0)
-    assert ends(folder, None, 1, "<|user|>") == (1,)
-    assert ends(folder, 7, None, "nothing like it") == (7,)
+def test_end_tokens_of_all_three_files(folder: Path) -> None:
+    assert end_ids(folder) == ()
+    assert end_ids(folder, 7, [5, 7, 6], {"content": "<|end|>"}) == (7, 5, 6, 0)
+    assert end_ids(folder, None, 1, "<|user|>") == (1,)
+    assert end_ids(folder, 7, None, "no such token") == (7,)
 
 
-def test_only_what_the_model_can_say(folder: Path) -> None:
-    assert ends(folder, [VOCAB - 1, VOCAB], 1 << 40, "<|end|>") == (VOCAB - 1, 0)
+def test_ids_outside_the_vocabulary_are_dropped(folder: Path) -> None:
+    assert end_ids(folder, [VOCAB - 1, VOCAB], 1 << 40, "<|end|>") == (VOCAB - 1, 0)
 
 
-def test_however_the_file_is_written(folder: Path) -> None:
+def test_any_json_formatting(folder: Path) -> None:
     file = folder / "tokenizer.json"
     for indent in (None, 2):
         file.write_text(json.dumps(json.loads(file.read_text()), indent=indent))
-        assert ends(folder, tokenizer="<|end|>") == (0,)
+        assert end_ids(folder, tokenizer="<|end|>") == (0,)
 
 
 def test_without_a_tokenizer(tmp_path: Path) -> None:
-    assert ends(tmp_path, 7, None, "<|end|>") == (7,)
+    assert end_ids(tmp_path, 7, None, "<|end|>") == (7,)
 
 
 @pytest.mark.parametrize("added", ["[", '[{"id": "0", "content": "<|end|>"}]', '[{"id": -1, "content": "<|end|>"}]'])
-def test_damage_is_told(tmp_path: Path, added: str) -> None:
+def test_damaged_tokenizer_is_an_error(tmp_path: Path, added: str) -> None:
     (tmp_path / "tokenizer.json").write_text(f'{{"added_tokens": {added}')
     with pytest.raises(ModelFileError, match=r"tokenizer\.json"):
-        ends(tmp_path, tokenizer="<|end|>")
+        end_ids(tmp_path, tokenizer="<|end|>")
 
 
 def test_smollm2() -> None:

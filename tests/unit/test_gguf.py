@@ -1,4 +1,4 @@
-"""The GGUF reader: what the gguf package writes is read back; what is damaged gives a typed error and never more."""
+"""GGUFFile reads what the gguf package writes; damaged files raise a typed error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_dequantises_random_blocks_like_the_gguf_package(number: int) -> None:
 
 @pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_dequantised_values_are_near_the_originals(name: str) -> None:
-    """K formats have no quantiser in the package; the blocks test above covers them."""
+    """The gguf package cannot quantise to K formats; the test of random blocks covers them."""
     kind = next(t for t in TENSOR_TYPES.values() if t.name == name)
     x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
@@ -127,7 +127,7 @@ def test_other_versions_are_not_supported(data: bytes, tmp_path: Path) -> None:
         GGUFFile(tmp_path / "v.gguf")
 
 
-def test_other_quantisations_are_named(tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_named(tmp_path: Path) -> None:
     (tmp_path / "q.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=10) + bytes(512)))
     with pytest.raises(UnsupportedModel, match="type 10"):
         GGUFFile(tmp_path / "q.gguf")
@@ -135,8 +135,8 @@ def test_other_quantisations_are_named(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_and_cut_files_never_crash(sample: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    """Reads or raises our error: through the reader and the whole conversion."""
+def test_damaged_files_never_crash(sample: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    """The reader and the whole conversion succeed or raise a typed error."""
     damaged = bytearray(sample)
     metadata_ends = 8000
     for _ in range(data.draw(st.integers(1, 4))):

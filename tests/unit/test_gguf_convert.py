@@ -1,4 +1,4 @@
-"""GGUF to checkpoint: names, head order, config, tokenizer. The safetensors package reads what we wrote."""
+"""Conversion of GGUF to a checkpoint: tensor names, head order, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from emberline.tokens.tokenizer import Tokenizer
 
 
 def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """What llama.cpp does to q and k when it writes a Llama: index by index, from its definition."""
+    """Permute rows of q and k as llama.cpp does for Llama, index by index."""
     dim = len(rows) // heads
     out = np.empty_like(rows)
     for h in range(heads):
@@ -35,18 +35,18 @@ def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32
     return out
 
 
-def converted(tmp_path: Path, arch: str, **options: Any) -> Checkpoint:
+def convert_file(tmp_path: Path, arch: str, **options: Any) -> Checkpoint:
     ggufs.write(tmp_path / "m.gguf", arch, **options)
     return Checkpoint.open(convert(tmp_path / "m.gguf", tmp_path / "out"))
 
 
-def test_llama_rows_are_put_back_in_order(tmp_path: Path) -> None:
+def test_llama_rows_are_unpermuted(tmp_path: Path) -> None:
     usual = ggufs.tensors("llama", np.random.default_rng(1))
     stored = dict(usual)
     for i in range(ggufs.LAYERS):
         for part, heads in (("attn_q", ggufs.HEADS), ("attn_k", ggufs.KV_HEADS)):
             stored[f"blk.{i}.{part}.weight"] = llama_cpp_order(usual[f"blk.{i}.{part}.weight"], heads)
-    checkpoint = converted(tmp_path, "llama", values=stored)
+    checkpoint = convert_file(tmp_path, "llama", values=stored)
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
     for theirs, ours in names.items():
@@ -59,9 +59,9 @@ def test_llama_rows_are_put_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
-def test_qwen_rows_stay_as_they_are(arch: str, tmp_path: Path) -> None:
+def test_qwen_rows_are_unchanged(arch: str, tmp_path: Path) -> None:
     values = ggufs.tensors(arch, np.random.default_rng(2))
-    checkpoint = converted(tmp_path, arch, values=values)
+    checkpoint = convert_file(tmp_path, arch, values=values)
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert np.array_equal(loaded["model.layers.0.self_attn.q_proj.weight"], values["blk.0.attn_q.weight"])
     extra = {"qwen2": "model.layers.1.self_attn.k_proj.bias", "qwen3": "model.layers.1.self_attn.k_norm.weight"}[arch]
@@ -69,8 +69,8 @@ def test_qwen_rows_stay_as_they_are(arch: str, tmp_path: Path) -> None:
     assert checkpoint.config["model_type"] == arch
 
 
-def test_config_says_what_the_file_says(tmp_path: Path) -> None:
-    checkpoint = converted(tmp_path, "llama", quant="Q4_0", tied=True, extra={"attention.key_length": 16})
+def test_config_matches_gguf_metadata(tmp_path: Path) -> None:
+    checkpoint = convert_file(tmp_path, "llama", quant="Q4_0", tied=True, extra={"attention.key_length": 16})
     expected = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
@@ -97,7 +97,7 @@ def test_config_says_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
-    config = converted(tmp_path, "llama", extra={"attention.sliding_window": 32}).config
+    config = convert_file(tmp_path, "llama", extra={"attention.sliding_window": 32}).config
     assert config["architectures"] == ["MistralForCausalLM"]
     assert config["sliding_window"] == 32
 
@@ -105,12 +105,12 @@ def test_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
 def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    assert converted(tmp_path / "a", "llama", extra=linear).config["rope_scaling"] == {
+    assert convert_file(tmp_path / "a", "llama", extra=linear).config["rope_scaling"] == {
         "rope_type": "linear",
         "factor": 4.0,
     }
     yarn = {**linear, "rope.scaling.type": "yarn", "rope.scaling.original_context_length": 64}
-    assert converted(tmp_path, "qwen2", extra=yarn).config["rope_scaling"] == {
+    assert convert_file(tmp_path, "qwen2", extra=yarn).config["rope_scaling"] == {
         "rope_type": "yarn",
         "factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -129,24 +129,24 @@ def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_scaling_is_read_as_it_is_meant(tmp_path: Path, extra: dict[str, Any], expected: Any) -> None:
-    assert converted(tmp_path, "llama", extra=extra).config["rope_scaling"] == expected
+def test_rope_scaling_conversion(tmp_path: Path, extra: dict[str, Any], expected: Any) -> None:
+    assert convert_file(tmp_path, "llama", extra=extra).config["rope_scaling"] == expected
 
 
-def test_a_part_that_is_not_rotated_is_refused(tmp_path: Path) -> None:
+def test_partial_rotation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="rotates 8 of 16"):
-        converted(tmp_path, "llama", extra={"rope.dimension_count": 8})
+        convert_file(tmp_path, "llama", extra={"rope.dimension_count": 8})
 
 
-def test_ends_are_known_by_their_text() -> None:
+def test_end_of_turn_tokens_by_text() -> None:
     tokens, kinds = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>"], array("i", [3, 3, 3, 1])
     metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     ends = generation_config({**metadata, "tokenizer.ggml.eos_token_id": 1})["eos_token_id"]
-    assert ends == [1, 2], "a token that people may write is none"
+    assert ends == [1, 2], "a token that users can type is not an end token"
 
 
 def llama3_divisors(factor: float, theta: float, dim: int) -> NDArray[np.float32]:
-    """The published rule, written as the case distinction that it is."""
+    """Return the divisors by the published rule, with its three cases."""
     out = []
     for i in range(0, dim, 2):
         wavelength = 2 * np.pi * theta ** (i / dim)
@@ -160,10 +160,10 @@ def llama3_divisors(factor: float, theta: float, dim: int) -> NDArray[np.float32
     return np.array(out, dtype=np.float32)
 
 
-def test_llama3_rule_is_found_again_from_the_divisors(tmp_path: Path) -> None:
+def test_llama3_scaling_from_divisors(tmp_path: Path) -> None:
     values = ggufs.tensors("llama", np.random.default_rng(3))
     values["rope_freqs.weight"] = llama3_divisors(8.0, 10000.0, 16)
-    checkpoint = converted(tmp_path, "llama", values=values)
+    checkpoint = convert_file(tmp_path, "llama", values=values)
     assert checkpoint.config["rope_scaling"] == {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -178,7 +178,7 @@ def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
     values = ggufs.tensors("llama", np.random.default_rng(3))
     values["rope_freqs.weight"] = np.linspace(1, 8, 8, dtype=np.float32)
     with pytest.raises(UnsupportedModel, match="rope frequencies"):
-        converted(tmp_path, "llama", values=values)
+        convert_file(tmp_path, "llama", values=values)
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="gemma2"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
     with pytest.raises(UnsupportedModel, match="architecture"):
-        converted(tmp_path, "llama", extra={"expert_count": 8})
+        convert_file(tmp_path, "llama", extra={"expert_count": 8})
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
@@ -200,21 +200,21 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_what_a_killed_process_left_is_gone(tmp_path: Path) -> None:
+def test_leftovers_of_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".out").mkdir()
     (tmp_path / ".out" / "model.safetensors").write_bytes(b"half")
-    converted(tmp_path, "llama")
+    convert_file(tmp_path, "llama")
     assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
 
 
-def test_one_converts_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_conversions_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = [], conversion._write_checkpoint
 
-    def counted(file: GGUFFile, work: Path) -> None:
+    def count_calls(file: GGUFFile, work: Path) -> None:
         written.append(work)
         write(file, work)
 
-    monkeypatch.setattr(conversion, "_write_checkpoint", counted)
+    monkeypatch.setattr(conversion, "_write_checkpoint", count_calls)
     ggufs.write(tmp_path / "m.gguf")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: convert(tmp_path / "m.gguf", tmp_path / "out"), range(8)))
@@ -222,11 +222,11 @@ def test_one_converts_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest
     assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
 
 
-def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
-    converted(tmp_path / "a", "llama", quant="Q4_1")
+    convert_file(tmp_path / "a", "llama", quant="Q4_1")
     monkeypatch.setattr(conversion, "CHUNK_BYTES", 1000)
-    converted(tmp_path, "llama", quant="Q4_1")
+    convert_file(tmp_path, "llama", quant="Q4_1")
     whole, pieces = (tmp_path / d / "model.safetensors" for d in ("a/out", "out"))
     assert whole.read_bytes() == pieces.read_bytes()
 
@@ -299,8 +299,8 @@ def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Excep
         ("tekken", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
     ],
 )
-def test_pre_tokenizers_cut_where_they_should(pre: str, pieces: list[str]) -> None:
-    """Every merge within these pieces exists, so the tokens are the pieces."""
+def test_pre_tokenizers_split_correctly(pre: str, pieces: list[str]) -> None:
+    """The vocabulary has every merge within these words, so the tokens are the words."""
     words = {p.replace(" ", "Ġ") for p in pieces}
     merges, tokens = [], list(ggufs.ALPHABET)
     for word in sorted(words):

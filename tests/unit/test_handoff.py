@@ -1,4 +1,4 @@
-"""A request that moves between engines says the same tokens, whatever happens to the blocks on their way."""
+"""A request that moves between engines gives the same tokens, whatever happens to its KV blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Peer
 
 
-def test_a_handoff_travels_as_json() -> None:
+def test_handoff_json_round_trip() -> None:
     handoff = Handoff((TokenGroup(1, (2, 3)), TokenGroup(0, (4,)), TokenGroup(1, (5,))), True, 7, {"id": "x"})
     assert Handoff.parse(json.loads(json.dumps(handoff.as_dict()))) == handoff
     assert handoff.tokens_by_choice(2) == ((4,), (2, 3, 5))
@@ -49,7 +49,7 @@ def test_a_handoff_travels_as_json() -> None:
 def engine(
     name: str = "", blocks: int = 64, size: int = 8, *, runner: type[FakeRunner] = FakeRunner, **others: object
 ) -> Engine:
-    """With a name: one that others can pull from, and that pulls from everybody in `PEERS`."""
+    """Return an engine; with a name, other engines can pull from it, and it pulls from all in `PEERS`."""
     made = runner(blocks, size, **({"eos": others.pop("eos")} if "eos" in others else {}))  # type: ignore[arg-type]
     config = SchedulerConfig(block_size=size, **{"max_batch_tokens": 16, **others})  # type: ignore[arg-type]
     if not name:
@@ -62,8 +62,8 @@ def engine(
     )
 
 
-def acquaint(*engines: Engine) -> None:
-    """Each can reach all the others."""
+def connect_engines(*engines: Engine) -> None:
+    """Let each engine reach all others."""
     for one in engines:
         assert one.transfer_endpoint is not None
         senders = [
@@ -74,7 +74,7 @@ def acquaint(*engines: Engine) -> None:
         one.transfer_endpoint.receiver._transports = [LocalTransport(senders)]
 
 
-def ask(name: str = "r", length: int = 41, start: int = 0, **params: object) -> Submission:
+def make_submission(name: str = "r", length: int = 41, start: int = 0, **params: object) -> Submission:
     wishes = {"max_tokens": 6, "seed": 11, **params}
     prompt = [(start + 7 * i) % 1000 for i in range(length)]
     return Submission(name, prompt, SamplingParams(**wishes))  # type: ignore[arg-type]
@@ -99,8 +99,8 @@ def tokens(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.tokens]
 
 
-def settle(*engines: Engine) -> None:
-    """Until no lease and no pull is left, and every block is free or cached."""
+def run_until_settled(*engines: Engine) -> None:
+    """Run until no lease and no pull is left, and every block is free or cached."""
     ends = time.monotonic() + 30
     while time.monotonic() < ends:
         for one in engines:
@@ -109,49 +109,49 @@ def settle(*engines: Engine) -> None:
         if all(one.kv.num_free + one.kv.num_cached == one.kv.num_blocks for one in engines):
             return
         time.sleep(0.005)
-    raise AssertionError("somebody still holds blocks")
+    raise AssertionError("blocks are still held")
 
 
-def prefilled(e: Engine, submission: Submission) -> list[Output]:
+def publish_prefill(e: Engine, submission: Submission) -> list[Output]:
     return run(e, replace(submission, publish=True))
 
 
-# -- going on from tokens alone ---------------------------------------------------------------------------------------
+# -- resuming from tokens alone ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("runner", [FakeRunner, FakePipelinedRunner])
 @pytest.mark.parametrize("n", [1, 3])
-def test_going_on_from_any_place(n: int, runner: type[FakeRunner]) -> None:
+def test_resume_after_any_token(n: int, runner: type[FakeRunner]) -> None:
     whole: dict[int, list[int]] = {i: [] for i in range(n)}
-    for output in run(engine(), ask(n=n, max_tokens=9)):
+    for output in run(engine(), make_submission(n=n, max_tokens=9)):
         whole[output.index] += output.tokens
     for cut in range(10):
-        said = tuple(tuple(whole[i][: max(0, cut - i)]) for i in range(n))
+        known = tuple(tuple(whole[i][: max(0, cut - i)]) for i in range(n))
         rest: dict[int, list[int]] = {i: [] for i in range(n)}
         finishes = []
-        for output in run(engine(runner=runner), replace(ask(n=n, max_tokens=9), resumed=said)):
+        for output in run(engine(runner=runner), replace(make_submission(n=n, max_tokens=9), resumed=known)):
             rest[output.index] += output.tokens
             finishes += [output.finish] if output.finish else []
-        assert {i: [*said[i], *rest[i]] for i in range(n)} == whole
+        assert {i: [*known[i], *rest[i]] for i in range(n)} == whole
         assert finishes == [FinishReason.LENGTH] * n
 
 
-def test_what_has_ended_ends_again_without_a_token() -> None:
+def test_resuming_finished_output_ends_at_once() -> None:
     e = engine(eos=frozenset({5}))
-    for params, said, finish in (
+    for params, known, finish in (
         ({"max_tokens": 2}, (7, 8), FinishReason.LENGTH),
         ({"max_tokens": 2}, (7, 8, 9), FinishReason.LENGTH),
         ({"max_tokens": 9}, (7, 5), FinishReason.STOP),
         ({"max_tokens": 2}, (7, 5), FinishReason.STOP),
         ({"max_tokens": 9, "stop_token_ids": (8,)}, (7, 8), FinishReason.STOP),
     ):
-        outputs = run(e, replace(ask(**params), resumed=(said,)))
+        outputs = run(e, replace(make_submission(**params), resumed=(known,)))
         assert [(o.tokens, o.finish) for o in outputs] == [([], finish)]
     assert e.stats().step == 0
-    assert len(tokens(run(e, replace(ask(max_tokens=3, ignore_eos=True), resumed=((7, 5),))))) == 1
+    assert len(tokens(run(e, replace(make_submission(max_tokens=3, ignore_eos=True), resumed=((7, 5),))))) == 1
 
 
-def test_what_cannot_be_resumed_or_published_is_refused() -> None:
+def test_unsupported_handoffs_are_refused() -> None:
     e = engine()
     for wrong, param in (
         ({"resumed": ((1,), (2,))}, "resumed"),
@@ -159,10 +159,10 @@ def test_what_cannot_be_resumed_or_published_is_refused() -> None:
         ({"publish": True}, "publish"),
     ):
         with pytest.raises(InvalidRequest) as refusal:
-            e.add(replace(ask(), **wrong))
+            e.add(replace(make_submission(), **wrong))
         assert refusal.value.param == param
     with pytest.raises(InvalidRequest, match="publish needs n = 1"):
-        engine("p").add(replace(ask(n=2), publish=True))
+        engine("p").add(replace(make_submission(n=2), publish=True))
     assert e.idle
 
 
@@ -171,40 +171,40 @@ def test_what_cannot_be_resumed_or_published_is_refused() -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8), (8, 32), (32, 8)])
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 64, 65])
-def test_prompts_of_any_length(theirs: int, ours: int, length: int) -> None:
-    expected = tokens(run(engine(), ask(length=length)))
+def test_prefill_of_any_prompt_length(theirs: int, ours: int, length: int) -> None:
+    expected = tokens(run(engine(), make_submission(length=length)))
     p, d = engine("p", size=theirs), engine("d", size=ours)
-    acquaint(p, d)
-    *early, last = prefilled(p, ask(length=length))
+    connect_engines(p, d)
+    *early, last = publish_prefill(p, make_submission(length=length))
     assert last.finish is FinishReason.HANDOFF and last.tokens == expected[:1]
     full = length // theirs * theirs
     assert (last.ticket is not None) == (full > 0) == bool(early)
     if last.ticket is None:
-        settle(p)
+        run_until_settled(p)
         return
     assert early[0].ticket is not None and not early[0].ticket["complete"]
-    got = run(d, replace(ask(length=length), source=early[0].ticket))
+    got = run(d, replace(make_submission(length=length), source=early[0].ticket))
     assert tokens(got) == expected
     assert got[-1].finish is FinishReason.LENGTH
     stats = d.stats().transfer
     assert stats is not None and (stats.pulls, stats.pull_failures, stats.recomputed) == (1, {}, 0)
     assert stats.hit_tokens == full and d.stats().prompt_tokens == length - full
-    settle(p, d)
+    run_until_settled(p, d)
     stats = p.stats().transfer
     assert stats is not None and stats.ended == {"acknowledged": 1} and (stats.leases, stats.pinned_blocks) == (0, 0)
     assert stats.published_blocks == length // theirs
 
 
-def test_blocks_are_pulled_while_the_rest_of_the_prompt_is_computed() -> None:
-    expected = tokens(run(engine(), ask(length=100)))
+def test_pull_overlaps_with_prefill() -> None:
+    expected = tokens(run(engine(), make_submission(length=100)))
     p, d = engine("p"), engine("d")
-    acquaint(p, d)
-    p.add(replace(ask(length=100), publish=True))
+    connect_engines(p, d)
+    p.add(replace(make_submission(length=100), publish=True))
     (first,) = p.step()
     assert first.ticket is not None and len(first.ticket["blocks"]) == 2 and not first.ticket["complete"]
-    d.add(replace(ask(length=100), source=first.ticket))
+    d.add(replace(make_submission(length=100), source=first.ticket))
     d.step()
-    for computed in (16, 32, 48):  # a piece is known to be good when the next is there
+    for computed in (16, 32, 48):  # blocks are confirmed when the next ones are published
         ends = time.monotonic() + 30
         p.step()
         while d.scheduler.requests["r#0"].num_computed < computed and time.monotonic() < ends:
@@ -212,66 +212,66 @@ def test_blocks_are_pulled_while_the_rest_of_the_prompt_is_computed() -> None:
         assert d.scheduler.requests["r#0"].num_computed == computed
     assert tokens(run(d, beside=p)) == expected
     assert d.stats().prompt_tokens == 4
-    settle(p, d)
+    run_until_settled(p, d)
 
 
 @pytest.mark.parametrize("runner", [FakeRunner, FakePipelinedRunner])
-def test_engines_that_run_ahead_of_their_results(runner: type[FakeRunner]) -> None:
+def test_handoff_between_asynchronous_engines(runner: type[FakeRunner]) -> None:
     for length in (40, 41):
-        expected = tokens(run(engine(), ask(length=length)))
+        expected = tokens(run(engine(), make_submission(length=length)))
         p, d = engine("p", runner=FakePipelinedRunner), engine("d", runner=runner)
-        acquaint(p, d)
-        p.add(replace(ask(length=length), publish=True))
+        connect_engines(p, d)
+        p.add(replace(make_submission(length=length), publish=True))
         while not (outputs := p.step()):
             pass
-        d.add(replace(ask(length=length), source=outputs[0].ticket))
+        d.add(replace(make_submission(length=length), source=outputs[0].ticket))
         assert tokens(run(d, beside=p)) == expected
         run(p)
-        settle(p, d)
+        run_until_settled(p, d)
 
 
-def test_what_is_cached_here_is_not_pulled() -> None:
-    expected = tokens(run(engine(), ask()))
-    for theirs, cached, pulled in ((8, 24, 16), (16, 16, 16), (32, 0, 32)):  # what is shared is never written to
+def test_cached_blocks_are_not_pulled() -> None:
+    expected = tokens(run(engine(), make_submission()))
+    for theirs, cached, pulled in ((8, 24, 16), (16, 16, 16), (32, 0, 32)):  # a pull never writes to shared blocks
         p, d = engine("p", size=theirs), engine("d")
-        acquaint(p, d)
-        run(d, Submission("before", ask().prompt[:24], SamplingParams(max_tokens=1)))
-        ticket = prefilled(p, ask())[-1].ticket
+        connect_engines(p, d)
+        run(d, Submission("before", make_submission().prompt[:24], SamplingParams(max_tokens=1)))
+        ticket = publish_prefill(p, make_submission())[-1].ticket
         before = d.stats().prefix_hits
-        assert tokens(run(d, replace(ask(), source=ticket))) == expected
+        assert tokens(run(d, replace(make_submission(), source=ticket))) == expected
         stats = d.stats().transfer
         assert stats is not None and stats.hit_tokens == pulled and stats.pulled_bytes == 8 * pulled
         assert d.stats().prefix_hits - before == cached
-        settle(p, d)
+        run_until_settled(p, d)
 
 
-def pair_of(**others: object) -> tuple[Engine, Engine]:
+def make_engine_pair(**others: object) -> tuple[Engine, Engine]:
     p, d = engine("p"), engine("d", **others)  # type: ignore[arg-type]
-    acquaint(p, d)
+    connect_engines(p, d)
     return p, d
 
 
-def failures(e: Engine) -> dict[str, int]:
+def pull_failures(e: Engine) -> dict[str, int]:
     stats = e.stats().transfer
     assert stats is not None and stats.recomputed == sum(stats.pull_failures.values())
     return stats.pull_failures
 
 
-EXPECTED = tokens(run(engine(), ask()))
+EXPECTED = tokens(run(engine(), make_submission()))
 
 
-def test_the_prefill_engine_tells_what_the_first_token_cost() -> None:
-    p, d = pair_of()
-    run(p, ask("before"))
-    ticket = prefilled(p, ask())[-1].ticket
+def test_note_carries_first_token_stats() -> None:
+    p, d = make_engine_pair()
+    run(p, make_submission("before"))
+    ticket = publish_prefill(p, make_submission())[-1].ticket
     assert ticket is not None and ticket["complete"]
     note = PrefillResult.parse(ticket["note"])
     assert note is not None and note.tokens == tuple(EXPECTED[:1]) and note.cached == 40 and not note.stop
-    got = run(d, replace(ask(), source=ticket))
+    got = run(d, replace(make_submission(), source=ticket))
     assert got[0].cached_tokens == 40 and got[0].timing is not None
     assert sum(output.cached_tokens for output in got) == 40
-    assert d.stats().generated_tokens == 5, "the first was generated elsewhere"
-    settle(p, d)
+    assert d.stats().generated_tokens == 5, "the first token was generated by the other engine"
+    run_until_settled(p, d)
 
 
 @pytest.mark.parametrize(
@@ -283,143 +283,143 @@ def test_the_prefill_engine_tells_what_the_first_token_cost() -> None:
         ({"logprobs": 1}, 6, FinishReason.LENGTH),
     ],
 )
-def test_the_first_token_may_be_the_last(params: dict[str, object], count: int, finish: FinishReason) -> None:
-    p, d = pair_of()
-    ticket = prefilled(p, ask(**params))[-1].ticket
-    got = run(d, replace(ask(**params), source=ticket))
+def test_first_token_may_end_the_output(params: dict[str, object], count: int, finish: FinishReason) -> None:
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, make_submission(**params))[-1].ticket
+    got = run(d, replace(make_submission(**params), source=ticket))
     assert tokens(got) == EXPECTED[:count] and [o.finish for o in got if o.finish] == [finish]
-    assert failures(d) == {}
-    settle(p, d)
+    assert pull_failures(d) == {}
+    run_until_settled(p, d)
 
 
-def test_whoever_wants_log_probabilities_samples_the_first_token_itself() -> None:
-    """From the last token of the prompt, though its block could be had whole."""
-    expected = tokens(run(engine(), ask(length=40)))
-    p, d = pair_of()
-    ticket = prefilled(p, ask(length=40))[-1].ticket
-    assert tokens(run(d, replace(ask(length=40, logprobs=1), source=ticket))) == expected
+def test_logprobs_request_samples_first_token_itself() -> None:
+    """It computes the last token of the prompt, although the peer has its block."""
+    expected = tokens(run(engine(), make_submission(length=40)))
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, make_submission(length=40))[-1].ticket
+    assert tokens(run(d, replace(make_submission(length=40, logprobs=1), source=ticket))) == expected
     assert d.stats().prompt_tokens == 1 and d.stats().generated_tokens == 6
-    settle(p, d)
+    run_until_settled(p, d)
 
 
-def test_a_receiver_that_does_not_want_the_blocks_any_more() -> None:
+def test_receiver_releases_unneeded_blocks() -> None:
     p = engine("p")
-    p.add(replace(ask(), publish=True))
+    p.add(replace(make_submission(), publish=True))
     (first,) = p.step()
     assert first.ticket is not None and p.transfer_endpoint is not None
     p.transfer_endpoint.sender.end(first.ticket["id"], LeaseEndReason.RELEASED)
     *_, last = run(p)
     assert last.finish is FinishReason.HANDOFF and last.tokens == EXPECTED[:1] and last.ticket is None
-    settle(p)
+    run_until_settled(p)
 
 
-def test_resumed_with_a_source() -> None:
-    p, d = pair_of()
-    ticket = prefilled(p, ask())[-1].ticket
-    assert tokens(run(d, replace(ask(), source=ticket, resumed=(tuple(EXPECTED[:2]),)))) == EXPECTED[2:]
+def test_resume_with_a_source() -> None:
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, make_submission())[-1].ticket
+    assert tokens(run(d, replace(make_submission(), source=ticket, resumed=(tuple(EXPECTED[:2]),)))) == EXPECTED[2:]
     assert d.stats().prompt_tokens == 1
-    settle(p, d)
+    run_until_settled(p, d)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8)])
-@pytest.mark.parametrize("said", [1, 6, 7, 8, 30, 39])
-def test_what_was_said_is_handed_over_with_the_prompt(theirs: int, ours: int, said: int) -> None:
-    wish = ask(max_tokens=40)
+@pytest.mark.parametrize("known", [1, 6, 7, 8, 30, 39])
+def test_output_is_handed_over_with_the_prompt(theirs: int, ours: int, known: int) -> None:
+    wish = make_submission(max_tokens=40)
     expected = tokens(run(engine(), wish))
     p, d = engine("p", size=theirs), engine("d", size=ours)
-    acquaint(p, d)
-    resumed = replace(wish, resumed=(tuple(expected[:said]),))
-    *_, last = prefilled(p, resumed)
-    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[said : said + 1]
+    connect_engines(p, d)
+    resumed = replace(wish, resumed=(tuple(expected[:known]),))
+    *_, last = publish_prefill(p, resumed)
+    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[known : known + 1]
     got = run(d, replace(resumed, source=last.ticket))
-    assert tokens(got) == expected[said:] and got[-1].finish is FinishReason.LENGTH
+    assert tokens(got) == expected[known:] and got[-1].finish is FinishReason.LENGTH
     stats = d.stats().transfer
-    assert stats is not None and stats.hit_tokens == (41 + said) // theirs * theirs and stats.recomputed == 0
-    settle(p, d)
+    assert stats is not None and stats.hit_tokens == (41 + known) // theirs * theirs and stats.recomputed == 0
+    run_until_settled(p, d)
 
 
-def test_tickets_and_tokens_that_are_known_do_not_wait_for_a_step() -> None:
-    """A step on a CPU may take long: what a stream that moves waits for leaves before it."""
-    p, d = pair_of()
-    run(p, ask())  # its blocks are cached from now on
-    p.add(replace(ask("again"), publish=True))
+def test_known_tickets_and_tokens_need_no_step() -> None:
+    """A step on a CPU may take long, so what a moving stream waits for is sent before it."""
+    p, d = make_engine_pair()
+    run(p, make_submission())  # its blocks are then cached
+    p.add(replace(make_submission("again"), publish=True))
     steps = p.stats().step
     (early,) = p.step()
     assert early.ticket is not None and p.stats().step == steps and not p.idle
     *_, last = run(p)
     assert last.finish is FinishReason.HANDOFF and last.tokens == EXPECTED[:1]
-    d.add(replace(ask(), source=early.ticket))
+    d.add(replace(make_submission(), source=early.ticket))
     outputs: list[Output] = []
     ends = time.monotonic() + 30
     while not outputs and time.monotonic() < ends:
         outputs = d.step()
     assert tokens(outputs) == EXPECTED[:1] and d.stats().step == 0, "the token came with the blocks"
     assert tokens(run(d)) == EXPECTED[1:]
-    settle(p, d)
+    run_until_settled(p, d)
 
 
-def test_a_ticket_of_other_output_is_refused() -> None:
-    """What was said is part of what the ticket is of: its blocks would be wrong after other tokens."""
-    p, d = pair_of()
-    ticket = prefilled(p, replace(ask(max_tokens=40), resumed=(tuple(range(20)),)))[-1].ticket
-    other = replace(ask(max_tokens=40), resumed=(tuple(range(1, 21)),))
+def test_ticket_for_other_output_is_refused() -> None:
+    """A ticket covers the output so far: its blocks would be wrong after other tokens."""
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, replace(make_submission(max_tokens=40), resumed=(tuple(range(20)),)))[-1].ticket
+    other = replace(make_submission(max_tokens=40), resumed=(tuple(range(1, 21)),))
     assert tokens(run(d, replace(other, source=ticket))) == tokens(run(engine(), other))
     stats = d.stats().transfer
     assert stats is not None and stats.hit_tokens == 0 and stats.recomputed == 1
 
 
-def test_whoever_wants_log_probabilities_samples_the_next_token_itself() -> None:
-    p, d = pair_of()
-    wish = ask(max_tokens=40, logprobs=1)
+def test_logprobs_request_samples_next_token_itself() -> None:
+    p, d = make_engine_pair()
+    wish = make_submission(max_tokens=40, logprobs=1)
     expected = tokens(run(engine(), wish))
     resumed = replace(wish, resumed=(tuple(expected[:20]),))
-    ticket = prefilled(p, resumed)[-1].ticket
+    ticket = publish_prefill(p, resumed)[-1].ticket
     assert tokens(run(d, replace(resumed, source=ticket))) == expected[20:] and d.stats().generated_tokens == 20
-    settle(p, d)
+    run_until_settled(p, d)
 
 
-def test_a_ticket_can_be_used_until_somebody_has_it_all() -> None:
-    p, d = pair_of()
-    ticket = prefilled(p, ask())[-1].ticket
-    assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
-    settle(p, d)
+def test_ticket_is_valid_until_acknowledged() -> None:
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, make_submission())[-1].ticket
+    assert tokens(run(d, replace(make_submission(), source=ticket))) == EXPECTED
+    run_until_settled(p, d)
     other = engine("other")
-    acquaint(p, other)
-    assert tokens(run(other, replace(ask(), source=ticket))) == EXPECTED
-    assert failures(other) == {"ticket_over": 1} and other.stats().prompt_tokens == 41
+    connect_engines(p, other)
+    assert tokens(run(other, replace(make_submission(), source=ticket))) == EXPECTED
+    assert pull_failures(other) == {"ticket_over": 1} and other.stats().prompt_tokens == 41
 
 
-def test_the_sender_ends_the_lease_of_a_request_that_is_aborted() -> None:
-    p, d = pair_of()
-    p.add(replace(ask(), publish=True))
+def test_aborted_prefill_closes_its_lease() -> None:
+    p, d = make_engine_pair()
+    p.add(replace(make_submission(), publish=True))
     (first,) = p.step()
     p.abort("r")
-    assert tokens(run(d, replace(ask(), source=first.ticket))) == EXPECTED
-    assert failures(d) == {"ticket_over": 1}
-    settle(p, d)
+    assert tokens(run(d, replace(make_submission(), source=first.ticket))) == EXPECTED
+    assert pull_failures(d) == {"ticket_over": 1}
+    run_until_settled(p, d)
     assert p.stats().transfer.ended == {"closed": 1}  # type: ignore[union-attr]
 
 
-def test_a_sender_that_stops_half_way() -> None:
-    p, d = pair_of()
+def test_sender_stops_during_prefill() -> None:
+    p, d = make_engine_pair()
     assert d.kv.pulls is not None
     d.kv.pulls._stall_timeout_s = 0.2
-    p.add(replace(ask(), publish=True))
+    p.add(replace(make_submission(), publish=True))
     (first,) = p.step()
-    got = run(d, replace(ask(), source=first.ticket))  # p does nothing more
-    assert tokens(got) == EXPECTED and failures(d) == {"transfer_timeout": 1}
-    assert d.stats().prompt_tokens == 41 - 16, "what had come was used"
-    settle(d)
+    got = run(d, replace(make_submission(), source=first.ticket))  # p makes no more steps
+    assert tokens(got) == EXPECTED and pull_failures(d) == {"transfer_timeout": 1}
+    assert d.stats().prompt_tokens == 41 - 16, "the blocks that had arrived were used"
+    run_until_settled(d)
     p.abort("r")
-    settle(p)
+    run_until_settled(p)
 
 
-def test_a_sender_that_is_gone() -> None:
-    p, d = pair_of()
-    ticket = prefilled(p, ask())[-1].ticket
-    acquaint(d)
-    assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
-    assert failures(d) == {"peer_unreachable": 1}
+def test_missing_sender_is_recomputed() -> None:
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, make_submission())[-1].ticket
+    connect_engines(d)
+    assert tokens(run(d, replace(make_submission(), source=ticket))) == EXPECTED
+    assert pull_failures(d) == {"peer_unreachable": 1}
 
 
 @pytest.mark.parametrize(
@@ -439,22 +439,22 @@ def test_a_sender_that_is_gone() -> None:
         ),
     ],
 )
-def test_tickets_that_are_not_what_they_say(change: Callable[[Any], Any], code: str) -> None:
-    p, d = pair_of()
-    early = prefilled(p, ask())[0].ticket
-    assert tokens(run(d, replace(ask(), source=change(early)))) == EXPECTED
-    assert failures(d) == {code: 1}
+def test_malformed_tickets_are_recomputed(change: Callable[[Any], Any], code: str) -> None:
+    p, d = make_engine_pair()
+    early = publish_prefill(p, make_submission())[0].ticket
+    assert tokens(run(d, replace(make_submission(), source=change(early)))) == EXPECTED
+    assert pull_failures(d) == {code: 1}
 
 
-def test_another_tenants_ticket_is_no_use() -> None:
-    p, d = pair_of()
-    ticket = prefilled(p, replace(ask(), salt="one"))[-1].ticket
-    assert tokens(run(d, replace(ask(), source=ticket, salt="two"))) == EXPECTED
-    assert failures(d) == {"bad_transfer": 1}
+def test_ticket_of_another_tenant_is_refused() -> None:
+    p, d = make_engine_pair()
+    ticket = publish_prefill(p, replace(make_submission(), salt="one"))[-1].ticket
+    assert tokens(run(d, replace(make_submission(), source=ticket, salt="two"))) == EXPECTED
+    assert pull_failures(d) == {"bad_transfer": 1}
 
 
-class Spoiling(LocalTransport):
-    """Writes something else than it should, and finds out."""
+class CorruptingTransport(LocalTransport):
+    """A transport that writes wrong bytes and reports it."""
 
     def connect(self, peer: Peer, deadline: float) -> LocalLink:
         link = super().connect(peer, deadline)
@@ -468,24 +468,24 @@ class Spoiling(LocalTransport):
         return link
 
 
-def test_content_that_is_spoiled_on_its_way() -> None:
-    p, d = pair_of()
+def test_corrupted_blocks_are_recomputed() -> None:
+    p, d = make_engine_pair()
     assert p.transfer_endpoint is not None and d.transfer_endpoint is not None
-    d.transfer_endpoint.receiver._transports = [Spoiling([p.transfer_endpoint.sender])]
-    ticket = prefilled(p, ask())[-1].ticket
-    assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
-    assert failures(d) == {"corrupted": 1} and d.stats().prompt_tokens == 41
-    settle(p, d)
+    d.transfer_endpoint.receiver._transports = [CorruptingTransport([p.transfer_endpoint.sender])]
+    ticket = publish_prefill(p, make_submission())[-1].ticket
+    assert tokens(run(d, replace(make_submission(), source=ticket))) == EXPECTED
+    assert pull_failures(d) == {"corrupted": 1} and d.stats().prompt_tokens == 41
+    run_until_settled(p, d)
     assert p.stats().transfer.ended == {"released": 1}  # type: ignore[union-attr]
 
 
-def test_pinned_blocks_are_nobodys_until_their_lease_ends() -> None:
+def test_pinned_blocks_are_not_reused_during_lease() -> None:
     p = engine("p", blocks=12)
     clock = ManualClock()
     assert p.transfer_endpoint is not None
     p.transfer_endpoint.sender._clock = p.transfer_endpoint.sender._leases._clock = clock
-    prefilled(p, ask())
-    p.add(ask("next", start=500, length=60))
+    publish_prefill(p, make_submission())
+    p.add(make_submission("next", start=500, length=60))
     for _ in range(5):
         assert p.step() == []
         p.kv.check_invariants()
@@ -493,67 +493,71 @@ def test_pinned_blocks_are_nobodys_until_their_lease_ends() -> None:
     assert stats is not None and (stats.leases, stats.pinned_blocks) == (1, 5) and stats.pinned_by_age == {"0-1": 5}
     clock.advance(9.0)
     p.step()
-    told = p.stats().transfer
-    assert p.needs_polling and told is not None and (told.oldest_lease, told.pinned_by_age) == (9.0, {"1-10": 5})
+    stats_now = p.stats().transfer
+    assert (
+        p.needs_polling
+        and stats_now is not None
+        and (stats_now.oldest_lease, stats_now.pinned_by_age) == (9.0, {"1-10": 5})
+    )
     clock.advance(1.0)
     assert len(tokens(run(p))) == 6
     assert not p.needs_polling and p.stats().transfer.ended == {"expired": 1}  # type: ignore[union-attr]
-    settle(p)
+    run_until_settled(p)
 
 
-def test_a_lease_lasts_as_long_as_its_blocks_are_computed() -> None:
-    p, d = pair_of()
+def test_lease_lasts_while_prefill_runs() -> None:
+    p, d = make_engine_pair()
     clock = ManualClock()
     assert p.transfer_endpoint is not None
     p.transfer_endpoint.sender._clock = p.transfer_endpoint.sender._leases._clock = clock
-    p.add(replace(ask(), publish=True))
+    p.add(replace(make_submission(), publish=True))
     (first,) = p.step()
     for _ in range(2):
         clock.advance(60.0)  # a slow step
         outputs = p.step()
     assert outputs[-1].ticket is not None and outputs[-1].ticket["complete"]
-    assert tokens(run(d, replace(ask(), source=first.ticket))) == EXPECTED and failures(d) == {}
-    settle(p, d)
+    assert tokens(run(d, replace(make_submission(), source=first.ticket))) == EXPECTED and pull_failures(d) == {}
+    run_until_settled(p, d)
 
 
-def test_what_is_published_stays_as_it_is_when_its_request_is_preempted() -> None:
-    expected = tokens(run(engine(), ask(length=100)))
+def test_preemption_keeps_published_blocks() -> None:
+    expected = tokens(run(engine(), make_submission(length=100)))
     p, d = engine("p", blocks=22), engine("d")
-    acquaint(p, d)
-    p.add(replace(ask(length=100), publish=True, priority=Priority.BATCH))
+    connect_engines(p, d)
+    p.add(replace(make_submission(length=100), publish=True, priority=Priority.BATCH))
     (first,) = p.step()
     p.step()
-    p.add(ask("other", start=500, length=64, max_tokens=100))
+    p.add(make_submission("other", start=500, length=64, max_tokens=100))
     outputs: list[Output] = []
     while p.scheduler.preemptions == 0:
         outputs += p.step()
         p.kv.check_invariants()
-    d.add(replace(ask(length=100), source=first.ticket))
+    d.add(replace(make_submission(length=100), source=first.ticket))
     assert tokens(run(d, beside=p)) == expected
     run(p)
-    settle(p, d)
+    run_until_settled(p, d)
 
 
-def test_blocks_have_another_generation_for_each_content() -> None:
+def test_new_content_bumps_generation() -> None:
     p = engine("p", blocks=12)
     assert p.transfer_endpoint is not None
     for i in range(4):
-        run(p, ask(f"r{i}", start=100 * i, length=60, max_tokens=4))
+        run(p, make_submission(f"r{i}", start=100 * i, length=60, max_tokens=4))
     assert p.transfer_endpoint.sender.region.generations.min() > 1
     assert p.transfer_endpoint.sender.region.generations.sum() == 4 * 8
 
 
-def test_leases_of_requests_that_wait_are_kept_alive() -> None:
-    p, d = pair_of(max_running=1)
+def test_leases_of_waiting_requests_are_renewed() -> None:
+    p, d = make_engine_pair(max_running=1)
     clock = ManualClock(time.monotonic())
     assert p.transfer_endpoint is not None and d.kv.pulls is not None
     p.transfer_endpoint.sender._clock = p.transfer_endpoint.sender._leases._clock = clock
-    tickets = [prefilled(p, ask(name))[-1].ticket for name in ("one", "two")]
-    d.add(ask("busy", length=9, max_tokens=50))
+    tickets = [publish_prefill(p, make_submission(name))[-1].ticket for name in ("one", "two")]
+    d.add(make_submission("busy", length=9, max_tokens=50))
     d.step()
     for name, ticket in zip(("one", "two"), tickets, strict=True):
-        d.add(replace(ask(name), source=ticket))
-    d.abort("two")  # it never starts: nobody needs its blocks
+        d.add(replace(make_submission(name), source=ticket))
+    d.abort("two")  # the request never starts, so its blocks are not needed
     for _ in range(4):
         clock.advance(4.0)
         for expected in d.kv.pulls._waiting_leases.values():
@@ -561,13 +565,13 @@ def test_leases_of_requests_that_wait_are_kept_alive() -> None:
         d.kv.pulls.renew_leases()
         p.step()
     got = [o for o in run(d) if o.id == "one"]
-    assert tokens(got) == EXPECTED and failures(d) == {}
-    settle(p, d)
+    assert tokens(got) == EXPECTED and pull_failures(d) == {}
+    run_until_settled(p, d)
     assert p.stats().transfer.ended == {"acknowledged": 1, "released": 1}  # type: ignore[union-attr]
 
 
-def test_a_peer_whose_address_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = pair_of()
+def test_peer_with_invalid_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make_engine_pair()
     assert p.transfer_endpoint and d.transfer_endpoint and d.pairing
 
     def fails(peer: object, deadline: float) -> None:
@@ -582,8 +586,8 @@ def test_a_peer_whose_address_is_none_is_refused(monkeypatch: pytest.MonkeyPatch
     assert pairs is not None and "Unicode" in pairs.failures[p.transfer_endpoint.sender.peer.incarnation]
 
 
-def test_pairing_with_whom_it_should() -> None:
-    p, d = pair_of()
+def test_only_compatible_reachable_peers_are_paired() -> None:
+    p, d = make_engine_pair()
     other, wide = engine("other"), engine("wide", size=24)
     assert (
         p.transfer_endpoint and d.transfer_endpoint and d.pairing and other.transfer_endpoint and wide.transfer_endpoint
@@ -598,7 +602,7 @@ def test_pairing_with_whom_it_should() -> None:
     assert pairs is not None and pairs.paired == [peers[0]["incarnation"]]
     assert pairs.failures.keys() == {"broken", "newer", *(peer["incarnation"] for peer in peers[1:])}
     assert "reached" in pairs.failures[peers[1]["incarnation"]]
-    acquaint(p, d, other)  # it is up at last
+    connect_engines(p, d, other)  # the peer has started
     ends = time.monotonic() + 30
     while time.monotonic() < ends and len(pairs.paired) < 2:
         pairs = d.pairing.take_state_change() or pairs

@@ -1,4 +1,4 @@
-"""Opening checkpoints: sharded or not, read exactly; damaged, missing or wandering files give a typed error."""
+"""Checkpoint.open: sharded and single files; damaged, missing or foreign files raise a typed error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(folder: Path, *shards: dict[str, Any], index: dict[str, str] | None = N
     return folder
 
 
-def stored(checkpoint: Checkpoint, name: str) -> bytes:
+def write_checkpoint(checkpoint: Checkpoint, name: str) -> bytes:
     info = checkpoint.tensor_info(name)
     return info.file.read_bytes()[info.offset : info.offset + info.nbytes]
 
@@ -44,10 +44,10 @@ def test_shards_with_and_without_an_index(tmp_path: Path, index: dict[str, str] 
     assert checkpoint.tensor_info("a").shape == (3, 4)
     assert checkpoint.tensor_info("b").dtype == "F16"
     for name, value in (A | B).items():
-        assert stored(checkpoint, name) == value.tobytes()
+        assert write_checkpoint(checkpoint, name) == value.tobytes()
 
 
-def test_the_other_files(tmp_path: Path) -> None:
+def test_reads_json_files(tmp_path: Path) -> None:
     make(tmp_path, A)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     checkpoint = Checkpoint.open(tmp_path)
@@ -61,7 +61,7 @@ def test_the_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "x.bin", "\0.safetensors", 3]
 )
-def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: Any) -> None:
+def test_index_cannot_name_files_in_other_directories(tmp_path: Path, file: Any) -> None:
     with pytest.raises(ModelFileError, match="names"):
         Checkpoint.open(make(tmp_path, A, B, index={"a": file}))
 
@@ -75,19 +75,19 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
         Checkpoint.open(make(tmp_path, A, B, index={}))
 
 
-def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+def test_tensor_in_two_files(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="both"):
         Checkpoint.open(make(tmp_path, A, {**B, "a": A["a"]}))
 
 
-def test_pickles_are_not_weights(tmp_path: Path) -> None:
+def test_pickles_are_refused(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(ModelFileError, match="safetensors"):
         Checkpoint.open(tmp_path)
 
 
-def test_not_a_model(tmp_path: Path) -> None:
+def test_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"config\.json"):
         Checkpoint.open(tmp_path)
     make(tmp_path, A)
@@ -140,7 +140,7 @@ def test_damaged_files_are_refused(name: str, tmp_path: Path) -> None:
         read_tensors(path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     pipe = os.open(tmp_path / "model.safetensors", os.O_RDWR)
     try:
@@ -151,7 +151,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         os.close(pipe)
 
 
-def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
+def test_unknown_dtype_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(raw({"a": entry(dtype="Q3")}, bytes(8)))
     with pytest.raises(UnsupportedModel, match="Q3"):
         read_tensors(tmp_path / "x.safetensors")
@@ -159,7 +159,7 @@ def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_and_cut_files_never_crash(tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_files_never_crash(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "model.safetensors"
     save_file(A, path)
     damaged = bytearray(path.read_bytes())
@@ -174,7 +174,7 @@ def test_flipped_and_cut_files_never_crash(tmp_path: Path, data: st.DataObject) 
     assert all(t.offset + t.nbytes <= len(damaged) for t in tensors.values())
 
 
-def test_what_we_write_the_safetensors_package_reads(tmp_path: Path) -> None:
+def test_safetensors_package_reads_written_files(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     values = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.arange(3, dtype=np.float16)}
     data = b"".join(v.tobytes() for v in values.values())

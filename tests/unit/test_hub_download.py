@@ -1,4 +1,4 @@
-"""Downloads against a server that breaks off, ignores ranges or lies; indexes in both formats; pip's settings."""
+"""Downloads from servers that disconnect, ignore ranges or send wrong bytes; package indexes; pip's settings."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def ranges(site: Site) -> list[str | None]:
     return [headers.get("Range") for _, _, headers in site.seen]
 
 
-def test_a_broken_connection_is_resumed(site: Site, tmp_path: Path) -> None:
+def test_broken_connection_is_resumed(site: Site, tmp_path: Path) -> None:
     fetch(site, tmp_path / "f", Page(BODY, breaks=[300_000, 300_000]))
     assert (tmp_path / "f").read_bytes() == BODY
     assert ranges(site) == [None, "bytes=300000-", "bytes=600000-"]
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-def test_a_later_process_goes_on_where_the_first_stopped(site: Site, tmp_path: Path) -> None:
+def test_later_process_resumes(site: Site, tmp_path: Path) -> None:
     (tmp_path / "f.part").write_bytes(BODY[:700_000])
     fetch(site, tmp_path / "f", Page(BODY))
     assert ranges(site) == ["bytes=700000-"]
     assert (tmp_path / "f").read_bytes() == BODY
 
 
-def test_a_full_disk_is_said_at_once(site: Site, tmp_path: Path) -> None:
+def test_full_disk_is_reported_at_once(site: Site, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
@@ -65,27 +65,27 @@ def test_a_full_disk_is_said_at_once(site: Site, tmp_path: Path) -> None:
     assert ranges(site) == [None, "bytes=300000-"]
 
 
-def test_a_complete_part_needs_no_request(site: Site, tmp_path: Path) -> None:
+def test_complete_partial_file_needs_no_request(site: Site, tmp_path: Path) -> None:
     (tmp_path / "f.part").write_bytes(BODY)
     fetch(site, tmp_path / "f", Page(BODY))
     assert site.seen == []
 
 
 @pytest.mark.parametrize("part", [b"not the beginning", bytes(2_000_000), BODY[:-1] + b"?"])
-def test_a_wrong_part_is_thrown_away(site: Site, tmp_path: Path, part: bytes) -> None:
+def test_wrong_partial_file_is_discarded(site: Site, tmp_path: Path, part: bytes) -> None:
     (tmp_path / "f.part").write_bytes(part)
     fetch(site, tmp_path / "f", Page(BODY))
     assert (tmp_path / "f").read_bytes() == BODY
 
 
-def test_a_server_without_ranges_starts_over(site: Site, tmp_path: Path) -> None:
+def test_server_without_ranges_restarts_download(site: Site, tmp_path: Path) -> None:
     fetch(site, tmp_path / "f", Page(BODY, ranges=False, breaks=[300_000]))
     assert (tmp_path / "f").read_bytes() == BODY
     assert len(site.seen) == 2
 
 
 @pytest.mark.parametrize("body", [BODY[:-1] + b"?", BODY + b"more", BODY[:1000]])
-def test_other_bytes_never_arrive(site: Site, tmp_path: Path, body: bytes) -> None:
+def test_wrong_hash_is_refused(site: Site, tmp_path: Path, body: bytes) -> None:
     with pytest.raises(DownloadError):
         fetch(site, tmp_path / "f", Page(body))
     assert not (tmp_path / "f").exists()
@@ -97,7 +97,7 @@ def test_not_found_is_not_retried(site: Site, tmp_path: Path) -> None:
     assert len(site.seen) == 1
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_connection_refused(tmp_path: Path) -> None:
     with serving() as site:
         url = site.url
     with pytest.raises(DownloadError, match="refused"):
@@ -112,7 +112,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
         )
 
 
-def test_only_http(tmp_path: Path) -> None:
+def test_only_http_urls(tmp_path: Path) -> None:
     with pytest.raises(DownloadError, match="not an HTTP URL"):
         download(
             HTTPDownloader(),
@@ -131,7 +131,7 @@ JSON = json.dumps({"files": [{"url": "x.tar.gz"}, {"url": f"../../files/{NAME}"}
 
 
 @pytest.mark.parametrize(("body", "kind"), [(HTML, "text/html"), (JSON, "application/vnd.pypi.simple.v1+json")])
-def test_both_kinds_of_index(site: Site, body: bytes, kind: str) -> None:
+def test_html_and_json_index(site: Site, body: bytes, kind: str) -> None:
     site.pages["/simple/a-b/"] = Page(body, kind)
     settings = IndexSettings((site.url + "/nothing-here", site.url + "/simple/"))
     assert find_file(HTTPDownloader(), settings, "a-b", NAME) == f"{site.url}/files/{NAME}"
@@ -146,7 +146,7 @@ def test_credentials_are_sent_and_never_shown(site: Site) -> None:
     assert "404" in str(caught.value)
 
 
-def test_a_broken_index_is_an_error_of_ours(site: Site) -> None:
+def test_broken_index_is_a_download_error(site: Site) -> None:
     site.pages["/a-b/"] = Page(b"{", "application/json")
     with pytest.raises(DownloadError, match="no package index has"):
         find_file(HTTPDownloader(), IndexSettings((site.url,)), "a-b", NAME)

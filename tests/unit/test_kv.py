@@ -1,4 +1,4 @@
-"""The conservation law of blocks, and what sharing means."""
+"""KVManager: no block is lost, and equal prefixes share blocks."""
 
 from __future__ import annotations
 
@@ -65,9 +65,11 @@ def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
     kv.admit(a)
     finish(kv, a)  # leaves two indexed blocks idle, one free
     assert (kv.num_free, kv.num_cached) == (2, 2)
-    assert kv.admit(b)  # takes the two free ones
+    assert kv.admit(b)  # uses the two free blocks
     finish(kv, b)
-    c = request("c", [5] * 9)  # needs two: one free, then the oldest idle; a's second block goes before its first
+    c = request(
+        "c", [5] * 9
+    )  # needs two: one free, then the oldest idle one; a's second block is evicted before its first
     assert kv.admit(c)
     kv.free(c)
     for name, tokens in (("a", list(range(17))), ("b", [7] * 9)):
@@ -77,7 +79,7 @@ def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
     kv.check_invariants()
 
 
-def test_what_freeing_a_request_would_give_back() -> None:
+def test_num_reclaimable_blocks() -> None:
     kv = KVManager(16, 8, "t")
     a, b = request("a", list(range(20))), request("b", list(range(20)))
     kv.admit(a)
@@ -88,14 +90,14 @@ def test_what_freeing_a_request_would_give_back() -> None:
     assert kv.num_reclaimable_blocks(a) == kv.num_reclaimable_blocks(b) == 1
 
 
-def test_who_cannot_pull_computes_it_all() -> None:
+def test_request_without_pulls_computes_everything() -> None:
     a = request("a", list(range(20)))
     a.source = {"some": "ticket"}
     KVManager(16, 8, "t").prepare_source(a)
     assert a.source is None
 
 
-def test_nothing_changes_when_admission_fails() -> None:
+def test_failed_admission_changes_nothing() -> None:
     kv = KVManager(4, 8, "t")
     a, b = request("a", list(range(20))), request("b", list(range(30)))
     assert kv.admit(a)
@@ -105,7 +107,7 @@ def test_nothing_changes_when_admission_fails() -> None:
     kv.check_invariants()
 
 
-def test_without_prefix_cache_only_siblings_share() -> None:
+def test_without_prefix_cache_only_choices_share() -> None:
     kv = KVManager(16, 8, "t", prefix_cache=False)
     a, b, sibling = request("a", list(range(20))), request("b", list(range(20))), request("a2", list(range(20)))
     sibling.submission_id = "a"
@@ -116,19 +118,21 @@ def test_without_prefix_cache_only_siblings_share() -> None:
     assert kv.admit(b) and b.num_cached == 0
     assert kv.admit(sibling) and sibling.num_cached == 16
     finish(kv, b)
-    assert not b.block_hashes and kv.num_cached == 0  # nobody can want what it had: it is not even given a name
+    assert (
+        not b.block_hashes and kv.num_cached == 0
+    )  # no other request can share its blocks, so they are not even hashed
 
 
-def test_how_long_blocks_stay() -> None:
+def test_residency_samples() -> None:
     clock = ManualClock()
     kv = KVManager(2, 8, "t", clock=clock)
-    first = request("first", list(range(9)))  # two blocks: one full, one begun
+    first = request("first", list(range(9)))  # two blocks: one full, one partial
     assert kv.admit(first)
     clock.advance(2.0)
     first.num_computed = 9
     kv.commit(first)
     kv.free(first)
-    assert sorted(kv.residency.take_samples()) == [("lifetime", 2.0)]  # the begun one; the full one is idle
+    assert sorted(kv.residency.take_samples()) == [("lifetime", 2.0)]  # the partial one; the full one is idle
     clock.advance(3.0)
     again = request("again", list(range(9)))
     assert kv.admit(again) and again.num_cached == 8

@@ -1,4 +1,4 @@
-"""Listeners of a library that binds every address answer at the stated one alone."""
+"""confined_to: listeners of a library that binds every address answer only at the configured one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.kv.transfer.mooncake import MooncakeEngine
 
 
 @pytest.fixture
-def opened() -> Iterator[list[socket.socket]]:
+def open_listener() -> Iterator[list[socket.socket]]:
     sockets: list[socket.socket] = []
     yield sockets
     for it in sockets:
@@ -33,33 +33,33 @@ def accepts(host: str, port: int) -> bool:
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-def test_only_the_stated_address_answers(opened: list[socket.socket], family: int, host: str) -> None:
+def test_only_configured_address_answers(open_listener: list[socket.socket], family: int, host: str) -> None:
     other = socket.create_server(("", 0))
     with closing(other), confined_to(host):
         both = family == socket.AF_INET6
-        opened.append(socket.create_server(("", 0), family=family, dualstack_ipv6=both))
-    port = opened[0].getsockname()[1]
+        open_listener.append(socket.create_server(("", 0), family=family, dualstack_ipv6=both))
+    port = open_listener[0].getsockname()[1]
     answering = {at for at in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "::1") if accepts(at, port)}
     assert answering == {host}
 
 
-def test_listeners_that_were_there_are_left_alone(opened: list[socket.socket]) -> None:
-    opened.append(socket.create_server(("", 0)))
+def test_earlier_listeners_are_unchanged(open_listener: list[socket.socket]) -> None:
+    open_listener.append(socket.create_server(("", 0)))
     with confined_to("127.0.0.1"):
         pass
-    assert accepts("127.0.0.2", opened[0].getsockname()[1])
+    assert accepts("127.0.0.2", open_listener[0].getsockname()[1])
 
 
-def test_a_connection_made_before_is_found(opened: list[socket.socket]) -> None:
+def test_earlier_connection_is_detected(open_listener: list[socket.socket]) -> None:
     with pytest.raises(ListenerExposed, match=r"127\.0\.0\.3"), confined_to("127.0.0.1"):
-        opened.append(socket.create_server(("", 0)))
-        opened.append(socket.create_connection(("127.0.0.3", opened[0].getsockname()[1]), 5))
+        open_listener.append(socket.create_server(("", 0)))
+        open_listener.append(socket.create_connection(("127.0.0.3", open_listener[0].getsockname()[1]), 5))
 
 
-def test_a_filter_without_effect_is_found(opened: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ineffective_filter_is_detected(open_listener: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, "_attach_filter", lambda *_: None)
     with pytest.raises(ListenerExposed, match=r"answers at 127\.0\.0\.2"), confined_to("127.0.0.1"):
-        opened.append(socket.create_server(("", 0)))
+        open_listener.append(socket.create_server(("", 0)))
 
 
 def test_every_port_of_mooncake_is_confined() -> None:
@@ -72,10 +72,10 @@ def test_every_port_of_mooncake_is_confined() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::1", "no such host", ""])
-def test_an_address_that_is_none_of_this_host_is_refused(host: str) -> None:
+def test_invalid_host_is_refused(host: str) -> None:
     with pytest.raises(InvalidRequest, match="kv_mooncake_host"):
         resolve_ipv4_address(host, "kv_mooncake_host")
 
 
-def test_an_address_is_found_by_name() -> None:
+def test_host_name_is_resolved() -> None:
     assert resolve_ipv4_address("localhost", "kv_mooncake_host") == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""config.json to ModelConfig: what transformers would read, typed errors for the rest. No torch."""
+"""ModelConfig from config.json: read as transformers does, or a typed error. No torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_old_and_new_rope_fields_mean_the_same() -> None:
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192, 8192),
     ],
 )
-def test_context(scaling: dict[str, Any] | None, served: int, longest: int) -> None:
+def test_default_and_largest_context(scaling: dict[str, Any] | None, served: int, longest: int) -> None:
     c = read(rope_scaling=scaling)
     assert (c.max_context, c.longest_context) == (served, longest)
 
@@ -188,14 +188,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("changes", UNSUPPORTED, ids=str)
-def test_unsupported(changes: dict[str, Any]) -> None:
+def test_unsupported_configs(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel) as e:
         read(**changes)
     assert any(word in str(e.value) for word in (*changes, "rope", "layers", "causal"))
 
 
 @pytest.mark.parametrize("changes", WRONG, ids=lambda changes: str(changes)[:60])
-def test_wrong(changes: dict[str, Any]) -> None:
+def test_invalid_configs(changes: dict[str, Any]) -> None:
     with pytest.raises(ModelFileError):
         read(**changes)
 
@@ -213,7 +213,7 @@ OTHERS = ["head_dim", "sliding_window", "layer_types", "rope_parameters", "atten
 
 
 @given(st.dictionaries(st.sampled_from([*LLAMA, *OTHERS]), JUNK, max_size=3), st.none() | ROPE)
-def test_junk_gives_a_config_or_a_typed_error(changes: dict[str, Any], rope: Any) -> None:
+def test_random_config_parses_or_raises_typed_error(changes: dict[str, Any], rope: Any) -> None:
     try:
         c = read(**{"rope_scaling": rope, **changes})
     except ModelError:

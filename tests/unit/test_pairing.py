@@ -1,4 +1,4 @@
-"""Pairing keeps on trying where that can help."""
+"""Pairing retries failures that may be temporary."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ from emberline.kv.transfer.ticket import Peer
 PEER = Peer("p", "1", KVLayout("m", layers=1, parts=1, heads=1, tokens=16, width=8, dtype="int64"), {})
 
 
-class Line:
+class FakeReceiver:
     """A receiver whose first attempt fails."""
 
     def __init__(self, failure: TransferError) -> None:
         self.failure: TransferError | None = failure
         self.tried = threading.Semaphore(0)
 
-    def pair(self, peer: Peer, deadline: float) -> None:
+    def connect(self, peer: Peer, deadline: float) -> None:
         failure, self.failure = self.failure, None
         self.tried.release()
         if failure is not None:
             raise failure
 
-    def forget(self, peer: Peer) -> None: ...
+    def disconnect(self, peer: Peer) -> None: ...
 
 
-def until(pairing: PeerPairing, what: Callable[[PairingState], bool]) -> PairingState:
-    """The first news of which this is true."""
+def wait_until(pairing: PeerPairing, what: Callable[[PairingState], bool]) -> PairingState:
+    """Wait for the first event that satisfies the condition."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if (pairs := pairing.take_state_change()) is not None and what(pairs):
             return pairs
         time.sleep(0.01)
-    raise AssertionError("it did not come to pass")
+    raise AssertionError("the pairing state did not change as expected")
 
 
 @pytest.mark.parametrize("passing", [PeerUnreachable, PeerLost, TransferTimeout, TransferCorrupted])
-def test_what_may_pass_is_tried_again(passing: type[TransferError]) -> None:
-    pairing = PeerPairing(Line(passing("for now")))  # type: ignore[arg-type]
+def test_temporary_failure_is_retried(passing: type[TransferError]) -> None:
+    pairing = PeerPairing(FakeReceiver(passing("for now")))  # type: ignore[arg-type]
     pairing.set_peers([asdict(PEER)])
-    assert until(pairing, lambda pairs: bool(pairs.paired)) == (["1"], {})
+    assert wait_until(pairing, lambda pairs: bool(pairs.paired)) == (["1"], {})
 
 
-def test_what_does_not_pass_is_told() -> None:
-    line = Line(BadTransfer("never"))
-    pairing = PeerPairing(line)  # type: ignore[arg-type]
+def test_permanent_failure_is_reported() -> None:
+    receiver = FakeReceiver(BadTransfer("never"))
+    pairing = PeerPairing(receiver)  # type: ignore[arg-type]
     pairing.set_peers([asdict(PEER)])
-    assert until(pairing, lambda pairs: bool(pairs.failures)) == ([], {"1": "never"})
+    assert wait_until(pairing, lambda pairs: bool(pairs.failures)) == ([], {"1": "never"})
     assert pairing.take_state_change() is None
-    assert line.tried.acquire(timeout=1) and not line.tried.acquire(timeout=0.5)
+    assert receiver.tried.acquire(timeout=1) and not receiver.tried.acquire(timeout=0.5)

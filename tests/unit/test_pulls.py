@@ -1,5 +1,4 @@
-"""For any order of arrivals, steps, aborts and of what pulls do, also after nobody wants them any more: same tokens,
-each request ends once, and no block is lost or written to by two."""
+"""Pulls in any order of arrivals, steps, aborts and late writes: same tokens, one end per request, no lost block."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ BLOCK = 8
 
 
 @dataclass
-class Open:
-    """A pull under way: its thread waits until the test says how it ends."""
+class OpenPull:
+    """A running pull, whose thread waits until the test ends it."""
 
     ticket: Ticket
     into: Sequence[int]
@@ -53,71 +52,75 @@ class Open:
     failure: Exception | None = None
 
 
-class Gate:
-    """A receiver that moves when it is told to."""
+class ManualSource:
+    """A fake receiver whose pulls progress only by calls of the test."""
 
     def __init__(self, region: HostRegion) -> None:
         self.region = region
-        self.prompts: dict[str, tuple[list[int], int]] = {}  # by ticket, with the first token of the output
-        self.open: list[Open] = []
-        self.told: Counter[str] = Counter()
-        self.reached, self.passed_over = Counter[str](), Counter[str]()
+        self.prompts: dict[str, tuple[list[int], int]] = {}  # prompt and first output token, by ticket
+        self.open: list[OpenPull] = []
+        self.lease_ends: Counter[str] = Counter()
+        self.connected_transports, self.failed_transports = Counter[str](), Counter[str]()
         self.started = threading.Semaphore(0)
 
     def pull(
         self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: PullProgress, first_block: int
     ) -> PullProgress:
-        it = Open(ticket, into, progress, first_block, *self.prompts[ticket.id])
-        self.open.append(it)
+        open_pull = OpenPull(ticket, into, progress, first_block, *self.prompts[ticket.id])
+        self.open.append(open_pull)
         self.started.release()
-        it.over.wait(60)
-        if it.failure is not None:
-            raise it.failure
+        open_pull.over.wait(60)
+        if open_pull.failure is not None:
+            raise open_pull.failure
         return progress
 
     def renew(self, ticket: Ticket, deadline: float) -> None: ...
 
     def acknowledge(self, ticket: Ticket, deadline: float) -> None:
-        self.told["acknowledged"] += 1
+        self.lease_ends["acknowledged"] += 1
 
     def release(self, ticket: Ticket, deadline: float) -> None:
-        self.told["released"] += 1
+        self.lease_ends["released"] += 1
 
-    def write(self, it: Open, tokens: Sequence[int], first: int) -> None:
-        """Into the blocks of a pull, as a transport does."""
+    def write(self, open_pull: OpenPull, tokens: Sequence[int], first: int) -> None:
+        """Write tokens into the blocks of a pull, as a transport does."""
         for i in range(first, len(tokens) // BLOCK):
             block = TransferPiece(0, 1, i, i + 1)
             data = array("q", tokens[i * BLOCK : (i + 1) * BLOCK]).tobytes()
-            for view in self.region.views(block, np.asarray(it.into, np.int64)):
+            for view in self.region.views(block, np.asarray(open_pull.into, np.int64)):
                 view[:] = data
-            it.progress.arrived_bytes += len(data)
+            open_pull.progress.arrived_bytes += len(data)
 
-    def land(self, it: Open, blocks: int) -> None:
-        """So many more of its blocks are here, and known to be right."""
-        count = min(max(it.progress.confirmed_blocks, it.first) + blocks, len(it.prompt) // BLOCK)
-        self.write(it, it.prompt[: count * BLOCK], max(it.progress.confirmed_blocks, it.first))
-        it.progress.confirmed_blocks = count
+    def write_piece(self, open_pull: OpenPull, blocks: int) -> None:
+        """Let so many more blocks arrive and count as confirmed."""
+        count = min(max(open_pull.progress.confirmed_blocks, open_pull.first) + blocks, len(open_pull.prompt) // BLOCK)
+        self.write(
+            open_pull, open_pull.prompt[: count * BLOCK], max(open_pull.progress.confirmed_blocks, open_pull.first)
+        )
+        open_pull.progress.confirmed_blocks = count
 
-    def finish(self, it: Open, failure: Exception | None) -> None:
-        self.open.remove(it)
+    def finish(self, open_pull: OpenPull, failure: Exception | None) -> None:
+        self.open.remove(open_pull)
         if failure is None:
-            self.land(it, len(it.prompt))
-            it.progress.complete = True
-            it.progress.ticket = replace(it.ticket, complete=True, note=str(PrefillResult((it.token,), False, 0, 0.0)))
-        it.failure = failure
-        it.over.set()
+            self.write_piece(open_pull, len(open_pull.prompt))
+            open_pull.progress.complete = True
+            open_pull.progress.ticket = replace(
+                open_pull.ticket, complete=True, note=str(PrefillResult((open_pull.token,), False, 0, 0.0))
+            )
+        open_pull.failure = failure
+        open_pull.over.set()
 
 
-class House:
+class PullingEngine:
     def __init__(
         self, blocks: int, runner: type[FakeRunner] = FakeRunner, running: int = 4, budget: int = 32, buffers: int = 0
     ) -> None:
-        """`buffers`: of host memory, in which blocks outlive the cache."""
+        """`buffers`: number of host buffers, in which blocks outlive the main cache."""
         fake = runner(blocks, BLOCK)
         self.clock = ManualClock()
-        self.gate = Gate(fake.region())
-        self.sender = Sender(self.gate.region, "here", clock=self.clock)
-        dock = TransferEndpoint(self.sender, self.gate, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
+        self.source = ManualSource(fake.region())
+        self.sender = Sender(self.source.region, "here", clock=self.clock)
+        dock = TransferEndpoint(self.sender, self.source, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
         config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=running)
         tiers = TierStack(HostTier(fake.block_bytes, buffers * 4096), threads=False) if buffers else None
         self.engine = Engine(config, fake, self.clock, tiers, dock)
@@ -125,47 +128,47 @@ class House:
         self.pulls = 0
 
     def ticket(self, name: str, submission: Submission, token: int) -> dict[str, object]:
-        subject = ticket_subject(self.gate.region.layout, "", submission.prompt)
-        self.gate.prompts[name] = submission.prompt, token
+        subject = ticket_subject(self.source.region.layout, "", submission.prompt)
+        self.source.prompts[name] = submission.prompt, token
         return Ticket(self.sender.peer, name, (), (), False, 10.0, subject=subject).as_dict()
 
     def step(self) -> None:
         self.outputs += self.engine.step()
         self.engine.kv.check_invariants()
 
-    def published(self) -> dict[str, Ticket]:
-        """What others could pull from here, by request, as it is now."""
+    def publish(self) -> dict[str, Ticket]:
+        """Return the current tickets that other engines could pull, by request."""
         ids = {output.id: output.ticket["id"] for output in self.outputs if output.ticket is not None}
         found = {}
         for name, ticket in ids.items():
             with suppress(TicketEnded):
-                found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # nobody renews it
+                found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # without renewing the lease
         return found
 
     def check(self, prompts: dict[str, list[int]]) -> None:
         self.engine.kv.check_invariants()
-        region = self.gate.region
-        for name, ticket in self.published().items():
+        region = self.source.region
+        for name, ticket in self.publish().items():
             blocks = np.asarray(ticket.blocks, np.int64)
             assert region.is_unchanged(blocks, np.asarray(ticket.generations, np.uint64))
             views = region.views(TransferPiece(0, 1, 0, len(blocks)), blocks)
             assert b"".join(views) == array("q", prompts[name][: BLOCK * len(blocks)]).tobytes()
 
-    def finish(self, it: Open, failure: Exception | None) -> None:
-        self.gate.finish(it, failure)
+    def finish(self, open_pull: OpenPull, failure: Exception | None) -> None:
+        self.source.finish(open_pull, failure)
         self.pulls += 1
-        self.until(lambda: self._stats().pulls == self.pulls)
+        self.run_until(lambda: self._stats().pulls == self.pulls)
 
-    def all_open(self) -> bool:
-        """Whether each pull that should be has begun."""
+    def open_pulls(self) -> bool:
+        """Return whether each expected pull has started."""
         kv = self.engine.kv
         pulls = [*kv._active_pulls.values(), *(pull for pull, _ in kv._quarantined)]
-        return len(self.gate.open) == sum(not pull.ended for pull in pulls)
+        return len(self.source.open) == sum(not pull.ended for pull in pulls)
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def run_until(self, done: Callable[[], bool]) -> None:
         ends = time.monotonic() + 30
         while not done():
-            assert time.monotonic() < ends, "it never happened"
+            assert time.monotonic() < ends, "the condition was never met"
             time.sleep(0.0005)
 
     def run(self) -> None:
@@ -181,18 +184,18 @@ class House:
         return stats
 
 
-def ask(name: str, length: int, start: int, out: int) -> Submission:
+def make_submission(name: str, length: int, start: int, out: int) -> Submission:
     prompt = [(start * 97 + i) % 1000 for i in range(length)]
     return Submission(name, prompt, SamplingParams(max_tokens=out, seed=3), timeout=1e9)
 
 
-def alone(submission: Submission) -> list[int]:
+def run_alone(submission: Submission) -> list[int]:
     engine = Engine(SchedulerConfig(block_size=BLOCK), FakeRunner(64, BLOCK))
     engine.add(submission)
-    said: list[int] = []
+    outputs_by_name: list[int] = []
     while not engine.idle:
-        said += [token for output in engine.step() for token in output.tokens]
-    return said
+        outputs_by_name += [token for output in engine.step() for token in output.tokens]
+    return outputs_by_name
 
 
 NUMBER = st.integers(0, 7)
@@ -226,226 +229,236 @@ DEEDS = st.lists(
     runner=st.sampled_from([FakeRunner, FakePipelinedRunner]),
     buffers=st.sampled_from([0, 4, 100]),
 )
-def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: type[FakeRunner], buffers: int) -> None:
-    house = House(blocks, runner, running, buffers=buffers)
+def test_invariants_hold_for_any_order_of_events(
+    deeds: list, blocks: int, running: int, runner: type[FakeRunner], buffers: int
+) -> None:
+    pulling = PullingEngine(blocks, runner, running, buffers=buffers)
     expected: dict[str, list[int]] = {}
     prompts: dict[str, list[int]] = {}
     aborted: set[str] = set()
     for deed, *how in deeds:
-        gate = house.gate
-        chosen = gate.open[how[0] % len(gate.open)] if deed in ("land", "spoil", "finish") and gate.open else None
+        source = pulling.source
+        chosen = source.open[how[0] % len(source.open)] if deed in ("land", "spoil", "finish") and source.open else None
         if deed == "add":
             length, start, out, kind = how
             name = f"r{len(expected)}"
-            submission = ask(name, length, start, out)
-            expected[name], prompts[name] = alone(submission), submission.prompt
+            submission = make_submission(name, length, start, out)
+            expected[name], prompts[name] = run_alone(submission), submission.prompt
             if kind == "pulled":
-                submission = replace(submission, source=house.ticket(name, submission, expected[name][0]))
+                submission = replace(submission, source=pulling.ticket(name, submission, expected[name][0]))
             elif kind == "published":
                 del expected[name][1:]
-            house.engine.add(replace(submission, publish=kind == "published"))
-        elif deed == "let go" and (known := list(house.published().values())):
-            house.sender.end(known[how[0] % len(known)].id, LeaseEndReason.RELEASED)
+            pulling.engine.add(replace(submission, publish=kind == "published"))
+        elif deed == "let go" and (known := list(pulling.publish().values())):
+            pulling.sender.end(known[how[0] % len(known)].id, LeaseEndReason.RELEASED)
         elif deed == "step":
             for _ in range(how[0]):
-                house.step()
-                house.until(house.all_open)
+                pulling.step()
+                pulling.run_until(pulling.open_pulls)
         elif deed == "land" and chosen is not None:
-            gate.land(chosen, how[1])
-        elif deed == "spoil" and chosen is not None:  # what is not known to be right may be anything, also after abort
-            gate.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.confirmed_blocks, chosen.first))
+            source.write_piece(chosen, how[1])
+        elif deed == "spoil" and chosen is not None:  # unconfirmed blocks may hold anything, also after an abort
+            source.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.confirmed_blocks, chosen.first))
         elif deed == "finish" and chosen is not None:
             cancelled = chosen.progress._cancelled
             failure = TransferCancelled("") if cancelled else PeerLost("") if how[1] else None
-            house.finish(chosen, failure)
+            pulling.finish(chosen, failure)
         elif deed == "abort" and expected:
             aborted.add(name := f"r{how[0] % len(expected)}")
-            house.engine.abort(name)
+            pulling.engine.abort(name)
         elif deed == "silence":
-            house.clock.advance(6.0)
-        house.check(prompts)
+            pulling.clock.advance(6.0)
+        pulling.check(prompts)
     for _ in range(500):
-        if house.engine.idle and not house.gate.open and not house.engine.needs_polling:
+        if pulling.engine.idle and not pulling.source.open and not pulling.engine.needs_polling:
             break
-        house.step()
-        house.check(prompts)
-        if house.engine.idle or not house.engine.scheduler.running:
-            house.clock.advance(1.0)  # leases end
-        house.until(house.all_open)
-        for it in list(house.gate.open):
-            house.finish(it, TransferCancelled("") if it.progress._cancelled else None)
-    endings = Counter(output.id for output in house.outputs if output.finish)
+        pulling.step()
+        pulling.check(prompts)
+        if pulling.engine.idle or not pulling.engine.scheduler.running:
+            pulling.clock.advance(1.0)  # leases expire
+        pulling.run_until(pulling.open_pulls)
+        for open_pull in list(pulling.source.open):
+            pulling.finish(open_pull, TransferCancelled("") if open_pull.progress._cancelled else None)
+    endings = Counter(output.id for output in pulling.outputs if output.finish)
     assert endings == dict.fromkeys(expected, 1)
-    said: dict[str, list[int]] = {name: [] for name in expected}
-    for output in house.outputs:
+    outputs_by_name: dict[str, list[int]] = {name: [] for name in expected}
+    for output in pulling.outputs:
         assert output.finish is not FinishReason.ERROR
-        said[output.id] += output.tokens
+        outputs_by_name[output.id] += output.tokens
     for name, tokens in expected.items():
-        assert said[name] == (tokens[: len(said[name])] if name in aborted else tokens)
-    assert house.engine.kv.num_free + house.engine.kv.num_cached == house.engine.kv.num_blocks
+        assert outputs_by_name[name] == (tokens[: len(outputs_by_name[name])] if name in aborted else tokens)
+    assert pulling.engine.kv.num_free + pulling.engine.kv.num_cached == pulling.engine.kv.num_blocks
 
 
-def loading(house: House) -> Open:
-    """One request, whose pull has brought a block."""
-    submission = ask("r", 41, 0, 4)
-    house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
-    house.step()
-    assert house.gate.started.acquire(timeout=30)
-    it = house.gate.open[0]
-    house.gate.land(it, 1)
-    house.step()
-    request = house.engine.scheduler.requests["r#0"]
+def loading(pulling: PullingEngine) -> OpenPull:
+    """Start one request whose pull has brought a block."""
+    submission = make_submission("r", 41, 0, 4)
+    pulling.engine.add(replace(submission, source=pulling.ticket("t", submission, run_alone(submission)[0])))
+    pulling.step()
+    assert pulling.source.started.acquire(timeout=30)
+    open_pull = pulling.source.open[0]
+    pulling.source.write_piece(open_pull, 1)
+    pulling.step()
+    request = pulling.engine.scheduler.requests["r#0"]
     assert request.status is RequestStatus.LOADING and request.num_computed == BLOCK
-    return it
+    return open_pull
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline"])
-def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) -> None:
-    house = House(12)
-    it = loading(house)
+def test_blocks_of_aborted_request_wait_for_its_pull(end: str) -> None:
+    pulling = PullingEngine(12)
+    open_pull = loading(pulling)
     if end == "abort":
-        house.engine.abort("r")
+        pulling.engine.abort("r")
     else:
-        house.clock.advance(1e9)
-        house.step()
-    kv = house.engine.kv
+        pulling.clock.advance(1e9)
+        pulling.step()
+    kv = pulling.engine.kv
     kv.check_invariants()
-    assert it.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
-    house.engine.add(ask("next", 60, 5, 4))  # it needs more than there is
+    assert open_pull.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
+    pulling.engine.add(make_submission("next", 60, 5, 4))  # needs more blocks than are free
     for _ in range(3):
-        house.step()
-    assert house.engine.scheduler.requests["next#0"].status is RequestStatus.WAITING
-    assert house.engine.needs_polling
-    house.gate.write(it, [-7] * 40, 1)  # late, and harmless
-    house.finish(it, TransferCancelled(""))
-    house.run()
-    house.step()
-    assert [t for o in house.outputs if o.id == "next" for t in o.tokens] == alone(ask("next", 60, 5, 4))
+        pulling.step()
+    assert pulling.engine.scheduler.requests["next#0"].status is RequestStatus.WAITING
+    assert pulling.engine.needs_polling
+    pulling.source.write(open_pull, [-7] * 40, 1)  # a late write, which must be harmless
+    pulling.finish(open_pull, TransferCancelled(""))
+    pulling.run()
+    pulling.step()
+    assert [t for o in pulling.outputs if o.id == "next" for t in o.tokens] == run_alone(
+        make_submission("next", 60, 5, 4)
+    )
     assert kv.num_quarantined == 0 and kv.num_free + kv.num_cached == kv.num_blocks
-    assert house._stats().pull_failures == {} and house._stats().recomputed == 0
-    house.until(lambda: house.gate.told == {"released": 1})
+    assert pulling._stats().pull_failures == {} and pulling._stats().recomputed == 0
+    pulling.run_until(lambda: pulling.source.lease_ends == {"released": 1})
 
 
-def test_nobody_is_preempted_whose_blocks_would_not_be_free() -> None:
-    house = House(13)
-    first = ask("first", 40, 5, 20)
-    house.engine.add(first)
+def test_pulling_requests_are_not_preempted() -> None:
+    pulling = PullingEngine(13)
+    first = make_submission("first", 40, 5, 20)
+    pulling.engine.add(first)
     for _ in range(3):
-        house.step()
-    house.clock.advance(1.0)
-    it = loading(house)  # soon all blocks are used, and the first needs one more
+        pulling.step()
+    pulling.clock.advance(1.0)
+    open_pull = loading(pulling)  # soon all blocks are used, and the first request needs one more
     for _ in range(25):
-        house.step()
-    assert house.engine.scheduler.requests["first#0"].preemptions == 1
-    assert house.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING and not it.progress._cancelled
-    house.finish(it, None)
-    house.run()
-    said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "r")}
-    assert said == {"first": alone(first), "r": alone(ask("r", 41, 0, 4))}
+        pulling.step()
+    assert pulling.engine.scheduler.requests["first#0"].preemptions == 1
+    assert (
+        pulling.engine.scheduler.requests["r#0"].status is RequestStatus.LOADING and not open_pull.progress._cancelled
+    )
+    pulling.finish(open_pull, None)
+    pulling.run()
+    outputs_by_name = {name: [t for o in pulling.outputs if o.id == name for t in o.tokens] for name in ("first", "r")}
+    assert outputs_by_name == {"first": run_alone(first), "r": run_alone(make_submission("r", 41, 0, 4))}
 
 
-def test_a_pull_that_was_given_up_still_keeps_its_request_from_starting() -> None:
-    house = House(12)
-    it = loading(house)
-    house.clock.advance(5.0)
+def test_request_waits_for_its_cancelled_pull() -> None:
+    pulling = PullingEngine(12)
+    open_pull = loading(pulling)
+    pulling.clock.advance(5.0)
     for _ in range(3):
-        house.step()
-    request = house.engine.scheduler.requests["r#0"]
-    assert it.progress._cancelled and request.status is RequestStatus.LOADING
-    house.gate.write(it, [-7] * 40, 1)
-    house.finish(it, TransferCancelled(""))
-    house.run()
-    assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
-    assert house._stats().pull_failures == {"transfer_timeout": 1} and house._stats().hit_tokens == BLOCK
+        pulling.step()
+    request = pulling.engine.scheduler.requests["r#0"]
+    assert open_pull.progress._cancelled and request.status is RequestStatus.LOADING
+    pulling.source.write(open_pull, [-7] * 40, 1)
+    pulling.finish(open_pull, TransferCancelled(""))
+    pulling.run()
+    assert [token for o in pulling.outputs for token in o.tokens] == run_alone(make_submission("r", 41, 0, 4))
+    assert pulling._stats().pull_failures == {"transfer_timeout": 1} and pulling._stats().hit_tokens == BLOCK
 
 
-def test_what_has_come_is_there_for_others_at_once() -> None:
-    house = House(30)
-    it = loading(house)
-    house.gate.land(it, 1)
-    house.engine.add(ask("twin", 41, 0, 4))
-    while not house.outputs or house.outputs[-1].finish is None:
-        house.step()
-    assert {output.id for output in house.outputs} == {"twin"} and house.outputs[0].cached_tokens == 16
-    house.finish(it, PeerLost("it died"))
-    house.run()
-    assert [token for o in house.outputs for token in o.tokens] == 2 * alone(ask("r", 41, 0, 4))
+def test_pulled_blocks_are_shared_at_once() -> None:
+    pulling = PullingEngine(30)
+    open_pull = loading(pulling)
+    pulling.source.write_piece(open_pull, 1)
+    pulling.engine.add(make_submission("twin", 41, 0, 4))
+    while not pulling.outputs or pulling.outputs[-1].finish is None:
+        pulling.step()
+    assert {output.id for output in pulling.outputs} == {"twin"} and pulling.outputs[0].cached_tokens == 16
+    pulling.finish(open_pull, PeerLost("it died"))
+    pulling.run()
+    assert [token for o in pulling.outputs for token in o.tokens] == 2 * run_alone(make_submission("r", 41, 0, 4))
 
 
-def test_blocks_are_saved_before_somebody_else_gets_them() -> None:
-    """Those of a request that ends as soon as they have come may be given away in the same plan."""
-    house = House(9, buffers=100)
-    submission = ask("r", 64, 0, 1)
-    house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
-    house.step()
-    house.until(house.all_open)
-    other = ask("other", 60, 5, 2)
-    house.engine.add(other)
-    house.finish(house.gate.open[0], None)
-    house.run()
-    again = ask("again", 64, 0, 4)
-    house.engine.add(again)
-    house.run()
-    said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("r", "other", "again")}
-    assert said == {"r": alone(submission), "other": alone(other), "again": alone(again)}
-    assert house.engine.stats().tiers["host"].hit_tokens > 0
+def test_blocks_are_saved_before_reuse() -> None:
+    """Blocks of a request that ends when they arrive may be reused in the same plan."""
+    pulling = PullingEngine(9, buffers=100)
+    submission = make_submission("r", 64, 0, 1)
+    pulling.engine.add(replace(submission, source=pulling.ticket("t", submission, run_alone(submission)[0])))
+    pulling.step()
+    pulling.run_until(pulling.open_pulls)
+    other = make_submission("other", 60, 5, 2)
+    pulling.engine.add(other)
+    pulling.finish(pulling.source.open[0], None)
+    pulling.run()
+    again = make_submission("again", 64, 0, 4)
+    pulling.engine.add(again)
+    pulling.run()
+    outputs_by_name = {
+        name: [t for o in pulling.outputs if o.id == name for t in o.tokens] for name in ("r", "other", "again")
+    }
+    assert outputs_by_name == {"r": run_alone(submission), "other": run_alone(other), "again": run_alone(again)}
+    assert pulling.engine.stats().tiers["host"].hit_tokens > 0
 
 
-def test_no_copy_goes_to_or_from_blocks_that_a_pull_writes() -> None:
-    """They were somebody's who ended a step ago, and would have been saved by the plan that is made now."""
-    house = House(9, running=1, buffers=100)
-    first, second = ask("first", 64, 0, 1), ask("second", 64, 5, 2)
-    house.engine.add(first)
-    house.engine.add(replace(second, source=house.ticket("t", second, alone(second)[0])))
-    run, saved = house.engine.runner.run, 0
+def test_no_tier_copy_touches_blocks_of_a_pull() -> None:
+    """The blocks belonged to a request that ended one step ago, and the next plan would have saved them."""
+    pulling = PullingEngine(9, running=1, buffers=100)
+    first, second = make_submission("first", 64, 0, 1), make_submission("second", 64, 5, 2)
+    pulling.engine.add(first)
+    pulling.engine.add(replace(second, source=pulling.ticket("t", second, run_alone(second)[0])))
+    run, saved = pulling.engine.runner.run, 0
 
-    def watched(plan: StepPlan) -> StepResult:
+    def check_copies(plan: StepPlan) -> StepResult:
         nonlocal saved
         saved += len(plan.saves)
-        pulled = {block for pull in house.engine.kv._active_pulls.values() for block in pull.target_blocks}
+        pulled = {block for pull in pulling.engine.kv._active_pulls.values() for block in pull.target_blocks}
         assert pulled.isdisjoint(copy.block for copy in (*plan.saves, *plan.loads))
         return run(plan)
 
-    house.engine.runner.run = watched  # type: ignore[method-assign]
-    while not house.engine.kv._active_pulls:
-        house.step()
-    house.until(house.all_open)
-    house.finish(house.gate.open[0], None)
-    house.run()
-    assert saved > 0, "what nobody took"
-    said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "second")}
-    assert said == {"first": alone(first), "second": alone(second)}
+    pulling.engine.runner.run = check_copies  # type: ignore[method-assign]
+    while not pulling.engine.kv._active_pulls:
+        pulling.step()
+    pulling.run_until(pulling.open_pulls)
+    pulling.finish(pulling.source.open[0], None)
+    pulling.run()
+    assert saved > 0, "buffers that were not released"
+    outputs_by_name = {
+        name: [t for o in pulling.outputs if o.id == name for t in o.tokens] for name in ("first", "second")
+    }
+    assert outputs_by_name == {"first": run_alone(first), "second": run_alone(second)}
 
 
-def test_a_slow_peer_is_waited_for_as_long_as_it_sends() -> None:
-    house = House(12)
-    it = loading(house)
+def test_slow_peer_is_not_a_stall() -> None:
+    pulling = PullingEngine(12)
+    open_pull = loading(pulling)
     for _ in range(4):
-        house.clock.advance(4.0)
-        house.gate.land(it, 1)
-        house.step()
-    assert not it.progress._cancelled
-    house.finish(it, None)
-    house.run()
-    assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
-    assert house._stats().hit_tokens == 40 and house.engine.stats().prompt_tokens == 1
-    house.until(lambda: house.gate.told == {"acknowledged": 1})
+        pulling.clock.advance(4.0)
+        pulling.source.write_piece(open_pull, 1)
+        pulling.step()
+    assert not open_pull.progress._cancelled
+    pulling.finish(open_pull, None)
+    pulling.run()
+    assert [token for o in pulling.outputs for token in o.tokens] == run_alone(make_submission("r", 41, 0, 4))
+    assert pulling._stats().hit_tokens == 40 and pulling.engine.stats().prompt_tokens == 1
+    pulling.run_until(lambda: pulling.source.lease_ends == {"acknowledged": 1})
 
 
-def test_without_a_thread_to_pull_with_it_is_computed() -> None:
-    house = House(12)
+def test_prefix_is_computed_without_a_pull_thread() -> None:
+    pulling = PullingEngine(12)
 
     def refuse(work: Callable[[], None]) -> None:
         raise RuntimeError("can't start new thread")
 
-    assert house.engine.kv.pulls is not None
-    house.engine.kv.pulls._start_thread = refuse
+    assert pulling.engine.kv.pulls is not None
+    pulling.engine.kv.pulls._start_thread = refuse
     for name, aborted in (("never", True), ("r", False)):
-        submission = ask(name, 41, 0, 4)
-        house.engine.add(replace(submission, source=house.ticket(name, submission, alone(submission)[0])))
+        submission = make_submission(name, 41, 0, 4)
+        pulling.engine.add(replace(submission, source=pulling.ticket(name, submission, run_alone(submission)[0])))
         if aborted:
-            house.engine.abort(name)
-    while not house.engine.idle:
-        house.step()
-    assert [token for output in house.outputs for token in output.tokens] == alone(ask("r", 41, 0, 4))
-    assert house.engine.kv.pulls.stats().pull_failures == {"transfer_failed": 1}
+            pulling.engine.abort(name)
+    while not pulling.engine.idle:
+        pulling.step()
+    assert [token for output in pulling.outputs for token in output.tokens] == run_alone(make_submission("r", 41, 0, 4))
+    assert pulling.engine.kv.pulls.stats().pull_failures == {"transfer_failed": 1}

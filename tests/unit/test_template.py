@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers_made as made
+import sample_tokenizers as made
 
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.tokens import template as module

@@ -1,4 +1,4 @@
-"""Files of blocks: what is torn, foreign or damaged is a miss; trouble with the disk is nobody's error."""
+"""DiskTier: torn, foreign or damaged files are misses, and disk errors fail no request."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ FILE = BUFFER_BYTES + 4096
 NAMES = [digest(i) for i in range(6)]
 
 
-def tier(where: Path, blocks: int = 10, layout: str = "m/bf16/16", **more: object) -> DiskTier:
-    return DiskTier(where, layout, BLOCK_BYTES, blocks * FILE, **more)  # type: ignore[arg-type]
+def tier(directory: Path, blocks: int = 10, layout: str = "m/bf16/16", **more: object) -> DiskTier:
+    return DiskTier(directory, layout, BLOCK_BYTES, blocks * FILE, **more)  # type: ignore[arg-type]
 
 
 def fill(disk: DiskTier, names: list[bytes]) -> None:
     assert disk.store(names, [block(n) for n in names]) == len(names)
 
 
-def loaded(disk: DiskTier, names: list[bytes]) -> int:
-    """How many leading ones, whose bytes are as they should be."""
+def load(disk: DiskTier, names: list[bytes]) -> int:
+    """Return how many leading blocks load, after checking their content."""
     into = [buffer() for _ in names]
     count = disk.load(names, into)
     assert [bytes(b) for b in into[:count]] == [content(n) for n in names[:count]]
     return count
 
 
-def file_of(where: Path, name: bytes) -> Path:
-    (path,) = where.glob(f"*/*/{name.hex()}")
+def file_of(directory: Path, name: bytes) -> Path:
+    (path,) = directory.glob(f"*/*/{name.hex()}")
     return path
 
 
 @pytest.fixture(params=["direct", "buffered", "memory"])
-def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if request.param == "buffered":
         monkeypatch.setattr(blockfile, "O_DIRECT", 0)
     if request.param == "memory":  # a file system that may have no direct I/O
@@ -59,18 +59,18 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return tmp_path
 
 
-def test_a_restart_finds_what_was_stored(where: Path) -> None:
-    fill(tier(where), NAMES[:3])
-    disk = tier(where)
-    assert disk.lookup(NAMES) == 3 and loaded(disk, NAMES) == 3
+def test_restart_finds_stored_blocks(directory: Path) -> None:
+    fill(tier(directory), NAMES[:3])
+    disk = tier(directory)
+    assert disk.lookup(NAMES) == 3 and load(disk, NAMES) == 3
     stats = disk.stats()
     assert (stats.blocks, stats.loaded_blocks, stats.damaged_blocks, stats.on) == (3, 3, 0, True)
     disk.discard(NAMES[:1])
-    assert disk.lookup(NAMES) == 0 and tier(where).lookup(NAMES[1:]) == 2
+    assert disk.lookup(NAMES) == 0 and tier(directory).lookup(NAMES[1:]) == 2
 
 
-def test_buffers_off_a_page_work_too(where: Path) -> None:
-    disk = tier(where)
+def test_unaligned_buffers_work(directory: Path) -> None:
+    disk = tier(directory)
     odd = memoryview(bytearray(BUFFER_BYTES + 9))[9:]
     odd[:] = content(NAMES[0])
     assert disk.store(NAMES[:1], [odd]) == 1
@@ -78,10 +78,10 @@ def test_buffers_off_a_page_work_too(where: Path) -> None:
     assert disk.load(NAMES[:1], [odd]) == 1 and bytes(odd) == content(NAMES[0])
 
 
-def test_another_layout_is_another_place(where: Path) -> None:
-    fill(tier(where), NAMES[:1])
-    other = tier(where, layout="m/bf16/32")
-    assert other.lookup(NAMES[:1]) == 0 and loaded(other, NAMES[:1]) == 0
+def test_layouts_do_not_share_files(directory: Path) -> None:
+    fill(tier(directory), NAMES[:1])
+    other = tier(directory, layout="m/bf16/32")
+    assert other.lookup(NAMES[:1]) == 0 and load(other, NAMES[:1]) == 0
 
 
 DAMAGES = {
@@ -101,26 +101,26 @@ DAMAGES = {
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_a_miss_and_removed(tmp_path: Path, damage: str, restart: bool) -> None:
+def test_damaged_file_is_a_miss_and_removed(tmp_path: Path, damage: str, restart: bool) -> None:
     disk = tier(tmp_path)
     fill(disk, NAMES[:3])
     path = file_of(tmp_path, NAMES[1])
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     disk = tier(tmp_path) if restart else disk
-    assert loaded(disk, NAMES[:3]) == 1
+    assert load(disk, NAMES[:3]) == 1
     assert not path.exists() and disk.lookup(NAMES) == 1 and disk.stats().on
     fill(disk, NAMES[1:2])
-    assert loaded(disk, NAMES[:3]) == 3
+    assert load(disk, NAMES[:3]) == 3
 
 
-def test_a_good_file_under_another_name_is_a_miss(tmp_path: Path) -> None:
+def test_file_under_another_name_is_a_miss(tmp_path: Path) -> None:
     disk = tier(tmp_path)
     fill(disk, NAMES[:2])
     file_of(tmp_path, NAMES[0]).write_bytes(file_of(tmp_path, NAMES[1]).read_bytes())
-    assert loaded(disk, NAMES[:2]) == 0 and disk.stats().damaged_blocks == 1
+    assert load(disk, NAMES[:2]) == 0 and disk.stats().damaged_blocks == 1
 
 
-def test_strangers_in_the_directory(tmp_path: Path) -> None:
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     fill(tier(tmp_path), NAMES[:2])
     folder = file_of(tmp_path, NAMES[0]).parent
     (folder / "notes.txt").write_text("mine")
@@ -133,17 +133,17 @@ def test_strangers_in_the_directory(tmp_path: Path) -> None:
     linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(tmp_path / "elsewhere")
     disk = tier(tmp_path)
-    assert loaded(disk, NAMES[:2]) == 1
+    assert load(disk, NAMES[:2]) == 1
     assert (folder / "notes.txt").read_text() == "mine" and fresh.exists() and not stale.exists()
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_quota(tmp_path: Path, policy: str) -> None:
+def test_quota_is_kept(tmp_path: Path, policy: str) -> None:
     disk = tier(tmp_path, 3, policy=policy)
     fill(disk, NAMES[:3])
-    assert loaded(disk, NAMES[:1]) == 1
+    assert load(disk, NAMES[:1]) == 1
     fill(disk, NAMES[3:])
-    assert disk.lookup(NAMES[:1]) == (policy == "arc"), "what was used twice outlives a scan"
+    assert disk.lookup(NAMES[:1]) == (policy == "arc"), "ARC keeps blocks that were used twice"
     assert len(list(tmp_path.glob("*/*/*"))) == 3 == disk.stats().blocks and disk.stats().evicted_blocks == 3
     smaller = tier(tmp_path, 2)
     assert len(list(tmp_path.glob("*/*/*"))) == 2 == smaller.stats().blocks
@@ -151,19 +151,19 @@ def test_quota(tmp_path: Path, policy: str) -> None:
         tier(tmp_path, 0)
 
 
-def test_a_restart_remembers_who_was_used_last(tmp_path: Path) -> None:
+def test_restart_keeps_order_of_use(tmp_path: Path) -> None:
     disk = tier(tmp_path)
     fill(disk, NAMES[:3])
     for age, name in enumerate(NAMES[:3]):
         os.utime(file_of(tmp_path, name), (1000 + age, 1000 + age))
-    assert loaded(disk, NAMES[:1]) == 1
+    assert load(disk, NAMES[:1]) == 1
     again = tier(tmp_path, 3)
     fill(again, NAMES[3:5])
     assert [again.lookup([n]) for n in NAMES[:5]] == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
-def test_a_write_error_turns_it_off_for_a_while(
+def test_write_error_turns_tier_off_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
     clock = ManualClock()
@@ -177,15 +177,15 @@ def test_a_write_error_turns_it_off_for_a_while(
         patched.setattr(os, "writev", writev)
         for _ in range(3):
             assert disk.store([NAMES[2]], [block(NAMES[2])]) == 0
-            assert disk.lookup(NAMES) == 0 and not disk.stats().on and loaded(disk, NAMES[:1]) == 0
-            clock.advance(RETRY_INTERVAL_S)  # it is tried again, and fails again
+            assert disk.lookup(NAMES) == 0 and not disk.stats().on and load(disk, NAMES[:1]) == 0
+            clock.advance(RETRY_INTERVAL_S)  # the retry fails again
     assert [r.message for r in caplog.records if "off" in r.message] == [caplog.records[0].message]
     assert not list(tmp_path.glob("*/*/*.part")) and len(list(tmp_path.glob("*/*/*"))) == 2
     fill(disk, NAMES[2:3])
-    assert disk.stats().on and loaded(disk, NAMES[:3]) == 3 and "on again" in caplog.records[-1].message
+    assert disk.stats().on and load(disk, NAMES[:3]) == 3 and "on again" in caplog.records[-1].message
 
 
-def test_a_disk_that_writes_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tier(tmp_path)
     whole = os.writev
     monkeypatch.setattr(os, "writev", lambda handle, parts: whole(handle, parts[:1]))
@@ -193,12 +193,12 @@ def test_a_disk_that_writes_only_a_part(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.glob("*/*/*")) == []
 
 
-def allow(monkeypatch: pytest.MonkeyPatch, where: Path, blocks: Callable[[], int]) -> None:
-    """As a disk that has room for so many blocks, other programs' files aside."""
+def allow_bytes(monkeypatch: pytest.MonkeyPatch, directory: Path, blocks: Callable[[], int]) -> None:
+    """Simulate a disk with space for so many blocks besides files of other programs."""
     whole = os.writev
 
     def writev(handle: int, parts: Sequence[memoryview]) -> int:
-        if len([path for path in where.glob("*/*/*") if path.stat().st_size]) >= blocks():
+        if len([path for path in directory.glob("*/*/*") if path.stat().st_size]) >= blocks():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return whole(handle, parts)
 
@@ -206,42 +206,44 @@ def allow(monkeypatch: pytest.MonkeyPatch, where: Path, blocks: Callable[[], int
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_full_disk_evicts_and_goes_on(
+def test_full_disk_evicts_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str
 ) -> None:
     disk = tier(tmp_path, policy=policy)
-    allow(monkeypatch, tmp_path, lambda: 3)
+    allow_bytes(monkeypatch, tmp_path, lambda: 3)
     with caplog.at_level(logging.WARNING):
         fill(disk, NAMES)
     assert disk.stats().on and disk.stats().evicted_blocks == 3 == disk.stats().blocks
-    assert loaded(disk, NAMES[3:]) == 3
+    assert load(disk, NAMES[3:]) == 3
     assert ["KV disk is full" in record.message for record in caplog.records] == [True]
 
 
-def test_a_disk_that_others_fill_skips_stores_and_is_tried_again(
+def test_disk_filled_by_others_skips_stores_and_retries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, room = ManualClock(), [20]
     disk = tier(tmp_path, 20, clock=clock)
     names = [digest(i) for i in range(20)]
     fill(disk, names[:12])
-    allow(monkeypatch, tmp_path, lambda: room[0])
+    allow_bytes(monkeypatch, tmp_path, lambda: room[0])
     room[0] = 0
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert disk.store(names[12:13], [block(names[12])]) == 0
     assert len(caplog.records) == 1 and disk.stats().on
     assert disk.stats().blocks == 12 - MAX_EVICTIONS_PER_WRITE and disk.stats().dropped_blocks == 3
-    assert loaded(disk, names[MAX_EVICTIONS_PER_WRITE:12]) == 12 - MAX_EVICTIONS_PER_WRITE, "what is left is of use"
+    assert load(disk, names[MAX_EVICTIONS_PER_WRITE:12]) == 12 - MAX_EVICTIONS_PER_WRITE, (
+        "the remaining blocks are still loaded"
+    )
     clock.advance(RETRY_INTERVAL_S)
     assert disk.store(names[12:13], [block(names[12])]) == 0 and disk.stats().blocks == 0
     clock.advance(RETRY_INTERVAL_S)
     room[0] = 20
     fill(disk, names[12:14])
-    assert loaded(disk, names[12:14]) == 2
+    assert load(disk, names[12:14]) == 2
 
 
-def test_a_read_error_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     disk = tier(tmp_path, clock=clock)
     fill(disk, NAMES[:2])
@@ -251,15 +253,15 @@ def test_a_read_error_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "readv", readv)
-        assert loaded(disk, NAMES[:2]) == 0
+        assert load(disk, NAMES[:2]) == 0
     assert not disk.stats().on and disk.stats().errors == 1 and disk.lookup(NAMES) == 0
     clock.advance(RETRY_INTERVAL_S)
-    assert loaded(disk, NAMES[1:2]) == 1 and disk.stats().on
+    assert load(disk, NAMES[1:2]) == 1 and disk.stats().on
 
 
 @pytest.mark.parametrize("depth", ["kv", "layout", "folder"])
 @pytest.mark.parametrize("noticed", ["store", "refresh"])
-def test_a_deleted_directory_is_created_again(tmp_path: Path, depth: str, noticed: str) -> None:
+def test_deleted_directory_is_created_again(tmp_path: Path, depth: str, noticed: str) -> None:
     disk = tier(tmp_path / "above" / "kv")
     fill(disk, NAMES[:2])
     folder = file_of(tmp_path / "above" / "kv", NAMES[0]).parent
@@ -269,27 +271,27 @@ def test_a_deleted_directory_is_created_again(tmp_path: Path, depth: str, notice
         disk.refresh()
         assert disk.lookup(NAMES[:1]) == 0 and disk.stats().on
     fill(disk, NAMES[2:4])
-    assert loaded(disk, NAMES[2:4]) == 2 and loaded(disk, NAMES[:1]) == 0 and disk.stats().on
+    assert load(disk, NAMES[2:4]) == 2 and load(disk, NAMES[:1]) == 0 and disk.stats().on
     fill(disk, NAMES[:1])
-    assert loaded(disk, NAMES[:1]) == 1 and loaded(tier(tmp_path / "above" / "kv"), NAMES[2:4]) == 2
+    assert load(disk, NAMES[:1]) == 1 and load(tier(tmp_path / "above" / "kv"), NAMES[2:4]) == 2
 
 
-def test_a_directory_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    """As a disk that is unmounted: what lies under it must not fill up instead."""
+def test_unmounted_directory_recovers(tmp_path: Path) -> None:
+    """After an unmount, the file system below the mount point must not fill up."""
     clock = ManualClock()
     disk = tier(tmp_path / "kv", clock=clock)
     fill(disk, NAMES[:2])
-    disk._device += 1  # that of the parent is another
+    disk._device += 1  # the parent is then on another device
     (tmp_path / "kv").rename(tmp_path / "away")
-    assert loaded(disk, NAMES[:1]) == 0
+    assert load(disk, NAMES[:1]) == 0
     assert disk.store(NAMES[2:3], [block(NAMES[2])]) == 0 and not disk.stats().on
     assert not (tmp_path / "kv").exists()
     (tmp_path / "away").rename(tmp_path / "kv")
     clock.advance(RETRY_INTERVAL_S)
-    assert loaded(disk, NAMES[1:2]) == 1 and disk.stats().on
+    assert load(disk, NAMES[1:2]) == 1 and disk.stats().on
 
 
-def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_unusable_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match="cannot be used"):
         tier(tmp_path / "file")
@@ -298,7 +300,7 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def test_what_could_not_be_listed_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_listing_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     mine, theirs = tier(tmp_path, clock=clock), tier(tmp_path)
     fill(theirs, NAMES[:3])
@@ -317,21 +319,21 @@ def test_what_could_not_be_listed_is_looked_at_again(tmp_path: Path, monkeypatch
     assert mine.lookup(NAMES[:3]) == 3
 
 
-def test_others_are_seen_after_a_refresh(tmp_path: Path) -> None:
+def test_refresh_finds_blocks_of_other_processes(tmp_path: Path) -> None:
     mine, theirs = tier(tmp_path), tier(tmp_path)
     fill(theirs, NAMES[:3])
     assert mine.lookup(NAMES) == 0
     mine.refresh()
-    assert mine.lookup(NAMES) == 3 and loaded(mine, NAMES[:3]) == 3
+    assert mine.lookup(NAMES) == 3 and load(mine, NAMES[:3]) == 3
     theirs.discard(NAMES[:1])
-    assert mine.lookup(NAMES) == 3 and loaded(mine, NAMES[:1]) == 0, "a miss, no error"
+    assert mine.lookup(NAMES) == 3 and load(mine, NAMES[:1]) == 0, "a miss, no error"
     theirs.discard(NAMES[1:2])
     mine.refresh()
     assert mine.lookup(NAMES[1:2]) == 0 and mine.lookup(NAMES[2:3]) == 1 and mine.stats().on
 
 
 @pytest.mark.parametrize("when", ["before the read", "after it"])
-def test_a_file_that_is_used_again_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_file_reused_while_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     mine = tier(tmp_path, 1)
     fill(mine, NAMES[:1])
     theirs, read = tier(tmp_path, 1), os.readv
@@ -344,20 +346,20 @@ def test_a_file_that_is_used_again_while_it_is_read(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "readv", readv)
-        assert loaded(mine, NAMES[:1]) == 0
+        assert load(mine, NAMES[:1]) == 0
     assert mine.stats().damaged_blocks == 0 and mine.stats().on
-    assert file_of(tmp_path, NAMES[1]).stat().st_ino == number, "it was meant to be the same file"
-    assert loaded(theirs, NAMES[1:2]) == 1
+    assert file_of(tmp_path, NAMES[1]).stat().st_ino == number, "the test needs the same file"
+    assert load(theirs, NAMES[1:2]) == 1
 
 
-def writer(where: Path) -> subprocess.Popen[bytes]:
-    """Another process that stores and evicts all the time."""
+def writer(directory: Path) -> subprocess.Popen[bytes]:
+    """Store and evict continuously, in another process."""
     code = f"""
 import sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 import test_tiers_disk as t
-disk = t.tier(Path({str(where)!r}), 4)
+disk = t.tier(Path({str(directory)!r}), 4)
 print("up", flush=True)
 while True:
     for i in range(12):
@@ -369,7 +371,7 @@ while True:
     return child
 
 
-def test_a_neighbour_that_stores_and_evicts_and_dies(tmp_path: Path) -> None:
+def test_concurrent_process_stores_evicts_and_dies(tmp_path: Path) -> None:
     names = [digest(i) for i in range(12)]
     mine = tier(tmp_path, 4)
     for _ in range(3):
@@ -377,11 +379,11 @@ def test_a_neighbour_that_stores_and_evicts_and_dies(tmp_path: Path) -> None:
         try:
             while found < 50:
                 mine.refresh()
-                found += sum(loaded(mine, [n]) for n in names if mine.lookup([n]))
+                found += sum(load(mine, [n]) for n in names if mine.lookup([n]))
                 assert child.poll() is None
         finally:
             os.kill(child.pid, signal.SIGKILL)
             child.communicate()
         heir = tier(tmp_path)
-        assert sum(loaded(heir, [n]) for n in names) == heir.stats().blocks
+        assert sum(load(heir, [n]) for n in names) == heir.stats().blocks
     assert mine.stats().on and mine.stats().damaged_blocks == 0

@@ -1,4 +1,4 @@
-"""Buffers of main memory: nothing is lost, nothing changes under a reader."""
+"""HostTier: no buffer is lost, and no buffer changes while it is read."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_only_leading_blocks_count() -> None:
     assert [bytes(b) for b in into[:2]] == [content(n) for n in names[:2]]
 
 
-def test_what_is_filling_cannot_be_found() -> None:
+def test_block_being_filled_is_not_found() -> None:
     host, name = tier(), digest(1)
     room = host.reserve(name)
     assert room is not None and name in host and host.lookup([name]) == 0 and host.pin(name) is None
-    assert host.reserve(name) is None, "it is on its way"
+    assert host.reserve(name) is None, "the block is being filled"
     host.abandon(name)
     assert name not in host and host.reserve(name) is not None
     host.publish(name)
@@ -36,7 +36,7 @@ def test_what_is_filling_cannot_be_found() -> None:
     host.check_invariants()
 
 
-def test_pinned_blocks_stay_and_others_leave() -> None:
+def test_pinned_blocks_are_not_evicted() -> None:
     host, names = tier(2), [digest(i) for i in range(4)]
     host.store(names[:2], [block(n) for n in names[:2]])
     read = host.pin(names[0])
@@ -44,7 +44,7 @@ def test_pinned_blocks_stay_and_others_leave() -> None:
     host.discard(names[:1])
     assert host.store(names[2:3], [block(names[2])]) == 1 and host.lookup([names[1]]) == 0
     assert host.pin(names[2]) is not None
-    assert host.reserve(names[3]) is None, "nobody may leave"
+    assert host.reserve(names[3]) is None, "all blocks are pinned"
     assert bytes(read) == content(names[0])
     host.unpin(names[0])
     assert host.reserve(names[3]) is not None and host.lookup([names[0]]) == 0
@@ -64,7 +64,7 @@ ACTIONS = ["reserve", "publish", "abandon", "pin", "unpin", "forget"]
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 6)), max_size=120),
     policy=st.sampled_from(["lru", "arc"]),
 )
-def test_bytes_are_right_whatever_happens(actions: list[tuple[str, int]], policy: str) -> None:
+def test_content_is_right_for_any_operations(actions: list[tuple[str, int]], policy: str) -> None:
     host = tier(3, policy)
     filling: dict[bytes, memoryview] = {}
     pinned: dict[bytes, list[memoryview]] = {}

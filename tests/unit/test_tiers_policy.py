@@ -1,4 +1,4 @@
-"""Eviction against plain simulations of what LRU and ARC are."""
+"""Eviction policies compared with simple simulations of LRU and ARC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.kv.tiers.policy import ARC, LRU, EvictionPolicy, make_policy
 
 
 def use(policy: EvictionPolicy, capacity: int, key: bytes) -> bool:
-    """As a cache does; whether it was there."""
+    """Use a key as a cache does; return whether it was stored."""
     if key in policy:
         policy.touch(key)
         return True
@@ -31,7 +31,7 @@ def simulate_lru(capacity: int, trace: list[bytes]) -> list[bool]:
 
 
 def simulate_arc(c: int, trace: list[bytes]) -> list[bool]:
-    """The four cases of the paper, on lists; the last of a list was used last."""
+    """Simulate the four cases of the paper on lists, in order of use."""
     t1: list[bytes] = []
     t2: list[bytes] = []
     b1: list[bytes] = []
@@ -79,13 +79,13 @@ TRACE = st.lists(st.integers(0, 14).map(lambda i: bytes([i])), max_size=300)
 
 @settings(max_examples=300, deadline=None)
 @given(capacity=st.integers(1, 8), trace=TRACE)
-def test_the_same_hits_as_a_simulation(capacity: int, trace: list[bytes]) -> None:
+def test_hits_equal_a_simulation(capacity: int, trace: list[bytes]) -> None:
     lru, arc = LRU(), ARC(capacity)
     assert [use(lru, capacity, key) for key in trace] == simulate_lru(capacity, trace)
     assert [use(arc, capacity, key) for key in trace] == simulate_arc(capacity, trace)
 
 
-def test_a_scan_washes_lru_out_but_not_arc() -> None:
+def test_scan_evicts_lru_but_not_arc() -> None:
     often = [bytes([i]) for i in range(4)]
     scan = [bytes([1, i]) for i in range(100)]
     lru, arc = LRU(), ARC(8)
@@ -102,7 +102,7 @@ def test_a_scan_washes_lru_out_but_not_arc() -> None:
     actions=st.lists(st.tuples(st.sampled_from(["use", "pin", "remove"]), st.integers(0, 9)), max_size=80),
     capacity=st.integers(1, 5),
 )
-def test_who_may_not_leave_stays(name: str, actions: list[tuple[str, int]], capacity: int) -> None:
+def test_unevictable_blocks_stay(name: str, actions: list[tuple[str, int]], capacity: int) -> None:
     policy, pinned, kept = make_policy(name, capacity), set[bytes](), set[bytes]()
 
     def may(key: bytes) -> bool:
@@ -128,6 +128,6 @@ def test_who_may_not_leave_stays(name: str, actions: list[tuple[str, int]], capa
         assert set(policy) == kept and len(policy) == len(kept)
 
 
-def test_other_names_are_refused() -> None:
+def test_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="lru or arc"):
         make_policy("mru", 3)

@@ -1,4 +1,4 @@
-"""Blocks in a store that workers share: found by others, never wrong, and nobody waits for a store that is gone."""
+"""RemoteTier: workers share blocks, wrong values are detected, and requests do not wait for a store that is down."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ PROVIDER_GONE = -800
 
 @dataclass
 class FakeClient:
-    """In a dict; fails when told to."""
+    """A fake client with a dict, which fails if `down` is set."""
 
     values: dict[str, bytes] = field(default_factory=dict)
-    answer: int = 0  # in place of all others, if not 0
+    answer: int = 0  # result of all calls, if not 0
     down: bool = False
     calls: int = 0
 
-    def _say(self, answer: int) -> int:
+    def _result(self, answer: int) -> int:
         self.calls += 1
         if self.down:
-            raise StoreUnavailable("told to fail")
+            raise StoreUnavailable("the test store is down")
         return self.answer or answer
 
     def get(self, key: str) -> memoryview | int:
-        answer = self._say(0 if key in self.values else NOT_FOUND)
+        answer = self._result(0 if key in self.values else NOT_FOUND)
         return answer or memoryview(bytearray(self.values[key]))
 
     def put(self, key: str, fill: Callable[[memoryview], int]) -> tuple[int, int]:
         room = memoryview(bytearray(1 << 16))
         size = fill(room)
-        if (answer := self._say(0)) == 0:
+        if (answer := self._result(0)) == 0:
             self.values.setdefault(key, bytes(room[:size]))
         return answer, size
 
     def remove(self, key: str) -> None:
-        self._say(0)
+        self._result(0)
         self.values.pop(key, None)
 
     def check(self) -> None:
-        self._say(0)
+        self._result(0)
 
     def close(self) -> None:
-        self._say(0)
+        self._result(0)
 
 
 Fake = tuple[RemoteTier, FakeClient, ManualClock]
@@ -86,27 +86,27 @@ def fill(tier: RemoteTier, names: list[bytes]) -> int:
     return tier.store(names, [block(name) for name in names])
 
 
-def loaded(tier: RemoteTier, names: list[bytes]) -> int:
+def load(tier: RemoteTier, names: list[bytes]) -> int:
     into = [buffer() for _ in names]
     count = tier.load(names, into)
     assert [bytes(b) for b in into[:count]] == [content(n) for n in names[:count]]
     return count
 
 
-def test_what_is_stored_is_loaded(fake: Fake) -> None:
+def test_stored_blocks_load(fake: Fake) -> None:
     tier, store, clock = fake
     assert fill(tier, NAMES[:3]) == 3 and len(store.values) == 3
-    assert tier.lookup(NAMES) == 3 and tier.lookup_optimistic(NAMES) == 8, "only asking would tell"
-    assert loaded(tier, NAMES) == 3 and tier.lookup_optimistic(NAMES) == 3
+    assert tier.lookup(NAMES) == 3 and tier.lookup_optimistic(NAMES) == 8, "only a query shows what the store holds"
+    assert load(tier, NAMES) == 3 and tier.lookup_optimistic(NAMES) == 3
     clock.advance(RETRY_MISSING_AFTER_S)
-    assert tier.lookup_optimistic(NAMES) == 8, "others may have stored it meanwhile"
+    assert tier.lookup_optimistic(NAMES) == 8, "another worker may have stored it meanwhile"
     tier.discard(NAMES[:1])
     assert not tier.lookup(NAMES) and len(store.values) == 2
     stats = tier.stats()
     assert (stats.on, stats.stored_blocks, stats.loaded_blocks, stats.blocks, stats.errors) == (True, 3, 3, 2, 0)
 
 
-def test_a_value_that_is_not_the_block_is_removed(fake: Fake) -> None:
+def test_wrong_value_is_removed(fake: Fake) -> None:
     tier, store, clock = fake
     fill(tier, NAMES[:2])
     one, two = store.values
@@ -115,49 +115,49 @@ def test_a_value_that_is_not_the_block_is_removed(fake: Fake) -> None:
     for i, value in enumerate(wrong):
         store.values[one] = value
         clock.advance(RETRY_MISSING_AFTER_S)
-        assert loaded(tier, NAMES[:1]) == 0 and one not in store.values
+        assert load(tier, NAMES[:1]) == 0 and one not in store.values
         assert tier.stats().damaged_blocks == i + 1
-    assert loaded(tier, NAMES[1:2]) == 1 and tier.stats().on
+    assert load(tier, NAMES[1:2]) == 1 and tier.stats().on
 
 
-def test_nobody_asks_a_store_that_failed(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_store_is_not_queried(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
     tier, store, _ = fake
     fill(tier, NAMES[:2])
     store.down = True
     with caplog.at_level(logging.WARNING):
-        assert loaded(tier, NAMES[:1]) == 0
+        assert load(tier, NAMES[:1]) == 0
         calls = store.calls
         assert tier.lookup_optimistic(NAMES) == 0 == tier.lookup(NAMES) and not tier.stats().on
-        assert loaded(tier, NAMES[:1]) == 0 and fill(tier, NAMES[2:4]) == 0 and store.calls == calls
+        assert load(tier, NAMES[:1]) == 0 and fill(tier, NAMES[2:4]) == 0 and store.calls == calls
         tier.refresh()
         assert not tier.stats().on and store.calls == calls + 1
         store.down = False
         tier.refresh()
-    assert tier.stats().on and loaded(tier, NAMES[:2]) == 2
+    assert tier.stats().on and load(tier, NAMES[:2]) == 2
     assert [r.message.split(":")[0] for r in caplog.records] == [
         "KV store is off, retrying periodically",
         "KV store is on again",
     ]
 
 
-def test_a_store_that_is_full_and_a_provider_that_is_gone(fake: Fake) -> None:
+def test_full_store_and_missing_provider(fake: Fake) -> None:
     tier, store, _ = fake
     store.answer = NO_MEMORY
     assert fill(tier, NAMES[:2]) == 0 and tier.stats().dropped_blocks == 2 and tier.stats().on
-    store.answer = PROVIDER_GONE  # a miss, and no reason to leave all others alone
-    assert loaded(tier, NAMES[:1]) == 0 and tier.stats().on and tier.stats().errors == 1
+    store.answer = PROVIDER_GONE  # a miss, but the tier stays on
+    assert load(tier, NAMES[:1]) == 0 and tier.stats().on and tier.stats().errors == 1
     store.answer = 0
     assert fill(tier, NAMES[:1]) == 1
 
 
-def test_a_nonsensical_address_is_refused() -> None:
+def test_malformed_master_address_is_refused() -> None:
     for wrong in ("store", "store:x", ":5"):
         with pytest.raises(InvalidRequest, match="HOST:PORT"):
             StoreClient(wrong, MEMORY, 1 << 16)
 
 
-def test_a_master_elsewhere_needs_our_address(caplog: pytest.LogCaptureFixture) -> None:
-    """Only a setting opens memory to a network in which Mooncake authenticates no peer."""
+def test_remote_master_needs_a_listen_address(caplog: pytest.LogCaptureFixture) -> None:
+    """Listening at a network address needs a setting, because Mooncake authenticates no peer."""
     with pytest.raises(InvalidRequest, match="authenticates no peer") as raised:
         StoreClient("192.0.2.7:50051", MEMORY, 1 << 16)
     assert raised.value.hint is not None and "--kv-mooncake-host" in raised.value.hint
@@ -166,7 +166,7 @@ def test_a_master_elsewhere_needs_our_address(caplog: pytest.LogCaptureFixture) 
     assert "open to the network: host=192.0.2.8" in caplog.text
 
 
-def test_no_master_is_no_reason_not_to_start() -> None:
+def test_starts_without_a_master() -> None:
     tier = RemoteTier(f"127.0.0.1:{free_port()}", "m", BLOCK_BYTES, MEMORY)
     assert not tier.stats().on and fill(tier, NAMES[:1]) == 0 and tier.lookup_optimistic(NAMES) == 0
     tier.close()
@@ -176,7 +176,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_process_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstartable_process_means_store_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -190,25 +190,25 @@ def test_a_process_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatc
         assert descriptors() == before and client.pid is None
 
 
-# -- the real one ------------------------------------------------------------------------------------------------------
+# -- with a real Mooncake master ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeMaster]:
-    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # parting takes two seconds
+    monkeypatch.setattr(storeclient, "CLOSE_TIMEOUT_S", 0.01)  # closing takes two seconds
     started = MooncakeMaster().start()
     yield started
     started.kill()
 
 
-def test_another_worker_finds_what_one_has_stored(master: MooncakeMaster) -> None:
+def test_workers_share_stored_blocks(master: MooncakeMaster) -> None:
     codec = UnweightKVCodec(load_library(build_library(kernel_dir())), 2)
     one = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     two = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, codec=codec, coding="uw")
     assert fill(one, NAMES[:3]) == 3 and fill(two, NAMES[3:5]) == 2
-    assert loaded(two, NAMES[:3]) == 3 and loaded(one, NAMES[3:6]) == 2
+    assert load(two, NAMES[:3]) == 3 and load(one, NAMES[3:6]) == 2
     other = RemoteTier(master.address, "another layout", BLOCK_BYTES, MEMORY)
-    assert loaded(other, NAMES[:1]) == 0
+    assert load(other, NAMES[:1]) == 0
     stack = TierStack(HostTier(BLOCK_BYTES, 1 << 20), [other], threads=False)
     assert stack.lookup(NAMES[1:]) == 7, "hope"
     fetch = stack.fetch(NAMES[1:])
@@ -219,7 +219,7 @@ def test_another_worker_finds_what_one_has_stored(master: MooncakeMaster) -> Non
         tier.close()
 
 
-def test_our_part_of_the_store_is_at_the_stated_place(master: MooncakeMaster) -> None:
+def test_store_listens_at_configured_address(master: MooncakeMaster) -> None:
     base = free_port()
     client = StoreClient(master.address, MEMORY, 1 << 16, StoreListenAddress(port=base))
     client.check()
@@ -234,11 +234,11 @@ def test_our_part_of_the_store_is_at_the_stated_place(master: MooncakeMaster) ->
     client.close()
 
 
-def test_a_master_that_is_killed_and_started_again(master: MooncakeMaster) -> None:
+def test_restarted_master(master: MooncakeMaster) -> None:
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     assert fill(tier, NAMES[:2]) == 2
     master.kill()
-    assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
+    assert load(tier, NAMES[:2]) == 0 and not tier.stats().on
     tier.refresh()
     assert not tier.stats().on
     master.start()
@@ -247,28 +247,30 @@ def test_a_master_that_is_killed_and_started_again(master: MooncakeMaster) -> No
         assert time.monotonic() < until, "the store does not come back"
         tier.refresh()
         time.sleep(0.1)
-    assert loaded(tier, NAMES[2:3]) == 1
+    assert load(tier, NAMES[2:3]) == 1
     tier.close()
 
 
-def test_a_master_that_hangs(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_master(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     assert fill(tier, NAMES[:2]) == 2
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
     master.hang()
-    assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
+    assert load(tier, NAMES[:2]) == 0 and not tier.stats().on
     monkeypatch.setattr(storeclient, "SETUP_TIMEOUT_S", 0.5)
-    newcomer = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)  # the system answers the knock, nobody the client
+    newcomer = RemoteTier(
+        master.address, "m", BLOCK_BYTES, MEMORY
+    )  # the kernel accepts the connection, the master does not answer
     assert not newcomer.stats().on
     newcomer.close()
     master.wake()
-    come_back(tier)
+    wait_until_on(tier)
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
-    assert loaded(tier, NAMES[:2]) == 2
+    assert load(tier, NAMES[:2]) == 2
     tier.close()
 
 
-def test_our_own_process_may_hang_or_die(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_process_hangs_or_dies(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
     client = StoreClient(master.address, MEMORY, 1 << 16)
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, client=client)
     assert fill(tier, NAMES[:2]) == 2
@@ -280,31 +282,31 @@ def test_our_own_process_may_hang_or_die(master: MooncakeMaster, monkeypatch: py
     before = bytes(into)
     assert tier.load(NAMES[:1], [into]) == 0 and not tier.stats().on
     os.kill(first, signal.SIGCONT)
-    come_back(tier)
+    wait_until_on(tier)
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
-    assert bytes(into) == before and loaded(tier, NAMES[:2]) == 2 and client.pid == first
+    assert bytes(into) == before and load(tier, NAMES[:2]) == 2 and client.pid == first
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 0.3)
     freeze(first)
-    assert loaded(tier, NAMES[:1]) == 0
+    assert load(tier, NAMES[:1]) == 0
     monkeypatch.setattr(storeclient, "STUCK_TIMEOUT_S", 0.0)
-    come_back(tier)
+    wait_until_on(tier)
     second = client.pid
     assert second is not None and second != first
     os.kill(second, signal.SIGKILL)
     monkeypatch.setattr(storeclient, "CALL_TIMEOUT_S", 5.0)
     assert fill(tier, NAMES[4:5]) == 0 and not tier.stats().on
-    come_back(tier)
-    # For ten seconds the master hands out memory of the dead process too, which cannot be written to: some fail.
+    wait_until_on(tier)
+    # For ten seconds the master also allocates memory of the dead process, so some writes fail.
     answers = {name: client.put(name.hex(), lambda room: len(room)) for name in map(digest, range(100, 140))}
     assert {answer for answer, _ in answers.values()} <= {0, PROVIDER_GONE} and (0, 1 << 16) in answers.values()
     before = tier.stats().errors
     stored = {name: fill(tier, [name]) for name in map(digest, range(200, 240))}
     assert tier.stats().errors - before == 40 - sum(stored.values()) < 40 and tier.stats().on
-    assert all(loaded(tier, [name]) == here for name, here in stored.items())
+    assert all(load(tier, [name]) == here for name, here in stored.items())
     tier.close()
 
 
-def come_back(tier: RemoteTier) -> None:
+def wait_until_on(tier: RemoteTier) -> None:
     until = time.monotonic() + 30
     while not tier.stats().on:
         assert time.monotonic() < until, "the store does not come back"

@@ -1,4 +1,4 @@
-"""Tiers as one, and the engine above them: any order of arrivals, steps, reads, writes, aborts and failures."""
+"""TierStack alone and with an engine, for any order of arrivals, steps, reads, writes, aborts and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [digest(i) for i in range(8)]
 
 
 class MemoryTier:
-    """A tier below in a dictionary, which fails when it is told to."""
+    """A fake lower tier with a dictionary, which fails on request."""
 
     name = "below"
 
@@ -40,7 +40,7 @@ class MemoryTier:
 
     def load(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         for i, (name, room) in enumerate(zip(hashes, buffers, strict=True)):
-            room[:] = b"\xee" * len(room)  # what a failed load leaves is rubbish
+            room[:] = b"\xee" * len(room)  # a failed load leaves garbage
             if self.broken or name not in self.blocks:
                 return i
             room[:] = self.blocks[name]
@@ -81,7 +81,7 @@ def save(tiers: TierStack, names: list[bytes]) -> None:
             tiers.finish_save(name)
 
 
-def test_a_prefix_may_lie_in_several_tiers() -> None:
+def test_prefix_spread_over_several_tiers() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
     below.blocks = {n: content(n) for n in (NAMES[1], NAMES[3])}
@@ -104,13 +104,13 @@ def test_a_prefix_may_lie_in_several_tiers() -> None:
     tiers.host.check_invariants()
 
 
-def test_a_load_that_fails_ends_the_fetch_early() -> None:
+def test_failed_load_ends_fetch_early() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
     below.blocks = {n: content(n) for n in NAMES[:3]}
     fetch = tiers.fetch(NAMES[:3])
     tiers.read_next()
-    below.discard(NAMES[1:2])  # since the lookup
+    below.discard(NAMES[1:2])  # after the lookup
     assert tiers.read_next() and not tiers.read_next()
     arrivals, ended = tiers.take_fetched(fetch)
     assert [a.digest for a in arrivals] == NAMES[:1] and ended
@@ -119,28 +119,28 @@ def test_a_load_that_fails_ends_the_fetch_early() -> None:
     tiers.host.check_invariants()
 
 
-def test_the_writer_has_a_bounded_queue_and_drops() -> None:
+def test_full_writer_queue_drops_blocks() -> None:
     below = MemoryTier()
     tiers = stack(4, below)
-    save(tiers, NAMES[:4])  # two may wait
+    save(tiers, NAMES[:4])  # two fit the queue
     assert tiers.stats()["below"].dropped_blocks == 2
     assert tiers.host.num_pinned == 2
     assert tiers.write_next() and tiers.write_next() and not tiers.write_next()
     assert list(below.blocks) == NAMES[:2] and below.blocks[NAMES[0]] == content(NAMES[0])
-    save(tiers, NAMES[:4])  # they are here; what is missing below gets another chance
+    save(tiers, NAMES[:4])  # host memory has them; those missing in lower tiers are queued again
     while tiers.write_next():
         pass
     assert set(below.blocks) == set(NAMES[:4]) and tiers.host.num_pinned == 0
 
 
-def test_with_all_buffers_in_use_a_store_is_dropped() -> None:
+def test_store_is_dropped_without_free_buffers() -> None:
     tiers = stack(2)
     save(tiers, NAMES[:2])
     tiers.fetch(NAMES[:2])
     assert tiers.reserve(NAMES[2]) is None and tiers.stats()["host"].dropped_blocks == 1
 
 
-def test_a_reader_that_is_stuck_is_left_alone() -> None:
+def test_stuck_reader_gets_no_more_work() -> None:
     clock, began, go = ManualClock(), threading.Event(), threading.Event()
 
     class Slow(MemoryTier):
@@ -165,7 +165,7 @@ def test_a_reader_that_is_stuck_is_left_alone() -> None:
     tiers.host.check_invariants()
 
 
-def test_threads_write_behind_and_close() -> None:
+def test_threads_write_and_close() -> None:
     below = MemoryTier()
     tiers = TierStack(HostTier(BLOCK_BYTES, 32 * BUFFER_BYTES), [below])
     save(tiers, NAMES)
@@ -210,7 +210,7 @@ DO = st.tuples(
 
 
 class Schedule:
-    """Carries actions out, and checks what must always hold."""
+    """Executes actions and checks the invariants."""
 
     def __init__(self, blocks: int, runner: type[FakeRunner], buffers: int, below: MemoryTier | None) -> None:
         self._make = lambda: engine(True, blocks, runner, buffers, below)
@@ -260,7 +260,7 @@ class Schedule:
                 self.engine.abort(self.submissions[number].id)
             case "wait":
                 clock.advance(number)
-            case "restart":  # what main and host memory knew is gone
+            case "restart":  # clears main cache and host memory
                 self.finish()
                 self.engine = self._make()
             case "break" | "mend" if self.below is not None:
@@ -277,7 +277,7 @@ class Schedule:
     buffers=st.integers(2, 12),
     deep=st.booleans(),
 )
-def test_tokens_endings_and_conservation_with_tiers(
+def test_outputs_and_invariants_with_tiers(
     actions: list[tuple[str, int]], blocks: int, runner: type[FakeRunner], buffers: int, deep: bool
 ) -> None:
     schedule = Schedule(blocks, runner, buffers, MemoryTier() if deep else None)
@@ -300,8 +300,8 @@ def test_tokens_endings_and_conservation_with_tiers(
     assert endings == Counter((s.id, i) for s in schedule.submissions for i in range(s.params.n))
 
 
-def test_tiers_are_used_at_all() -> None:
-    """So that the test above tests something: prefixes come from both, and cached_tokens says so."""
+def test_tiers_are_used() -> None:
+    """Prefixes load from both tiers and count as cached tokens: the test above would not notice otherwise."""
     schedule = Schedule(12, FakeRunner, 20, MemoryTier())
 
     def ask(start: int, salt: str = "a") -> int:
@@ -319,11 +319,11 @@ def test_tiers_are_used_at_all() -> None:
     assert ask(0, "b") == 0, "another tenant's"
 
 
-def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> None:
-    """One restart heals a prefix, however many of its blocks are damaged."""
+def test_damaged_prefix_is_rewritten(tmp_path: Path) -> None:
+    """One restart repairs a prefix, however many of its blocks are damaged."""
     prefix = [digest(i) for i in range(6)]
 
-    def started() -> tuple[TierStack, DiskTier]:
+    def make_stack() -> tuple[TierStack, DiskTier]:
         disk = DiskTier(tmp_path, "m", BLOCK_BYTES, 1 << 20)
         return TierStack(HostTier(BLOCK_BYTES, 8 * BUFFER_BYTES), [disk], threads=False), disk
 
@@ -338,19 +338,19 @@ def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> Non
         return len(arrived)
 
     def compute(tiers: TierStack) -> None:
-        """As the engine does with what did not arrive."""
+        """Save blocks that did not load, as the engine does after computing them."""
         for name in prefix:
             if (room := tiers.reserve(name)) is not None:
                 room[:] = block(name)
                 tiers.finish_save(name)
             tiers.write_next()
 
-    compute(started()[0])
+    compute(make_stack()[0])
     for name in (prefix[1], prefix[3], prefix[4]):
         (path,) = tmp_path.glob(f"*/*/{name.hex()}")
         path.write_bytes(bytes(path.stat().st_size))
-    tiers, disk = started()
+    tiers, disk = make_stack()
     assert arrivals(tiers) == 1 and disk.stats().damaged_blocks == 1
     compute(tiers)
-    tiers, disk = started()
+    tiers, disk = make_stack()
     assert arrivals(tiers) == 6 and disk.stats().damaged_blocks == 0

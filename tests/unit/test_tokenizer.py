@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tokenizers_made as made
+import sample_tokenizers as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Leases, generations and block sizes, over the transport within a process and a clock that moves when told to."""
+"""Leases, generations and block sizes, over LocalTransport with a fake clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfers import blank, content, fill, small
+from transfer_helpers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
 from emberline.kernels.cpu.library import find_library
@@ -46,37 +46,37 @@ CRC = select_crc(find_library())
 class Pair:
     """A sender and a receiver in one process."""
 
-    def __init__(self, layout: KVLayout | None = None, other: KVLayout | None = None, **how: bool) -> None:
+    def __init__(self, layout: KVLayout | None = None, other: KVLayout | None = None, **options: bool) -> None:
         self.clock = ManualClock()
-        self.sender = Sender(blank(layout or small(), 12), "p", clock=self.clock, **how)
+        self.sender = Sender(blank(layout or small(), 12), "p", clock=self.clock, **options)
         advertise_local(self.sender, "here")
         transport = LocalTransport([self.sender], self.clock)
         region = blank(other or layout or small(), 12)
         self.receiver = Receiver(region, [transport], clock=self.clock, max_piece_bytes=64)
 
-    def got(self, blocks: list[int]) -> bytes:
+    def received_content(self, blocks: list[int]) -> bytes:
         return content(self.receiver.region, blocks)
 
 
-def test_blocks_arrive_and_are_given_back_once() -> None:
+def test_blocks_arrive_and_are_collected_once() -> None:
     pair = Pair()
     sent = fill(pair.sender.region, [5, 6, 2], 1)
     ticket = pair.sender.publish([5, 6, 2], LEASE)
     assert pair.sender.lease_ages() == [(0.0, 3)]
     progress = pair.receiver.pull(ticket, [9, 1, 2], FAR)
     assert progress.complete and progress.arrived_bytes == 3 * small().block_bytes
-    assert pair.got([9, 1, 2]) == sent
+    assert pair.received_content([9, 1, 2]) == sent
     assert pair.sender.collect() == []
     pair.receiver.acknowledge(ticket, FAR)
-    pair.receiver.acknowledge(ticket, FAR)  # an answer may get lost: saying it twice is saying it
+    pair.receiver.acknowledge(ticket, FAR)  # a reply may get lost, so a second call is accepted
     assert [(e.id, e.blocks, e.reason) for e in pair.sender.collect()] == [
         (ticket.id, (5, 6, 2), LeaseEndReason.ACKNOWLEDGED)
     ]
     assert pair.sender.collect() == [] and pair.sender.lease_ages() == []
 
 
-def test_a_ticket_is_the_same_in_json() -> None:
-    pair = Pair(seal=True)
+def test_ticket_json_round_trip() -> None:
+    pair = Pair(publish_checksums=True)
     ticket = pair.sender.publish([3, 1], LEASE, complete=False)
     assert Ticket.parse(json.loads(json.dumps(ticket.as_dict()))) == ticket
     assert ticket.peer.layout.digest == small(tokens=8).digest != small(width=4).digest
@@ -86,15 +86,15 @@ def test_a_ticket_is_the_same_in_json() -> None:
     "change",
     [{"blocks": [1]}, {"generations": []}, {"lease": 0}, {"checksums": [1, 2, 3]}, {"blocks": "x"}, {"peer": 1}],
 )
-def test_a_malformed_ticket_is_refused(change: dict[str, object]) -> None:
-    told = {**Pair().sender.publish([3, 1], LEASE).as_dict(), **change}
+def test_malformed_ticket_is_refused(change: dict[str, object]) -> None:
+    ticket_data = {**Pair().sender.publish([3, 1], LEASE).as_dict(), **change}
     with pytest.raises(BadTransfer):
-        Ticket.parse(told)
+        Ticket.parse(ticket_data)
 
 
-def test_it_follows_a_ticket_that_grows() -> None:
+def test_pull_follows_growing_ticket() -> None:
     pair = Pair()
-    pair.sender = Sender(pair.sender.region, "p")  # real time: two threads
+    pair.sender = Sender(pair.sender.region, "p")  # with real time, since two threads wait
     advertise_local(pair.sender, "here")
     receiver = Receiver(pair.receiver.region, [LocalTransport([pair.sender])], max_piece_bytes=64)
     sent = fill(pair.sender.region, [0], 1)
@@ -108,8 +108,8 @@ def test_it_follows_a_ticket_that_grows() -> None:
     assert not thread.is_alive() and content(receiver.region, [0, 1, 2, 3]) == sent
 
 
-def test_copies_hide_behind_what_the_peer_computes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last blocks', also if these are published a moment before the end is known."""
+def test_copies_overlap_with_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All copies but the last overlap, also if the last blocks are published before the ticket is complete."""
     pair = Pair()
     fill(pair.sender.region, [0, 1, 2], 1)
     ticket = pair.sender.publish([0], LEASE, complete=False)
@@ -134,14 +134,14 @@ def test_copies_hide_behind_what_the_peer_computes_next(monkeypatch: pytest.Monk
     assert progress.complete and (progress.transfer_seconds, progress.overlapped_seconds) == (3.0, 2.0)
 
 
-def test_layers_can_be_pulled_apart() -> None:
+def test_layers_can_be_pulled_separately() -> None:
     pair = Pair()
     sent = fill(pair.sender.region, [0, 1], 1)
     ticket = pair.sender.publish([0, 1], LEASE)
     for layer in (2, 0, 1):
-        assert pair.got([4, 5]) != sent
+        assert pair.received_content([4, 5]) != sent
         pair.receiver.pull(ticket, [4, 5], FAR, layers=range(layer, layer + 1))
-    assert pair.got([4, 5]) == sent
+    assert pair.received_content([4, 5]) == sent
     for wrong in (range(2, 4), range(0), range(0, 3, 2)):
         with pytest.raises(BadTransfer):
             pair.receiver.pull(ticket, [4, 5], FAR, layers=wrong)
@@ -158,7 +158,7 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) ->
     into = data.draw(st.lists(st.integers(0, 11), unique=True, min_size=needed, max_size=needed))
     sent = fill(pair.sender.region, blocks, 7)
     pair.receiver.pull(pair.sender.publish(blocks, LEASE), into, FAR)
-    assert pair.got(into)[: len(sent)] == sent
+    assert pair.received_content(into)[: len(sent)] == sent
 
 
 @pytest.mark.parametrize(
@@ -173,13 +173,13 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) ->
         ({"model": "another", "dtype": "float16"}, "dtype"),
     ],
 )
-def test_caches_that_do_not_pair_are_refused_with_a_reason(change: dict[str, object], named: str) -> None:
+def test_incompatible_caches_are_refused_with_a_reason(change: dict[str, object], named: str) -> None:
     pair = Pair(small(), small(**change))
     with pytest.raises(IncompatibleCaches, match=named):
         pair.receiver.connect(pair.sender.peer, FAR)
 
 
-def test_a_lease_expires_unless_renewed() -> None:
+def test_lease_expires_unless_renewed() -> None:
     pair = Pair()
     ticket = pair.sender.publish([1], LEASE)
     for _ in range(5):
@@ -194,7 +194,7 @@ def test_a_lease_expires_unless_renewed() -> None:
     assert [e.reason for e in pair.sender.collect()] == [LeaseEndReason.EXPIRED]
 
 
-def test_no_renewal_goes_beyond_the_deadline_of_the_whole() -> None:
+def test_renewal_ends_at_the_deadline() -> None:
     pair = Pair()
     ticket = pair.sender.publish([1], LEASE, deadline=LEASE + 10)
     pair.clock.advance(LEASE - 1)
@@ -205,7 +205,7 @@ def test_no_renewal_goes_beyond_the_deadline_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("how", ["acknowledge", "release", "close"])
-def test_a_ticket_cannot_be_replayed(how: str) -> None:
+def test_ticket_cannot_be_replayed(how: str) -> None:
     pair = Pair()
     ticket = pair.sender.publish([1], LEASE)
     if how == "close":
@@ -236,7 +236,7 @@ def test_reuse_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     assert progress.arrived_bytes == 0 and not progress.complete
 
 
-def test_a_lease_that_ends_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_end_during_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     ticket = pair.sender.publish([1, 2], LEASE)
 
@@ -264,7 +264,7 @@ def test_reading_keeps_the_lease_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.clock.now() > 2 * LEASE
 
 
-def test_a_pull_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_pull_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     sent = fill(pair.sender.region, [1, 2, 3], 3)
     ticket = pair.sender.publish([1, 2, 3], LEASE)
@@ -281,14 +281,14 @@ def test_a_pull_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
         pair.receiver.pull(ticket, [0, 1, 2], pair.clock.now() + 2, progress=progress)
     assert 0 < progress.arrived_bytes < len(sent)
     pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
-    assert progress.complete and pair.got([0, 1, 2]) == sent and sum(copied) == len(sent)
+    assert progress.complete and pair.received_content([0, 1, 2]) == sent and sum(copied) == len(sent)
     pair.receiver.release(ticket, FAR)
-    assert pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress) is progress  # nothing is left to ask for
+    assert pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress) is progress  # nothing is left to fetch
     with pytest.raises(BadTransfer):
         pair.receiver.pull(ticket, [3, 4, 5], FAR, progress=progress)
 
 
-def test_a_cancelled_pull_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_pull_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     ticket, progress, copied = pair.sender.publish([1, 2, 3], LEASE), PullProgress(), []
 
@@ -303,25 +303,25 @@ def test_a_cancelled_pull_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("into", [[0], [0, 0], [0, 12], [-1, 0]])
-def test_blocks_to_fill_are_checked(into: list[int]) -> None:
+def test_target_blocks_are_checked(into: list[int]) -> None:
     pair = Pair()
     with pytest.raises(BadTransfer):
         pair.receiver.pull(pair.sender.publish([1, 2], LEASE), into, FAR)
 
 
-def test_what_changed_unnoticed_fails_its_seal() -> None:
-    pair = Pair(seal=True)
+def test_silent_change_fails_checksum() -> None:
+    pair = Pair(publish_checksums=True)
     fill(pair.sender.region, [1, 2], 1)
     ticket = pair.sender.publish([1, 2], LEASE)
     pair.receiver.pull(ticket, [3, 4], FAR)
     generations = pair.sender.region.generations.copy()
     fill(pair.sender.region, [2], 9)
-    pair.sender.region.generations[:] = generations  # an owner that forgot to say so
+    pair.sender.region.generations[:] = generations  # as if the owner had not bumped the generation
     with pytest.raises(TransferCorrupted, match="block 1"):
         pair.receiver.pull(ticket, [3, 4], FAR)
 
 
-def test_another_incarnation_is_another_peer() -> None:
+def test_other_incarnation_is_refused() -> None:
     pair = Pair()
     ticket = pair.sender.publish([1], LEASE)
     second = Sender(pair.sender.region, "p", clock=pair.clock)
@@ -346,20 +346,20 @@ def test_pieces_cover_everything_once(layers: int, blocks: int, most: int) -> No
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
-def test_the_native_checksum_is_zlibs(data: bytes, at: int) -> None:
+def test_native_crc_equals_zlib(data: bytes, at: int) -> None:
     for whole in (memoryview(data), memoryview(bytearray(data))):
         assert crc_of_views(CRC, [whole[:at], whole[at:]]) == zlib.crc32(data)
 
 
-def test_neighbours_are_read_as_one() -> None:
+def test_adjacent_blocks_are_merged() -> None:
     assert contiguous_ranges(np.array([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
     region: HostRegion = blank(small(), 6)
     assert len(region.views(TransferPiece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 4), (4, 8), (8, 4), (2, 8), (16, 2)])
-def test_keys_that_lie_turned_arrive_turned(theirs: int, ours: int) -> None:
-    """Number by number instead of token by token, which shows where block sizes differ."""
+def test_transposed_keys_arrive_transposed(theirs: int, ours: int) -> None:
+    """Elements are stored before tokens, which matters if block sizes differ."""
     layers, heads, numbers, total = 2, 3, 5, 32
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 1 << 16, (layers, total, heads, numbers), np.uint16)
@@ -379,10 +379,10 @@ def test_keys_that_lie_turned_arrive_turned(theirs: int, ours: int) -> None:
     ):
         copy_piece(piece, source, np.arange(total // theirs), target, np.arange(total // ours), StagingBuffer())
     assert [bytes(part) for part in target.parts] == [bytes(part) for part in wanted.parts]
-    assert not layouts_pair(source.layout, replace(source.layout, turned=0))
+    assert not are_compatible(source.layout, replace(source.layout, turned=0))
 
 
-def layouts_pair(one: KVLayout, other: KVLayout) -> bool:
+def are_compatible(one: KVLayout, other: KVLayout) -> bool:
     try:
         one.check_compatible(other)
     except IncompatibleCaches:

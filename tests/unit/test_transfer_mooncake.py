@@ -1,4 +1,4 @@
-"""What Mooncake's engine may do when nobody waits for it any more, and a wheel of it that is broken."""
+"""The Mooncake transport with slow, failing and abandoned reads, and with a broken wheel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from transfers import blank, content, fill, small, soon
+from transfer_helpers import blank, content, fill, small, soon
 
 from emberline.kv import mooncake as adapter
 from emberline.kv.mooncake import MooncakeMissing, probe
@@ -28,7 +28,7 @@ LEASE = 30.0
 
 @dataclass
 class SlowEngine:
-    """Reads by memmove, as soon as it is let go; then says how it went."""
+    """A fake engine that reads by memmove once the test releases it, and returns a chosen result."""
 
     go: threading.Event = field(default_factory=threading.Event)
     answer: int = 0
@@ -66,7 +66,7 @@ class Pair:
         transport = MooncakeTransport(small(), self.mooncake, LinkOptions(connections=1, io_timeout_s=patience))
         return Receiver(blank(small(), 12), [transport])
 
-    def let_go(self) -> None:
+    def release_reads(self) -> None:
         self.engine.go.set()
         until = soon()
         while self.engine.ended < self.engine.reads:
@@ -84,30 +84,30 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     made = Pair(engine, Sender(blank(small(), 12), "p"), MooncakeEngine())
     server = serve_mooncake(made.sender, made.mooncake)
     yield made
-    made.let_go()
+    made.release_reads()
     server.stop()
 
 
-def test_a_late_write_never_reaches_the_cache(pair: Pair) -> None:
+def test_late_write_never_reaches_the_cache(pair: Pair) -> None:
     sent, receiver = fill(pair.sender.region, [1, 2], 1), pair.receiver()
     ticket = pair.sender.publish([1, 2], LEASE)
     before = content(receiver.region, range(12))
     with pytest.raises(TransferTimeout):
         receiver.pull(ticket, [3, 4], soon(0.2))
-    pair.let_go()
+    pair.release_reads()
     assert content(receiver.region, range(12)) == before != sent
     receiver.pull(ticket, [3, 4], soon())
-    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.buffers._count == 1  # the room was used again
+    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.buffers._count == 1  # the buffer was reused
     receiver.close()
 
 
-def test_a_room_is_not_used_again_before_the_engine_is_done(pair: Pair) -> None:
+def test_buffer_is_not_reused_before_engine_is_done(pair: Pair) -> None:
     receiver, ticket = pair.receiver(patience=0.05), pair.sender.publish([1, 2], LEASE)
     for given_up in range(3):
         with pytest.raises(PeerLost, match="sent nothing"):
             receiver.pull(ticket, [3, 4], soon())
         assert pair.mooncake.buffers._count == given_up + 1
-    pair.let_go()
+    pair.release_reads()
     patient = pair.receiver()
     patient.pull(ticket, [3, 4], soon())
     assert pair.mooncake.buffers._count == 3
@@ -115,17 +115,17 @@ def test_a_room_is_not_used_again_before_the_engine_is_done(pair: Pair) -> None:
     patient.close()
 
 
-def test_nothing_more_is_read_for_who_has_left(pair: Pair) -> None:
+def test_closed_reader_reads_nothing_more(pair: Pair) -> None:
     transport = MooncakeTransport(small(), pair.mooncake, LinkOptions(connections=1, io_timeout_s=0.05))
     receiver = Receiver(blank(small(), 12), [transport], max_piece_bytes=64)
     with pytest.raises(PeerLost, match="sent nothing"):
         receiver.pull(pair.sender.publish([1, 2, 3], LEASE), [3, 4, 5], soon())
-    pair.let_go()
+    pair.release_reads()
     assert pair.engine.reads == 1 and len(pair.mooncake.buffers._idle) == 1
     receiver.close()
 
 
-def test_a_pull_is_cancelled_while_the_engine_reads(pair: Pair) -> None:
+def test_pull_is_cancelled_while_engine_reads(pair: Pair) -> None:
     receiver, progress, ended = pair.receiver(), PullProgress(), []
     ticket = pair.sender.publish([1, 2], LEASE)
 
@@ -145,7 +145,7 @@ def test_a_pull_is_cancelled_while_the_engine_reads(pair: Pair) -> None:
     receiver.close()
 
 
-def test_a_failed_read_is_the_peers_loss_and_its_room_rests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_read_quarantines_its_buffer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.engine.answer = -1
     pair.engine.go.set()
     receiver, ticket = pair.receiver(), pair.sender.publish([1, 2], LEASE)
@@ -160,7 +160,7 @@ def test_a_failed_read_is_the_peers_loss_and_its_room_rests(pair: Pair, monkeypa
     receiver.close()
 
 
-def test_rooms_are_bounded() -> None:
+def test_number_of_buffers_is_bounded() -> None:
     rooms = RegisteredBuffers(lambda view: None, max_buffers=2)
     first = rooms.acquire(10)
     rooms.acquire(10)
@@ -170,7 +170,7 @@ def test_rooms_are_bounded() -> None:
     assert rooms.acquire(10) is first
 
 
-def test_a_room_that_could_not_be_had_is_not_counted() -> None:
+def test_unallocated_buffer_is_not_counted() -> None:
     def refuse(view: memoryview) -> None:
         raise PeerUnreachable("no memory may be locked")
 
@@ -189,7 +189,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("code", BROKEN)
-def test_a_broken_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def test_broken_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("")
     (tmp_path / "mooncake" / "engine.py").write_text(code)
@@ -197,11 +197,11 @@ def test_a_broken_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert BROKEN[code] in (probe(timeout_s=1.5 if "sleep" in code else 20.0) or "")
 
 
-def test_the_wheel_of_the_tests_works() -> None:
+def test_installed_wheel_works() -> None:
     assert probe() is None
 
 
-def test_a_missing_wheel_is_a_transport_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wheel_makes_peer_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_port: int) -> None:
         raise MooncakeMissing("Mooncake cannot be imported: no module")
 

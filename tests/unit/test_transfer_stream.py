@@ -1,4 +1,4 @@
-"""TCP and shared memory over real sockets and processes, whole and broken."""
+"""TCP, shared memory and Mooncake transports over real sockets and processes, with injected faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from transfers import Fault, Proxy, blank, content, fill, small, soon, via
+from transfer_helpers import Fault, Proxy, blank, content, fill, small, soon, with_endpoint
 
 from emberline.core.clock import ManualClock
 from emberline.kv.transfer.base import Transport
@@ -50,9 +50,9 @@ from emberline.kv.transfer.shm import SharedSegment, ShmTransport, serve_shm
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
 
-LEASE, PATIENCE = 30.0, 20.0
+LEASE, IO_TIMEOUT_S = 30.0, 20.0
 KINDS = ["tcp", "shm", "mooncake"]
-SLACK = 16  # bytes by which one run may be shorter than another: seconds are told as decimals
+SLACK = 16  # bytes by which runs differ in length: messages contain seconds as decimals
 
 
 @functools.cache
@@ -62,28 +62,30 @@ def mooncake() -> MooncakeEngine:
 
 @dataclass
 class Host:
-    """A sender that all transports reach."""
+    """A sender with servers of all transports."""
 
     sender: Sender
     servers: list[TransferServer]
 
-    def receiver(self, kind: str, layout: KVLayout | None = None, **habits: object) -> Receiver:
+    def receiver(self, kind: str, layout: KVLayout | None = None, **options: object) -> Receiver:
         layout = layout or small()
-        how = replace(LinkOptions(io_timeout_s=PATIENCE, connections=1), **habits)
-        transport: Transport = TcpTransport(layout, how) if kind == "tcp" else ShmTransport(layout, how)
+        link_options = replace(LinkOptions(io_timeout_s=IO_TIMEOUT_S, connections=1), **options)
+        transport: Transport = (
+            TcpTransport(layout, link_options) if kind == "tcp" else ShmTransport(layout, link_options)
+        )
         if kind == "mooncake":
-            transport = MooncakeTransport(layout, mooncake(), how)
+            transport = MooncakeTransport(layout, mooncake(), link_options)
         return Receiver(blank(layout, 12), [transport], max_piece_bytes=64)
 
-    def settled(self) -> None:
-        """Nobody is connected, and no thread is left."""
+    def check_settled(self) -> None:
+        """Assert that no connection and no thread is left."""
         until = soon()
         while any(server.num_connections for server in self.servers):
             assert time.monotonic() < until, "a connection stays open"
             time.sleep(0.005)
 
 
-class Squeeze:
+class FakeCodec:
     name = "zlib"
 
     def __init__(self) -> None:
@@ -111,22 +113,22 @@ def host() -> Iterator[Host]:
     before = set(threading.enumerate())
     segment = SharedSegment(small(), 12)
     sender = Sender(segment.region, "p")
-    servers = [serve_tcp(sender, io_timeout_s=PATIENCE), serve_shm(sender, segment, io_timeout_s=PATIENCE)]
-    made = Host(sender, [*servers, serve_mooncake(sender, mooncake(), io_timeout_s=PATIENCE)])
+    servers = [serve_tcp(sender, io_timeout_s=IO_TIMEOUT_S), serve_shm(sender, segment, io_timeout_s=IO_TIMEOUT_S)]
+    made = Host(sender, [*servers, serve_mooncake(sender, mooncake(), io_timeout_s=IO_TIMEOUT_S)])
     yield made
     for server in made.servers:
         server.stop()
     assert all(server.num_connections == 0 for server in made.servers)
     ours = [one for one in threading.enumerate() if one.name.startswith("kv-") and one not in before]
     for thread in ours:
-        thread.join(10)  # one whose connection had just ended may be on its last line
-    assert not any(thread.is_alive() for thread in ours), "a thread was left behind"
+        thread.join(10)  # a thread whose connection just ended may still be running
+    assert not any(thread.is_alive() for thread in ours), "a thread is still running"
 
 
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
-    receiver = host.receiver(kind, streams=streams)
+    receiver = host.receiver(kind, connections=streams)
     receiver.connect(host.sender.peer, soon())
     sent = fill(host.sender.region, [4, 5, 1, 7], 1)
     ticket = Ticket.parse(host.sender.publish([4, 5, 1, 7], LEASE).as_dict())
@@ -138,11 +140,11 @@ def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
     with pytest.raises(TicketEnded, match="acknowledged"):
         receiver.pull(ticket, [0, 3, 2, 9], soon())
     receiver.close()
-    host.settled()
+    host.check_settled()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_follows_a_ticket_that_grows(host: Host, kind: str) -> None:
+def test_pull_follows_growing_ticket(host: Host, kind: str) -> None:
     receiver = host.receiver(kind, small(8))
     sent = fill(host.sender.region, [0], 1)
     ticket = host.sender.publish([0], LEASE, complete=False)
@@ -169,8 +171,8 @@ def test_block_sizes_may_differ(host: Host, tokens: int) -> None:
         receiver.close()
 
 
-def test_a_codec_is_used_if_both_have_it() -> None:
-    ours, theirs = Squeeze(), Squeeze()
+def test_common_codec_is_used() -> None:
+    ours, theirs = FakeCodec(), FakeCodec()
     sender = Sender(blank(small(), 12), "p")
     server = serve_tcp(sender, codecs=[theirs])
     sent = fill(sender.region, [1, 2], 1)
@@ -190,7 +192,7 @@ def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
     fill(host.sender.region, [2], 1)
     with pytest.raises(BlockReused):
         receiver.pull(ticket, [1, 2], soon())
-    fresh = host.sender.publish([1, 2], LEASE)  # the connection goes on
+    fresh = host.sender.publish([1, 2], LEASE)  # the connection stays usable
     receiver.pull(fresh, [1, 2], soon())
     if kind != "shm":
         forged = replace(fresh, generations=tuple(g + 1 for g in fresh.generations))
@@ -199,13 +201,15 @@ def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
     receiver.close()
 
 
-def test_pairing_is_refused_with_a_reason(host: Host) -> None:
+def test_connection_is_refused_with_a_reason(host: Host) -> None:
     peer = host.sender.peer
     for kind in KINDS:
         with pytest.raises(PeerChanged):
             host.receiver(kind).connect(replace(peer, incarnation="earlier"), soon())
         lying = host.receiver(kind, small(heads=4))
-        with pytest.raises(IncompatibleCaches, match="heads"):  # also by the sender, whatever its description says
+        with pytest.raises(
+            IncompatibleCaches, match="heads"
+        ):  # the sender checks too, whatever its description contains
             lying.connect(replace(peer, layout=small(heads=4)), soon())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -214,11 +218,11 @@ def test_pairing_is_refused_with_a_reason(host: Host) -> None:
             host.receiver("tcp").connect(replace(peer, endpoints={"tcp": address}), soon())
     with pytest.raises(PeerUnreachable):
         host.receiver("shm").connect(replace(peer, endpoints={"shm": "nobody"}), soon())
-    host.settled()
+    host.check_settled()
 
 
-def test_the_next_transport_is_taken_if_the_first_is_broken(host: Host) -> None:
-    habits = LinkOptions(io_timeout_s=PATIENCE)
+def test_next_transport_is_used_if_first_fails(host: Host) -> None:
+    habits = LinkOptions(io_timeout_s=IO_TIMEOUT_S)
     receiver = Receiver(blank(small(), 12), [ShmTransport(small()), TcpTransport(small(), habits)])
     ticket = host.sender.publish([1], LEASE)
     elsewhere = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "shm": "of another host"})
@@ -226,20 +230,20 @@ def test_the_next_transport_is_taken_if_the_first_is_broken(host: Host) -> None:
     receiver.close()
 
 
-def test_a_restarted_sender_at_the_same_address_is_not_mistaken(host: Host) -> None:
+def test_restarted_sender_at_same_address_is_detected(host: Host) -> None:
     receiver = host.receiver("tcp")
     ticket = host.sender.publish([1], LEASE)
     receiver.connect(ticket.peer, soon())
     port = int(host.sender.endpoints["tcp"].rpartition(":")[2])
     host.servers[0].stop()
     second = Sender(host.sender.region, "p")
-    host.servers[0] = serve_tcp(second, port=port, io_timeout_s=PATIENCE)
+    host.servers[0] = serve_tcp(second, port=port, io_timeout_s=IO_TIMEOUT_S)
     with pytest.raises(PeerChanged):
         receiver.pull(ticket, [0], soon())
     receiver.close()
 
 
-def test_any_damage_to_a_message_is_noticed() -> None:
+def test_damaged_message_is_noticed() -> None:
     here, there = socket.socketpair()
     with here, there:
         sender, receiver = MessageChannel(here), MessageChannel(there)
@@ -249,21 +253,19 @@ def test_any_damage_to_a_message_is_noticed() -> None:
             here.sendall(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
             with pytest.raises(TransferCorrupted):
                 receiver.receive(soon())
-            there.recv(
-                1000, socket.MSG_DONTWAIT
-            ) if at < HEADER.size + HEADER_CRC.size else None  # the body that was not read
+            there.recv(1000, socket.MSG_DONTWAIT) if at < HEADER.size + HEADER_CRC.size else None  # the unread body
         here.sendall(raw)
         assert receiver.receive(soon()) == (MessageKind.PIECE_END, 7, b"body")
 
 
-def test_an_answer_to_another_question_is_refused(host: Host) -> None:
+def test_reply_to_another_request_is_refused(host: Host) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             channel = MessageChannel(listener.accept()[0])
             hello = channel.receive(soon())
-            told = {"layout": hello.read_json()["layout"], "codec": None}
-            channel.send_json(MessageKind.WELCOME, hello.transfer ^ 1, told, soon())
+            message_body = {"layout": hello.read_json()["layout"], "codec": None}
+            channel.send_json(MessageKind.WELCOME, hello.transfer ^ 1, message_body, soon())
             with contextlib.suppress(PeerLost):
                 channel.wait_for_message(20)
             channel.close()
@@ -279,22 +281,22 @@ def test_an_answer_to_another_question_is_refused(host: Host) -> None:
 def clean_run(host: Host) -> Proxy:
     with Proxy(host.sender.endpoints["tcp"]) as proxy:
         receiver = host.receiver("tcp")
-        receiver.pull(via(host.sender.publish([1, 2], LEASE), proxy.address), [5, 3], soon())
+        receiver.pull(with_endpoint(host.sender.publish([1, 2], LEASE), proxy.address), [5, 3], soon())
         receiver.close()
     return proxy
 
 
 @pytest.mark.parametrize("down", [True, False])
 @pytest.mark.parametrize("kind", ["cut", "flip"])
-def test_a_connection_broken_anywhere(host: Host, kind: str, down: bool) -> None:
-    """At what the proxy saw as borders of messages, and at every eleventh byte."""
+def test_connection_broken_at_any_byte(host: Host, kind: str, down: bool) -> None:
+    """Break it at message boundaries, as the proxy saw them, and at every eleventh byte."""
     whole = clean_run(host)
     sent = fill(host.sender.region, [1, 2], 1)
     failed = 0
     for at in sorted(whole.borders[down] | set(range(0, whole.counts[down] - SLACK, 11))):
         with Proxy(host.sender.endpoints["tcp"], Fault(kind, down, at)) as proxy:
             receiver, progress = host.receiver("tcp"), PullProgress()
-            ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
+            ticket = with_endpoint(host.sender.publish([1, 2], LEASE), proxy.address)
             try:
                 receiver.pull(ticket, [5, 3], soon(), progress=progress)
             except TransferError:
@@ -307,35 +309,35 @@ def test_a_connection_broken_anywhere(host: Host, kind: str, down: bool) -> None
             receiver.close()
         assert [e.id for e in host.sender.collect()] == [ticket.id]
     assert failed > 20
-    host.settled()
+    host.check_settled()
 
 
 @pytest.mark.parametrize("down", [True, False])
-def test_a_silent_peer_is_given_up(host: Host, down: bool) -> None:
+def test_silent_peer_is_lost(host: Host, down: bool) -> None:
     whole = clean_run(host)
     for at in (0, whole.counts[down] // 2, whole.counts[down] - SLACK):
         with Proxy(host.sender.endpoints["tcp"], Fault("hold", down, at)) as proxy:
-            receiver, progress = host.receiver("tcp", patience=0.3), PullProgress()
-            ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
+            receiver, progress = host.receiver("tcp", io_timeout_s=0.3), PullProgress()
+            ticket = with_endpoint(host.sender.publish([1, 2], LEASE), proxy.address)
             try:
                 receiver.pull(ticket, [5, 3], soon(), progress=progress)
             except PeerLost as error:
                 assert "no byte" in error.message or "closed the connection" in error.message
             assert proxy.happened
             receiver.close()
-    host.settled()
+    host.check_settled()
 
 
-def test_a_deadline_holds_against_a_silent_peer(host: Host) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # the system accepts, nobody answers
+def test_deadline_applies_to_silent_peer(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # the kernel accepts, no process answers
         peer = replace(host.sender.peer, endpoints={"tcp": f"127.0.0.1:{mute.getsockname()[1]}"})
         with pytest.raises(TransferTimeout):
-            host.receiver("tcp", patience=30.0).connect(peer, soon(0.2))
+            host.receiver("tcp", io_timeout_s=30.0).connect(peer, soon(0.2))
         with pytest.raises(PeerLost, match="no byte"):
-            host.receiver("tcp", patience=0.2).connect(peer, soon(30))
+            host.receiver("tcp", io_timeout_s=0.2).connect(peer, soon(30))
 
 
-def test_a_deadline_holds_for_a_ticket_that_does_not_grow(host: Host) -> None:
+def test_deadline_applies_to_ticket_that_does_not_grow(host: Host) -> None:
     for kind in KINDS:
         receiver, progress = host.receiver(kind), PullProgress()
         ticket = host.sender.publish([1], LEASE, complete=False)
@@ -345,11 +347,11 @@ def test_a_deadline_holds_for_a_ticket_that_does_not_grow(host: Host) -> None:
         receiver.close()
 
 
-def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
+def test_waiting_pull_is_cancelled(host: Host) -> None:
     whole = clean_run(host)
     with Proxy(host.sender.endpoints["tcp"], Fault("hold", True, whole.counts[True] // 2)) as proxy:
-        receiver, progress = host.receiver("tcp", patience=30.0), PullProgress()
-        ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
+        receiver, progress = host.receiver("tcp", io_timeout_s=30.0), PullProgress()
+        ticket = with_endpoint(host.sender.publish([1, 2], LEASE), proxy.address)
         ended: list[TransferError] = []
 
         def pull() -> None:
@@ -363,7 +365,7 @@ def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
         while not proxy.happened:
             time.sleep(0.005)
         progress.cancel()
-        thread.join(20)  # the connection is held for longer than that
+        thread.join(20)  # the proxy holds the connection for longer
         assert [type(error) for error in ended] == [TransferCancelled]
         with pytest.raises(TransferCancelled):
             receiver.pull(ticket, [5, 3], soon(), progress=progress)
@@ -372,8 +374,8 @@ def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
     assert [e.reason for e in host.sender.collect()] == [LeaseEndReason.RELEASED]
 
 
-def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
-    """Its connection ends after the sender's patience, its lease by the clock, its blocks come back once."""
+def test_receiver_that_stops_reading_does_not_block_sender(host: Host) -> None:
+    """Its connection ends after the sender's I/O timeout, its lease expires, and its blocks are collected once."""
     clock = ManualClock()
     big = small(tokens=1 << 14, layers=32)
     sender = Sender(blank(big, 4), "p", clock=clock)
@@ -382,12 +384,12 @@ def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
     sock = socket.create_connection(("127.0.0.1", int(sender.endpoints["tcp"].rpartition(":")[2])))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     channel = MessageChannel(sock)
-    told = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
-    channel.send_json(MessageKind.HELLO, 1, told, soon())
+    message_body = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
+    channel.send_json(MessageKind.HELLO, 1, message_body, soon())
     assert channel.receive(soon()).kind == MessageKind.WELCOME
     asked = {"id": ticket.id, "pieces": [[0, 32, 0, 4]], "seconds": 60, "checked": True, "coded": False}
     channel.send_json(MessageKind.PULL, 2, asked, soon())
-    Host(sender, [server]).settled()
+    Host(sender, [server]).check_settled()
     clock.advance(LEASE)
     assert [e.reason for e in sender.collect()] == [LeaseEndReason.EXPIRED] and sender.collect() == []
     channel.close()
@@ -406,14 +408,14 @@ def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
         {"id": [], "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True, "coded": False},
     ],
 )
-def test_a_malformed_request_is_answered(host: Host, asked: dict[str, object]) -> None:
+def test_malformed_request_gets_an_error(host: Host, asked: dict[str, object]) -> None:
     ticket = host.sender.publish([1, 2], LEASE)
     sock = socket.create_connection(("127.0.0.1", int(host.sender.endpoints["tcp"].rpartition(":")[2])))
     channel = MessageChannel(sock)
-    told = {"incarnation": host.sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
-    channel.send_json(MessageKind.HELLO, 1, told, soon())
+    message_body = {"incarnation": host.sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
+    channel.send_json(MessageKind.HELLO, 1, message_body, soon())
     assert channel.receive(soon()).kind == MessageKind.WELCOME
-    body = {**asked, "id": ticket.id if asked["id"] == "T" else asked["id"], "how": "closed"}
+    body = {**asked, "id": ticket.id if asked["id"] == "T" else asked["id"], "link_options": "closed"}
     for kind in (MessageKind.PULL, MessageKind.OKAY, MessageKind.ATTACH, MessageKind.END):
         channel.send_json(kind, 2, body, soon())
         answer = channel.receive(soon())
@@ -427,12 +429,12 @@ def test_garbage_ends_the_connection_only(host: Host) -> None:
     for junk in (b"GET / HTTP/1.1\r\n\r\n" * 4, b"\0" * 64, b"EKV1" + b"\xff" * 60):
         with socket.create_connection(("127.0.0.1", port)) as sock:
             sock.sendall(junk)
-    host.settled()
+    host.check_settled()
     assert host.receiver("tcp").pull(host.sender.publish([1], LEASE), [0], soon()).complete
 
 
 def test_two_pulls_of_one_ticket_share_a_link(host: Host) -> None:
-    receiver = host.receiver("tcp", streams=2)
+    receiver = host.receiver("tcp", connections=2)
     sent = fill(host.sender.region, [1, 2], 1)
     ticket = host.sender.publish([1, 2], LEASE)
     threads = [threading.Thread(target=receiver.pull, args=(ticket, into, soon())) for into in ([0, 1], [2, 3], [4, 5])]
@@ -449,14 +451,14 @@ def test_two_pulls_of_one_ticket_share_a_link(host: Host) -> None:
 CHILD = """
 import json, sys, time
 sys.path[:0] = json.loads(sys.argv[1])
-from emberline.kv.transfer.mooncake import Mooncake, serve_mooncake
+from emberline.kv.transfer.mooncake import MooncakeEngine, serve_mooncake
 from emberline.kv.transfer.sender import Sender
-from emberline.kv.transfer.shm import Segment, serve_shm
+from emberline.kv.transfer.shm import SharedSegment, serve_shm
 from emberline.kv.transfer.tcp import serve_tcp
-from transfers import fill, small
-segment = Segment(small(), 12)
+from transfer_helpers import fill, small
+segment = SharedSegment(small(), 12)
 sender = Sender(segment.region, "p")
-servers = [serve_tcp(sender), serve_shm(sender, segment), serve_mooncake(sender, Mooncake())]
+servers = [serve_tcp(sender), serve_shm(sender, segment), serve_mooncake(sender, MooncakeEngine())]
 sent = fill(segment.region, [4, 5, 1], 1)
 print(json.dumps([sender.publish([4, 5, 1], 30.0).as_dict(), sent.hex()]), flush=True)
 time.sleep(60)
@@ -465,15 +467,15 @@ time.sleep(60)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.Signals) -> None:
+def test_sender_process_dies_or_hangs(kind: str, end: signal.Signals) -> None:
     tests = Path(__file__).parents[1]
     paths = json.dumps([str(tests), str(tests.parent / "src")])
     child = subprocess.Popen([sys.executable, "-c", CHILD, paths], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
-        told, sent = json.loads(child.stdout.readline())
-        ticket = Ticket.parse(told)
-        receiver = Host(None, []).receiver(kind, patience=0.5)  # type: ignore[arg-type]
+        message_body, sent = json.loads(child.stdout.readline())
+        ticket = Ticket.parse(message_body)
+        receiver = Host(None, []).receiver(kind, io_timeout_s=0.5)  # type: ignore[arg-type]
         receiver.pull(ticket, [0, 1, 2], soon())
         assert content(receiver.region, [0, 1, 2]).hex() == sent
         os.kill(child.pid, end)
@@ -484,7 +486,9 @@ def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.S
             receiver.acknowledge(ticket, soon())
         if end == signal.SIGKILL:
             gc.collect()
-            assert "emberline-kv" not in Path("/proc/self/maps").read_text(), "memory of the dead is still mapped"
+            assert "emberline-kv" not in Path("/proc/self/maps").read_text(), (
+                "memory of the dead process is still mapped"
+            )
         receiver.close()
     finally:
         child.kill()
@@ -492,7 +496,7 @@ def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.S
 
 
 def no_thread(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
-    """The system allows no more of them when the one of this number is to be started."""
+    """Make the start of the n-th thread fail, as if the system allowed no more."""
     start, count = threading.Thread.start, itertools.count()
 
     def refuse(thread: threading.Thread) -> None:
@@ -503,8 +507,8 @@ def no_thread(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def test_nothing_writes_any_more_though_a_thread_was_missing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver = host.receiver("tcp", streams=4)
+def test_nothing_writes_after_fetch_with_missing_thread(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = host.receiver("tcp", connections=4)
     receiver.connect(host.sender.peer, soon())
     sent = fill(host.sender.region, [4, 5, 1, 7], 1)
     no_thread(monkeypatch, "kv-pull", 1)
@@ -512,14 +516,14 @@ def test_nothing_writes_any_more_though_a_thread_was_missing(host: Host, monkeyp
     assert content(receiver.region, [0, 3, 2, 9]) == sent
     assert not any(thread.name == "kv-pull" for thread in threading.enumerate())
     receiver.close()
-    host.settled()
+    host.check_settled()
 
 
-def test_a_connection_without_a_thread_is_not_the_last(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver = host.receiver("tcp", patience=PATIENCE)
+def test_server_accepts_again_after_missing_thread(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = host.receiver("tcp", io_timeout_s=IO_TIMEOUT_S)
     no_thread(monkeypatch, "kv-serve", 0)
     with pytest.raises(PeerLost):
         receiver.connect(host.sender.peer, soon())
     receiver.connect(host.sender.peer, soon())
     receiver.close()
-    host.settled()
+    host.check_settled()

@@ -1,4 +1,4 @@
-"""The codec: every pattern survives, numpy and native write the same bytes, damage is noticed, codes are optimal."""
+"""The weight codec is lossless, numpy and native write the same bytes, damage is noticed, codes are optimal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uniform(count: int, width: int, seed: int = 0) -> Bytes:
 
 
 def skewed(count: int, width: int, seed: int = 0) -> Bytes:
-    """Symbols of very different rarity: codes of all lengths."""
+    """Return symbols of very different frequency, for codes of all lengths."""
     return (np.random.default_rng(seed).geometric(0.4, count * width) % 256).astype(np.uint8)
 
 
@@ -55,13 +55,13 @@ def zeros(count: int, width: int, seed: int = 0) -> Bytes:
     return np.zeros(count * width, np.uint8)
 
 
-def fitted(codec: WeightCodec, elements: Bytes, width: int) -> PrefixCode:
+def fit_code(codec: WeightCodec, elements: Bytes, width: int) -> PrefixCode:
     return PrefixCode.from_counts(codec.count_symbols(elements, width))
 
 
 def round_trip(codec: WeightCodec, elements: Bytes, width: int) -> int:
-    """Bytes it took."""
-    code = fitted(codec, elements, width)
+    """Encode and decode, compare, and return the coded size in bytes."""
+    code = fit_code(codec, elements, width)
     coded, index = codec.encode(elements, width, code)
     out = np.full_like(elements, 0xA5)
     assert codec.decode(coded, index, width, code, out) == -1
@@ -74,7 +74,7 @@ def test_the_native_codec_is_what_is_tested() -> None:
 
 
 @CODECS
-def test_all_bf16_patterns_survive(codec: WeightCodec) -> None:
+def test_all_bf16_patterns_round_trip(codec: WeightCodec) -> None:
     """NaN payloads, infinities, denormals and -0 among them; in order, and mixed among many weights of one exponent."""
     patterns = np.arange(1 << 16, dtype="<u2")
     round_trip(codec, patterns.view(np.uint8), 2)
@@ -88,7 +88,7 @@ def test_all_bf16_patterns_survive(codec: WeightCodec) -> None:
 def test_both_codecs_write_the_same_bytes_and_read_each_other(make: Callable[..., Bytes], width: int) -> None:
     for count in SIZES:
         elements = make(count, width)
-        code = fitted(NATIVE, elements, width)
+        code = fit_code(NATIVE, elements, width)
         assert np.array_equal(NATIVE.count_symbols(elements, width), PLAIN.count_symbols(elements, width))
         native, plain = NATIVE.encode(elements, width, code), PLAIN.encode(elements, width, code)
         assert np.array_equal(native[0], plain[0]) and np.array_equal(native[1], plain[1])
@@ -101,7 +101,7 @@ def test_both_codecs_write_the_same_bytes_and_read_each_other(make: Callable[...
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3 * BLOCK_ELEMENTS), st.sampled_from([1, 2, 4]), st.floats(0.01, 0.99), st.integers(0, 99))
-def test_any_size_and_skew(count: int, width: int, skew: float, seed: int) -> None:
+def test_round_trip_of_any_size_and_skew(count: int, width: int, skew: float, seed: int) -> None:
     elements = (np.random.default_rng(seed).geometric(skew, count * width) % 256).astype(np.uint8)
     size = round_trip(NATIVE, elements, width)
     counts = NATIVE.count_symbols(elements, width)
@@ -109,8 +109,8 @@ def test_any_size_and_skew(count: int, width: int, skew: float, seed: int) -> No
     assert bound <= size + 1e-6
 
 
-def test_gaussian_weights_come_out_near_the_bound() -> None:
-    """Within a hundredth of it: the code, the index and the ends of streams together."""
+def test_gaussian_weights_are_near_the_bound() -> None:
+    """Code, index and padding of streams together are within one percent of the bound."""
     elements = gaussian(4 * BLOCK_ELEMENTS, 2)
     bound = 8 + entropy_bits(NATIVE.count_symbols(elements, 2))
     assert bound < 8 * round_trip(NATIVE, elements, 2) / (4 * BLOCK_ELEMENTS) < 1.01 * bound < 10.8
@@ -120,7 +120,7 @@ def test_golden_bytes() -> None:
     """Two of three weights have the exponent 127 (a bit: 0), one has 128 (1): streams 0, 1, 0; signs and mantissas."""
     elements = np.array([0x3F80, 0xC07F, 0x3F81], "<u2").view(np.uint8)
     for codec in (NATIVE, PLAIN):
-        code = fitted(codec, elements, 2)
+        code = fit_code(codec, elements, 2)
         assert (code.first, str(code)) == (127, "11")
         coded, index = codec.encode(elements, 2, code)
         assert coded.tobytes() == bytes.fromhex("00 01 00 00 ff 01")
@@ -128,14 +128,14 @@ def test_golden_bytes() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 127, 128, 1000, 12345])
-def test_crc32_is_zlibs(size: int) -> None:
+def test_crc32_equals_zlib(size: int) -> None:
     data = uniform(size, 1)
     assert NATIVE.crc32(data) == PLAIN.crc32(data) == zlib.crc32(data.tobytes())
 
 
 def test_every_damaged_byte_is_noticed() -> None:
     elements = gaussian(300, 2)
-    code = fitted(NATIVE, elements, 2)
+    code = fit_code(NATIVE, elements, 2)
     coded, index = NATIVE.encode(elements, 2, code)
     for codec in (NATIVE, PLAIN):
         out = np.empty_like(elements)
@@ -150,9 +150,9 @@ def test_every_damaged_byte_is_noticed() -> None:
 
 
 @CODECS
-def test_both_bits_mean_the_only_symbol(codec: WeightCodec) -> None:
+def test_single_symbol_code_accepts_both_bits(codec: WeightCodec) -> None:
     elements = np.full(400, 0x77, np.uint8)
-    code = fitted(codec, elements, 1)
+    code = fit_code(codec, elements, 1)
     coded, index = codec.encode(elements, 1, code)
     for bits in (coded, ~coded):
         out = np.zeros_like(elements)
@@ -160,9 +160,9 @@ def test_both_bits_mean_the_only_symbol(codec: WeightCodec) -> None:
 
 
 def test_streams_must_end_where_the_index_says() -> None:
-    """Also where nobody looks at the CRC-32: bytes that belong to no stream, or to the next one."""
+    """Without a CRC check too, bytes outside a stream are an error."""
     elements = gaussian(3000, 2)
-    code = fitted(NATIVE, elements, 2)
+    code = fit_code(NATIVE, elements, 2)
     coded, index = NATIVE.encode(elements, 2, code)
     sizes = index[:8].view("<u2")
     for codec in (NATIVE, PLAIN):
@@ -177,9 +177,9 @@ def test_streams_must_end_where_the_index_says() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([NATIVE, PLAIN]), st.sampled_from([1, 2, 4]))
 def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: WeightCodec, width: int) -> None:
-    """What the bytes mean is anyone's guess; nothing outside `request` is written, and the answer is a block or -1."""
+    """What the bytes mean is anyone's guess; nothing outside `out` is written, and the answer is a block or -1."""
     count = data.draw(st.integers(1, 700))
-    code = fitted(NATIVE, skewed(2000, width), width)
+    code = fit_code(NATIVE, skewed(2000, width), width)
     sizes = data.draw(st.lists(st.integers(0, 400), min_size=BLOCK_STREAMS, max_size=BLOCK_STREAMS))
     coded = np.frombuffer(data.draw(st.binary(min_size=0, max_size=2000 + 3 * 700)), np.uint8)
     index = np.zeros(INDEX_ENTRY_BYTES, np.uint8)
@@ -190,7 +190,7 @@ def test_without_checks_any_bytes_are_safe(data: st.DataObject, codec: WeightCod
 
 
 def huffman_bits(counts: list[int]) -> int:
-    """Without a limit to lengths: each merge adds a bit to all below it."""
+    """Return the bits of an unlimited Huffman code: each merge adds a bit to all symbols below it."""
     heap = [count for count in counts if count]
     heapq.heapify(heap)
     total = 0
@@ -206,7 +206,7 @@ def test_codes_are_complete_and_optimal_where_the_limit_does_not_bind(few: list[
     counts = np.zeros(256, np.uint64)
     counts[: len(few)] = few
     code = PrefixCode.from_counts(counts)
-    parsed = PrefixCode.parse(code.first, str(code))  # refuses codes that are not complete
+    parsed = PrefixCode.parse(code.first, str(code))  # raises for incomplete codes
     assert np.array_equal(parsed.lengths, code.lengths)
     assert ((code.lengths > 0) == (counts > 0)).all()
     assert code.total_bits(counts) >= huffman_bits(few)
@@ -214,8 +214,8 @@ def test_codes_are_complete_and_optimal_where_the_limit_does_not_bind(few: list[
         assert code.total_bits(counts) == huffman_bits(few)
 
 
-def test_a_limited_code_is_the_best_of_its_kind() -> None:
-    """Fibonacci counts want a bit more for each symbol than for the one before: 15 for the rarest."""
+def test_limited_code_is_optimal() -> None:
+    """With Fibonacci counts, each symbol needs one bit more than the one before: 15 for the rarest."""
     fibonacci = [1, 1]
     while len(fibonacci) < 16:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
@@ -225,7 +225,7 @@ def test_a_limited_code_is_the_best_of_its_kind() -> None:
 
 
 def best_limited(counts: tuple[int, ...], limit: int) -> int:
-    """By dynamic programming over how many codes of each length are used; counts fall, so lengths rise."""
+    """Find the optimum by dynamic programming over the number of codes of each length."""
     best = {(0, 1): 0}  # (symbols placed, codes free at this depth) -> bits
     for length in range(1, limit + 1):
         after: dict[tuple[int, int], int] = {}
@@ -244,6 +244,6 @@ def best_limited(counts: tuple[int, ...], limit: int) -> int:
     [(0, ""), (0, "2"), (0, "111"), (0, "c1"), (0, "12"), (0, "011"), (0, "110"), (255, "11"), (-1, "11"), ("0", "11"),
      (True, "11"), (0, 11), (0, "1" * 300), (None, None), (0, "\u06611")],
 )  # fmt: skip
-def test_what_is_no_code_is_refused(first: object, text: object) -> None:
+def test_invalid_code_is_refused(first: object, text: object) -> None:
     with pytest.raises(ModelFileError):
         PrefixCode.parse(first, text)

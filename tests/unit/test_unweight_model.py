@@ -1,4 +1,4 @@
-"""Packed models: unpacked they are what they were; damage anywhere is an error; killed work leaves nothing behind."""
+"""Packed models unpack to the original files, damage is an error, and an interrupted command leaves nothing."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from emberline.unweight.tensor import CodedTensor, is_coded
 from emberline.unweight.unpack import iter_verified_chunks
 
 CODEC = select_weight_codec(find_library())
-KINDS = {"embed", "odd", "wide", "half", "eight"}  # what gains
+KINDS = {"embed", "odd", "wide", "half", "eight"}  # tensors that packing makes smaller
 
 
-def nothing(_: int) -> None:
+def ignore_progress(_: int) -> None:
     pass
 
 
@@ -43,15 +43,15 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def tensors(path: Path) -> dict[str, bytes]:
-    """As a loader gets them: checked by CRC-32, not by hash."""
+    """Return the tensors as a loader reads them: checked by CRC-32, not by SHA-256."""
     file = ModelFile(path, CODEC)
     with ThreadPoolExecutor(1) as pool:
         return {name: b"".join(chunk.tobytes() for chunk in file.iter_chunks(name, pool)) for name in file.tensors}
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Path:
-    model.pack(unweight_models.write(tmp_path / "plain"), tmp_path / "packed", CODEC, nothing)
+def packed_model(tmp_path: Path) -> Path:
+    model.pack(unweight_models.write(tmp_path / "plain"), tmp_path / "packed", CODEC, ignore_progress)
     return tmp_path / "packed"
 
 
@@ -61,14 +61,14 @@ def test_unpacking_gives_the_same_files(tmp_path: Path, shards: int) -> None:
     done: list[int] = []
     model.pack(source, tmp_path / "packed", CODEC, done.append)
     assert sum(done) == sum(info.nbytes for info in Checkpoint.open(source).tensors.values())
-    assert model.verify(tmp_path / "packed", source, CODEC, nothing) == []
-    model.unpack(tmp_path / "packed", tmp_path / "again", CODEC, nothing)
+    assert model.verify(tmp_path / "packed", source, CODEC, ignore_progress) == []
+    model.unpack(tmp_path / "packed", tmp_path / "again", CODEC, ignore_progress)
     assert contents(tmp_path / "again") == contents(source)
     assert {path.name for path in tmp_path.iterdir()} == {"plain", "packed", "again"}
 
 
-def test_a_checkpoint_answers_for_the_tensors_as_they_were(packed: Path) -> None:
-    plain, ours = Checkpoint.open(packed.parent / "plain"), Checkpoint.open(packed)
+def test_checkpoint_describes_original_tensors(packed_model: Path) -> None:
+    plain, ours = Checkpoint.open(packed_model.parent / "plain"), Checkpoint.open(packed_model)
     assert {n: (t.dtype, t.shape) for n, t in ours.tensors.items()} == {
         n: (t.dtype, t.shape) for n, t in plain.tensors.items()
     }
@@ -76,9 +76,9 @@ def test_a_checkpoint_answers_for_the_tensors_as_they_were(packed: Path) -> None
     assert all(ours.tensor_info(name).nbytes < plain.tensor_info(name).nbytes for name in KINDS)
 
 
-def test_other_readers_see_bytes_and_no_weights(packed: Path) -> None:
-    """A coded tensor has one dimension and is of bytes, which no matrix is: nobody can take it for the weights."""
-    with safe_open(packed / "model.safetensors", "np") as file:
+def test_other_readers_see_coded_tensors_as_bytes(packed_model: Path) -> None:
+    """A coded tensor is a vector of bytes, so no reader can mistake it for a matrix of weights."""
+    with safe_open(packed_model / "model.safetensors", "np") as file:
         assert file.metadata()["format"] == "unweight"
         for name in KINDS:
             stored = file.get_tensor(name)
@@ -87,15 +87,15 @@ def test_other_readers_see_bytes_and_no_weights(packed: Path) -> None:
         assert file.get_tensor("scale") == np.float32(1.5)
 
 
-def test_tensors_lie_where_their_elements_want_to(packed: Path) -> None:
+def test_tensors_are_aligned(packed_model: Path) -> None:
     sizes = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8}
-    for info in read_tensors(packed / "model.safetensors").values():
+    for info in read_tensors(packed_model / "model.safetensors").values():
         assert info.offset % (64 if is_coded(info) else sizes[info.dtype]) == 0
 
 
-def test_blocks_decode_alone_from_pieces_of_the_file(tmp_path: Path) -> None:
+def test_blocks_decode_alone_from_parts_of_the_file(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "plain", rows=2000)  # four blocks
-    model.pack(source, tmp_path / "packed", CODEC, nothing)
+    model.pack(source, tmp_path / "packed", CODEC, ignore_progress)
     info = Checkpoint.open(tmp_path / "packed").tensor_info("embed")
     data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
     tensor = CodedTensor.open("embed", info, lambda begin, end: data[begin:end], CODEC)
@@ -111,7 +111,7 @@ def test_blocks_decode_alone_from_pieces_of_the_file(tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As one tensor of three dimensions, and as a matrix each: there and back, and any of them read alone."""
+    """Experts in one tensor of three dimensions or in one matrix each: packed, unpacked and read separately."""
     random = np.random.default_rng(5)
     experts = np.stack(
         [unweight_models.bf16(random, 400, 256) + np.uint16(i << 7) for i in range(6)]
@@ -125,7 +125,7 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert contents(tmp_path / "again") == contents(source)
     capsys.readouterr()
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert "6 x 400 x 256" in (said := capsys.readouterr().request) and "7 of 7 tensors coded" in said
+    assert "6 x 400 x 256" in (captured := capsys.readouterr().out) and "7 of 7 tensors coded" in captured
     info = Checkpoint.open(tmp_path / "packed").tensor_info("mlp.experts.down_proj")
     data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
     tensor = CodedTensor.open("down_proj", info, lambda begin, end: data[begin:end], CODEC)
@@ -141,9 +141,11 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(fetched) < info.nbytes // 2
 
 
-def corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
-    """What a loader gets of the damaged file; None for a typed error, which another dtype or shape than the config's is
-    to every loader. Anything else raised fails the test."""
+def load_corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
+    """Return the tensors that a loader reads from the damaged file; None for a typed error.
+
+    Another dtype or shape than the config's is a typed error of every loader. Other exceptions fail the test.
+    """
     to.write_bytes(data)
     try:
         kinds = {name: (info.dtype, info.shape) for name, info in read_tensors(to).items()}
@@ -154,31 +156,34 @@ def corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
         return None
 
 
-def test_every_byte_of_a_file_counts(tmp_path: Path) -> None:
+def test_any_changed_byte_is_detected(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "plain", rows=32)
-    model.pack(source, tmp_path / "packed", CODEC, nothing)
+    model.pack(source, tmp_path / "packed", CODEC, ignore_progress)
     plain, whole = source / "model.safetensors", (tmp_path / "packed" / "model.safetensors").read_bytes()
     right, unnoticed = tensors(plain), 0
     for at in [*range(400), *range(400, len(whole), 37)]:
         bad = bytearray(whole)
         bad[at] ^= 1 << at % 8
-        found = corrupted(plain, tmp_path / "bad.safetensors", bytes(bad))
+        found = load_corrupted(plain, tmp_path / "bad.safetensors", bytes(bad))
         assert found is None or found == right, at
         unnoticed += found is not None
-    assert unnoticed < 64  # only bytes that fill up a coded tensor's last 64
+    assert unnoticed < 64  # only padding at the end of coded tensors
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_torn_and_altered_files_never_give_other_weights(packed: Path, data: st.DataObject) -> None:
-    plain, whole = packed.parent / "plain" / "model.safetensors", (packed / "model.safetensors").read_bytes()
+def test_damaged_files_never_give_other_weights(packed_model: Path, data: st.DataObject) -> None:
+    plain, whole = (
+        packed_model.parent / "plain" / "model.safetensors",
+        (packed_model / "model.safetensors").read_bytes(),
+    )
     right = tensors(plain)
     bad = bytearray(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
     for _ in range(data.draw(st.integers(0, 5))):
         if bad:
             at = data.draw(st.integers(0, len(bad) - 1))
             bad[at : at + data.draw(st.integers(1, 9))] = data.draw(st.binary(max_size=9))
-    found = corrupted(plain, packed.parent / "bad.safetensors", bytes(bad))
+    found = load_corrupted(plain, packed_model.parent / "bad.safetensors", bytes(bad))
     assert found is None or found == right
 
 
@@ -192,58 +197,58 @@ def test_torn_and_altered_files_never_give_other_weights(packed: Path, data: st.
         {"codec": "raw", "shape": [10**3000, 10**3000]},
     ],
 )  # fmt: skip
-def test_lies_about_a_tensor_are_typed_errors(packed: Path, change: dict[str, object]) -> None:
-    """With a header whose hash is right: nothing crashes, and what the hash of the tensor denies is refused."""
-    path = packed / "model.safetensors"
+def test_false_tensor_metadata_is_a_typed_error(packed_model: Path, change: dict[str, object]) -> None:
+    """With a valid header hash, nothing crashes, and tensors that do not match their own hash are refused."""
+    path = packed_model / "model.safetensors"
     unweight_models.lie(path, "embed", {})
-    assert model.verify(packed, packed.parent / "plain", CODEC, nothing) == []
+    assert model.verify(packed_model, packed_model.parent / "plain", CODEC, ignore_progress) == []
     unweight_models.lie(path, "embed", change)
-    if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another name: only the original tells
-        assert model.verify(packed, None, CODEC, nothing) == []
-        assert len(model.verify(packed, packed.parent / "plain", CODEC, nothing)) == 1
+    if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another dtype: only the original shows it
+        assert model.verify(packed_model, None, CODEC, ignore_progress) == []
+        assert len(model.verify(packed_model, packed_model.parent / "plain", CODEC, ignore_progress)) == 1
         with pytest.raises(ModelFileError):
-            model.unpack(packed, packed.parent / "again", CODEC, nothing)
+            model.unpack(packed_model, packed_model.parent / "again", CODEC, ignore_progress)
         return
     with pytest.raises(ModelError), ThreadPoolExecutor(1) as pool:
         file = ModelFile(path, CODEC)
         list(iter_verified_chunks(file, "embed", pool))
 
 
-def test_verify_names_what_is_wrong(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    info = Checkpoint.open(packed).tensor_info("odd")
+def test_verify_names_errors(packed_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = Checkpoint.open(packed_model).tensor_info("odd")
     with info.file.open("r+b") as file:
         file.seek(info.offset + 1000)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 4]))
-    assert main(["unweight", "verify", str(packed), "--quiet"]) == 1
-    said = capsys.readouterr()
-    assert "'odd'" in said.err and "block 0" in said.err and said.request == "problems found: 1\n"
-    (packed / "config.json").write_text("{}")
-    assert main(["unweight", "verify", str(packed), str(packed.parent / "plain"), "--quiet"]) == 1
+    assert main(["unweight", "verify", str(packed_model), "--quiet"]) == 1
+    captured = capsys.readouterr()
+    assert "'odd'" in captured.err and "block 0" in captured.err and captured.out == "problems found: 1\n"
+    (packed_model / "config.json").write_text("{}")
+    assert main(["unweight", "verify", str(packed_model), str(packed_model.parent / "plain"), "--quiet"]) == 1
     assert "config.json" in capsys.readouterr().err
 
 
-def test_verify_tells_models_apart(packed: Path, tmp_path: Path) -> None:
+def test_verify_detects_another_model(packed_model: Path, tmp_path: Path) -> None:
     other = unweight_models.write(tmp_path / "other", seed=1)
-    assert len(model.verify(packed, other, CODEC, nothing)) >= len(KINDS)
+    assert len(model.verify(packed_model, other, CODEC, ignore_progress)) >= len(KINDS)
 
 
-def test_what_is_not_packed_and_what_is_already(packed: Path, tmp_path: Path) -> None:
+def test_packed_and_unpacked_inputs_are_checked(packed_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="packed already"):
-        model.pack(packed, tmp_path / "twice", CODEC, nothing)
+        model.pack(packed_model, tmp_path / "twice", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
-        model.unpack(tmp_path / "plain", tmp_path / "again", CODEC, nothing)
+        model.unpack(tmp_path / "plain", tmp_path / "again", CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="not packed"):
-        model.verify(tmp_path / "plain", None, CODEC, nothing)
+        model.verify(tmp_path / "plain", None, CODEC, ignore_progress)
     with pytest.raises(ModelFileError, match="packed too"):
-        model.verify(packed, packed, CODEC, nothing)
+        model.verify(packed_model, packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="exists"):
-        model.pack(tmp_path / "plain", packed, CODEC, nothing)
+        model.pack(tmp_path / "plain", packed_model, CODEC, ignore_progress)
     with pytest.raises(InvalidRequest, match="is inside the source"):
-        model.pack(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, nothing)
+        model.pack(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, ignore_progress)
     with pytest.raises(ModelError, match="cannot create"):
-        model.pack(tmp_path / "plain", packed / "config.json" / "x", CODEC, nothing)
+        model.pack(tmp_path / "plain", packed_model / "config.json" / "x", CODEC, ignore_progress)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
 
 
@@ -252,25 +257,25 @@ def test_other_weights_are_left_out_and_named(tmp_path: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / ".cache").mkdir()
     (source / ".cache" / "x").write_text("")
-    assert model.pack(source, tmp_path / "packed", CODEC, nothing) == [source / "pytorch_model.bin"]
+    assert model.pack(source, tmp_path / "packed", CODEC, ignore_progress) == [source / "pytorch_model.bin"]
     assert not (tmp_path / "packed" / "pytorch_model.bin").exists() and not (tmp_path / "packed" / ".cache").exists()
 
 
 def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, packed, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
-    assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
-    assert "smaller" in capsys.readouterr().request
-    assert main(["unweight", "verify", str(packed), str(source)]) == 0
-    said = capsys.readouterr()
-    assert "all tensors match their hashes" in said.request and "100%" in said.err
+    source, packed_model, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
+    assert main(["unweight", "pack", str(source), str(packed_model), "--quiet"]) == 0
+    assert "smaller" in capsys.readouterr().out
+    assert main(["unweight", "verify", str(packed_model), str(source)]) == 0
+    captured = capsys.readouterr()
+    assert "all tensors match their hashes" in captured.out and "100%" in captured.err
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
-    assert main(["unweight", "info", str(packed), "--json", str(figures), "--svg", str(plot)]) == 0
-    assert "embed" in capsys.readouterr().request and plot.read_text().startswith("<svg")
+    assert main(["unweight", "info", str(packed_model), "--json", str(figures), "--svg", str(plot)]) == 0
+    assert "embed" in capsys.readouterr().out and plot.read_text().startswith("<svg")
     read = json.loads(figures.read_text())
     rows = {row["name"]: row for row in read["tensors"]}
     assert read["totals"]["coded"] == len(KINDS)
     assert 10 < rows["embed"]["bound"] < rows["embed"]["bits"] < 11.5 and rows["noise"]["bound"] is None
-    assert main(["unweight", "unpack", str(packed), str(again), "--quiet"]) == 0
+    assert main(["unweight", "unpack", str(packed_model), str(again), "--quiet"]) == 0
     assert contents(again) == contents(source)
     assert main(["unweight", "info", str(source)]) == 1 and "not packed" in capsys.readouterr().err
 
@@ -283,33 +288,33 @@ def test_pull_packs_into_the_cache(
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path / "cache"))
     shutil.copytree(kernels, tmp_path / "cache" / "kernels")
     places = []
-    for _ in range(2):  # the second finds it there
+    for _ in range(2):  # the second run finds it
         assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
-        places.append(Path(capsys.readouterr().request.strip()))
+        places.append(Path(capsys.readouterr().out.strip()))
     assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
-    assert model.verify(places[0], source, CODEC, nothing) == []
+    assert model.verify(places[0], source, CODEC, ignore_progress) == []
     (source / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
-    place = Path(capsys.readouterr().request.strip())
-    assert place != places[0] and (place / "chat_template.jinja").exists(), "what goes along with them counts too"
+    place = Path(capsys.readouterr().out.strip())
+    assert place != places[0] and (place / "chat_template.jinja").exists(), "copied files are compared too"
 
 
-def test_what_a_link_leads_to_goes_along(tmp_path: Path) -> None:
+def test_symbolic_links_are_followed(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "m")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.json").write_text("{}")
     (source / "1_Pooling").symlink_to(tmp_path / "elsewhere")
     (source / "round").symlink_to(source)
-    model.pack(source, tmp_path / "packed", CODEC, nothing)
+    model.pack(source, tmp_path / "packed", CODEC, ignore_progress)
     assert (tmp_path / "packed" / "1_Pooling" / "config.json").read_text() == "{}"
     assert not (tmp_path / "packed" / "round").exists()
-    assert model.verify(tmp_path / "packed", source, CODEC, nothing) == []
+    assert model.verify(tmp_path / "packed", source, CODEC, ignore_progress) == []
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "packed.partial").mkdir()
     (tmp_path / "packed.partial" / "thesis.txt").write_text("mine")
-    model.pack(unweight_models.write(tmp_path / "m"), tmp_path / "packed", CODEC, nothing)
+    model.pack(unweight_models.write(tmp_path / "m"), tmp_path / "packed", CODEC, ignore_progress)
     assert (tmp_path / "packed.partial" / "thesis.txt").read_text() == "mine"
 
 
@@ -317,34 +322,34 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from emberline.unweight import model
-from emberline.unweight.codec import codec_of
+from emberline.unweight.codec import select_weight_codec
 
-def advance(n):
+def report_progress(n):
     print("some", flush=True)
     time.sleep(60)
 
-model.pack(Path(sys.argv[1]), Path(sys.argv[2]), codec_of(None), advance)
+model.pack(Path(sys.argv[1]), Path(sys.argv[2]), select_weight_codec(None), report_progress)
 """
 
 
-def test_killed_in_the_middle_nothing_appears_and_a_second_run_succeeds(tmp_path: Path) -> None:
+def test_killed_pack_leaves_nothing_and_second_run_succeeds(tmp_path: Path) -> None:
     source, target = unweight_models.write(tmp_path / "m"), tmp_path / "packed"
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, str(source), str(target)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "some\n"
     with pytest.raises(InvalidRequest, match="another process"):
-        model.pack(source, target, CODEC, nothing)
+        model.pack(source, target, CODEC, ignore_progress)
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     process.stdout.close()
     assert not target.exists() and (tmp_path / ".packed.partial" / "model.safetensors").exists()
-    model.pack(source, target, CODEC, nothing)
-    assert model.verify(target, source, CODEC, nothing) == []
+    model.pack(source, target, CODEC, ignore_progress)
+    assert model.verify(target, source, CODEC, ignore_progress) == []
     assert not (tmp_path / ".packed.partial").exists()
 
 
-def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+def test_error_while_packing_leaves_nothing(tmp_path: Path) -> None:
     def fail(_: int) -> None:
         raise KeyboardInterrupt
 
@@ -354,8 +359,8 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_version_to_come_is_refused_by_name(packed: Path) -> None:
-    path = packed / "model.safetensors"
+def test_newer_version_is_refused(packed_model: Path) -> None:
+    path = packed_model / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"', 1))
     with pytest.raises(EmberlineError, match="version '2'"):
-        Checkpoint.open(packed)
+        Checkpoint.open(packed_model)

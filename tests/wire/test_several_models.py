@@ -18,8 +18,8 @@ import anthropic
 import bytelevel
 import openai
 import pytest
+import sample_tokenizers
 import tiny
-import tokenizers_made
 from servers import SRC, Server, start_server, stop_server
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -27,7 +27,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 def write(home: Path, kind: str, context: int, seed: int) -> Path:
     """A model whose template says which one it is; the two kinds have different tokenizers too."""
-    made = bytelevel.build() if kind == "llama" else tokenizers_made.byte_level()
+    made = bytelevel.build() if kind == "llama" else sample_tokenizers.byte_level()
     end = made.token_to_id("<|end|>")
     sizes = {"vocab_size": made.get_vocab_size(), "eos_token_id": end, "max_position_embeddings": context}
     tiny.write(home, tiny.config(kind, **sizes), seed=seed)

@@ -11,8 +11,10 @@ from emberline.core.errors import DownloadError, ModelError
 
 ALLOWED_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 # Weights of other frameworks and duplicates are in folders; so are the modules of sentence embedders, with a number.
-IGNORED_PATTERNS = ["*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.json", "*/*/*", ".*", "consolidated*",
-           "*.onnx.json"]  # fmt: skip
+IGNORED_PATTERNS = [
+    "*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.json", "*/*/*", ".*", "consolidated*",
+    "*.onnx.json",
+]  # fmt: skip
 
 
 def download_snapshot(

@@ -33,10 +33,10 @@ class KVCodec(Protocol):
         """Return the size of the output buffer that encoding `size` bytes needs."""
 
     def encode(self, data: memoryview, out: memoryview) -> int:
-        """Encode `data` into `request`, of at least `max_encoded_bytes(len(data))`, and return the bytes written."""
+        """Encode `data` into `out`, of at least `max_encoded_bytes(len(data))`, and return the bytes written."""
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
-        """Decode `data` into all of `request`. Return False if `data` is damaged; `request` is then undefined."""
+        """Decode `data` into all of `out`. Return False if `data` is damaged; `out` is then undefined."""
 
 
 class UnweightKVCodec:

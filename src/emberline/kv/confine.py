@@ -109,13 +109,13 @@ def _attach_filter(fd: int, host: str) -> None:
 
 def _connection_addresses(ports: Iterable[int]) -> list[str]:
     """Return the local address of each connection to these ports. IPv6 stays in hex unless it maps IPv4."""
-    wanted, found = {f"{port:04X}" for port in ports}, []
+    wanted_ports, found = {f"{port:04X}" for port in ports}, []
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6
             for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
                 _, local, _, state, *_ = line.split()
                 address, _, port = local.partition(":")
-                if port in wanted and state not in (LISTEN, TIME_WAIT):
+                if port in wanted_ports and state not in (LISTEN, TIME_WAIT):
                     found.append(_format_address(address))
     return found
 

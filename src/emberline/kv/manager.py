@@ -93,17 +93,17 @@ class KVManager:
         assert request.id not in self._block_tables
         shared = self._prefix.find_longest_prefix(self._shareable_hashes(request))
         if self.pulls is not None and request.source is not None:  # a pull must not write into a shared block
-            grain = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
-            shared = shared[: len(shared) // grain * grain]
+            block_step = max(1, self.pulls.peer_block_tokens(request) // self.block_size)
+            shared = shared[: len(shared) // block_step * block_step]
         known = request.num_known + (request.source is not None)  # the peer may send the next token with its blocks
-        wanted = self.blocks_for(known) - len(shared)
+        needed = self.blocks_for(known) - len(shared)
         idle = sum(1 for block in shared if self._pool.num_holders(block) == 0)
-        if wanted + reserve > self._pool.num_available - idle:
+        if needed + reserve > self._pool.num_available - idle:
             return False
         holder = self._holders[request.id] = next(self._holder_numbers)
         for block in shared:
             self._pool.add_holder(block, holder)
-        self._block_tables[request.id] = shared + [self._pool.allocate(holder) for _ in range(wanted)]
+        self._block_tables[request.id] = shared + [self._pool.allocate(holder) for _ in range(needed)]
         self._num_indexed[request.id] = len(shared)
         request.num_computed = request.num_planned = request.num_cached = len(shared) * self.block_size
         if not request.preemptions:  # after a preemption the request would hit its own blocks
@@ -117,11 +117,11 @@ class KVManager:
         table = self._block_tables[request.id]
         if tokens <= len(table) * self.block_size:
             return True
-        wanted = self.blocks_for(tokens) - len(table)
-        if wanted > self._pool.num_available:
+        needed = self.blocks_for(tokens) - len(table)
+        if needed > self._pool.num_available:
             return False
         holder = self._holders[request.id]
-        table.extend(self._pool.allocate(holder) for _ in range(wanted))
+        table.extend(self._pool.allocate(holder) for _ in range(needed))
         return True
 
     def commit(self, request: Request) -> None:
@@ -233,7 +233,7 @@ class KVManager:
 
     def _take_pulled_tokens(self, request: Request, pull: Pull) -> None:
         assert self.pulls is not None
-        here, ended = self.pulls.poll(pull)
+        num_available, ended = self.pulls.poll(pull)
         if ended:
             del self._active_pulls[request.id]
             request.prefill_result, request.prefill_result_len, request.pulled = (
@@ -242,10 +242,12 @@ class KVManager:
                 pull.summary,
             )
         # At least one token must be computed for its logits: the last token, or the one that the peer sampled after it.
-        here = min(here, pull.covered_tokens, request.num_known - (request.usable_prefill_result is None))
-        if here > request.num_computed:
-            self.pulls.count_hit_tokens(here - request.num_computed)
-            request.num_computed = request.num_planned = here
+        num_available = min(
+            num_available, pull.covered_tokens, request.num_known - (request.usable_prefill_result is None)
+        )
+        if num_available > request.num_computed:
+            self.pulls.count_hit_tokens(num_available - request.num_computed)
+            request.num_computed = request.num_planned = num_available
             self.commit(request)
         if request.prefill_result is not None:
             request.num_cached = min(request.prefill_result.cached, request.num_computed)

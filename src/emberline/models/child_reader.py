@@ -123,8 +123,10 @@ class ChildProcessReader(FileReader):
             sizes[path] = file.size
             file.close()
         count = sum(-(-size // chunk_bytes) for size in sizes.values())
-        most = max(RING_BUFFERS * chunk_bytes, free_memory() // 2) if read_ahead_bytes is None else read_ahead_bytes
-        ring = max(1, min(count, most // chunk_bytes))
+        max_bytes = (
+            max(RING_BUFFERS * chunk_bytes, free_memory() // 2) if read_ahead_bytes is None else read_ahead_bytes
+        )
+        ring = max(1, min(count, max_bytes // chunk_bytes))
         command = [sys.executable, "-I", "-S", "-c", CHILD_SCRIPT, str(Path(__file__).parents[2])]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         reader = ChildProcessReader(sizes, process, chunk_bytes=chunk_bytes, ring=ring, prefetch=prefetch)

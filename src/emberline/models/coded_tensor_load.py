@@ -143,7 +143,7 @@ class CheckedTensorLoad(TensorLoad):
         self._parts.append((offset, len(part), self._codec.crc32(part.numpy())))
         self._unverified_bytes -= len(part)
         if self._unverified_bytes == 0 and combine_crc32(self._parts) != self._crc32:
-            raise damaged_tensor_error(self.name, self._info, "its bytes")
+            raise damaged_tensor_error(self.name, self._info, "the checksum of its bytes does not match")
 
 
 def combine_crc32(parts: list[tuple[int, int, int]]) -> int:

@@ -44,7 +44,8 @@ class LoadTimes:
     def __str__(self) -> str:
         decoded = f", decoded {self.decoded_bytes / 1e9:.2f} GB in {self.decode_seconds:.2f} thread-seconds"
         return (
-            f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s ({self.read.gigabytes_per_second:.2f} GB/s, "
+            f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s "
+            f"({self.read.gigabytes_per_second:.2f} GB/s, "
             f"{self.read.direct_bytes / max(1, self.read.bytes):.0%} direct), waited {self.wait_seconds:.2f} s, "
             f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s){decoded * bool(self.decoded_bytes)}; "
             f"{self.unread_bytes / 1e9:.2f} GB were unread at the start"
@@ -93,8 +94,8 @@ class DeviceWeights(Weights):
         """`gated`: interleave gate and up matrix in groups of rows, if the number of rows is divisible."""
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
-        for (name, count), place in zip(parts, split_stack(whole, rows, gated), strict=True):
-            self._queue_load(name, (count, columns), place)
+        for (name, count), view in zip(parts, split_stack(whole, rows, gated), strict=True):
+            self._queue_load(name, (count, columns), view)
         return whole
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:

@@ -260,8 +260,8 @@ class FileReader:
     def _work(self) -> None:
         try:
             self._run_prefetch()
-            while (job := self._claim()) is not None:
-                file, piece = job
+            while (claimed := self._claim()) is not None:
+                file, piece = claimed
                 if self._chunk_bytes >= HUGE_PAGE_BYTES and not piece.buffer.is_faulted_in:
                     piece.buffer.fault_in_pages(self._zero_fd)
                 file.read(piece)

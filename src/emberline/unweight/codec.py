@@ -27,7 +27,7 @@ class WeightCodec(Protocol):
     def decode(
         self, coded: Bytes, index: Bytes, element_bytes: int, code: PrefixCode, out: Bytes, *, check: bool = True
     ) -> int:
-        """Decode into `request`, the size of whole blocks and perhaps a shorter last one.
+        """Decode into `out`, the size of whole blocks and perhaps a shorter last one.
 
         Return -1, or the number of the first damaged block. `check`: verify the CRC-32 of the blocks.
         """
@@ -56,7 +56,8 @@ class NativeWeightCodec:
             np.empty(INDEX_ENTRY_BYTES * num_blocks(count), np.uint8),
         )
         size = self._library.ember_unweight_encode(
-            _address_of(elements), count, element_bytes, _address_of(code.lengths), _address_of(coded), _address_of(index)
+            _address_of(elements), count, element_bytes, _address_of(code.lengths), _address_of(coded),
+            _address_of(index),
         )  # fmt: skip
         assert size <= len(coded)
         return coded[:size], index

@@ -63,7 +63,7 @@ class ModelFile:
             crc32 = self.codec.crc32(chunk, crc32)
             yield chunk
         if expected is not None and crc32 != expected:
-            raise damaged_tensor_error(name, info, "its bytes")
+            raise damaged_tensor_error(name, info, "the checksum of its bytes does not match")
 
     def _read_error(self, error: OSError) -> ModelFileError:
         return ModelFileError(f"cannot read {self.path}: {error.strerror or error}")

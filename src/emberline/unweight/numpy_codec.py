@@ -58,12 +58,12 @@ class NumpyWeightCodec:
         counts[-1:] = count - BLOCK_ELEMENTS * (len(counts) - 1)
         ends = np.cumsum(sizes.sum(1) + (element_bytes - 1) * counts)
         starts = np.concatenate([[0], ends])[:-1]
-        whole = [
+        intact = [
             bool(end <= len(coded)) and not (check and zlib.crc32(coded[start:end].data) != crc)
             for start, end, crc in zip(starts, ends, crcs, strict=True)
         ]
-        if not all(whole):
-            return whole.index(False)
+        if not all(intact):
+            return intact.index(False)
         symbols, good = _decode_streams(coded, starts, sizes, counts, code)
         if not all(good):
             return int(np.argmin(good))
@@ -120,28 +120,28 @@ def _decode_streams(
     """Return the symbols [block, stream, position], and per block whether its streams have the right size."""
     begins = (starts[:, None] + np.cumsum(sizes, 1) - sizes).reshape(-1)
     lengths = np.array([np.diff(stream_bounds(n)) for n in counts]).reshape(-1)
-    most = int(lengths.max(initial=0))
+    max_length = int(lengths.max(initial=0))
     data = np.concatenate([coded, np.zeros(4, np.uint8)]).astype(np.uint32)
     ahead = data[:-2] | data[1:-1] << np.uint32(8) | data[2:] << np.uint32(16)
     lanes = np.arange(len(begins))
-    out = np.zeros((len(lanes), most + MAX_LOOKUP_SYMBOLS), np.uint8)
-    places, done, after = begins * 8, np.zeros(len(lanes), np.int64), code.lengths
+    out = np.zeros((len(lanes), max_length + MAX_LOOKUP_SYMBOLS), np.uint8)
+    positions, num_done, after = begins * 8, np.zeros(len(lanes), np.int64), code.lengths
     last, full = 8 * len(coded), code.decode_table
     while len(lanes):
-        at = np.minimum(places[lanes], last)
+        at = np.minimum(positions[lanes], last)
         entry = full[ahead[at >> 3] >> (at & 7).astype(np.uint32) & np.uint32((1 << MAX_CODE_BITS) - 1)]
-        found = (entry >> np.uint64(8))[:, None] >> np.arange(
+        symbols_found = (entry >> np.uint64(8))[:, None] >> np.arange(
             0, 8 * MAX_LOOKUP_SYMBOLS, 8, dtype=np.uint64
         ) & np.uint64(255)
-        to = done[lanes]
-        out[lanes[:, None], to[:, None] + np.arange(MAX_LOOKUP_SYMBOLS)] = found
+        to = num_done[lanes]
+        out[lanes[:, None], to[:, None] + np.arange(MAX_LOOKUP_SYMBOLS)] = symbols_found
         number = np.minimum((entry >> np.uint64(56)).astype(np.int64), lengths[lanes] - to)
         # The last lookup of a stream may find symbols beyond its end: they and their bits do not count.
-        taken = np.where(np.arange(MAX_LOOKUP_SYMBOLS) < number[:, None], after[found.astype(np.uint8)], 0).sum(
+        taken = np.where(np.arange(MAX_LOOKUP_SYMBOLS) < number[:, None], after[symbols_found.astype(np.uint8)], 0).sum(
             1, dtype=np.int64
         )
-        places[lanes] += taken
-        done[lanes] += number
-        lanes = lanes[done[lanes] < lengths[lanes]]
-    good = (places - begins * 8 + 7) // 8 == sizes.reshape(-1)
+        positions[lanes] += taken
+        num_done[lanes] += number
+        lanes = lanes[num_done[lanes] < lengths[lanes]]
+    good = (positions - begins * 8 + 7) // 8 == sizes.reshape(-1)
     return out.reshape(len(counts), BLOCK_STREAMS, -1), good.reshape(-1, BLOCK_STREAMS).all(1)

@@ -50,18 +50,18 @@ def measure_savings(directory: Path) -> list[TensorSavings]:
     return savings
 
 
-def savings_as_dict(found: Sequence[TensorSavings], file_bytes: int) -> dict[str, Any]:
-    rows = [asdict(f) | {"bits": round(f.bits_per_element, 4), "saved": round(f.saved_ratio, 5)} for f in found]
-    return {"totals": sum_savings(found, file_bytes), "tensors": rows}
+def savings_as_dict(savings: Sequence[TensorSavings], file_bytes: int) -> dict[str, Any]:
+    rows = [asdict(f) | {"bits": round(f.bits_per_element, 4), "saved": round(f.saved_ratio, 5)} for f in savings]
+    return {"totals": sum_savings(savings, file_bytes), "tensors": rows}
 
 
-def sum_savings(found: Sequence[TensorSavings], file_bytes: int) -> dict[str, Any]:
+def sum_savings(savings: Sequence[TensorSavings], file_bytes: int) -> dict[str, Any]:
     """Return the sums over all tensors; `file_bytes`: size of the weight files with their headers."""
-    plain, packed = sum(f.bytes for f in found), sum(f.packed_bytes for f in found)
-    coded = [f for f in found if f.bound is not None]
+    plain, packed = sum(f.bytes for f in savings), sum(f.packed_bytes for f in savings)
+    coded = [f for f in savings if f.bound is not None]
     count = max(1, sum(f.count for f in coded))
     return {
-        "tensors": len(found),
+        "tensors": len(savings),
         "coded": len(coded),
         "bytes": plain,
         "packed_bytes": packed,
@@ -74,14 +74,15 @@ def sum_savings(found: Sequence[TensorSavings], file_bytes: int) -> dict[str, An
     }
 
 
-def format_table(found: Sequence[TensorSavings]) -> str:
-    head = ("tensor", "dtype", "shape", "bits", "bound", "saved")
-    rows = [head, *(_row(f) for f in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    left = 3  # columns of text; the others are numbers
+def format_table(savings: Sequence[TensorSavings]) -> str:
+    header = ("tensor", "dtype", "shape", "bits", "bound", "saved")
+    rows = [header, *(_row(f) for f in savings)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    text_columns = 3  # columns of text; the others are numbers
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i < text_columns else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     )
@@ -93,12 +94,12 @@ def _row(f: TensorSavings) -> tuple[str, ...]:
     return f.name, f.dtype, shape, f"{f.bits_per_element:.3f}", bound, f"{f.saved_ratio:.1%}"
 
 
-def format_plot(found: Sequence[TensorSavings]) -> str:
+def format_plot(savings: Sequence[TensorSavings]) -> str:
     """Return a text plot of each coded tensor's bits per element over its lower bound.
 
     The dotted line is where both are equal; `o` is one tensor, `O` several.
     """
-    points, low, high = _points(found)
+    points, low, high = _points(savings)
     if not points:
         return "no tensor is coded"
     grid = [[" "] * PLOT_COLUMNS for _ in range(PLOT_ROWS)]
@@ -120,8 +121,8 @@ def format_plot(found: Sequence[TensorSavings]) -> str:
     return "\n".join(["bits per weight", *lines, f"{' ' * 7}└{'─' * PLOT_COLUMNS}", " " * 8 + scale + "  bound"])
 
 
-def format_svg(found: Sequence[TensorSavings]) -> str:
-    points, low, high = _points(found)
+def format_svg(savings: Sequence[TensorSavings]) -> str:
+    points, low, high = _points(savings)
 
     def x(value: float) -> float:
         return SVG_MARGIN + (value - low) / (high - low) * (SVG_WIDTH - 2 * SVG_MARGIN)
@@ -129,9 +130,8 @@ def format_svg(found: Sequence[TensorSavings]) -> str:
     def y(value: float) -> float:
         return SVG_HEIGHT - SVG_MARGIN - (value - low) / (high - low) * (SVG_HEIGHT - 2 * SVG_MARGIN)
 
-    parts = [
-        f'<path d="M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}" stroke="{LINE_COLOR}" stroke-dasharray="3 3"/>'
-    ]
+    path = f"M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}"
+    parts = [f'<path d="{path}" stroke="{LINE_COLOR}" stroke-dasharray="3 3"/>']
     for tick in (low, (low + high) / 2, high):
         parts.append(
             f'<text x="{x(tick):.1f}" y="{SVG_HEIGHT - SVG_MARGIN + 20}" text-anchor="middle">{tick:.2f}</text>'
@@ -140,7 +140,8 @@ def format_svg(found: Sequence[TensorSavings]) -> str:
     for bound, bits, name in points:
         label = f"<title>{escape(name)}: {bits:.3f} bits, bound {bound:.3f}</title>"
         parts.append(
-            f'<circle cx="{x(bound):.1f}" cy="{y(bits):.1f}" r="3" fill="{POINT_COLOR}" fill-opacity=".5">{label}</circle>'
+            f'<circle cx="{x(bound):.1f}" cy="{y(bits):.1f}" r="3" fill="{POINT_COLOR}" fill-opacity=".5">'
+            f"{label}</circle>"
         )
     parts.append(
         f'<text x="{SVG_WIDTH / 2}" y="{SVG_HEIGHT - 14}" text-anchor="middle">bound: entropy and raw bits</text>'
@@ -148,14 +149,15 @@ def format_svg(found: Sequence[TensorSavings]) -> str:
     parts.append(f'<text x="14" y="{SVG_MARGIN - 24}">bits per weight on disk; the line is the lower bound</text>')
     style = f"text{{font:12px system-ui,sans-serif;fill:{TEXT_COLOR}}}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {SVG_HEIGHT}" width="{SVG_WIDTH}"><style>{style}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SVG_WIDTH} {SVG_HEIGHT}" width="{SVG_WIDTH}">'
+        f"<style>{style}</style>"
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
     )
 
 
-def _points(found: Sequence[TensorSavings]) -> tuple[list[tuple[float, float, str]], float, float]:
+def _points(savings: Sequence[TensorSavings]) -> tuple[list[tuple[float, float, str]], float, float]:
     """Return bound, bits and name of each coded tensor, and the plot's range in quarters of a bit."""
-    points = [(f.bound, f.bits_per_element, f.name) for f in found if f.bound is not None]
+    points = [(f.bound, f.bits_per_element, f.name) for f in savings if f.bound is not None]
     ends = [end for bound, bits, _ in points for end in (bound, bits)] or [0.0]
     low = floor(4 * min(ends)) / 4
     return points, low, max(ceil(4 * max(ends)) / 4, low + 0.25)

@@ -47,13 +47,13 @@ class CodedTensor:
         size = index_bytes(info)
         index = np.array(read_bytes(0, min(size, info.nbytes)))
         if len(index) < size or codec.crc32(index) != description.crc32:
-            raise damaged_tensor_error(name, info, "its index")
+            raise damaged_tensor_error(name, info, "the checksum of its index does not match")
         entries = index.reshape(-1, INDEX_ENTRY_BYTES)
         sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK_ELEMENTS
         sizes[-1:] -= (width - 1) * (BLOCK_ELEMENTS * num_blocks(count) - count)
         starts = size + np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         if -(-int(starts[-1]) // ALIGN_BYTES) * ALIGN_BYTES != info.nbytes:
-            raise damaged_tensor_error(name, info, "its size")
+            raise damaged_tensor_error(name, info, "its size does not match its index")
         return CodedTensor(name, info, description.code, width, count, index, starts, codec)
 
     @property
@@ -67,7 +67,7 @@ class CodedTensor:
         ) * self.element_bytes
 
     def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
-        """Decode the blocks [first, last) into `request`. Raises ModelFileError if a block is damaged.
+        """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
 
         `coded`: their bytes in the file. `check`: verify the CRC-32 of the blocks.
         """
@@ -76,10 +76,10 @@ class CodedTensor:
         index = self.index[first * INDEX_ENTRY_BYTES : last * INDEX_ENTRY_BYTES]
         bad = self.codec.decode(coded, index, self.element_bytes, self.code, out, check=check)
         if bad >= 0:
-            raise damaged_tensor_error(self.name, self.info, f"block {first + bad}")
+            raise damaged_tensor_error(self.name, self.info, f"block {first + bad} cannot be decoded")
 
     def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
-        """Decode the whole tensor into `request` with the threads of `pool`."""
+        """Decode the whole tensor into `out` with the threads of `pool`."""
         runs = [
             (first, min(first + BLOCKS_PER_TASK, self.num_blocks))
             for first in range(0, self.num_blocks, BLOCKS_PER_TASK)
@@ -127,10 +127,10 @@ def is_coded(info: TensorInfo) -> bool:
 def check_raw_crc(name: str, info: TensorInfo, stored: Bytes, codec: WeightCodec) -> None:
     """Raise ModelFileError if a tensor that a packed file stores raw does not match its CRC-32."""
     if codec.crc32(stored) != TensorDescription.from_info(info).crc32:
-        raise damaged_tensor_error(name, info, "its bytes")
+        raise damaged_tensor_error(name, info, "the checksum of its bytes does not match")
 
 
-def damaged_tensor_error(name: str, info: TensorInfo, what: str) -> ModelFileError:
+def damaged_tensor_error(name: str, info: TensorInfo, reason: str) -> ModelFileError:
     return ModelFileError(
-        f"tensor {name!r} in {info.file} is damaged: {what}", hint="download the file again, or pack the model again"
+        f"tensor {name!r} in {info.file} is damaged: {reason}", hint="download the file again, or pack the model again"
     )

@@ -48,17 +48,17 @@ class BlockFiles:
 
     def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview, *, coded: bool = False) -> int:
         """Write a block to `temporary`, which may be an old file, rename it to `path`, and return its length."""
-        with self._scratch_buffer() as room:
+        with self._scratch_buffer() as scratch:
             payload = self.format.write(
-                digest, buffer, room, coded=coded, max_coded_bytes=len(buffer) - self._length_step
+                digest, buffer, scratch, coded=coded, max_coded_bytes=len(buffer) - self._length_step
             )
             size = self._padded_length(len(payload))
             body = buffer
             if payload is not buffer:
-                body = room[PAGE_BYTES : PAGE_BYTES + size]
+                body = scratch[PAGE_BYTES : PAGE_BYTES + size]
                 body[len(payload) :] = bytes(size - len(payload))
             try:
-                self._write(temporary, [room[:PAGE_BYTES], body])
+                self._write(temporary, [scratch[:PAGE_BYTES], body])
                 temporary.rename(path)
             except OSError:
                 temporary.unlink(missing_ok=True)
@@ -72,18 +72,18 @@ class BlockFiles:
         """
         began, handle = time.perf_counter(), self._open(path, READ_FLAGS)
         try:
-            with self._scratch_buffer() as room:
+            with self._scratch_buffer() as scratch:
                 status = os.fstat(handle)
                 plain = status.st_size == self.format.plain_bytes
-                body = buffer if plain else room[PAGE_BYTES : max(PAGE_BYTES, status.st_size)]
+                body = buffer if plain else scratch[PAGE_BYTES : max(PAGE_BYTES, status.st_size)]
                 complete = self.is_valid_length(status.st_size)
                 complete = (
-                    complete and self._run_vector_io(os.readv, handle, [room[:PAGE_BYTES], body]) == status.st_size
+                    complete and self._run_vector_io(os.readv, handle, [scratch[:PAGE_BYTES], body]) == status.st_size
                 )
                 if not os.path.samestat(status, path.lstat()):
                     raise FileNotFoundError(errno.ENOENT, "evicted while being read", str(path))
                 seconds = time.perf_counter() - began
-                if not complete or not self.format.read(digest, room[:PAGE_BYTES], body, buffer):
+                if not complete or not self.format.read(digest, scratch[:PAGE_BYTES], body, buffer):
                     return None
             os.utime(handle)  # after a restart, blocks are evicted in the order of these times
             return BlockReadTiming(status.st_size, seconds, 0.0 if plain else time.perf_counter() - began - seconds)
@@ -107,11 +107,11 @@ class BlockFiles:
     @contextmanager
     def _scratch_buffer(self) -> Iterator[memoryview]:
         try:
-            room = self._scratch_buffers.pop()
+            scratch = self._scratch_buffers.pop()
         except IndexError:
-            room = memoryview(mmap.mmap(-1, self.format.scratch_bytes))
-        yield room
-        self._scratch_buffers.append(room)
+            scratch = memoryview(mmap.mmap(-1, self.format.scratch_bytes))
+        yield scratch
+        self._scratch_buffers.append(scratch)
 
     def _write(self, path: Path, parts: list[memoryview]) -> None:
         handle = self._open(path, WRITE_FLAGS)

@@ -61,8 +61,8 @@ class BlockFormat:
             size = self.codec.encode(buffer, scratch[PAGE_BYTES:])
             if size <= max_coded_bytes:
                 payload, name = scratch[PAGE_BYTES : PAGE_BYTES + size], self.codec.name.encode()
-        head = self._header(name, digest, len(payload), self.crc(payload, 0))
-        scratch[:PAGE_BYTES] = head.ljust(PAGE_BYTES, b"\0")
+        header = self._header(name, digest, len(payload), self.crc(payload, 0))
+        scratch[:PAGE_BYTES] = header.ljust(PAGE_BYTES, b"\0")
         return payload
 
     def read(self, digest: bytes, header_page: memoryview, body: memoryview, buffer: memoryview) -> bool:
@@ -75,8 +75,8 @@ class BlockFormat:
         if length > len(body) or (codec is None and not plain):
             return False
         name = codec.name.encode() if codec and not plain else b""
-        head = self._header(name, digest, length, self.crc(body[:length], 0))
-        if header_page[: len(head)] != head:
+        header = self._header(name, digest, length, self.crc(body[:length], 0))
+        if header_page[: len(header)] != header:
             return False
         if codec and not plain:
             return codec.decode(body[:length], buffer)
@@ -85,5 +85,5 @@ class BlockFormat:
         return True
 
     def _header(self, name: bytes, digest: bytes, length: int, crc: int) -> bytes:
-        head = HEADER_FIELDS.pack(MAGIC, VERSION, name, self.layout, digest, length, crc)
-        return head + HEADER_CRC.pack(self.crc(memoryview(bytearray(head)), 0))
+        header = HEADER_FIELDS.pack(MAGIC, VERSION, name, self.layout, digest, length, crc)
+        return header + HEADER_CRC.pack(self.crc(memoryview(bytearray(header)), 0))

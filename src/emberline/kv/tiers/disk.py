@@ -285,22 +285,24 @@ class DiskTier:
         """Index the folders that changed since the last scan, least recently used files first."""
         listed: dict[str, dict[bytes, tuple[float, int]]] = {}
         seen: dict[str, int] = {}  # applied at the end: reading one folder may fail, and the scan is then repeated
-        here = self._folders()
-        for folder in here:
+        entries = self._folders()
+        for folder in entries:
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
             if changed is not None and self._folder_mtimes.get(folder.name) != changed:
                 seen[folder.name] = changed
                 listed[folder.name] = self._list_blocks(Path(folder.path))
         empty: dict[bytes, tuple[float, int]] = {}
-        names = {folder.name for folder in here}
+        names = {folder.name for folder in entries}
         listed |= {name: empty for name in self._folder_mtimes if name not in names}  # folders that were deleted
         self._folder_mtimes = {name: changed for name, changed in self._folder_mtimes.items() if name in names}
         with self._lock:
-            gone = [key for key in self._policy if key not in listed.get(key.hex()[:2], (key,))]
-        for digest in gone:
+            removed = [key for key in self._policy if key not in listed.get(key.hex()[:2], (key,))]
+        for digest in removed:
             if not self._path(digest).exists():  # and not written since
                 self._remove_entry(digest)
-        for (_, size), digest in sorted((found, digest) for here in listed.values() for digest, found in here.items()):
+        for (_, size), digest in sorted(
+            (found, digest) for entries in listed.values() for digest, found in entries.items()
+        ):
             with self._lock:
                 if digest in self._policy:
                     continue
@@ -335,11 +337,11 @@ class DiskTier:
             raise OSError(errno.ENODEV, "the file system of the KV disk directory is not mounted", str(self._root))
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._lock:
-            gone = list(self._policy)
-        for digest in gone:
+            removed = list(self._policy)
+        for digest in removed:
             self._remove_entry(digest)
         self._folder_mtimes = {}
-        log.warning("KV disk directory was deleted, created again: path=%s blocks_lost=%d", self._root, len(gone))
+        log.warning("KV disk directory was deleted, created again: path=%s blocks_lost=%d", self._root, len(removed))
 
     def _list_blocks(self, folder: Path) -> dict[bytes, tuple[float, int]]:
         """Return the time of last use and the length of each block file in the folder.

@@ -26,8 +26,8 @@ class HostTier:
         self.capacity = memory_bytes // self.buffer_bytes
         if self.capacity < MIN_BUFFERS:
             raise InvalidRequest(
-                f"kv_host_memory is {memory_bytes} bytes, which hold {self.capacity} KV blocks of {self.buffer_bytes} bytes; "
-                f"at least {MIN_BUFFERS} are needed",
+                f"kv_host_memory is {memory_bytes} bytes, which hold {self.capacity} KV blocks of {self.buffer_bytes} "
+                f"bytes; at least {MIN_BUFFERS} are needed",
                 param="kv_host_memory",
                 hint=f"raise --kv-host-memory to at least {MIN_BUFFERS * self.buffer_bytes} bytes",
             )

@@ -92,16 +92,18 @@ class ARC:
         self._used_again.move_to_end(key)
 
     def evict(self, incoming: bytes, can_evict: CanEvict) -> bytes | None:
-        returns = incoming in self._evicted_again
+        was_evicted = incoming in self._evicted_again
         if incoming in self._evicted_once:
             step = max(len(self._evicted_again) / len(self._evicted_once), 1.0)
             self._target_once = min(self._target_once + step, float(self._capacity))
-        elif returns:
+        elif was_evicted:
             step = max(len(self._evicted_once) / len(self._evicted_again), 1.0)
             self._target_once = max(self._target_once - step, 0.0)
-        over = len(self._used_once) > self._target_once or (returns and len(self._used_once) == self._target_once)
+        exceeds_target = len(self._used_once) > self._target_once or (
+            was_evicted and len(self._used_once) == self._target_once
+        )
         lists = [(self._used_once, self._evicted_once), (self._used_again, self._evicted_again)]
-        for stored, evicted in lists if self._used_once and over else reversed(lists):
+        for stored, evicted in lists if self._used_once and exceeds_target else reversed(lists):
             if (key := _evict_first(stored, can_evict)) is not None:
                 evicted[key] = None
                 return key
@@ -109,10 +111,10 @@ class ARC:
 
     def insert(self, key: bytes) -> None:
         assert key not in self
-        returns = key in self._evicted_once or key in self._evicted_again
+        was_evicted = key in self._evicted_once or key in self._evicted_again
         self._evicted_once.pop(key, None)
         self._evicted_again.pop(key, None)
-        (self._used_again if returns else self._used_once)[key] = None
+        (self._used_again if was_evicted else self._used_once)[key] = None
         if len(self._used_once) + len(self._evicted_once) > self._capacity and self._evicted_once:
             self._evicted_once.popitem(last=False)
         if len(self) + len(self._evicted_once) + len(self._evicted_again) > 2 * self._capacity and self._evicted_again:

@@ -160,7 +160,9 @@ class RemoteTier:
         began, result, size = time.perf_counter(), NO_MEMORY, 0
         if self._is_on:
             try:
-                result, size = self._client.put(self._key(digest), lambda room: self._write_value(digest, buffer, room))
+                result, size = self._client.put(
+                    self._key(digest), lambda target: self._write_value(digest, buffer, target)
+                )
             except StoreUnavailable as error:
                 self._turn_off(error)
         if result == 0:

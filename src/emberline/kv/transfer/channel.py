@@ -82,18 +82,18 @@ class MessageChannel:
     def send(
         self, kind: MessageKind, transfer: int, body: bytes, deadline: float, payload: Sequence[memoryview] = ()
     ) -> None:
-        head = HEADER.pack(MAGIC, kind, transfer, len(body), zlib.crc32(body))
-        views = [memoryview(head + HEADER_CRC.pack(zlib.crc32(head)) + body), *payload]
+        header = HEADER.pack(MAGIC, kind, transfer, len(body), zlib.crc32(body))
+        views = [memoryview(header + HEADER_CRC.pack(zlib.crc32(header)) + body), *payload]
         index = 0
         while index < len(views):
             sent = self._move_bytes(socket.SO_SNDTIMEO, deadline, views[index : index + MAX_VIEWS_PER_CALL])
             index = _skip_bytes(views, index, sent)
 
     def receive(self, deadline: float) -> TransferMessage:
-        head, crc = bytearray(HEADER.size), bytearray(HEADER_CRC.size)
-        self.receive_into([memoryview(head), memoryview(crc)], deadline)
-        magic, kind, transfer, length, body_crc = HEADER.unpack(head)
-        if magic != MAGIC or length > MAX_BODY_BYTES or HEADER_CRC.pack(zlib.crc32(head)) != crc:
+        header, crc = bytearray(HEADER.size), bytearray(HEADER_CRC.size)
+        self.receive_into([memoryview(header), memoryview(crc)], deadline)
+        magic, kind, transfer, length, body_crc = HEADER.unpack(header)
+        if magic != MAGIC or length > MAX_BODY_BYTES or HEADER_CRC.pack(zlib.crc32(header)) != crc:
             raise self._mark_corrupted(
                 "the received bytes are not a message of the KV transfer protocol, or are damaged"
             )

@@ -68,9 +68,9 @@ class RegisteredBuffers:
     def acquire(self, num_bytes: int) -> memoryview:
         with self._lock:
             now = time.monotonic()
-            self._idle += [room for since, room in self._quarantined if now - since > QUARANTINE_S]
+            self._idle += [buffer for since, buffer in self._quarantined if now - since > QUARANTINE_S]
             self._quarantined = [entry for entry in self._quarantined if now - entry[0] <= QUARANTINE_S]
-            found = next((i for i, room in enumerate(self._idle) if len(room) >= num_bytes), None)
+            found = next((i for i, buffer in enumerate(self._idle) if len(buffer) >= num_bytes), None)
             if found is not None:
                 return self._idle.pop(found)
             if self._count >= self._max_buffers:
@@ -79,13 +79,13 @@ class RegisteredBuffers:
                 )
             self._count += 1
         try:
-            room = memoryview(mmap.mmap(-1, -(-max(num_bytes, MIN_BUFFER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE))
-            self._register(room)
+            buffer = memoryview(mmap.mmap(-1, -(-max(num_bytes, MIN_BUFFER_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE))
+            self._register(buffer)
         except (OSError, PeerUnreachable):  # out of memory, or of memory that may be locked
             with self._lock:
                 self._count -= 1
             raise
-        return room
+        return buffer
 
     def release(self, buffer: memoryview, *, reusable: bool) -> None:
         with self._lock:
@@ -295,9 +295,9 @@ class MooncakePieceReader:
                     self._engine.buffers.release(buffer, reusable=True)
 
     def _read_pieces(self, reads: Sequence[tuple[int, list[MemoryRange]]]) -> None:
-        for size, places in reads:
+        for size, ranges in reads:
             self._permits.acquire()
-            if self._closed or (buffer := self._read(size, places)) is None:
+            if self._closed or (buffer := self._read(size, ranges)) is None:
                 break
             with self._lock:
                 if not self._closed:

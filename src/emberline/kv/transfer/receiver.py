@@ -85,13 +85,13 @@ class Receiver:
         `acknowledge` or `release`.
         """
         progress = progress or PullProgress()
-        wanted = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]
-        if not wanted or (layers is not None and layers != wanted):
+        selected_layers = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]
+        if not selected_layers or (layers is not None and layers != selected_layers):
             raise BadTransfer(f"the cache has {self.region.layout.layers} layers; a pull asks for {layers}")
-        with progress.start_pull(ticket, target_blocks, wanted, first_block) as newest:
+        with progress.start_pull(ticket, target_blocks, selected_layers, first_block) as newest:
             if not progress.complete:
                 with self._connected_link(ticket.peer, deadline) as link:
-                    self._pull(link, newest, target_blocks, deadline, wanted, progress, follow, first_block)
+                    self._pull(link, newest, target_blocks, deadline, selected_layers, progress, follow, first_block)
         return progress
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
@@ -144,8 +144,8 @@ class Receiver:
                 PieceFetch(ticket, blocks, generations, progress.missing_pieces, self.region, ids, progress, deadline)
             )
             assert not progress.missing_pieces
-            took = self._clock.now() - began
-            progress.transfer_seconds += took
+            copy_seconds = self._clock.now() - began
+            progress.transfer_seconds += copy_seconds
             if ticket.complete:
                 break
             remaining = deadline - self._clock.now()
@@ -155,7 +155,7 @@ class Receiver:
             wait, known = min(remaining, TICKET_POLL_S, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
             ticket = ticket.merge_update(link.poll_ticket(ticket, known, wait, deadline))
             progress.overlapped_seconds += (
-                took if len(ticket.blocks) > known else 0.0
+                copy_seconds if len(ticket.blocks) > known else 0.0
             )  # the last copy overlaps with no prefill
             if not ticket.checksums:
                 progress.confirmed_blocks = known  # the lease was valid after they arrived

@@ -54,11 +54,11 @@ class Region(ABC):
 
     @abstractmethod
     def gather(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, out: memoryview) -> None:
-        """Copy a piece of these blocks to `request` in the order that a sender of layout `disturb_connections` uses."""
+        """Copy a piece of these blocks to `out` in the order that a sender of layout `wire` uses."""
 
     @abstractmethod
     def scatter(self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview) -> None:
-        """Copy a piece received from a sender of layout `disturb_connections` into these blocks; complete on return."""
+        """Copy a piece received from a sender of layout `wire` into these blocks; complete on return."""
 
     def element_indices(
         self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, part: int
@@ -67,16 +67,18 @@ class Region(ABC):
 
         A plane, one part of one layer, is treated as an array of such elements.
         """
-        ours, theirs = self.layout.tokens, wire.tokens
-        if ours == theirs:
+        own_tokens, wire_tokens = self.layout.tokens, wire.tokens
+        if own_tokens == wire_tokens:
             return self.layout.plane_bytes, blocks[piece.first_block : piece.end_block]
         count, width = self.layout.token_strips(part)
-        grain = min(ours, theirs)  # tokens of a strip that are adjacent in both layouts
-        first = np.arange(piece.first_block * theirs, piece.end_block * theirs, grain).reshape(-1, 1, theirs // grain)
-        block, token = np.divmod(first, ours)
+        run_tokens = min(own_tokens, wire_tokens)  # tokens of a strip that are adjacent in both layouts
+        first = np.arange(piece.first_block * wire_tokens, piece.end_block * wire_tokens, run_tokens).reshape(
+            -1, 1, wire_tokens // run_tokens
+        )
+        block, token = np.divmod(first, own_tokens)
         strip = np.arange(count).reshape(1, -1, 1)
-        index = (blocks[block] * count + strip) * (ours // grain) + token // grain
-        return grain * width, index.ravel()
+        index = (blocks[block] * count + strip) * (own_tokens // run_tokens) + token // run_tokens
+        return run_tokens * width, index.ravel()
 
 
 class HostRegion(Region):
@@ -86,11 +88,11 @@ class HostRegion(Region):
         """`parts`: memory of keys and values, each layers x blocks x plane bytes."""
         assert len(parts) == layout.parts
         flat = [memoryview(part).cast("B") for part in parts]
-        each = len(flat[0]) // layout.layers
-        assert all(len(part) == each * layout.layers for part in flat) and each % layout.plane_bytes == 0
-        super().__init__(layout, each // layout.plane_bytes, generations)
+        layer_bytes = len(flat[0]) // layout.layers
+        assert all(len(part) == layer_bytes * layout.layers for part in flat) and layer_bytes % layout.plane_bytes == 0
+        super().__init__(layout, layer_bytes // layout.plane_bytes, generations)
         self.parts = flat
-        self._planes = [[part[each * i : each * (i + 1)] for part in flat] for i in range(layout.layers)]
+        self._planes = [[part[layer_bytes * i : layer_bytes * (i + 1)] for part in flat] for i in range(layout.layers)]
 
     def fence(self) -> None:
         """Do nothing: on a CPU, a step has ended before the next one is planned."""
@@ -117,15 +119,15 @@ class HostRegion(Region):
         self, piece: TransferPiece, blocks: BlockIds, wire: KVLayout, data: memoryview
     ) -> Iterator[tuple[memoryview, NDArray[np.void], int, BlockIds]]:
         """Yield each plane, its part of the data, the bytes of an element, and the plane's element indices."""
-        places = [self.element_indices(piece, blocks, wire, part) for part in range(self.layout.parts)]
+        indices = [self.element_indices(piece, blocks, wire, part) for part in range(self.layout.parts)]
         length = len(data) // ((piece.end_layer - piece.first_layer) * self.layout.parts)
         for i, plane in enumerate(self._planes_of(piece)):
-            size, index = places[i % len(places)]
+            size, index = indices[i % len(indices)]
             yield plane, np.frombuffer(data[i * length : (i + 1) * length], f"V{size}"), size, index
 
-    def _views(self, piece: TransferPiece, found: list[tuple[int, int]]) -> list[memoryview]:
+    def _views(self, piece: TransferPiece, ranges: list[tuple[int, int]]) -> list[memoryview]:
         size = self.layout.plane_bytes
-        return [plane[size * a : size * b] for plane in self._planes_of(piece) for a, b in found]
+        return [plane[size * a : size * b] for plane in self._planes_of(piece) for a, b in ranges]
 
     def _planes_of(self, piece: TransferPiece) -> Iterator[memoryview]:
         for planes in self._planes[piece.first_layer : piece.end_layer]:

@@ -1,4 +1,4 @@
-"""What tests of transfers share: small caches with known content, and a proxy that breaks connections on purpose."""
+"""Helpers for transfer tests: small caches with known content, and a proxy that injects connection faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blank(layout: KVLayout, blocks: int) -> HostRegion:
 
 
 def fill(region: HostRegion, wanted: Sequence[int], seed: int) -> bytes:
-    """New content, as the owner of a cache writes it: the generation first."""
+    """Write new content as the owner of a cache does, bumping the generation first; return it."""
     rng, blocks = np.random.default_rng(seed), np.asarray(wanted, np.int64)
     for i, block in enumerate(blocks):
         region.bump_generation(block)
@@ -37,7 +37,7 @@ def fill(region: HostRegion, wanted: Sequence[int], seed: int) -> bytes:
 
 
 def content(region: HostRegion, wanted: Sequence[int]) -> bytes:
-    """By token, so that block sizes do not matter: [tokens, layers, parts, heads, width]."""
+    """Return the content by token, independent of block size: [tokens, layers, parts, heads, width]."""
     lay, found, blocks = region.layout, [], np.asarray(wanted, np.int64)
     for i in range(len(blocks)):
         views = region.views(TransferPiece(0, lay.layers, i, i + 1), blocks)
@@ -50,20 +50,20 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-def via(ticket: Ticket, address: str) -> Ticket:
+def with_endpoint(ticket: Ticket, address: str) -> Ticket:
     return replace(ticket, peer=replace(ticket.peer, endpoints={"tcp": address}))
 
 
 @dataclass
 class Fault:
-    kind: str  # cut: both ways at once; flip: a bit; hold: nothing more gets through, and nobody is told
-    down: bool  # from the sender to the receiver
-    at: int  # bytes of that direction of the first connection
+    kind: str  # cut: close both directions; flip: invert a bit; hold: forward no more bytes without closing
+    down: bool  # whether in the direction from sender to receiver
+    at: int  # after so many bytes of that direction of the first connection
 
 
 @dataclass
 class Proxy:
-    """Passes bytes on. A fault happens once, on the first connection."""
+    """A proxy that forwards bytes and injects one fault, on the first connection."""
 
     target: str
     fault: Fault | None = None
@@ -112,13 +112,13 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if first:
-                    data = self._spoiled(data, down)
+                    data = self._apply_fault(data, down)
                 sink.sendall(data)
         for sock in (source, sink):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _spoiled(self, data: bytes, down: bool) -> bytes:
+    def _apply_fault(self, data: bytes, down: bool) -> bytes:
         begin = self.counts[down]
         self.counts[down] = end = begin + len(data)
         self.borders[down].add(begin)

@@ -1,5 +1,7 @@
-"""Any order of publishing, extending, pulling, ending, expiring and reusing: blocks come back once, bytes are right or
-an error says why, and nothing stays pinned."""
+"""Transfers in any order of publish, extend, pull, end, expiry and reuse, as a state machine.
+
+Each lease is collected once, bytes are right or an error is raised, and nothing stays pinned.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from transfers import blank, content, fill, small
+from transfer_helpers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
 from emberline.kv.transfer.errors import BlockReused, TicketEnded, TransferCancelled, TransferTimeout
@@ -24,8 +26,8 @@ from emberline.kv.transfer.ticket import Ticket
 BLOCKS, LEASE, FAR = 10, 10.0, 1e9
 
 
-class Interrupting:
-    """The clock of the transport, which is asked before every piece: at the chosen one, something happens first."""
+class InterruptingClock:
+    """The transport's clock, read before every piece; at a chosen piece, it first runs an action."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
@@ -40,172 +42,180 @@ class Interrupting:
 
 
 @dataclass
-class Published:
+class PublishedTicket:
     ticket: Ticket
     blocks: list[int]
     content: bytes
     complete: bool
     into: list[int]
     progress: PullProgress = field(default_factory=PullProgress)
-    over: LeaseEndReason | None = None  # as we ended it; expiry is found out
-    spoiled: int = 0  # bytes up to the last block to which its owner wrote, against its promise
+    over: LeaseEndReason | None = None  # how the test ended it; expiry is detected later
+    spoiled: int = 0  # bytes up to the last block that the owner overwrote during the lease
 
 
-class Handoffs(RuleBasedStateMachine):
+class TransferStateMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.between = Interrupting(self.clock)
+        self.between = InterruptingClock(self.clock)
         self.region = blank(small(), BLOCKS)
         self.sender = Sender(self.region, "p", clock=self.clock)
         advertise_local(self.sender, "here")
         transport = LocalTransport([self.sender], self.between)
         self.receiver = Receiver(blank(small(), 4), [transport], clock=self.clock, max_piece_bytes=40)
         self.free = set(range(BLOCKS))
-        self.all: list[Published] = []
+        self.all: list[PublishedTicket] = []
         self.returned: Counter[str] = Counter()
         self.seed = 0
 
-    def fresh(self, count: int) -> tuple[list[int], bytes]:
+    def write_new_content(self, count: int) -> tuple[list[int], bytes]:
         blocks = [self.free.pop() for _ in range(min(count, len(self.free)))]
         self.seed += 1
         return blocks, fill(self.region, blocks, self.seed)
 
     @rule(count=st.integers(0, 3), complete=st.booleans())
     def publish(self, count: int, complete: bool) -> None:
-        blocks, sent = self.fresh(count)
+        blocks, sent = self.write_new_content(count)
         ticket = self.sender.publish(blocks, LEASE, complete=complete)
-        self.all.append(Published(ticket, blocks, sent, complete, [0, 1, 2, 3]))
+        self.all.append(PublishedTicket(ticket, blocks, sent, complete, [0, 1, 2, 3]))
 
     @precondition(lambda self: any(not p.complete for p in self.all))
     @rule(data=st.data(), complete=st.booleans())
     def extend(self, data: st.DataObject, complete: bool) -> None:
-        it = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
-        blocks, sent = self.fresh(min(1, 4 - len(it.blocks)))
+        published = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
+        blocks, sent = self.write_new_content(min(1, 4 - len(published.blocks)))
         try:
-            it.ticket = self.sender.extend(it.ticket, blocks, complete=complete)
+            published.ticket = self.sender.extend(published.ticket, blocks, complete=complete)
         except TicketEnded:
-            assert self.is_over(it)
+            assert self.has_ended(published)
             self.free.update(blocks)
         else:
-            it.blocks += blocks
-            it.content += sent
-            it.complete = complete
+            published.blocks += blocks
+            published.content += sent
+            published.complete = complete
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), again=st.booleans(), at=st.integers(1, 8))
     def pull(self, data: st.DataObject, again: bool, at: int) -> None:
-        """Resumed or from the start, with something happening before its n-th piece."""
-        it = data.draw(st.sampled_from(self.all))
+        """Pull from the start or continue, with an action before the n-th piece."""
+        published = data.draw(st.sampled_from(self.all))
         doing = data.draw(st.sampled_from(["nothing", "wait", "cancel", "close", "reuse"]))
-        progress = it.progress if again and not it.progress.complete else PullProgress()
-        acts = {"wait": lambda: self.clock.advance(LEASE), "cancel": progress.cancel, "close": lambda: self.close(it)}
+        progress = published.progress if again and not published.progress.complete else PullProgress()
+        acts = {
+            "wait": lambda: self.clock.advance(LEASE),
+            "cancel": progress.cancel,
+            "close": lambda: self.close(published),
+        }
         self.between.left, self.between.act = at, acts.get(doing, lambda: None)
         if doing == "reuse":
             self.between.act = self.end_and_reuse
         landed = progress.arrived_bytes
         try:
-            self.receiver.pull(it.ticket, it.into, FAR, progress=progress, follow=False)
+            self.receiver.pull(published.ticket, published.into, FAR, progress=progress, follow=False)
         except TicketEnded:
-            assert self.is_over(it)
+            assert self.has_ended(published)
         except BlockReused:
-            assert it.spoiled
+            assert published.spoiled
         except TransferCancelled:
-            it.progress = PullProgress()
+            published.progress = PullProgress()
         except TransferTimeout:
             raise AssertionError("there was time enough") from None
         else:
-            assert not self.is_over(it) and landed >= it.spoiled, "what was spoiled had come before"
-            if progress.arrived_bytes == len(it.content):  # resumed, others may have pulled into the same blocks since
-                got = content(self.receiver.region, it.into[: len(it.blocks)])
-                assert got == it.content or progress is it.progress
-            assert progress.complete == it.complete
+            assert not self.has_ended(published) and landed >= published.spoiled, (
+                "the overwritten bytes had arrived before"
+            )
+            if progress.arrived_bytes == len(
+                published.content
+            ):  # if continued, other pulls may have used the same blocks since
+                got = content(self.receiver.region, published.into[: len(published.blocks)])
+                assert got == published.content or progress is published.progress
+            assert progress.complete == published.complete
         self.between.left = -1
 
     def end_and_reuse(self) -> None:
-        """All that can end has ended, and its blocks have new content."""
+        """End everything that can end, and write new content to its blocks."""
         self.clock.advance(LEASE)
         self.collect()
-        self.fresh_and_back(BLOCKS)
+        self.write_and_free(BLOCKS)
 
-    def fresh_and_back(self, count: int) -> None:
-        blocks, _ = self.fresh(count)
+    def write_and_free(self, count: int) -> None:
+        blocks, _ = self.write_new_content(count)
         self.free.update(blocks)
 
     @rule(count=st.integers(1, BLOCKS))
     def reuse(self, count: int) -> None:
-        self.fresh_and_back(count)
+        self.write_and_free(count)
 
     @precondition(lambda self: self.all)
     @rule(data=st.data(), how=st.sampled_from([LeaseEndReason.ACKNOWLEDGED, LeaseEndReason.RELEASED]))
     def end(self, data: st.DataObject, how: LeaseEndReason) -> None:
-        it = data.draw(st.sampled_from(self.all))
+        published = data.draw(st.sampled_from(self.all))
         say = self.receiver.acknowledge if how is LeaseEndReason.ACKNOWLEDGED else self.receiver.release
-        was_over = self.is_over(it)
+        was_over = self.has_ended(published)
         try:
-            say(it.ticket, FAR)
+            say(published.ticket, FAR)
         except TicketEnded:
             assert was_over and how is LeaseEndReason.ACKNOWLEDGED
         else:
-            it.over = it.over if was_over else how  # to release what has ended does nothing
+            published.over = published.over if was_over else how  # releasing an ended lease does nothing
 
     @precondition(lambda self: self.all)
     @rule(data=st.data())
-    def close_one(self, data: st.DataObject) -> None:
+    def close_lease(self, data: st.DataObject) -> None:
         self.close(data.draw(st.sampled_from(self.all)))
 
-    def close(self, it: Published) -> None:
+    def close(self, published: PublishedTicket) -> None:
         try:
-            self.sender.close(it.ticket)
+            self.sender.close(published.ticket)
         except TicketEnded:
-            assert self.is_over(it)
+            assert self.has_ended(published)
         else:
-            it.over = it.over or LeaseEndReason.CLOSED
+            published.over = published.over or LeaseEndReason.CLOSED
 
     @precondition(lambda self: any(p.blocks for p in self.all))
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
-        """The owner writes to a block that it has promised to hold."""
-        it = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
-        if not self.is_over(it):
-            fill(self.region, it.blocks[-1:], 0)
-            it.spoiled = len(it.content)
+        """Overwrite a block during its lease."""
+        published = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
+        if not self.has_ended(published):
+            fill(self.region, published.blocks[-1:], 0)
+            published.spoiled = len(published.content)
 
     @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE]))
-    def time_passes(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
     @rule()
     def collect(self) -> None:
         for ended in self.sender.collect():
             self.returned[ended.id] += 1
-            it = next(p for p in self.all if p.ticket.id == ended.id)
-            assert list(ended.blocks) == it.blocks and (it.over or LeaseEndReason.EXPIRED) is ended.reason
-            it.over = ended.reason
+            published = next(p for p in self.all if p.ticket.id == ended.id)
+            assert list(ended.blocks) == published.blocks and (published.over or LeaseEndReason.EXPIRED) is ended.reason
+            published.over = ended.reason
             self.free.update(ended.blocks)
 
-    def is_over(self, it: Published) -> bool:
+    def has_ended(self, published: PublishedTicket) -> bool:
         try:
-            self.sender._leases.find(it.ticket.id)
+            self.sender._leases.find(published.ticket.id)
         except TicketEnded:
             return True
         return False
 
     @invariant()
-    def conserved(self) -> None:
+    def blocks_are_conserved(self) -> None:
         assert all(count == 1 for count in self.returned.values())
         held = [block for p in self.all if not self.returned[p.ticket.id] for block in p.blocks]
         assert len(held) == len(set(held)) and not self.free & set(held)
         assert len(held) + len(self.free) == BLOCKS
 
     def teardown(self) -> None:
-        for it in [p for p in self.all if not p.complete]:
-            self.close(it)  # their owner says when they end
+        for published in [p for p in self.all if not p.complete]:
+            self.close(published)  # incomplete leases end when their owner closes them
         self.clock.advance(LEASE)
         self.collect()
         assert self.sender.lease_ages() == [] and self.free == set(range(BLOCKS))
         assert set(self.returned) == {p.ticket.id for p in self.all}
 
 
-Handoffs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestHandoffs = Handoffs.TestCase
+TransferStateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHandoffs = TransferStateMachine.TestCase

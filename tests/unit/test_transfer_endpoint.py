@@ -1,4 +1,4 @@
-"""What a cache is reached by: all that works here, and no more than that."""
+"""TransferEndpoint: it serves every transport that works on this machine, and only those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transfers import content, fill, small, soon
+from transfer_helpers import content, fill, small, soon
 
 from emberline.core.config import TransferConfig
 from emberline.core.freeport import free_port
@@ -29,7 +29,7 @@ from emberline.kv.transfer.shm import SharedSegment
 LIBRARY = find_library()
 
 
-def opened(
+def open_endpoint(
     name: str, *, mooncake: bool, host: str = "127.0.0.1", port: int = 0, at: str = "127.0.0.1"
 ) -> TransferEndpoint:
     ways = TransferOptions(
@@ -42,8 +42,8 @@ def opened(
 
 
 @pytest.mark.parametrize("kind", ["shm", "mooncake", "tcp"])
-def test_blocks_arrive_by_every_way(kind: str) -> None:
-    here, there = opened("here", mooncake=True), opened("there", mooncake=True)
+def test_blocks_arrive_by_every_transport(kind: str) -> None:
+    here, there = open_endpoint("here", mooncake=True), open_endpoint("there", mooncake=True)
     assert set(there.sender.endpoints) == {"shm", "tcp", "mooncake"}
     for other in {"shm", "tcp", "mooncake"} - {kind}:
         del there.sender.endpoints[other]
@@ -54,56 +54,54 @@ def test_blocks_arrive_by_every_way(kind: str) -> None:
     there.close()
 
 
-def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_mooncake_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(endpoint, "_mooncake_engines", {})
     monkeypatch.setattr(endpoint, "probe", lambda *_: "it died of signal 11")
     with caplog.at_level(logging.WARNING):
-        made = opened("here", mooncake=True)
+        made = open_endpoint("here", mooncake=True)
     assert set(made.sender.endpoints) == {"shm", "tcp"} and "signal 11" in caplog.text
     made.close()
 
 
-def test_half_a_dock_leaves_nothing_behind() -> None:
+def test_failed_open_stops_all_servers() -> None:
     before = threading.active_count()
     with pytest.raises(OSError):
-        opened("x", mooncake=False, host="192.0.2.1")
+        open_endpoint("x", mooncake=False, host="192.0.2.1")
     gc.collect()
     assert "emberline-kv" not in Path("/proc/self/maps").read_text() and threading.active_count() == before
 
 
-STATED_PORTS = """
+CONFIGURED_PORTS_SCRIPT = """
 import sys
 from listening import listening_ports
-from test_transfer_dock import opened
+from test_transfer_endpoint import open_endpoint
 base = int(sys.argv[1])
-made = opened("here", mooncake=True, port=base)
-told = made.sender.endpoints
-assert (told["tcp"], told["mooncake"]) == (f"127.0.0.1:{base}", f"127.0.0.1:{base + 1}"), told
+made = open_endpoint("here", mooncake=True, port=base)
+endpoints = made.sender.endpoints
+assert (endpoints["tcp"], endpoints["mooncake"]) == (f"127.0.0.1:{base}", f"127.0.0.1:{base + 1}"), endpoints
 assert listening_ports() == {base, base + 1, base + 2, base + 3}, listening_ports()
-other = opened("another model", mooncake=True, port=base + 8)
+other = open_endpoint("another model", mooncake=True, port=base + 8)
 assert listening_ports() - {base, base + 1, base + 2, base + 3} == {base + 8, base + 9}
 other.close(); made.close()
 """
 
 
-def test_ports_of_every_transport_are_those_stated() -> None:
-    """In a process of its own: Mooncake reads its setting once."""
-    command = [sys.executable, "-c", STATED_PORTS, str(free_port())]
+def test_transports_use_configured_ports() -> None:
+    """Runs in another process, because Mooncake reads its settings once."""
+    command = [sys.executable, "-c", CONFIGURED_PORTS_SCRIPT, str(free_port())]
     path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=path)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_address_of_the_network_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_network_address_logs_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(endpoint, "is_loopback", lambda host: host != "127.0.0.9")
     with caplog.at_level(logging.WARNING):
-        opened("here", mooncake=True, at="127.0.0.9").close()
+        open_endpoint("here", mooncake=True, at="127.0.0.9").close()
     assert "authenticates no peer" in caplog.text and "host=127.0.0.9" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        opened("here", mooncake=True).close()
+        open_endpoint("here", mooncake=True).close()
     assert "authenticates" not in caplog.text
 
 
@@ -118,9 +116,9 @@ sys.exit(engine.transfer_sync_write(sys.argv[1], junk, int(sys.argv[2]), int(sys
 """
 
 
-def test_blocks_that_a_stranger_overwrites_are_refused() -> None:
+def test_foreign_write_is_detected() -> None:
     """Mooncake lets any process that reaches its port write to a published block."""
-    here, there = opened("here", mooncake=True), opened("there", mooncake=True)
+    here, there = open_endpoint("here", mooncake=True), open_endpoint("there", mooncake=True)
     for other in ("shm", "tcp"):
         del there.sender.endpoints[other]
     region = there.sender.region
@@ -131,7 +129,7 @@ def test_blocks_that_a_stranger_overwrites_are_refused() -> None:
     address = np.frombuffer(region.parts[0], np.uint8).ctypes.data + 4 * region.layout.plane_bytes
     stranger = [sys.executable, "-c", STRANGER, engine.session, str(address), str(region.layout.plane_bytes)]
     assert subprocess.run(stranger, capture_output=True, timeout=60).returncode == 0
-    assert content(region, [4]) != first, "the stranger wrote"
+    assert content(region, [4]) != first, "the other process wrote"
     with pytest.raises(TransferCorrupted, match="another checksum than the published one"):
         here.receiver.pull(ticket, [2], soon())
     here.receiver.pull(kept, [2, 3], soon())

@@ -1,4 +1,4 @@
-"""Tokenizers for the tests: a byte-level and a SentencePiece-style one built on the spot, and SmolLM2's own."""
+"""Tokenizers for the tests: small byte-level and SentencePiece-style ones, and that of SmolLM2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def pieces() -> Tokenizer:
-    """SentencePiece style: ▁ for spaces, byte fallback, a space put before the text, bos added."""
+    """SentencePiece style: ▁ for spaces, byte fallback, a space before the text, bos added."""
     words = ["▁", "t", "h", "e", "a", "▁t", "he", "▁the", "é", "▁▁"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]

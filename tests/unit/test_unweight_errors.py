@@ -1,5 +1,7 @@
-"""What befalls the commands of `unweight`: files that change, a place that cannot be written, a signal. One line says
-what is wrong, and nothing half-written stays."""
+"""Errors of the `unweight` commands: changing files, unwritable targets, signals.
+
+Each gives a message of one line and leaves no partial output.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from emberline.unweight import model
 from emberline.unweight.codec import select_weight_codec
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -40,8 +42,8 @@ def replace(path: Path) -> None:
     path.with_name("new").replace(path)
 
 
-@pytest.mark.parametrize("change", [cut, overwrite, replace])
-def test_a_file_that_is_written_meanwhile(tmp_path: Path, change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("change", [truncate, overwrite, replace])
+def test_file_changed_while_packing(tmp_path: Path, change: Callable[[Path], None]) -> None:
     source = unweight_models.write(tmp_path / "m")
     done: list[int] = []
 
@@ -55,21 +57,21 @@ def test_a_file_that_is_written_meanwhile(tmp_path: Path, change: Callable[[Path
     assert done and [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_model_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = unweight_models.save(tmp_path / "m", {})
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed")]) == 1
     assert "have no tensors" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_a_tensor_without_elements_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_tensor_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = unweight_models.save(tmp_path / "m", {"none": np.empty((0, 4), np.uint16)})
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert ", 0.0% saved" in capsys.readouterr().request
+    assert ", 0.0% saved" in capsys.readouterr().out
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, packed = unweight_models.write(tmp_path / "m"), tmp_path / "packed"
     assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
     capsys.readouterr()
@@ -79,7 +81,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert "File name too long" in capsys.readouterr().err
 
 
-def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
+def test_uncopyable_file_is_named(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "m")
     os.mkfifo(source / "pipe")
     with pytest.raises(ModelError, match=r"cannot create .*packed: .*pipe"):
@@ -87,7 +89,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
-def test_without_a_compiler_it_says_that_it_is_slow(
+def test_slow_codec_warning_without_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(library, "find_library", lambda: None)
@@ -95,7 +97,7 @@ def test_without_a_compiler_it_says_that_it_is_slow(
     assert "so this is slow" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_cache(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("smollm2", str(tmp_path / ("x" * 300))):
         with pytest.raises(ModelError, match="cannot get") as caught:
@@ -106,19 +108,19 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 SLOW = """
 import sys, time
 from emberline.cli.__main__ import main
-from emberline.hub.progress import Progress
+from emberline.hub.progress import DownloadProgress
 
 def add(self, n):
     print("some", flush=True)
     time.sleep(60)
 
-Progress.add = add
+DownloadProgress.add = add
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_told_to_stop_it_takes_back_what_it_began(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupt_removes_partial_output(tmp_path: Path, number: signal.Signals) -> None:
     command = ["unweight", "pack", str(unweight_models.write(tmp_path / "m")), str(tmp_path / "packed")]
     process = subprocess.Popen([sys.executable, "-c", SLOW, *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "some\n"
@@ -129,13 +131,13 @@ def test_told_to_stop_it_takes_back_what_it_began(tmp_path: Path, number: signal
 
 
 @pytest.mark.parametrize("text", ["", "G", "1e999", "-1", "nan", "5x"])
-def test_no_amount_of_memory(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_memory_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", f"--kv-memory={text}"])
     assert "is not a size in bytes" in capsys.readouterr().err
 
 
-def test_amounts_of_memory() -> None:
+def test_memory_sizes() -> None:
     assert [service.parse_size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
 
 
@@ -149,13 +151,13 @@ def test_amounts_of_memory() -> None:
         {"max_running": 0},
     ],
 )
-def test_an_engine_cannot_have_less_than_nothing(settings: dict[str, object]) -> None:
+def test_invalid_engine_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="at least"):
         EngineConfig("m", **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_no_time_is_no_timeout(seconds: float) -> None:
+def test_zero_timeout_is_refused(seconds: float) -> None:
     for name in ("request_timeout", "stall_timeout"):
         with pytest.raises(InvalidRequest, match=name):
             ServerConfig(**{name: seconds})  # type: ignore[arg-type]
