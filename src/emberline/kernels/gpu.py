@@ -193,8 +193,8 @@ def paged_attention(
         if keys.data_ptr() not in plan.tensor_maps.prefill:
             plan.tensor_maps.prefill[keys.data_ptr()] = prefill.PrefillCache(keys, values)
         prefill.prefill_attention(
-            qkv, plan.tensor_maps.prefill[keys.data_ptr()], tables, query_start, context, plan.prefill_tiles, scale, q_heads,
-            window=window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
+            qkv, plan.tensor_maps.prefill[keys.data_ptr()], tables, query_start, context, plan.prefill_tiles, scale,
+            q_heads, window=window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
         )  # fmt: skip
     if plan.decode_work is not None:
         assert plan.decode_scratch is not None
@@ -202,8 +202,8 @@ def paged_attention(
         if address not in plan.tensor_maps.decode:
             plan.tensor_maps.decode[address] = decode.DecodeCache(k_cache, v_cache)
         decode.decode_attention(
-            qkv[:rows_], plan.tensor_maps.decode[address], block_tables[:rows_], context[:rows_], plan.decode_work, scale, *heads,
-            window=window, out=out[:rows_], scratch=plan.decode_scratch, beside_prefill=beside_prefill,
+            qkv[:rows_], plan.tensor_maps.decode[address], block_tables[:rows_], context[:rows_], plan.decode_work,
+            scale, *heads, window=window, out=out[:rows_], scratch=plan.decode_scratch, beside_prefill=beside_prefill,
         )  # fmt: skip
     if plan.general_tiles is not None:
         attention.paged_attention(

@@ -118,7 +118,7 @@ def decode_attention(
     pdl: bool = True,
     beside_prefill: bool = False,
 ) -> Tensor:
-    """Write the attention of each row into `request` and return it.
+    """Write the attention of each row into `out` and return it.
 
     Row b attends to the keys [0, context[b]], or to the last `window` of them, that the work list covers. A list made
     without the window, or for longer rows, gives the same result with some idle work.

@@ -76,9 +76,9 @@ def linear(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> Tensor:
-    """Write x w^T into `request` (bf16) and return it.
+    """Write x w^T into `out` (bf16) and return it.
 
-    `residual` is added and may be `request` itself. `gated`: silu(gate) * up, [m, n / 2]. `plan` overrides the choice for
+    `residual` is added and may be `out` itself. `gated`: silu(gate) * up, [m, n / 2]. `plan` overrides the choice for
     benchmarks.
     """
     m, k = x.shape

@@ -90,9 +90,9 @@ def prefill_attention(
     if not items:
         return out
     arguments: list[KernelArgument] = [
-        make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start, context, block_tables,
-        block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size, window or NO_WINDOW,
-        scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
+        make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start,
+        context, block_tables, block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size,
+        window or NO_WINDOW, scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
     _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)

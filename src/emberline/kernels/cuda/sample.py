@@ -1,7 +1,7 @@
 """Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them; `sample.cu` has the kernels.
 
 A row's result depends on that row only, bit for bit. No function waits for the device, and none allocates memory if
-`request` is given, so all of them can be captured into a CUDA graph.
+`out` is given, so all of them can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sample(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Write one sampled id per row into `request` and return it. The logits stay unchanged.
+    """Write one sampled id per row into `out` and return it. The logits stay unchanged.
 
     The uniform number of a row is derived from (seed, position). NaN counts as -inf; a row whose largest logit is not
     finite gives the first id with that logit.
@@ -52,7 +52,7 @@ def sample(
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: LogProbs | None = None) -> LogProbs:
-    """Return the same as `ref.log_probs`, in `request` if given."""
+    """Return the same as `ref.log_probs`, in `out` if given."""
     rows = _check_rows(logits)
     assert ids.dtype is torch.int64 and ids.shape == (rows,) and ids.is_contiguous()
     assert 0 <= top_n <= min(MAX_TOP_LOGPROBS, logits.shape[1])

@@ -113,9 +113,9 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
 
 
 def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """Write the unpacked rows, bf16 [n, k], into `request` and return it.
+    """Write the unpacked rows, bf16 [n, k], into `out` and return it.
 
-    The preceding kernel may still read `request`: writing starts after it has ended.
+    The preceding kernel may still read `out`: writing starts after it has ended.
     """
     assert out.shape == (packed.n, packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     grid = (-(-packed.k // UNPACK_K), packed.n // 64, 1)
@@ -125,7 +125,7 @@ def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
 
 
 def gather_rows(ids: Tensor, packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """Write the rows `ids` (int64, each below n) into `request`, bf16 [len(ids), k], and return it."""
+    """Write the rows `ids` (int64, each below n) into `out`, bf16 [len(ids), k], and return it."""
     assert ids.dtype is torch.int64 and ids.is_contiguous()
     assert out.shape == (len(ids), packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     if len(ids):

@@ -274,7 +274,7 @@ def make_plan(
 ) -> WidePlan:
     """Return the plan for a configuration, with as many pipeline stages as fit into shared memory.
 
-    Without a split, at most `cluster` CTAs share the tiles evenly. With a split, each CTA has one tile.
+    Without a split, at most `ctas` CTAs share the tiles evenly. With a split, each CTA has one tile.
     """
     groups, split, ctas_per_sm, share, unclustered = config
     ctas, shared = ctas_per_sm * NUM_SMS if ctas is None else ctas, SHARED_BYTES_BY_CTAS[ctas_per_sm]

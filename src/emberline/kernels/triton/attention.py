@@ -113,7 +113,7 @@ def _add_keys(
 
 
 def choose_tile_queries(max_queries: int, group: int) -> int:
-    """Return a fast `block_m` if the longest chunk has `max_queries` and `group_key` query heads share a KV head."""
+    """Return a fast `block_m` if the longest chunk has `max_queries` and `group` query heads share a KV head."""
     padded = next_power_of_two(group)
     return max(1, min(max(16, next_power_of_two(max_queries * padded)), MAX_PROGRAM_ROWS) // padded)
 
