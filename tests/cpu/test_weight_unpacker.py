@@ -58,29 +58,31 @@ class UnpackedProducts:
         self.rows, self.weights = rows, [packed(weight) for weight in rows]
         names = {"computing": "steps", "unpacking": "lane 1"}
         self.computing, self.unpacking = (
-            (NonWaitingStream if who == non_waiting else RacingLane)(self.device, name) for who, name in names.items()
+            (NonWaitingStream if role == non_waiting else RacingLane)(self.device, name) for role, name in names.items()
         )
-        self.ahead = WeightUnpacker(self.weights, len(rows), self.computing, self.unpacking, unpack)
+        self.unpacker = WeightUnpacker(self.weights, len(rows), self.computing, self.unpacking, unpack)
         self.step()  # allocates the buffers
         self.device.watch(buffer_tensors=self.buffer_tensors)
 
     @property
     def buffer_tensors(self) -> list[Tensor]:
-        return [buffer.memory for buffer in self.ahead._buffers]
+        return [buffer.memory for buffer in self.unpacker._buffers]
 
     def step(self, skipped: int = -1) -> list[tuple[int, int]]:
         """Run all products and return, after each, the computing stream's progress and what unpacking awaited.
 
         `skipped`: a product that reads its packed weight directly, so that unpacking of the next one was not started.
         """
-        self.ahead.begin_step()
+        self.unpacker.begin_step()
         with self.device, self.computing.activate():
             return [self.product(i, i + 1 != skipped) for i in range(len(self.rows)) if i != skipped]
 
-    def product(self, i: int, ahead: bool = True) -> tuple[int, int]:
+    def product(self, i: int, unpack_next: bool = True) -> tuple[int, int]:
         weight, pasts = self.weights[i], self.device.pasts
         x = torch.ones(1, weight.k, dtype=torch.bfloat16)
-        with self.ahead.unpacked_rows(weight, self.ahead.next_weight(weight) if ahead else None) as unpacked:
+        with self.unpacker.unpacked_rows(
+            weight, self.unpacker.next_weight(weight) if unpack_next else None
+        ) as unpacked:
             product = x @ unpacked.t()
         done = pasts["steps"].get("steps", 0), pasts["lane 1"].get("steps", 0)
         assert torch.equal(product, x @ self.rows[i].t())
@@ -98,7 +100,7 @@ def test_each_product_reads_its_own_weight_without_races(rows: list[Tensor]) -> 
 def test_missing_wait_is_detected(rows: list[Tensor], non_waiting: str) -> None:
     products = UnpackedProducts(rows, non_waiting)
     products.step()
-    assert any("places" in race for race in products.device.races)
+    assert any("buffer_tensors" in race for race in products.device.races)
 
 
 def test_unpacking_waits_only_for_the_product_that_read_the_buffer(rows: list[Tensor]) -> None:
@@ -112,9 +114,9 @@ def test_interrupted_step_does_not_leave_a_stale_weight(rows: list[Tensor]) -> N
     products.product(0)  # unpacking of the second weight was started
     for buffer in products.buffer_tensors:  # as the replay of a captured step would, without Python
         buffer.fill_(float("nan"))
-    products.ahead.begin_step()
+    products.unpacker.begin_step()
     products.product(1)
-    products.ahead.release()
+    products.unpacker.release()
     assert not products.buffer_tensors
     products.step()
 
@@ -133,8 +135,8 @@ def test_model_uses_weights_in_the_declared_order(
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
     start = torch.tensor([0, 6], dtype=torch.int32)
     model.forward(ForwardBatch(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
-    ahead = model.ahead(HostStream(), HostStream())
+    unpacker = model.ahead(HostStream(), HostStream())
     assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
-    following, last = [ahead.next_weight(weight) for weight in used], 4 * (c.layers - 1)
+    following, last = [unpacker.next_weight(weight) for weight in used], 4 * (c.layers - 1)
     assert following[:last] == used[1 : last + 1] and following[last:] == [None] * 5
-    assert ahead._max_elements == max(weight.n * weight.k for weight in used[:-1])
+    assert unpacker._max_elements == max(weight.n * weight.k for weight in used[:-1])

@@ -384,12 +384,12 @@ def test_start_from_the_page_cache_is_not_reported_as_cold(tmp_path: Path, monke
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     read = size
 
-    def child(what: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def child(action: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
         now = cold.time.monotonic()
         return {"entered": now, "ready": now + 2.0, "seconds": {"boot": 1.5}, "read_bytes": read}
 
     monkeypatch.setattr(cold, "_child", child)
-    monkeypatch.setattr(cold, "drop_page_cache", lambda directory, everything: everything)
+    monkeypatch.setattr(cold, "drop_page_cache", lambda directory, all_files: all_files)
     report = BenchReport("cold")
     cold.measure(report, tmp_path)
     assert report.results["cold_ready_s"].value == pytest.approx(2.0, abs=0.5)

@@ -158,7 +158,7 @@ class AttentionPlanner:
             tiles = replace(tiles, prefill_sms=to_device(np.array([sms], np.int32)))
         if first_prefill:
             lengths = (context[:first_prefill] + 1) * counts[:first_prefill]
-            work = self._plan_decode(lengths, to_device, beside=cut is not None)
+            work = self._plan_decode(lengths, to_device, beside_prefill=cut is not None)
             tiles = replace(tiles, decode_work=work, decode_scratch=self._scratch)
         if cut is not None:
             widened = None if self._widened is None else self._place_widened(self._widened, context, fast, to_device)
@@ -178,11 +178,11 @@ class AttentionPlanner:
 
     def _count_fast_tokens(self, context: np.ndarray, counts: np.ndarray, first_prefill: int) -> np.ndarray:
         """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
-        taken = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
+        fast_rows = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
         if self._widened is not None:
-            need = self._count_blocks(context + counts) * (taken & (counts > 0))
-            taken &= np.cumsum(need) <= len(self._widened.block_numbers)
-        return counts * taken
+            need = self._count_blocks(context + counts) * (fast_rows & (counts > 0))
+            fast_rows &= np.cumsum(need) <= len(self._widened.block_numbers)
+        return counts * fast_rows
 
     def _count_blocks(self, keys: np.ndarray) -> np.ndarray:
         blocks: np.ndarray = -(-keys // self._block)
@@ -219,13 +219,15 @@ class AttentionPlanner:
         return 4 * worklist.data_ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _plan_decode(
-        self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool
+        self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside_prefill: bool
     ) -> decode.DecodeWork:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
-        items = worklist.plan_work(lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside)
+        items = worklist.plan_work(
+            lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside_prefill
+        )
         return decode.DecodeWork(put(items.data), rows, items.capacity)
 
     def _capacity(self, rows: int) -> int:
@@ -282,6 +284,6 @@ def max_prefill_tiles(tokens: int, rows: int) -> int:
     return tokens // PREFILL_TILE_QUERIES + rows
 
 
-def _pad(tiles: np.ndarray, most: int) -> np.ndarray:
-    padded: np.ndarray = np.concatenate([tiles, np.full((max(0, most - len(tiles)), 2), -1, tiles.dtype)])
+def _pad(tiles: np.ndarray, min_tiles: int) -> np.ndarray:
+    padded: np.ndarray = np.concatenate([tiles, np.full((max(0, min_tiles - len(tiles)), 2), -1, tiles.dtype)])
     return padded

@@ -60,8 +60,8 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     n, k = weight.shape
-    ours = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
-    handle = skinny.BF16Weight(weight) if ours else None
+    has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
+    handle = skinny.BF16Weight(weight) if has_own_kernel else None
     return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
 
@@ -70,8 +70,8 @@ def fill_weight(empty: PackedWeight, values: Tensor) -> int:
     if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
         empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
         return packed.nbytes
-    whole = pack_linear(values, gated=empty.gated)
-    empty.data, empty.handle, empty.layout = whole.data, whole.handle, whole.layout
+    plain = pack_linear(values, gated=empty.gated)
+    empty.data, empty.handle, empty.layout = plain.data, plain.handle, plain.layout
     return values.nbytes
 
 
@@ -132,8 +132,8 @@ def gate_up_silu(
             plain = w.handle if isinstance(w.handle, skinny.BF16Weight) else skinny.BF16Weight(rows_)
             early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
             return gemm.linear(x, plain, out=y, gated=True, pdl=early)
-        both = _matmul(x, rows_, ProductKind.GATED)
-    return activation.silu_mul(both, y, group, pdl=True)
+        gate_and_up = _matmul(x, rows_, ProductKind.GATED)
+    return activation.silu_mul(gate_and_up, y, group, pdl=True)
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
@@ -281,15 +281,15 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
     return y if bias is None else y.add_(bias)
 
 
-def _plain_rows(x: Tensor, w: PackedWeight, ahead: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
+def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
     """Give the weight as plain rows, valid for the one product that is launched inside the block."""
     if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
-    if ahead is None:
+    if unpacker is None:
         return nullcontext(_unpack(w.handle))
-    following = ahead.next_weight(w)
+    following = unpacker.next_weight(w)
     unpack_next = following is not None and following.layout is WeightLayout.UW12 and _own_product(x, following) is None
-    return ahead.unpacked_rows(w, following if unpack_next else None)
+    return unpacker.unpacked_rows(w, following if unpack_next else None)
 
 
 def _unpack(packed: uw12.UW12Weight) -> Tensor:

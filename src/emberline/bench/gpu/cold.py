@@ -86,8 +86,8 @@ def _ensure_checkpoint(report: BenchReport, directory: Path, packed: bool) -> Pa
     """Return the directory of the checkpoint, plain or packed, and write it if it is missing."""
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     target = packed_directory(directory) if packed else directory
-    for action, made in (("write", directory), ("pack", target)):
-        if not any((whole / "model.safetensors.index.json").exists() for whole in (made, target)):
+    for action, checkpoint in (("write", directory), ("pack", target)):
+        if not any((candidate / "model.safetensors.index.json").exists() for candidate in (checkpoint, target)):
             began = time.monotonic()
             result = _child(action, directory, {}, deadline - began)
             report.config |= {f"{action}_s": time.monotonic() - began, **result}

@@ -174,11 +174,11 @@ def run_job(
     return JobRun(timeline, marks)
 
 
-def _abort_all(served: BenchedEngine, names: dict[str, int], steps: int = 100) -> None:
+def _abort_all(engine: BenchedEngine, names: dict[str, int], steps: int = 100) -> None:
     """Abort the requests and wait for their end, so that they do not affect the next measurement."""
     for name in names:
-        served.abort(name)
-    while (served.step() or not served.idle) and (steps := steps - 1):
+        engine.abort(name)
+    while (engine.step() or not engine.idle) and (steps := steps - 1):
         pass
 
 
@@ -191,14 +191,14 @@ def model_cost(settings: dict[str, Any]) -> TokenCost:
     return total
 
 
-def decode_limit_ms(batch: int, context: float, of: TokenCost) -> float:
+def decode_limit_ms(batch: int, context: float, cost: TokenCost) -> float:
     """Return the least time of a step: reading all weights, keys and values once, or the arithmetic if longer."""
-    return 1e3 * batch / of.decode_limit(H200, batch, round(context))
+    return 1e3 * batch / cost.decode_limit(H200, batch, round(context))
 
 
-def prefill_limit_ms(tokens: int, of: TokenCost) -> float:
+def prefill_limit_ms(tokens: int, cost: TokenCost) -> float:
     """Return the least time of a prompt: the arithmetic of the linear layers and of causal attention."""
-    return 1e3 * tokens / of.prefill_limit(H200, tokens)
+    return 1e3 * tokens / cost.prefill_limit(H200, tokens)
 
 
 def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
@@ -284,13 +284,13 @@ def measure(
             run_measurement(report, name, partial(bench.measure, name))
     for name in sampled_decode.NAMES:
         if is_selected(name, only):
-            run = partial(_drive_sampled, booted.engine)
+            run = partial(_run_sampled_job, booted.engine)
             run_measurement(report, name, partial(sampled_decode.measure, report, run, name, rounds or ROUNDS))
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
 
 
-def _drive_sampled(served: BenchedEngine, job: BenchJob, how: SamplingParams) -> JobRun:
-    return run_job(served, job, params=how)
+def _run_sampled_job(engine: BenchedEngine, job: BenchJob, params: SamplingParams) -> JobRun:
+    return run_job(engine, job, params=params)
 
 
 def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:

@@ -28,13 +28,13 @@ SHAPES = {  # requests, new tokens of each, tokens before them
 
 
 def measure(report: BenchReport) -> None:
-    most = max(batch * -(-(new + before) // BLOCK_SIZE) for batch, new, before in SHAPES.values())
-    cache = torch.randn(2, most, KV_HEADS, BLOCK_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    max_blocks = max(batch * -(-(new + before) // BLOCK_SIZE) for batch, new, before in SHAPES.values())
+    cache = torch.randn(2, max_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
     cached = prefill.PrefillCache(cache[0], cache[1])
     rates = report.config.setdefault("prefill_tflops", {})
     for name, (batch, new, before) in SHAPES.items():
         flop = causal_flop(batch, new, before)
-        ms = time_replay([_attention_call(cached, most, batch, new, before)]) / 1e3
+        ms = time_replay([_attention_call(cached, max_blocks, batch, new, before)]) / 1e3
         theirs = None if before else _cudnn_ms(batch, new)
         rates[name] = round(flop / ms / 1e9)
         report.add(f"prefill_{name}", ms, "ms", limit=flop / FLOPS * 1e3, peer=theirs)

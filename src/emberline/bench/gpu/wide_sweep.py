@@ -46,13 +46,13 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
     best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}
     shapes = list(SHAPES.items())
     for i, (name, (k, n)) in enumerate(shapes):
-        until = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
-        plain, made = make_weights(n, k)
+        shape_deadline = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
+        plain, packed_weights = make_weights(n, k)
         for j, (m, packed) in enumerate(SWEEP_CASES):
-            share = (until - time.monotonic()) / (len(SWEEP_CASES) - j)
-            found = sweep_shape(name, plain, made if packed else plain, m, time.monotonic() + share)
+            share = (shape_deadline - time.monotonic()) / (len(SWEEP_CASES) - j)
+            found = sweep_shape(name, plain, packed_weights if packed else plain, m, time.monotonic() + share)
             best[packed][m, n, k] = found
-        del plain, made
+        del plain, packed_weights
         torch.cuda.empty_cache()
     print(json.dumps({"seconds": round(seconds - end + time.monotonic(), 1)}))
     print("MEASURED_PACKED =", best[True])
@@ -115,7 +115,7 @@ def compare_with_epilogue(
 
 def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.WidePlan, wide.TileConfig]:
     """Return the plans to measure with the configuration of each, the best estimates first."""
-    made = {}
+    result = {}
     for row in _configs(columns, packed):
         if row.split > k // 64 or (row.split * row.share > MAX_CLUSTER_CTAS and not row.unclustered):
             continue
@@ -124,18 +124,18 @@ def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.
             plan.grid <= row.ctas_per_sm * NUM_SMS and plan.shared_bytes <= wide.SHARED_BYTES_BY_CTAS[row.ctas_per_sm]
         )
         if fits and plan.stages > 1 and (plan.fits_exchange or not row.unclustered):
-            made[plan] = row
-    return dict(sorted(made.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
+            result[plan] = row
+    return dict(sorted(result.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
 
 
 def _configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
     shares = wide.SHARES if columns == wide.LARGE_COLUMNS else (1,)
     for groups in (groups for groups, wide_ in (wide.PACKED_TILES if packed else wide.PLAIN_TILES) if wide_ == columns):
         two = packed and groups <= 2 and groups * columns <= wide.MAX_SIZE_OF_TWO_CTAS
-        for beside, split, share in product((1, 2) if two else (1,), SPLITS, shares):
-            yield wide.TileConfig(groups, split, beside, share)
+        for ctas_per_sm, split, share in product((1, 2) if two else (1,), SPLITS, shares):
+            yield wide.TileConfig(groups, split, ctas_per_sm, share)
             if packed and split > 1 and share == 1:
-                yield wide.TileConfig(groups, split, beside, unclustered=True)
+                yield wide.TileConfig(groups, split, ctas_per_sm, unclustered=True)
 
 
 def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:

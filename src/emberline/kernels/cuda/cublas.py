@@ -109,7 +109,7 @@ class Matmul:
             )  # fmt: skip
         finally:
             _library().cublasLtMatmulPreferenceDestroy(limits)
-        usable = [one for one in proposals[: found.value] if one.status == 0]
+        usable = [candidate for candidate in proposals[: found.value] if candidate.status == 0]
         if not usable:
             raise CublasError("cuBLAS proposes no algorithm for this product")
         return usable

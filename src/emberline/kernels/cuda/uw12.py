@@ -103,10 +103,10 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     grid = (n // BLOCK_ROWS, 1, 1)
     _kernel("pack_units")(grid, PACK_THREADS, (weight, planes, bases, counts, k))
     ends = counts.cumsum(1, dtype=torch.int32)
-    most = int(ends[:, -1].max())
-    if not is_worth_packing(n, k, most, max_bits):
+    max_escapes = int(ends[:, -1].max())
+    if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
-    headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, most), dtype=torch.uint8, device=device)
+    headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, max_escapes), dtype=torch.uint8, device=device)
     _kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
     torch.cuda.current_stream().synchronize()  # with PDL, kernels read weights before preceding ones end
     return UW12Weight(planes, headers, n, k)
