@@ -142,39 +142,38 @@ class AttentionPlanner:
         to the device. Tensors for decode rows have shapes that depend on `decode_rows` only; prefill tiles are padded
         to `min_tiles`. `logit_tokens`: the tokens whose logits are needed, in ascending order.
         """
-        tiles = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
+        plan = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
         if self._device.type != "cuda":
-            return tiles
+            return plan
         first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
-        has_prefill, cut = first_prefill < len(counts), None
+        has_prefill, prefill_tiles = first_prefill < len(counts), None
         fast = self._count_fast_tokens(context, counts, first_prefill) if has_prefill else counts
         if has_prefill and self._has_prefill_kernel:
             from emberline.kernels.cuda import prefill
 
-            cut = _shift_rows(prefill.make_tiles(fast[first_prefill:], context[first_prefill:]), first_prefill)
-        if first_prefill and cut is not None:
+            unshifted = prefill.make_tiles(fast[first_prefill:], context[first_prefill:])
+            prefill_tiles = _shift_rows(unshifted, first_prefill)
+        if first_prefill and prefill_tiles is not None:
             read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
-            sms = choose_prefill_sms(cut, context, counts, self._heads, read_bytes, self._sms)
-            tiles = replace(tiles, prefill_sms=to_device(np.array([sms], np.int32)))
+            sms = choose_prefill_sms(prefill_tiles, context, counts, self._heads, read_bytes, self._sms)
+            plan = replace(plan, prefill_sms=to_device(np.array([sms], np.int32)))
         if first_prefill:
             lengths = (context[:first_prefill] + 1) * counts[:first_prefill]
-            work = self._plan_decode(lengths, to_device, beside_prefill=cut is not None)
-            tiles = replace(tiles, decode_work=work, decode_scratch=self._scratch)
-        if cut is not None:
+            work = self._plan_decode(lengths, to_device, beside_prefill=prefill_tiles is not None)
+            plan = replace(plan, decode_work=work, decode_scratch=self._scratch)
+        if prefill_tiles is not None:
             widened = None if self._widened is None else self._place_widened(self._widened, context, fast, to_device)
-            tiles = replace(tiles, prefill_tiles=to_device(_pad(cut, min_tiles)), widened=widened)
-            tiles = (
-                tiles
-                if logit_tokens is None
-                else replace(tiles, logit_tiles=to_device(select_tiles_with_tokens(cut, counts, logit_tokens)))
-            )
+            plan = replace(plan, prefill_tiles=to_device(_pad(prefill_tiles, min_tiles)), widened=widened)
+            if logit_tokens is not None:
+                logit_tiles = select_tiles_with_tokens(prefill_tiles, counts, logit_tokens)
+                plan = replace(plan, logit_tiles=to_device(logit_tiles))
         if not has_prefill or not (slow := (counts - fast)[first_prefill:]).any():
-            return tiles
+            return plan
         from emberline.kernels.triton import attention
 
         queries = attention.choose_tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
         general = _shift_rows(attention.make_tiles(slow, queries), first_prefill)
-        return replace(tiles, general_tiles=to_device(general), general_tile_queries=queries)
+        return replace(plan, general_tiles=to_device(general), general_tile_queries=queries)
 
     def _count_fast_tokens(self, context: np.ndarray, counts: np.ndarray, first_prefill: int) -> np.ndarray:
         """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
@@ -189,14 +188,15 @@ class AttentionPlanner:
         return blocks
 
     def _place_widened(
-        self, memory: WidenedBlocks, context: np.ndarray, fast: np.ndarray, put: Callable[[np.ndarray], Tensor]
+        self, memory: WidenedBlocks, context: np.ndarray, fast: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
     ) -> WidenedBlocks:
         need = (self._count_blocks(context + fast) * (fast > 0)).astype(np.int32)
-        bases = (np.cumsum(need) - need).astype(np.int32)
-        pieces = np.zeros((len(memory.block_numbers), 2), np.int32)
+        first_blocks = (np.cumsum(need) - need).astype(np.int32)
+        sources = np.zeros((len(memory.block_numbers), 2), np.int32)
         row = np.repeat(np.arange(len(need)), need)
-        pieces[: len(row), 0], pieces[: len(row), 1] = row, np.arange(len(row)) - bases[row]
-        return replace(memory, sources=put(pieces), count=put(np.array([len(row)], np.int32)), first_blocks=put(bases))
+        sources[: len(row), 0], sources[: len(row), 1] = row, np.arange(len(row)) - first_blocks[row]
+        count = np.array([len(row)], np.int32)
+        return replace(memory, sources=to_device(sources), count=to_device(count), first_blocks=to_device(first_blocks))
 
     def forget_caches(self) -> None:
         """Drop the tensor maps, since the caches may be at other addresses in the next step."""
@@ -219,7 +219,7 @@ class AttentionPlanner:
         return 4 * worklist.data_ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _plan_decode(
-        self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside_prefill: bool
+        self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], *, beside_prefill: bool
     ) -> decode.DecodeWork:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
@@ -228,7 +228,7 @@ class AttentionPlanner:
         items = worklist.plan_work(
             lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside_prefill
         )
-        return decode.DecodeWork(put(items.data), rows, items.capacity)
+        return decode.DecodeWork(to_device(items.data), rows, items.capacity)
 
     def _capacity(self, rows: int) -> int:
         from emberline.kernels import worklist

@@ -65,7 +65,7 @@ def measure(
     imports = {"alone": _measure_import(directory, noted=False), "noted": _measure_import(directory, noted=True)}
     for _ in range(rounds or ROUNDS):
         starts["ready"].append(_measure_start(directory, chosen, size))
-        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, everything=False))
+        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, all_files=False))
     report.config |= {"settings": chosen, "rules": PROTOCOL, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
     prefix = ("cached" if warm else "cold") + {"packed": "_packed", "both": "_both"}.get(chosen.get("weights", ""), "")
@@ -94,8 +94,8 @@ def _ensure_checkpoint(report: BenchReport, directory: Path, packed: bool) -> Pa
     return target
 
 
-def _measure_start(directory: Path, settings: dict[str, Any], size: int, everything: bool = True) -> dict[str, Any]:
-    dropped = drop_page_cache(directory, everything)
+def _measure_start(directory: Path, settings: dict[str, Any], size: int, all_files: bool = True) -> dict[str, Any]:
+    dropped = drop_page_cache(directory, all_files)
     before = time.monotonic()  # all processes share this clock
     result = _child("start", directory, settings, START_TIMEOUT_S)
     result["ready"] -= before

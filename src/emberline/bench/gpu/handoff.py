@@ -207,7 +207,7 @@ def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
 
 def _publish_blocks(pipe: Connection) -> None:
     """Publish the same blocks on each request of the parent, in the other process."""
-    dock = _dock("there", _region())
+    dock = _open_endpoint("there", _region())
     pipe.send("ready")
     while pipe.recv() is not None:
         dock.sender.collect()
@@ -272,10 +272,10 @@ def _engine(name: str) -> Engine:
     settings = GPUConfig(max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=True)
     weights = GPURandomWeights("cuda", torch.bfloat16)
     context = PROMPT_TOKENS + 256
-    return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_dock, name)).engine
+    return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_open_endpoint, name)).engine
 
 
-def _dock(name: str, region: DeviceRegion) -> TransferEndpoint:
+def _open_endpoint(name: str, region: DeviceRegion) -> TransferEndpoint:
     transfer_options = TransferOptions(crc=select_crc(find_library()))
     return TransferEndpoint.open(TransferConfig(name), region, ipc.make_ipc_transport(region), transfer_options)
 

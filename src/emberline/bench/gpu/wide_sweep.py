@@ -36,7 +36,7 @@ ROWS_PER_DRAW = 8192  # rows of random weights drawn at once
 DEGREES_OF_FREEDOM = 5  # of Student's t distribution, whose tails give as many escapes as trained weights
 
 
-Source = BF16Weight | UW12Weight
+AnyWeight = BF16Weight | UW12Weight
 
 
 def sweep(seconds: float = SWEEP_SECONDS) -> None:
@@ -60,7 +60,7 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
 
 
 def sweep_shape(
-    name: str, plain: list[BF16Weight], swept: Sequence[Source], m: int, deadline: float
+    name: str, plain: list[BF16Weight], swept: Sequence[AnyWeight], m: int, deadline: float
 ) -> wide.TileConfig | None:
     n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], UW12Weight)
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
@@ -92,7 +92,7 @@ def sweep_shape(
 
 
 def compare_with_epilogue(
-    labels: dict[str, object], plain: list[BF16Weight], swept: Sequence[Source], x: Tensor, plan: wide.WidePlan
+    labels: dict[str, object], plain: list[BF16Weight], swept: Sequence[AnyWeight], x: Tensor, plan: wide.WidePlan
 ) -> float:
     """Return how much faster the product with its fused epilogue is than cuBLAS with separate kernels."""
     m, n, name = len(x), plain[0].n, labels["shape"]

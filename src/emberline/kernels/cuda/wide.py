@@ -180,11 +180,11 @@ def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
     cuBLAS would need them unpacked first, which takes as long again.
     """
     if m < MIN_ROWS:
-        return fits(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
-    return fits(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= MIN_LARGE_ROWS and beats_cublas(n, k)))
+        return supports_shape(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
+    return supports_shape(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= MIN_LARGE_ROWS and beats_cublas(n, k)))
 
 
-def fits(m: int, n: int, k: int) -> bool:
+def supports_shape(m: int, n: int, k: int) -> bool:
     return 1 <= m <= MAX_ROWS and n > 0 and n % 64 == 0 and k > 0 and k % SLOT_K == 0
 
 
@@ -216,7 +216,7 @@ def linear(
     Launches on one stream must not overlap, since they share the memory for the exchange of sums.
     """
     m, k = x.shape
-    assert fits(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
+    assert supports_shape(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous() and out.data_ptr() % 16 == 0
     assert residual is None or residual.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
@@ -314,11 +314,11 @@ def _weight_arguments(w: BF16Weight | UW12Weight, plan: WidePlan, gated: bool) -
     return (w.tensor_map(4 * plan.groups, paired=gated),)
 
 
-def _exchange_arguments(plan: WidePlan, device: torch.device, looks: int) -> tuple[KernelArgument, ...]:
+def _exchange_arguments(plan: WidePlan, device: torch.device, polls: int) -> tuple[KernelArgument, ...]:
     if not plan.packed:
         return ()
     memory = _exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.unclustered else (None, None)
-    return *memory, looks
+    return *memory, polls
 
 
 @cache
