@@ -1,4 +1,6 @@
-"""AttentionPlan: how a step's attention is split into work for a GPU. The host makes it, since it has all lengths.
+"""AttentionPlan: how a step's attention is split into work for a GPU.
+
+The host makes it, since it has all lengths.
 
 Rows [0, decode_rows) have one token each and are split along their keys. The others are chunks of prompts (prefill) and
 are split along their queries into tiles. On a CPU the kernels split the work themselves, and the plan is empty.
@@ -269,7 +271,7 @@ def _shift_rows(tiles: np.ndarray, rows: int) -> np.ndarray:
 
 
 def select_tiles_with_tokens(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the tiles that hold one of the tokens, which are numbered over all rows of `counts` and sorted."""
+    """Return the tiles that hold one of `tokens`: sorted indices over the new tokens of all rows."""
     ends = np.cumsum(counts)[tiles[:, 0]]
     begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
     has_token = np.searchsorted(tokens, np.minimum(begins + PREFILL_TILE_QUERIES, ends)) > np.searchsorted(

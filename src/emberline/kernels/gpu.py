@@ -1,4 +1,6 @@
-"""The ops on a GPU: for each shape, the choice of a kernel. Signatures and meaning are those of `ops`.
+"""The ops on a GPU: for each shape, the choice of a kernel.
+
+Signatures and meaning are those of `ops`.
 
 Up to 256 rows, where reading the weights takes most of the time, our own matrix products run with their epilogue fused
 in: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger batches use cuBLAS. Both of our products
@@ -66,7 +68,7 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 
 
 def fill_weight(empty: PackedWeight, values: Tensor) -> int:
-    """Store the values in `empty`, as uw12 if that is smaller, and return the bytes they take on the device."""
+    """Store the values in `empty`, as uw12 if that is smaller; return the bytes they take."""
     if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
         empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
         return packed.nbytes

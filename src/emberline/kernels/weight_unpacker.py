@@ -1,4 +1,4 @@
-"""WeightUnpacker: unpacks uw12 weights into plain rows for cuBLAS, the next matrix while the current product runs.
+"""WeightUnpacker: unpacks uw12 weights for cuBLAS, the next matrix while a product runs.
 
 Two buffers alternate. A stream of its own writes the rows as soon as the product that read the buffer before has ended;
 a product waits only for its own rows:
@@ -57,7 +57,9 @@ class WeightUnpacker:
         unpacking: UnpackStream,
         unpack: UnpackFunction | None = None,
     ) -> None:
-        """Prepare for `weights`, in the order of their use; the first `shared_rows_count` of them multiply the same x.
+        """Prepare for `weights`, in the order of their use.
+
+        The first `shared_rows_count` of them multiply the same x.
 
         A buffer holds the largest of them. Buffers are allocated on first use.
         """

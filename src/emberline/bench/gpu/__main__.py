@@ -50,7 +50,7 @@ class LiveReport(BenchReport):
 
 @dataclass(frozen=True, slots=True)
 class BenchPart:
-    """A part that runs in a child process, so that its memory, a crash or a hang does not affect the others."""
+    """A part that runs in a child process, so that a crash or a hang does not affect the others."""
 
     name: str
     timeout: float  # seconds

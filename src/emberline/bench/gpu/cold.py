@@ -1,4 +1,4 @@
-"""Measures a cold start: the time to the first token of a new process whose checkpoint is on disk but not in memory.
+"""Measures a cold start: the time to a new process's first token, with its checkpoint only on disk.
 
 This module does not import torch at its top, so that the child's measured time includes it, as a real start does.
 """
@@ -184,7 +184,10 @@ def time_import(noted: bool) -> dict[str, Any]:
 
 
 def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Load the model and generate one token, in the same way as a server (engine/process.py); return the times."""
+    """Load the model and generate one token, in the same way as a server (engine/process.py).
+
+    Return the times.
+    """
     marks = [("", time.monotonic())]
 
     def mark(phase: str) -> None:

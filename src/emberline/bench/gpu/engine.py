@@ -1,4 +1,4 @@
-"""Measures the engine in this process: decode steps, single prompts and many conversations, with hardware limits."""
+"""Measures the engine in this process: decode steps, single prompts and many conversations."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def run_job(
     cpu: Clock = time.process_time,
     params: SamplingParams = GREEDY,
 ) -> JobRun:
-    """Submit all requests at once and step the engine to the end. A token's time is when its step returned.
+    """Submit all requests at once and step the engine to the end.
+
+    A token's time is when its step returned.
 
     Raises EmberlineError if a request fails or the job takes longer than `timeout` seconds.
     """
@@ -192,7 +194,7 @@ def model_cost(settings: dict[str, Any]) -> TokenCost:
 
 
 def decode_limit_ms(batch: int, context: float, cost: TokenCost) -> float:
-    """Return the least time of a step: reading all weights, keys and values once, or the arithmetic if longer."""
+    """Return the least time of a step: one read of all weights, keys and values, or the arithmetic."""
     return 1e3 * batch / cost.decode_limit(H200, batch, round(context))
 
 
@@ -202,7 +204,7 @@ def prefill_limit_ms(tokens: int, cost: TokenCost) -> float:
 
 
 def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
-    """Return request lengths that reach every eighth batch size, and all below 16, so that all are warmed up."""
+    """Return request lengths that run every eighth batch size, and all below 16, for a warm-up."""
     wide = max(0, requests - 16)
     steps = [(16, 2 + i // 8) for i in range(wide)]
     return steps + [(16, 3 + wide // 8 + i) for i in range(requests - wide)]
@@ -306,7 +308,10 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
 
 
 def is_selected(name: str, only: Sequence[str]) -> bool:
-    """Return whether `only` selects a measurement: by name, by pattern or by one of its figures. Empty: all."""
+    """Return whether `only` selects a measurement: by name, by pattern or by one of its figures.
+
+    Empty: all.
+    """
     return not only or any(fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in only)
 
 

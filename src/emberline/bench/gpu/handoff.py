@@ -93,7 +93,7 @@ def _measure_transport(pipe: Connection, region: DeviceRegion, transport: Transp
 
 
 def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, rounds: int) -> None:
-    """Add the rates of copies between the cache and main memory with one thread, which every connection makes."""
+    """Add the rates of the copies between cache and main memory that every connection makes."""
     layout, blocks = region.layout, np.asarray(_random_blocks(1), np.int64)
     pieces = list(cut_pieces(range(layout.layers), range(MOVED_BLOCKS), layout, MAX_PIECE_BYTES))
     buffer = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
@@ -216,7 +216,10 @@ def _publish_blocks(pipe: Connection) -> None:
 
 
 def _compute_prompts(pipe: Connection) -> None:
-    """Compute prompts in the other process; send each one's first ticket, and the time of its first token."""
+    """Compute prompts in the other process.
+
+    Send each one's first ticket, and the time of its first token.
+    """
     engine = _engine("there")
     pipe.send("ready")
     while True:

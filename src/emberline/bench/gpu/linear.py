@@ -1,4 +1,4 @@
-"""Measures the linear layers of Llama 3.1 8B for up to 128 rows, with plain and packed weights, compared with cuBLAS.
+"""Measures the linear layers of Llama 3.1 8B for up to 128 rows, compared with cuBLAS.
 
 It measures each shape alone and all of them in one CUDA graph, or sweeps over plans. Run it by `python -m
 emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`.
@@ -127,7 +127,7 @@ def _compile(variants: set[str]) -> None:
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
-    """Print the fastest plans of `cuda.wide`: tile, split of k, pipeline stages and, without a split, the grid."""
+    """Print the fastest plans of `cuda.wide`, which vary in tile, split of k, stages and grid."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
@@ -226,7 +226,7 @@ def _product(weight: AnyWeight, m: int) -> Callable[..., Tensor]:
 
 
 def _plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
-    """Yield the chosen plan and similar ones: tile, warps, one or two CTAs per SM, sets of partial sums, stages."""
+    """Yield the chosen plan and similar ones, with other tiles, warps, CTAs per SM, buffers and stages."""
     rule = choose_plan(m, n, k)
     yield rule
     for blocks, warps, two_ctas in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
@@ -320,7 +320,7 @@ def _pack(weight: BF16Weight) -> UW12Weight:
 
 
 def _weight(n: int, k: int) -> Tensor:
-    """Return a random weight with tails like trained ones (Student's t, 5 degrees), so with as many escapes."""
+    """Return a random weight with the tails, and so the escapes, of trained ones (Student's t)."""
     weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in weight.split(4096):
         squares = torch.zeros(rows.shape, device="cuda")

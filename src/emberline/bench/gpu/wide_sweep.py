@@ -1,4 +1,4 @@
-"""Measures plans of `cuda.wide`: packed weights with 64, 128 and 256 rows, and plain weights with 256 rows.
+"""Measures plans of `cuda.wide` for packed weights (64, 128, 256 rows) and plain ones (256 rows).
 
 It prints a JSON line for each plan, then the best plan of each shape in the form of `wide.MEASURED_PACKED` and
 `wide.MEASURED`. Run it by `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
@@ -40,7 +40,7 @@ AnyWeight = BF16Weight | UW12Weight
 
 
 def sweep(seconds: float = SWEEP_SECONDS) -> None:
-    """Measure each shape for an equal share of the remaining time, compared with cuBLAS and plain weights."""
+    """Measure each shape for an equal share of the time, compared with cuBLAS and plain weights."""
     end = time.monotonic() + seconds
     compile_all_variants()
     best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}

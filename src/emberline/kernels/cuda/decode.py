@@ -1,4 +1,6 @@
-"""decode_attention: attention of rows with one new token each over the paged cache; `decode.cu` has the kernel.
+"""decode_attention: attention of rows with one new token each over the paged cache.
+
+`decode.cu` has the kernel.
 
 `worklist` splits the work. A row's result depends only on its keys and on where the work list cuts them, bit for bit.
 """
@@ -91,7 +93,10 @@ class _Arguments(ctypes.Structure):
 
 
 def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> bool:
-    """Return whether `decode_attention` supports the shape. `dtype` is the cache's; queries and output are bf16."""
+    """Return whether `decode_attention` supports the shape.
+
+    `dtype` is the cache's; queries and output are bf16.
+    """
     return (
         q_heads % kv_heads == 0
         and q_heads // kv_heads <= MAX_GROUP_HEADS
@@ -147,7 +152,7 @@ def decode_attention(
 
 
 def shared_bytes(head_dim: int, item_bytes: int) -> int:
-    """Return the bytes of tiles of keys and values, the four warps' sums, the barriers and the work items."""
+    """Return the bytes of the tiles of keys and values, the warps' sums, barriers and work items."""
     stage = 2 * TILE_KEYS * head_dim * item_bytes
     return stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896
 

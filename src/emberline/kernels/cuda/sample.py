@@ -1,4 +1,6 @@
-"""Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them; `sample.cu` has the kernels.
+"""Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them.
+
+`sample.cu` has the kernels.
 
 A row's result depends on that row only, bit for bit. No function waits for the device, and none allocates memory if
 `out` is given, so all of them can be captured into a CUDA graph.
@@ -89,7 +91,10 @@ def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: 
 
 
 def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
-    """Apply penalties as `ref.apply_penalties`. The width of `counts` is a multiple of 8, at least the vocabulary."""
+    """Apply penalties as `ref.apply_penalties`.
+
+    The width of `counts` is a multiple of 8, at least the vocabulary.
+    """
     _check_rows(logits)
     vocab, count = logits.shape[1], len(rows)
     width = _check_counts(counts)

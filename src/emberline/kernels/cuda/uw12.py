@@ -1,4 +1,6 @@
-"""UW12Weight: a bf16 weight stored losslessly in a little over 12 bits per element. `uw12.cuh` describes the layout.
+"""UW12Weight: a bf16 weight stored losslessly in a little over 12 bits per element.
+
+`uw12.cuh` describes the layout.
 
 The products of `cuda.linear` and `cuda.wide` read it directly. For larger batches it is unpacked first, and embeddings
 are gathered from it. All functions except `pack` can be captured into a CUDA graph.
@@ -28,7 +30,10 @@ UNPACK_K = 256  # columns (k) that a CTA unpacks
 
 @dataclass(frozen=True, slots=True)
 class UW12Weight:
-    """A packed weight [n, k]. `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride]."""
+    """A packed weight [n, k].
+
+    `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride].
+    """
 
     planes: Tensor
     headers: Tensor
@@ -88,7 +93,7 @@ def is_worth_packing(n: int, k: int, max_escapes: int, max_bits: float = MAX_BIT
 
 
 def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if its shape is unsupported or it would need `max_bits` per weight or more.
+    """Return the packed weight, or None if the shape is unsupported or it needs `max_bits` or more.
 
     Waits for the device. Needs n * k / 128 bytes of scratch memory.
     """

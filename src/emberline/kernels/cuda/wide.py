@@ -1,4 +1,4 @@
-"""linear: y = x w^T for 33 to 256 rows of x, and for packed weights with many rows from 17 rows of x on.
+"""linear: y = x w^T for 33 to 256 rows of x, and from 17 rows on for tall packed weights.
 
 In this range reading the weights takes most of the time, or not much less than the arithmetic. `wide.cu` has the
 kernel.
@@ -148,7 +148,7 @@ class WidePlan:
 
     @property
     def fits_exchange(self) -> bool:
-        """Whether unclustered parts can exchange their sums: two or more parts, few enough for the counter words."""
+        """Whether unclustered parts can exchange their sums: the memory and the counter words suffice."""
         return (
             1 < self.split < 256
             and self.share == 1
@@ -286,7 +286,7 @@ def make_plan(
 
 
 def estimate_us(plan: WidePlan, n: int, k: int) -> float:
-    """Return the estimated microseconds: the tightest limit, plus a tenth of all limits, since they interfere."""
+    """Return the estimated microseconds: the tightest limit plus a tenth of all, as they interfere."""
     tiles, units = -(-n // (64 * plan.groups)), k // SLOT_K
     waves = -(-tiles * plan.split // plan.grid)
     steps = waves * -(-units // plan.split)  # of a CTA
@@ -323,7 +323,7 @@ def _exchange_arguments(plan: WidePlan, device: torch.device, polls: int) -> tup
 
 @cache
 def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Return the memory where unclustered parts leave their sums, and its counters, which are zero between launches."""
+    """Return the memory in which unclustered parts exchange sums, and its counters, initially zero."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     return torch.empty(MAX_EXCHANGED_SUMS, device=device), torch.zeros(
         MAX_EXCHANGED_FRAGMENTS, dtype=torch.int32, device=device

@@ -1,4 +1,7 @@
-"""silu_mul: silu(gate) * up of a product whose columns alternate between both. It rounds after each step as torch."""
+"""silu_mul: silu(gate) * up of a product whose columns alternate between both.
+
+It rounds after each step as torch.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,10 @@ def rope_and_cache(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Rotate q inside `qkv`, and write the rotated k and v at `slots`. The k inside `qkv` stays unrotated."""
+    """Rotate q inside `qkv`, and write the rotated k and v at `slots`.
+
+    The k inside `qkv` stays unrotated.
+    """
     heads, half = q_heads + 2 * kv_heads, cos_sin.shape[1] // 2
     has_norm = q_norm is not None
     assert has_norm == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
