@@ -20,7 +20,7 @@ struct Arguments {  // mirrored by _Arguments in decode.py
   const int* tables;
   const int* context;
   float* partials;  // [partial, kv_heads, group, head_dim]
-  float2* max_and_sum;     // [partial, kv_heads, group]: largest score, in base 2, and sum of weights
+  float2* max_and_sum;  // [partial, kv_heads, group]: largest score, in base 2, and sum of weights
   int* arrivals;    // [row, kv_heads], zero between launches
   int* queue;       // next unit, and number of CTAs that have ended; zero between launches
   int qkv_stride, table_width, block_shift, group, kv_heads, window;
@@ -83,8 +83,7 @@ struct Maps {
 // table; all lanes must call this, because of the shuffles.
 template <class S>
 DEVICE void fetch_tile(Shared<S>& shared, const Maps& maps, u32 stage, int head, int shift, int key, int high,
-                       int entry,
-                  int block, int lane, u64 policy) {
+                       int entry, int block, int lane, u64 policy) {
   int groups = min(max((high - key + WARP_KEYS - 1) / WARP_KEYS, 1), COMPUTE_WARPS), rows = min(TILE, 1 << shift);
   const TensorMap *keys = maps.keys, *values = maps.values;
   if (groups < COMPUTE_WARPS) rows = WARP_KEYS, keys = maps.group_keys, values = maps.group_values;
@@ -128,8 +127,9 @@ DEVICE void fetch_units(Shared<S>& shared, const Maps& maps, const Arguments& ar
   if (!args.pdl && !args.beside_prefill) wait_for_previous_kernel();
   int total = *args.count * args.kv_heads, grid = gridDim.x, iteration = 0;
   int preassigned = args.beside_prefill ? 0 : grid;  // units that are assigned to CTAs without the queue
-  const auto take_unit = [&] { return total > preassigned && lane == 0 ? preassigned + atomicAdd(args.queue,
-                                                                                                 1) : total; };
+  const auto take_unit = [&] {
+    return total > preassigned && lane == 0 ? preassigned + atomicAdd(args.queue, 1) : total;
+  };
   for (int unit = preassigned ? blockIdx.x : __shfl_sync(ALL_LANES, take_unit(), 0); unit < total; iteration++) {
     int next = waited ? take_unit() : total, length;
     bool requested = waited;

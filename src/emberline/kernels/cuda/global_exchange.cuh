@@ -72,8 +72,7 @@ template <class S> DEVICE void add_quad(float (&c)[16], const float4* from, int 
 // to part q % parts.
 template <class S, class Finish>
 DEVICE void finish_by_exchange(const float (&d)[S::COLUMNS / 2], const Exchange& exchange, int fragment, int part,
-                               int parts, int m,
-                         int lane, const Finish& finish) {
+                               int parts, int m, int lane, const Finish& finish) {
   float4* const sums = exchange.sums + i64(fragment) * parts * S::BLOCKS * 32 + lane;
   u32* const word = exchange.words + fragment;
 #pragma unroll
@@ -82,8 +81,8 @@ DEVICE void finish_by_exchange(const float (&d)[S::COLUMNS / 2], const Exchange&
       sums[(part * S::BLOCKS + j) * 32] = float4{d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
   __syncwarp();
   const int finishers = min(parts, S::QUADS);
-  const u32 claimed = __shfl_sync(ALL_LANES, lane == 0 ? arrive_and_claim(word, part, parts, finishers,
-                                                                          exchange.polls) : 0, 0);
+  const u32 claimed_by_lane = lane == 0 ? arrive_and_claim(word, part, parts, finishers, exchange.polls) : 0;
+  const u32 claimed = __shfl_sync(ALL_LANES, claimed_by_lane, 0);
   __syncwarp();
 #pragma unroll 1
   for (int quad = 0; quad < S::QUADS && 32 * quad < m; quad++) {

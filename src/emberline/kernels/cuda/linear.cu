@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   headers.open(weights, headers_at, barriers + 8 * WARPS * stages, count);
   Ring<W, S, BLOCKS> ring{&weights, &x, 128u * m, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp,
                           units, WARPS, total_units, l2_evict_first(), l2_evict_last(), int(blockIdx.x), 0, 0,
-                              count * units};
+                          count * units};
   const int prefetched = min(stages, ring.remaining);
   ring.open(lane);
 #pragma unroll 1

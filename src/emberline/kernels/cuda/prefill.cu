@@ -262,8 +262,8 @@ DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u3
     for (int part = 0; part < D / 32; part++) {
       u32 x[4];
 #pragma unroll
-      for (int i = 0, at = 16 * part + 2 * r; i < 4; i++, at += 4) x[i] = pack(o[at] * inverse_sum,
-                                                                               o[at + 1] * inverse_sum);
+      for (int i = 0, at = 16 * part + 2 * r; i < 4; i++, at += 4)
+        x[i] = pack(o[at] * inverse_sum, o[at + 1] * inverse_sum);
       transpose_quad(x);
       if (int(row) + 8 * r < item.rows) *reinterpret_cast<uint4*>(to + 32 * part) = make_uint4(x[0], x[1], x[2], x[3]);
     }
@@ -275,8 +275,8 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
   // Row in the tile; the other is + 8.
   const u32 lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
   const u64 q_matrix = matrix_descriptor(base + Offsets<D>::Q + group * 64 * 128, 16);
-  const u64 k_matrix = matrix_descriptor(base + Offsets<D>::K, 16), v_matrix = matrix_descriptor(base + Offsets<D>::V,
-                                                                                                 PANEL);
+  const u64 k_matrix = matrix_descriptor(base + Offsets<D>::K, 16);
+  const u64 v_matrix = matrix_descriptor(base + Offsets<D>::V, PANEL);
   const int top = item.position + group * 64;  // position of the warpgroup's first row
   const int last = item.last_tile(), first = item.first_tile(args.window);
   float s[64], o[D / 2], row_max[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}, rescale[2];

@@ -311,12 +311,12 @@ DEVICE u64 random_bits(i64 seed, int position) {
 
 struct SamplingParams { u32 top_k; float top_p, floor; u64 random; };  // floor: the lowest logit that min-p keeps
 
-DEVICE u32 draw(Shared& s, const Row& row, const RowScan& seen, const Weights& weights, const SamplingParams& params) {
-  const u32 top_k = params.top_k < seen.selectable ? params.top_k : 0;
+DEVICE u32 draw(Shared& s, const Row& row, const RowScan& scan, const Weights& weights, const SamplingParams& params) {
+  const u32 top_k = params.top_k < scan.selectable ? params.top_k : 0;
   // The list has all tokens that top-k keeps, so the others need no weights.
   bool weigh_listed_only = top_k && top_k <= MAX_BOUND_RANK;
-  const u64 least = seen.selectable <= LIST ? 1 : find_lower_bound(s, seen.mine,
-                                                                   weigh_listed_only ? top_k : MAX_BOUND_RANK);
+  const u64 least =
+      scan.selectable <= LIST ? 1 : find_lower_bound(s, scan.mine, weigh_listed_only ? top_k : MAX_BOUND_RANK);
   u64 kept = 0, likely = 0;
   List list{0, 0, 0};
 #pragma unroll 1
@@ -359,13 +359,13 @@ sample(const float* logits, int stride, int n, const float* temperature, const i
   const u32 r = blockIdx.x;
   const Row row{logits + i64(r) * stride, u32(n)};
   const float row_temperature = temperature[r];
-  const RowScan seen = scan_row(s, row, row_temperature != 0.f);
-  const float most = logit_of(seen.best);
-  u32 id = id_of(seen.best);
+  const RowScan scan = scan_row(s, row, row_temperature != 0.f);
+  const float most = logit_of(scan.best);
+  u32 id = id_of(scan.best);
   if (row_temperature != 0.f && most > NEG_INF && most < -NEG_INF) {
     const float floor = fminf(most, float(double(most) + double(row_temperature) * log(double(min_p[r]))));
     const SamplingParams params{u32(max(top_k[r], 0)), top_p[r], floor, random_bits(seed[r], position[r])};
-    id = draw(s, row, seen, Weights(most, row_temperature), params);
+    id = draw(s, row, scan, Weights(most, row_temperature), params);
   }
   if (threadIdx.x == 0) out[r] = id;
 }
@@ -378,11 +378,11 @@ log_probs(const float* logits, int stride, int n, const i64* ids, int top_n, flo
   wait_for_previous_kernel();
   const u32 r = blockIdx.x, t = threadIdx.x, start = r * u32(top_n);
   const Row row{logits + i64(r) * stride, u32(n)};
-  const RowScan seen = scan_row(s, row, true);
-  const float most = logit_of(seen.best), chosen_logit = row.x[ids[r]];
+  const RowScan scan = scan_row(s, row, true);
+  const float most = logit_of(scan.best), chosen_logit = row.x[ids[r]];
   const Weights weights(most, 1.f);
-  const u32 top_count = min(u32(top_n), seen.selectable);
-  const u64 least = !top_count ? ~0ull : seen.selectable <= LIST ? 1 : find_lower_bound(s, seen.mine, top_count);
+  const u32 top_count = min(u32(top_n), scan.selectable);
+  const u64 least = !top_count ? ~0ull : scan.selectable <= LIST ? 1 : find_lower_bound(s, scan.mine, top_count);
   u64 mass = 0, higher = 0;
   const u32 size = gather(s, row, least, ~0ull, [&](float4 x) {
     mass += (weights(x.x) + weights(x.y)) + (weights(x.z) + weights(x.w));
@@ -438,8 +438,8 @@ __global__ void apply_penalties(float* logits, int stride, int n, const int* row
   float* row = logits + i64(rows[i]) * stride;
 #pragma unroll
   for (u32 j = 0; j < 8; j++) {
-    const u32 seen = pairs[j / 2] >> (j % 2 * 16) & 0xffffu, count = seen & 0x7fffu, id = first + j;
-    if (!seen || id >= u32(n)) continue;
+    const u32 scan = pairs[j / 2] >> (j % 2 * 16) & 0xffffu, count = scan & 0x7fffu, id = first + j;
+    if (!scan || id >= u32(n)) continue;
     const float x = row[id], scaled = x > 0.f ? x / repetition : __fmul_rn(x, repetition);
     row[id] = __fsub_rn(scaled, __fadd_rn(__fmul_rn(float(count), frequency), count ? presence : 0.f));
   }

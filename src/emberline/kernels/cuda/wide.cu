@@ -368,8 +368,8 @@ __global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), 1)
          const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share,
          int epilogue, int pdl) {
   using S = Shape<GROUPS, COLUMNS, false>;
-  run<S>(PlainRows<S>{&w_map, epilogue == GATED}, &x_map, Arguments{out, residual, bias, n, k, m, stages, split, share,
-                                                                    epilogue, pdl});
+  run<S>(PlainRows<S>{&w_map, epilogue == GATED}, &x_map,
+         Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl});
 }
 
 // With few registers, two CTAs fit on an SM if shared memory allows.

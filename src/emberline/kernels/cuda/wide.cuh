@@ -10,8 +10,9 @@ enum Epilogue { STORE, STORE_F32, ADD, GATED };
 // Whether consumers take over registers from the producer warpgroup by setmaxnreg: if the sums take half of all
 // registers, a thread needs more than the launch gives to each. setmaxnreg works on whole warpgroups.
 constexpr bool trades_registers(int groups, int columns) { return groups * columns == 512; }
-constexpr int count_threads(int groups, int columns) { return 128 * groups + (trades_registers(groups,
-                                                                                               columns) ? 128 : 32); }
+constexpr int count_threads(int groups, int columns) {
+  return 128 * groups + (trades_registers(groups, columns) ? 128 : 32);
+}
 
 template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
   static constexpr bool PACKED = PACKED_;
@@ -285,12 +286,11 @@ DEVICE void send_fragments(const float (&d)[S::COLUMNS / 2], ClusterPart part, i
       for (int r = 0; r < 2; r++) {
         const int fragment = warp / 2 * 2 + r;
         store_remote(part.offset(fragment, part.index, S::BLOCKS, j, lane) + 8 * (warp % 2), part.owner(fragment),
-             d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
+                     d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
       }
     } else {
       store_remote(part.offset(warp, part.index, S::BLOCKS, j, lane), part.owner(warp), d[4 * j], d[4 * j + 1],
-                   d[4 * j + 2],
-           d[4 * j + 3]);
+                   d[4 * j + 2], d[4 * j + 3]);
     }
   }
 }
@@ -299,8 +299,7 @@ DEVICE void send_fragments(const float (&d)[S::COLUMNS / 2], ClusterPart part, i
 // fragments.
 template <class S, Epilogue EPILOGUE>
 DEVICE void finish_in_cluster(const float (&d)[S::COLUMNS / 2], Outputs<S, EPILOGUE> outputs, ClusterPart part,
-                              int tile, int warp,
-                            int lane) {
+                              int tile, int warp, int lane) {
   cluster_sync();  // all CTAs are done with their rings, which are overwritten next
   send_fragments<S, EPILOGUE>(d, part, warp, lane);
   const int fragments = (S::WARPS - part.index + part.split - 1) / part.split;
@@ -350,8 +349,7 @@ DEVICE void sync_warp_pair(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 +
 // warp that writes the fourth knows, by the barriers between, that the first was read.
 template <class S>
 DEVICE void exchange_and_finish(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, u32 units, int tile,
-                                int warp,
-                  int lane) {
+                                int warp, int lane) {
   const int row = S::ROWS * tile + 16 * warp, odd = warp % 2;
   const u32 own_slot = units + UNIT_BYTES * warp + 16 * lane, other_slot = units + UNIT_BYTES * (warp ^ 1) + 16 * lane;
   if (row >= outputs.n) return;
