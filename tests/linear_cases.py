@@ -1,4 +1,4 @@
-"""What tests of linear layers share: inputs, outputs that show what was not written, and how close is close."""
+"""Helpers of linear layer tests: inputs, outputs filled with NaN, and the accepted error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def random(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor
 
 
 def heavy(n: int, k: int) -> Tensor:
-    """Weights as of a trained layer: with tails heavier than a normal distribution's, rows of different size."""
+    """Return weights like a trained layer's: heavier tails than a normal distribution, rows of different scale."""
     tails = torch.randn(n, k, 5, device="cuda").square().mean(-1).sqrt() if n * k < 1 << 24 else 1.0
     rows = torch.exp2(torch.randint(-2, 3, (n, 1), device="cuda"))
     return (torch.randn(n, k, device="cuda") / tails * rows * 0.5 * k**-0.5).to(BF16)
@@ -30,7 +30,7 @@ def weight(n: int, k: int) -> BF16Weight:
 
 
 def assert_close(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
+    """Assert that the error is at most twice that of torch, in the worst element and on average."""
     floor = 1e-6 * exact.abs().max().item()
     for norm in (torch.max, torch.mean):
         mine, other = (norm((y.double() - exact).abs()).item() for y in (ours, theirs))

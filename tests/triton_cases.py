@@ -20,19 +20,19 @@ from emberline.kernels.triton.widen import widen_blocks
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
-def assert_close(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
-    """Each element, and all of them together."""
+def assert_close(ours: Tensor, expected: Tensor, exact: Tensor) -> None:
+    """Assert that the error is small in each element and in total."""
     assert ours.shape == exact.shape
-    mine, theirs = ours.double() - exact, torchs.double() - exact
+    mine, theirs = ours.double() - exact, expected.double() - exact
     few = 32 * torch.finfo(F32).eps * exact.abs().max()
     assert mine.isfinite().all()
     assert mine.abs().max() <= 2 * theirs.abs().max() + few
     assert mine.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + few / 4
 
 
-def assert_rounded_alike(ours: Tensor, torchs: Tensor) -> None:
-    """In bfloat16 a rounding more or less would change a third of the elements; the last bit of an exp changes few."""
-    assert (ours == torchs).float().mean() > 0.98
+def assert_rounded_alike(ours: Tensor, expected: Tensor) -> None:
+    """Assert equal rounding: an extra rounding to bfloat16 would change a third of the elements."""
+    assert (ours == expected).float().mean() > 0.98
 
 
 def random(*shape: int, device: str, dtype: torch.dtype = F32) -> Tensor:
@@ -56,7 +56,7 @@ def check_norm(device: str, dtype: torch.dtype, rows: int, columns: int, *, pdl:
         assert_rounded_alike(out, weight.to(dtype) * normed)
     assert torch.equal(rms_norm(x, weight, eps), out)
     in_place = rms_norm(wide[:, :columns], weight, eps, wide[:, :columns])
-    assert (in_place == out).float().mean() > 0.999  # rows that lie otherwise are summed in another order
+    assert (in_place == out).float().mean() > 0.999  # rows with another stride are summed in another order
 
 
 def check_silu(
@@ -73,8 +73,8 @@ def check_silu(
         assert_rounded_alike(out, F.silu(gate) * up)
 
 
-def turned(x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    """x [T, heads, dim] in its own type: the norm, then the rotation."""
+def norm_and_rotate(x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """Return x [T, heads, dim] after norm and rotation, in its own dtype."""
     if norm is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.to(x.dtype)
     half = cos_sin.shape[1] // 2
@@ -98,7 +98,7 @@ def check_rope(
     q_heads, kv_heads, dim = heads
     count, eps = q_heads + 2 * kv_heads, 1e-6
     qkv = random(tokens, count * dim, device=device, dtype=dtype)
-    qkv[:, ::7] *= 200  # beyond float8 in part
+    qkv[:, ::7] *= 200  # partly beyond the range of float8
     table, positions = random(97, rotary, device=device), torch.randint(97, (tokens,), device=device).int()
     blocks = -(-tokens // block) + 2
     slots = torch.randperm(blocks * block, device=device)[:tokens]
@@ -111,11 +111,11 @@ def check_rope(
     q, k, v = before.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     got_q, got_k, got_v = qkv.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
     assert torch.equal(got_k, k) and torch.equal(got_v, v)
-    exact_q = turned(q.double(), positions, table, q_norm, eps)
-    assert_close(got_q, turned(q.float(), positions, table, q_norm, eps).to(dtype), exact_q)
+    exact_q = norm_and_rotate(q.double(), positions, table, q_norm, eps)
+    assert_close(got_q, norm_and_rotate(q.float(), positions, table, q_norm, eps).to(dtype), exact_q)
     kept = slots >= 0
     at = slots[kept] // block, slots[kept] % block
-    exact_k, near_k = (turned(k.to(t), positions, table, k_norm, eps)[kept] for t in (torch.float64, F32))
+    exact_k, near_k = (norm_and_rotate(k.to(t), positions, table, k_norm, eps)[kept] for t in (torch.float64, F32))
     for got, near, exact in (
         (keys.float()[at[0], :, at[1]], near_k, exact_k),
         (values.float()[at[0], :, at[1]], v[kept].float(), v[kept].double()),
@@ -127,8 +127,8 @@ def check_rope(
         assert whole.isnan().all()  # nothing else was written
 
 
-def check_what_is_no_number(device: str, dtype: torch.dtype, cache: torch.dtype) -> None:
-    """A cache holds none: it would reach whoever is given the block next. Queries have it, and so has its request."""
+def check_nan_and_inf(device: str, dtype: torch.dtype, cache: torch.dtype) -> None:
+    """Assert that NaN and inf stay in queries and never reach the cache, where another request would read them."""
     heads, tokens, block = (4, 2, 16), 8, 16
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max], device=device, dtype=dtype)
     qkv = random(tokens, 8 * 16, device=device, dtype=dtype)
@@ -142,7 +142,7 @@ def check_what_is_no_number(device: str, dtype: torch.dtype, cache: torch.dtype)
         rope_and_cache(given, positions, table, keys, values, positions.long(), *heads, q_norm=None, k_norm=None)
         assert keys.float().isfinite().all() and values.float().isfinite().all()
         caches.append((keys.float()[:, :, 7], values.float()[:, :, 7]))
-    assert all(map(torch.equal, *caches)), "what is a number stays as it is"
+    assert all(map(torch.equal, *caches)), "finite values stay unchanged"
     assert not qkv.isfinite().all()
 
 
@@ -158,7 +158,7 @@ def check_attention(
     block_m: int | None = None,
     pdl: bool = False,
 ) -> None:
-    """`lengths`: tokens before, and new ones, of each request."""
+    """Check attention. `lengths`: tokens before, and new tokens, of each request."""
     q_heads, kv_heads, dim = heads
     counts = np.array([new for _, new in lengths])
     needed = [-(-(before + new) // block) for before, new in lengths]
@@ -215,7 +215,7 @@ def check_rows(device: str, count: int, *, pdl: bool = False) -> None:
 
 
 def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl: bool = False) -> None:
-    """Some blocks of some rows; what is not asked for stays as it is."""
+    """Check that the requested blocks are widened and all others stay unchanged."""
     k, v = (torch.randn(4 * rows, heads, size, dim, device=device).to(FP8) for _ in range(2))
     tables = torch.randperm(4 * rows, device=device).int().view(rows, 4)
     pieces = torch.tensor([[row, at] for row in range(rows) for at in range(row % 4)] + [[0, 0]] * 3).int().to(device)

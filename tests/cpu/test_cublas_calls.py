@@ -1,4 +1,4 @@
-"""What cuBLAS is asked, without one: a library that notes it down stands in its place. tests/gpu has the real one."""
+"""The calls that we make to cuBLAS, recorded by a fake library; tests/gpu uses the real one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PROBLEM = MatmulProblem(3, 64, 128, ProductKind.ADD)
 SIZES = ((3, 128), (64, 128), (3, 64))
 
 
-class Library:
-    """It proposes so many algorithms: 10, 11, .."""
+class FakeCublas:
+    """A fake cuBLAS that proposes the algorithms 10, 11, .. and records calls."""
 
     def __init__(self, proposals: int) -> None:
         self.proposals, self.status = proposals, 0
         self.limits, self.ran = dict[int, int](), list[tuple[int, float]]()
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: 0  # what is made and set
+        return lambda *arguments: 0  # calls that create or set something
 
     def cublasLtMatmulPreferenceSetAttribute(self, _: Any, what: int, value: Any, size: Any) -> int:
         assert size.value == ctypes.sizeof(value._obj)
@@ -45,9 +45,9 @@ class Library:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def stand_in(proposals: int) -> Library:
-        library = Library(proposals)
+def fake_cublas(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(proposals: int) -> FakeCublas:
+        library = FakeCublas(proposals)
         monkeypatch.setattr(cublas, "_library", lambda: library)
         monkeypatch.setattr(cublas, "_handle", ctypes.c_void_p)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
@@ -55,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
         cublas._cached_matmul.cache_clear()
         return library
 
-    yield stand_in
+    yield install
     cublas._cached_matmul.cache_clear()
 
 
@@ -67,8 +67,8 @@ def tensors() -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_what_it_proposes(asked: Any) -> None:
-    library = asked(3)
+def test_proposals_are_requested_without_splitting_k(fake_cublas: Any) -> None:
+    library = fake_cublas(3)
     matmul = Matmul(PROBLEM)
     assert library.limits == {
         cublas.PREFERENCE_MAX_WORKSPACE: cublas.WORKSPACE_BYTES,
@@ -79,8 +79,8 @@ def test_what_it_proposes(asked: Any) -> None:
     assert library.ran == [(10, 1.0), (11, 1.0), (12, 1.0)]
 
 
-def test_what_was_measured_is_what_runs(asked: Any) -> None:
-    library = asked(3)
+def test_measured_choice_is_used(fake_cublas: Any) -> None:
+    library = fake_cublas(3)
     x, w, out = tensors()
     cublas.multiply(x, w, out=out)
     cublas.choices.update({PROBLEM: 2})
@@ -88,14 +88,14 @@ def test_what_was_measured_is_what_runs(asked: Any) -> None:
     assert library.ran == [(10, 0.0), (12, 1.0)], "and only what is added to counts"
     cublas.choices.update({PROBLEM: 7})
     cublas.multiply(x, w, out=out, kind=ProductKind.ADD)
-    assert library.ran[-1] == (10, 1.0), "what is no longer proposed is not asked for"
+    assert library.ran[-1] == (10, 1.0), "a choice that is no longer proposed falls back to the first"
 
 
-def test_a_refusal_is_an_error(asked: Any) -> None:
-    asked(0)
+def test_rejected_call_raises(fake_cublas: Any) -> None:
+    fake_cublas(0)
     with pytest.raises(CublasError, match="proposes no algorithm"):
         Matmul(PROBLEM)
-    library = asked(1)
+    library = fake_cublas(1)
     library.status = 15
     with pytest.raises(CublasError, match="15"):
         Matmul(PROBLEM)(*tensors())

@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for its GPU, in every variant that may be launched. No GPU is needed."""
+"""Every CUDA kernel compiles for Hopper in every variant that may be launched. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from emberline.kernels import cuda
 from emberline.kernels.cuda import nvrtc, sample
 
 NAMES = [module.name for module in pkgutil.iter_modules(cuda.__path__)]
-ROOM = [importlib.import_module(f"{cuda.__name__}.{name}") for name in NAMES]
-KERNELS = [module for module in ROOM if hasattr(module, "FILE") and hasattr(module, "VARIANTS")]
+MODULES = [importlib.import_module(f"{cuda.__name__}.{name}") for name in NAMES]
+KERNELS = [module for module in MODULES if hasattr(module, "FILE") and hasattr(module, "VARIANTS")]
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +26,14 @@ def compiler() -> None:
 
 
 @pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_compiles(module: ModuleType) -> None:
+def test_all_variants_compile(module: ModuleType) -> None:
     binary = nvrtc.compile_kernels(module.FILE, module.VARIANTS)
     assert binary.code[:4] == b"\x7fELF"
     assert set(binary.symbols) == set(module.VARIANTS)
     assert all(symbol.encode() in binary.code for symbol in binary.symbols.values())
 
 
-def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
     first = nvrtc.compile_cached(sample.FILE, sample.VARIANTS)
     (kept,) = (tmp_path / "kernels").iterdir()
@@ -46,6 +46,6 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert nvrtc.compile_cached(sample.FILE, sample.VARIANTS) == first and kept.read_bytes() == whole
 
 
-def test_no_source_is_left_out() -> None:
+def test_every_source_file_is_tested() -> None:
     sources = {file.name for file in nvrtc.SOURCE_DIR.glob("*.cu")}
     assert sources == {module.FILE for module in KERNELS}

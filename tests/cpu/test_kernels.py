@@ -1,4 +1,4 @@
-"""The kernels against their definition in plain torch, and against themselves: same bits in any batch and threads."""
+"""CPU kernels give the results of plain torch, and the same bits in any batch and with any number of threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seed() -> None:
 
 
 def assert_close(ours: Tensor, torch32: Tensor, exact: Tensor) -> None:
-    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
+    """Assert that the error is at most twice that of torch, in the worst element and on average."""
     scale = exact.abs().max().item()
     for norm in (torch.max, torch.mean):
         mine, theirs = (norm((y.double() - exact).abs()).item() for y in (ours, torch32))
@@ -41,7 +41,7 @@ def assert_close(ours: Tensor, torch32: Tensor, exact: Tensor) -> None:
 
 
 def torch_linear(x: Tensor, weight: Tensor, layout: WeightLayout) -> Tensor:
-    """In the arithmetic of the kernel under test: AMX takes bf16 inputs, as torch's own bf16 product does."""
+    """Return the product in the kernel's arithmetic: AMX rounds inputs to bf16, as torch's bf16 product does."""
     if layout is WeightLayout.AMX:
         return torch.nn.functional.linear(x.to(BF16), weight).float()
     return torch.nn.functional.linear(x, weight.float())
@@ -77,7 +77,7 @@ def test_norm_and_gate(m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES)
-def test_inputs_of_bf16_weights_are_rounded_once_or_never(m: int, n: int, k: int) -> None:
+def test_bf16_inputs_are_rounded_at_most_once(m: int, n: int, k: int) -> None:
     x, weight = torch.randn(m, k), torch.randn(n, k).to(BF16)
     packed = ops.pack_linear(weight)
     rounded = x.to(BF16).float()
@@ -88,7 +88,7 @@ def test_inputs_of_bf16_weights_are_rounded_once_or_never(m: int, n: int, k: int
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("k", [576, 1536, 1024, 4096, 77])
-def test_linear_rows_do_not_see_each_other(dtype: torch.dtype, k: int) -> None:
+def test_linear_rows_are_independent(dtype: torch.dtype, k: int) -> None:
     x, norm = torch.randn(67, k), torch.rand(k)
     packed = ops.pack_linear(torch.randn(50, k).to(dtype))
     gated = ops.pack_linear(torch.randn(52, k).to(dtype), gated=True)
@@ -106,14 +106,14 @@ def test_linear_rows_do_not_see_each_other(dtype: torch.dtype, k: int) -> None:
         ops.set_threads(2)
 
 
-def doubled(weight: Tensor, *, gated: bool = False) -> PackedWeight:
+def pack_as_double(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     return PackedWeight(weight.double(), *weight.shape, weight.dtype, gated=gated)
 
 
 def mixture(
     pack: Callable[..., PackedWeight], dtype: torch.dtype, chosen: int = 3, *, renormalised: bool = True
 ) -> Mixture:
-    """Its experts 1 and 5 are equally probable."""
+    """Return a mixture whose experts 1 and 5 are equally probable."""
     torch.manual_seed(1)
     hidden, ffn, count = 72, 40, 7
     router, norm = torch.randn(count, hidden) / 4, torch.rand(hidden) + 0.5
@@ -134,11 +134,11 @@ def test_mixture(rows: int, chosen: int, renormalised: bool) -> None:
     x = torch.randn(rows, 72)
     made = [mixture(pack, F32, chosen, renormalised=renormalised) for pack in (ops.pack_linear, ref.pack_linear)]
     ours, theirs = (one(x.clone()) for one in made)
-    assert_close(ours, theirs, mixture(doubled, F32, chosen, renormalised=renormalised)(x.double()))
+    assert_close(ours, theirs, mixture(pack_as_double, F32, chosen, renormalised=renormalised)(x.double()))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_rows_of_a_mixture_do_not_see_each_other(dtype: torch.dtype) -> None:
+def test_mixture_rows_are_independent(dtype: torch.dtype) -> None:
     x, run = torch.randn(67, 72), mixture(ops.pack_linear, dtype)
     x[40] = torch.nan
     whole = run(x.clone())
@@ -158,8 +158,8 @@ def test_embed() -> None:
         assert torch.equal(ops.embed(ids, ops.pack_linear(typed)), typed[ids].float())
 
 
-class Paged:
-    """A batch of sequences in a shuffled cache whose unused part is NaN: whoever reads it shows."""
+class PagedBatch:
+    """A batch of sequences in a shuffled cache whose unused part is NaN, so that reads of it show in results."""
 
     def __init__(
         self, lengths: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype, block: int = 16
@@ -191,7 +191,7 @@ class Paged:
     def attend(
         self, module: object, parts: list[tuple[int, int, Tensor]], window: int = 0, double: bool = False
     ) -> Tensor:
-        """parts: (sequence, tokens before, rotated qkv of the new ones)."""
+        """Run attention over parts: (sequence, tokens before, rotated qkv of the new tokens)."""
         counts = torch.tensor([0] + [len(part) for _, _, part in parts])
         tables = self.tables[[b for b, _, _ in parts]]
         qkv, k, v = torch.cat([part for _, _, part in parts]), self.k, self.v
@@ -209,7 +209,7 @@ class Paged:
 def test_attention(
     q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paged = Paged([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], (q_heads, kv_heads), dim, dtype)
+    paged = PagedBatch([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], (q_heads, kv_heads), dim, dtype)
     parts = []
     for b, (before, new) in enumerate(paged.lengths):
         paged.write(b, 0, before)
@@ -217,7 +217,7 @@ def test_attention(
     ours = paged.attend(ops, parts, window)
     if (
         dtype is BF16 and dim % 32 == 0 and "amx" in ops.current_backend().isa
-    ):  # bf16 queries and weights: torch's too, then
+    ):  # AMX rounds queries and weights to bf16, so torch must too
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "float", lambda self: self.bfloat16())
             theirs = paged.attend(ref, [(b, before, part.bfloat16()) for b, before, part in parts], window)
@@ -229,8 +229,8 @@ def test_attention(
 
 @pytest.mark.parametrize("block", [8, 16, 32, 128])
 @pytest.mark.parametrize("window", [0, 37])
-def test_attention_does_not_see_batch_chunks_or_threads(block: int, window: int) -> None:
-    paged = Paged([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
+def test_attention_is_independent_of_batch_chunks_and_threads(block: int, window: int) -> None:
+    paged = PagedBatch([(0, 200), (100, 1), (0, 65)], (6, 2), 64, BF16, block)
     parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
     whole = paged.attend(ops, parts, window)
     ops.set_threads(1)
@@ -245,7 +245,7 @@ def test_attention_does_not_see_batch_chunks_or_threads(block: int, window: int)
 
 
 @pytest.mark.parametrize(("tokens", "wanted"), [((1, 1), [0, 1]), ((20, 7), [26, 19]), ((3, 0), [])])
-def test_a_stack_of_layers_is_its_ops(tokens: tuple[int, int], wanted: list[int]) -> None:
+def test_dense_stack_equals_its_ops(tokens: tuple[int, int], wanted: list[int]) -> None:
     heads, dim, hidden, ffn = (4, 2), 16, 40, 56
     shapes = {"qkv": (8 * dim, hidden), "o": (hidden, 4 * dim), "gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     results, rows = [], torch.tensor(wanted, dtype=torch.int64)
@@ -270,7 +270,7 @@ def test_a_stack_of_layers_is_its_ops(tokens: tuple[int, int], wanted: list[int]
         x = torch.randn(sum(tokens), hidden)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("linear", "gate_up_silu", "rope_and_cache", "paged_attention"):
-                patch.setattr(ref, name, getattr(ops, name))  # the definition, over the native ops
+                patch.setattr(ref, name, getattr(ops, name))  # the definition, calling the native ops
             keys, values = torch.zeros(2, 2, 9, 2, 16, dim)
             context = torch.tensor([9, 9], dtype=torch.int32)
             y = run(x, stack, keys, values, torch.cat(at).int(), slots, tables, starts, context, rows)
@@ -290,7 +290,7 @@ def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int) -> None:
     qkv, cos_sin, positions = torch.randn(tokens, 10 * dim), torch.randn(99, rotary), torch.randint(99, (tokens,)).int()
     results = []
     for module in (ops, ref):
-        got, both = qkv.clone(), torch.full((5, 2, 2, 8, dim), 7.0).to(dtype)  # K and V side by side: strided
+        got, both = qkv.clone(), torch.full((5, 2, 2, 8, dim), 7.0).to(dtype)  # K and V interleaved, so strided
         module.rope_and_cache(got, positions, cos_sin, both[:, 0], both[:, 1], slots, *heads, dim, **norms)
         results.append((got[:, : 6 * dim], both))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is BF16 else {"atol": 1e-5, "rtol": 1e-5}
@@ -325,7 +325,7 @@ def test_sample_follows_the_distribution() -> None:
     assert shares[4] == 0
 
 
-def test_sample_survives_bad_rows() -> None:
+def test_sample_handles_rows_with_nan_and_inf() -> None:
     logits = torch.stack([torch.full((50,), x) for x in (torch.nan, -torch.inf, torch.inf, 0.0)])
     logits[3, 7] = torch.nan
     ones = torch.ones(4)
@@ -352,7 +352,7 @@ def test_bitmask() -> None:
     assert torch.equal(mine, theirs) and mine.isinf().any() and torch.equal(mine[0], logits[0])
 
 
-def test_fallback_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_fallback_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.kernels.cpu.build.shutil.which", lambda name: None)
     backend = ops.start_backend(threads=2, cache_dir=tmp_path)
     assert backend.library is None and "install g++" in str(ops.current_backend())
@@ -360,7 +360,7 @@ def test_fallback_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight)), x @ weight.float().T)
 
 
-def test_build_reports_a_broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.kernels.cpu.build.shutil.which", lambda name: "/bin/false")
     assert ops.start_backend(cache_dir=tmp_path).library is None
     assert not list(tmp_path.iterdir())

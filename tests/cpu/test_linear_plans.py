@@ -1,4 +1,4 @@
-"""How products of few rows are cut for a GPU: what needs no GPU to be known."""
+"""Plans of GPU products, as far as they can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STRIDE = 160  # bytes of the header of 16 packed rows
 
 @pytest.mark.parametrize("m", [1, 8, 16, 32])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096)])
-def test_no_more_ctas_come_together_than_should(m: int, n: int, k: int) -> None:
+def test_shared_memory_limits_ctas_per_sm(m: int, n: int, k: int) -> None:
     plan = linear.choose_plan(m, n, k, header_stride=STRIDE)
     assert plan.stages > 0 and plan.shared_bytes <= linear.MAX_SHARED_BYTES
     if plan.grid > linear.NUM_SMS:
@@ -20,7 +20,7 @@ def test_no_more_ctas_come_together_than_should(m: int, n: int, k: int) -> None:
         )
 
 
-def test_between_large_tiles_and_small_ones_plain_weights_are_for_cublas() -> None:
+def test_plain_weights_of_129_to_224_rows_use_cublas() -> None:
     taken = [m for m in range(33, 257) if wide.supports(m, 28672, 4096)]
     assert taken == [*range(33, 129), *range(wide.MIN_LARGE_ROWS, 257)]
     assert all(wide.supports(m, 28672, 4096, packed=True) for m in range(33, 257))

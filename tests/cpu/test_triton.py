@@ -25,11 +25,11 @@ from triton_cases import (  # noqa: E402
     F32,
     FP8,
     check_attention,
+    check_nan_and_inf,
     check_norm,
     check_rope,
     check_rows,
     check_silu,
-    check_what_is_no_number,
     check_widen,
 )
 
@@ -61,7 +61,7 @@ def test_all_in_the_interpreter() -> None:
 
 @pytest.fixture
 def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts where the GPU rounds, multiplies bfloat16 as integers, and trips over numpy 2.4."""
+    """Fix the interpreter, which does not round, multiplies bfloat16 as integers, and fails with numpy 2.4."""
     types = {"fp32": F32, "bf16": BF16, "fp8e4nv": FP8}
     bits = {"fp32": torch.int32, "bf16": torch.uint16, "fp8e4nv": torch.uint8}
 
@@ -93,7 +93,7 @@ def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_norm_in_the_interpreter(
     rounding: None, dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm, "MAX_GRID_WARPS", 3)  # some take three rows, some two
+    monkeypatch.setattr(norm, "MAX_GRID_WARPS", 3)  # some programs have three rows, some two
     check_norm(CPU, dtype, rows, columns)
 
 
@@ -129,8 +129,8 @@ def test_rope_in_the_interpreter(
 @interpreted
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
-def test_what_is_no_number_in_the_interpreter(rounding: None, dtype: torch.dtype, cache: torch.dtype) -> None:
-    check_what_is_no_number(CPU, dtype, cache)
+def test_nan_and_inf_in_the_interpreter(rounding: None, dtype: torch.dtype, cache: torch.dtype) -> None:
+    check_nan_and_inf(CPU, dtype, cache)
 
 
 RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
@@ -180,7 +180,7 @@ def test_tiles() -> None:
 
 
 class Hopper:
-    """In the driver's place, where there is none."""
+    """A fake Triton driver for machines without a GPU."""
 
     def get_current_device(self) -> int:
         return 0
@@ -193,8 +193,8 @@ class Hopper:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Launches compile, as for the real device, and do no more: these are the kernels."""
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Make launches compile for Hopper without running, and return the compiled kernels."""
     made: list[Any] = []
 
     def launcher(self: Any, grid: object) -> Any:
@@ -209,34 +209,34 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @compiled
-def test_small_kernels_compile(built: list[SimpleNamespace]) -> None:
-    for dtype, rows in ((BF16, 1), (F32, 2)):  # a one becomes a constant of the kernel
+def test_small_kernels_compile(compiled_kernels: list[SimpleNamespace]) -> None:
+    for dtype, rows in ((BF16, 1), (F32, 2)):  # Triton specialises arguments that are 1
         x = torch.zeros(rows, 4096, dtype=dtype)
         rms_norm(x, torch.zeros(4096), 1e-5, pdl=True)
         silu_mul(x, x[:, :2048].clone(), 16, pdl=True)
     ids = torch.zeros(1, dtype=torch.int64)
     gather_tokens(ids, ids, ids, ids, pdl=True)
-    assert len(built) == 5
-    for kernel in (built[0], built[1]):  # sixteen bytes at a time
+    assert len(compiled_kernels) == 5
+    for kernel in (compiled_kernels[0], compiled_kernels[1]):  # sixteen bytes at a time
         assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
 
 
 @compiled
-def test_widen_compiles(built: list[Any]) -> None:
+def test_widen_compiles(compiled_kernels: list[Any]) -> None:
     narrow, wide = torch.zeros(2, 8, 64, 128).to(FP8), torch.zeros(2, 8, 64, 128, dtype=BF16)
     integers = torch.zeros(2, 2, dtype=torch.int32)
     widen_blocks(narrow, narrow.clone(), wide, wide.clone(), integers, integers, integers[0], pdl=True)
-    assert "st.global.v4" in built[0].asm["ptx"]
+    assert "st.global.v4" in compiled_kernels[0].asm["ptx"]
 
 
 @compiled
 @pytest.mark.parametrize("dtype,cache,normed", [(BF16, BF16, True), (BF16, FP8, False), (F32, F32, False)])
-def test_rope_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype, normed: bool) -> None:
+def test_rope_compiles(compiled_kernels: list[Any], dtype: torch.dtype, cache: torch.dtype, normed: bool) -> None:
     qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
     positions, slots, norm = torch.zeros(2).int(), torch.zeros(2).long(), torch.zeros(128) if normed else None
     table = torch.zeros(9, 128)
     rope_and_cache(qkv, positions, table, blocks, blocks.clone(), slots, 32, 8, 128, q_norm=norm, k_norm=norm, pdl=True)
-    assert "st.global.v4" in built[0].asm["ptx"] or cache == FP8
+    assert "st.global.v4" in compiled_kernels[0].asm["ptx"] or cache == FP8
 
 
 @compiled
@@ -244,7 +244,9 @@ def test_rope_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype,
     "dtype,cache,most,product",
     [(BF16, BF16, 1, "mma.sync"), (BF16, BF16, 99, "wgmma"), (BF16, FP8, 1, "mma.sync"), (F32, F32, 4, "fma.rn.f32")],
 )
-def test_attention_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype, most: int, product: str) -> None:
+def test_attention_compiles(
+    compiled_kernels: list[Any], dtype: torch.dtype, cache: torch.dtype, most: int, product: str
+) -> None:
     qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
     integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     block_m = choose_tile_queries(most, 4)
@@ -263,4 +265,4 @@ def test_attention_compiles(built: list[Any], dtype: torch.dtype, cache: torch.d
         block_m=block_m,
         pdl=True,
     )
-    assert product in built[0].asm["ptx"]
+    assert product in compiled_kernels[0].asm["ptx"]

@@ -1,4 +1,4 @@
-"""What was measured of products is kept and found again; only what is missing is measured. tests/gpu measures."""
+"""Tuned products are cached on disk, and only missing ones are measured; tests/gpu measures on a GPU."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LAYER = [weight(6144, 4096), weight(4096, 4096), weight(28672, 4096, gated=True)
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[MatmulProblem]]:
-    """What was asked for, each time."""
+def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[MatmulProblem]]:
+    """Replace the measurement and return the sets of problems that were requested."""
     asked: list[set[MatmulProblem]] = []
 
     def measure(problems: Collection[MatmulProblem]) -> tuning.TunedChoices:
@@ -41,7 +41,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Matmul
     return asked
 
 
-def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
+def test_saved_choices_are_loaded(tmp_path: Path) -> None:
     file = tmp_path / "products.json"
     assert tuning._load(file) == {}
     tuning._save(file, FOUND)
@@ -52,15 +52,15 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
     "damage",
     ["", "{", "[[1, 2, 3]]", '[[1, 2, 3, "other", 4]]', '[[1, 2, 3, "add", "4"]]', '[[1, 2, 3, "add", 8]]', "5"],
 )
-def test_a_damaged_file_is_as_none(tmp_path: Path, damage: str) -> None:
+def test_damaged_file_counts_as_missing(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "products.json"
     file.write_text(damage)
     assert tuning._load(file) == {}
 
 
-def test_only_what_is_missing_is_measured(measured: list[set[MatmulProblem]]) -> None:
+def test_only_missing_products_are_measured(requested: list[set[MatmulProblem]]) -> None:
     tuning.tune_products(LAYER, 4096, [64, 128, 896])
-    assert measured == [
+    assert requested == [
         {
             MatmulProblem(896, 6144, 4096, ProductKind.STORE),
             MatmulProblem(896, 4096, 4096, ProductKind.ADD),
@@ -70,17 +70,17 @@ def test_only_what_is_missing_is_measured(measured: list[set[MatmulProblem]]) ->
     ]
     tuning.tune_products(LAYER, 4096, [896])
     tuning.tune_products([*LAYER, weight(4096, 4096, dtype=torch.float16)], 4096, [896, 1024])
-    assert [{problem.m for problem in problems} for problems in measured] == [{896}, {1024}]
+    assert [{problem.m for problem in problems} for problems in requested] == [{896}, {1024}]
     assert cublas.choices[DOWN] == 3 and {problem.m for problem in cublas.choices} == {896, 1024}
 
 
-def test_what_takes_no_longer_than_its_launch_is_left_out(measured: list[set[MatmulProblem]]) -> None:
+def test_tiny_products_are_not_measured(requested: list[set[MatmulProblem]]) -> None:
     tuning.tune_products([weight(1024, 1024)], 1024, [512, 8192])
-    assert measured == [{MatmulProblem(8192, 1024, 1024, ProductKind.ADD)}]
+    assert requested == [{MatmulProblem(8192, 1024, 1024, ProductKind.ADD)}]
 
 
-def test_a_cache_that_cannot_be_written_stops_nobody(
-    measured: list[set[MatmulProblem]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_unwritable_cache_is_not_fatal(
+    requested: list[set[MatmulProblem]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(file: Path, found: tuning.TunedChoices) -> None:
         raise OSError("no space left")
@@ -91,7 +91,7 @@ def test_a_cache_that_cannot_be_written_stops_nobody(
 
 
 @pytest.mark.parametrize("error", [CublasError("no"), torch.OutOfMemoryError("no")])
-def test_what_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_product_is_skipped(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     other = MatmulProblem(1024, 4096, 14336, ProductKind.ADD)
 
     def fastest(problem: MatmulProblem, weights: list[torch.Tensor]) -> int:
@@ -107,19 +107,19 @@ def test_what_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_cublas_nothing_is_measured(
-    measured: list[set[MatmulProblem]], monkeypatch: pytest.MonkeyPatch
+    requested: list[set[MatmulProblem]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cublas, "is_available", lambda: False)
     tuning.tune_products(LAYER, 4096, [896])
-    assert not measured and not cublas.choices
+    assert not requested and not cublas.choices
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_machine_without_a_gpu_has_none() -> None:
+def test_cublas_is_unavailable_without_a_gpu() -> None:
     assert not cublas.is_available()
 
 
-def test_what_nobody_has_measured_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasured_product_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cublas, "choices", {MatmulProblem(3, 2, 4): 1, MatmulProblem(3, 2, 4, ProductKind.GATED): OWN_KERNEL}
     )
@@ -141,7 +141,7 @@ def test_what_nobody_has_measured_is_left_to_torch(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_the_file_is_readable(tmp_path: Path) -> None:
+def test_cache_file_is_readable_json(tmp_path: Path) -> None:
     tuning._save(tmp_path / "products.json", FOUND)
     rows = json.loads((tmp_path / "products.json").read_text())
     assert [896, 4096, 14336, "add", 2] in rows

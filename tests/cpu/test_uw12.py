@@ -1,4 +1,4 @@
-"""Packed weights on a CPU: nothing is lost, the bytes lie where they should, and one wrong byte is noticed."""
+"""The uw12 format on a CPU is lossless, has the specified layout, and shows every changed byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from emberline.kernels.cuda.uw12 import MAX_HEADER_BYTES, UW12Weight, escapes_offset, header_bytes, is_worth_packing
 from emberline.kernels.uw12_ref import reference_bases, reference_decode, reference_pack, reference_unpack
 
-ANY = 99.0  # bits a weight: packed whatever it takes
+ANY = 99.0  # bits per weight: no limit
 
 
 @pytest.fixture(autouse=True)
@@ -28,21 +28,21 @@ def bits(weight: Tensor) -> Tensor:
     return weight.view(torch.int16)
 
 
-def packed(weight: Tensor, most_bits: float = ANY) -> UW12Weight:
+def pack_or_fail(weight: Tensor, most_bits: float = ANY) -> UW12Weight:
     made = reference_pack(weight, max_bits=most_bits)
     assert made is not None
     return made
 
 
 def assert_exact(weight: Tensor, most_bits: float = ANY) -> UW12Weight:
-    made = packed(weight, most_bits)
+    made = pack_or_fail(weight, most_bits)
     assert torch.equal(bits(reference_unpack(made)), bits(weight))
     assert made.nbytes == made.planes.nbytes + made.headers.nbytes
     return made
 
 
 def every_pattern() -> Tensor:
-    """All 65,536, a sixteenth in each 16 rows, among ordinary weights."""
+    """Return all 65,536 bit patterns, a sixteenth in each 16 rows, among ordinary weights."""
     weight = normal(256, 1024)
     for block, some in enumerate(torch.randperm(1 << 16).view(16, -1)):
         rows = bits(weight[16 * block : 16 * block + 16]).view(-1)
@@ -50,7 +50,7 @@ def every_pattern() -> Tensor:
     return weight
 
 
-def odd_rows() -> Tensor:
+def unusual_rows() -> Tensor:
     weight = normal(128, 256)
     weight[1] = 0.0
     weight[2] = -0.0
@@ -58,7 +58,7 @@ def odd_rows() -> Tensor:
     weight[4] = torch.nan
     bits(weight)[5] = torch.randint(1, 128, (256,), dtype=torch.int16)  # denormal
     bits(weight)[6] = torch.arange(0x7F80, 0x7F80 + 128, dtype=torch.int32).repeat(2).to(torch.int16)  # NaN payloads
-    weight[7, ::2] *= 2.0**20  # two windows, as many in each
+    weight[7, ::2] *= 2.0**20  # two exponent windows with as many weights each
     weight[20, 7] = -torch.inf
     weight[40] = 3e38
     weight[41] = 1e-38
@@ -66,14 +66,14 @@ def odd_rows() -> Tensor:
     return weight
 
 
-def test_every_pattern_comes_back() -> None:
+def test_every_bit_pattern_is_restored() -> None:
     weight = every_pattern()
     assert len(bits(weight).unique()) == 1 << 16
     assert_exact(weight)
 
 
-def test_odd_rows_come_back() -> None:
-    assert_exact(odd_rows())
+def test_unusual_rows_are_restored() -> None:
+    assert_exact(unusual_rows())
 
 
 @pytest.mark.parametrize("n,k", [(64, 64), (64, 576), (192, 128), (128, 4160)])
@@ -89,13 +89,13 @@ def test_rows_of_different_scale(low: int, high: int) -> None:
     assert high > 10 or made.header_stride < escapes_offset(128) + 256
 
 
-def test_random_bits_come_back() -> None:
+def test_random_bits_are_restored() -> None:
     for _ in range(3):
         assert_exact(torch.randint(-(1 << 15), 1 << 15, (64, 256), dtype=torch.int16).view(torch.bfloat16))
 
 
-def test_a_base_codes_most_and_is_the_smallest_of_equals() -> None:
-    weight = torch.cat((every_pattern()[:64], odd_rows().repeat(1, 4)))
+def test_base_codes_most_weights_and_is_the_smallest() -> None:
+    weight = torch.cat((every_pattern()[:64], unusual_rows().repeat(1, 4)))
     exponents = bits(weight).int() >> 7 & 0xFF
     windows = torch.arange(128)[:, None] + torch.arange(1, 16)
     coded = torch.stack([(exponents[:, :, None] == window).any(2).sum(1) for window in windows], 1)
@@ -104,11 +104,11 @@ def test_a_base_codes_most_and_is_the_smallest_of_equals() -> None:
     assert reference_bases(weight).tolist() == smallest
 
 
-def test_bytes_lie_where_the_format_says() -> None:
-    """Weight by weight, by the words of the format instead of permuted tensors."""
+def test_bytes_have_the_specified_layout() -> None:
+    """Decode weight by weight from bytes and words, instead of by permuted tensors."""
     n, k = 192, 320
     weight = normal(n, k)
-    made = packed(weight)
+    made = pack_or_fail(weight)
     planes, headers = made.planes.flatten().tolist(), made.headers.tolist()
     for row, column in zip(torch.randint(n, (300,)).tolist(), torch.randint(k, (300,)).tolist(), strict=True):
         word = int(bits(weight)[row, column]) & 0xFFFF
@@ -126,16 +126,16 @@ def test_bytes_lie_where_the_format_says() -> None:
         assert turned >> 8 * (slot % 4) & 0x87 == coded >> 8
 
 
-def test_some_rows_are_packed_weights_too() -> None:
-    weight = odd_rows()
-    made = packed(weight)
+def test_row_slices_are_packed_weights() -> None:
+    weight = unusual_rows()
+    made = pack_or_fail(weight)
     assert torch.equal(bits(reference_unpack(made.slice_rows(64, 128))), bits(weight[64:]))
     with pytest.raises(AssertionError):
         made.slice_rows(16, 128)
 
 
 def test_escapes_are_listed_in_order() -> None:
-    made = packed(odd_rows())
+    made = pack_or_fail(unusual_rows())
     units = made.k // 64
     for header in made.headers:
         starts = header[64 : 64 + 2 * (units + 1)].clone().view(torch.int16).tolist()
@@ -147,28 +147,28 @@ def test_escapes_are_listed_in_order() -> None:
         assert not any(entries[starts[-1] :])
 
 
-def test_one_wrong_byte_is_noticed() -> None:
-    weight = odd_rows()
-    made = packed(weight)
+def test_every_changed_byte_changes_a_weight() -> None:
+    weight = unusual_rows()
+    made = pack_or_fail(weight)
     list_bytes = made.headers[0, escapes_offset(made.k) :].count_nonzero()
     assert list_bytes > 100
     for _ in range(40):
         planes = made.planes.clone()
         planes.view(-1)[torch.randint(planes.numel(), ())] ^= 0xFF
         assert not torch.equal(bits(reference_unpack(replace(made, planes=planes))), bits(weight))
-    for place in (
+    for index in (
         1,
         4 * 9 + 3,
         escapes_offset(made.k) + 2,
         escapes_offset(made.k) + 4 * 17 + 3,
     ):  # scales, values of escapes
         headers = made.headers.clone()
-        headers[0, place] ^= 0x41
-        assert not torch.equal(bits(reference_unpack(replace(made, headers=headers))), bits(weight)), place
+        headers[0, index] ^= 0x41
+        assert not torch.equal(bits(reference_unpack(replace(made, headers=headers))), bits(weight)), index
 
 
-def test_a_fragment_is_decoded_by_its_words() -> None:
-    """Known words: slot s holds the code 0x100 s + s, negative in odd slots, whose rows are scaled by 1 and by 4."""
+def test_known_words_decode_to_known_weights() -> None:
+    """Slot s holds the code 0x100 s + s, negative in odd slots, and rows are scaled by 1 and by 4."""
     low, high = [0x03020100, 0x07060504], 0
     for slot in range(8):
         four = (slot & 7 | (slot % 2) << 7) << 8 * (slot % 4)
@@ -184,11 +184,11 @@ def test_a_fragment_is_decoded_by_its_words() -> None:
 
 
 @pytest.mark.parametrize("n,k", [(96, 64), (64, 96), (16, 64), (0, 64)])
-def test_what_stays_plain(n: int, k: int) -> None:
+def test_unsupported_shapes_stay_plain(n: int, k: int) -> None:
     assert reference_pack(normal(n, k), max_bits=ANY) is None
 
 
-def test_what_would_not_be_smaller_stays_plain() -> None:
+def test_incompressible_weights_stay_plain() -> None:
     assert reference_pack(torch.randint(-(1 << 15), 1 << 15, (64, 256), dtype=torch.int16).view(torch.bfloat16)) is None
     assert is_worth_packing(64, 4096, 200) and not is_worth_packing(64, 4096, 4000)
     most = (MAX_HEADER_BYTES - escapes_offset(16384)) // 4

@@ -1,4 +1,4 @@
-"""Products by cuBLAS: whichever of its algorithms is chosen, the same numbers; and what was measured is kept."""
+"""Products by cuBLAS: all usable algorithms give the same bits, and measured choices are cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SHAPES = [(896, 4096, 14336), (448, 28672, 4096), (1536, 6144, 4096), (300, 256, 8192), (300, 192, 128)]
 
 
-def drawn(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+def random_operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(m + n)
     return torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").mul_(0.02).bfloat16()
 
@@ -27,10 +27,13 @@ def error(got: Tensor, x: Tensor, w: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_those_to_choose_from_give_the_same_bits(shape: tuple[int, int, int]) -> None:
-    """So that what is measured decides nothing but speed. Of the sizes that layers have they are all: such proposals
-    differ in their tiles alone, and sums go over k in order. Where there is little work, some cut k."""
-    x, w = drawn(*shape)
+def test_usable_proposals_give_the_same_bits(shape: tuple[int, int, int]) -> None:
+    """Tuning must affect only the speed.
+
+    For the sizes of layers all proposals qualify: they differ only in their tiles, and sum over k in order. For small
+    products some proposals split k.
+    """
+    x, w = random_operands(*shape)
     matmul = Matmul(MatmulProblem(*shape))
     outs = [matmul(x, w, x.new_empty(shape[0], shape[1]), i) for i in range(len(matmul))]
     assert len(matmul) > 1 or shape[0] == 300
@@ -40,15 +43,15 @@ def test_those_to_choose_from_give_the_same_bits(shape: tuple[int, int, int]) ->
     assert shape[0] == 300 or len(same) == len(matmul)
 
 
-def test_what_is_added_to() -> None:
-    x, w = drawn(512, 256, 1024)
+def test_product_is_added_to_the_output() -> None:
+    x, w = random_operands(512, 256, 1024)
     there = torch.randn(512, 256, device="cuda").bfloat16()
     got = cublas.multiply(x, w, out=there.clone(), kind=ProductKind.ADD)
     torch.testing.assert_close(got, (there.float() + x.float() @ w.float().t()).bfloat16(), atol=0.02, rtol=0.02)
 
 
-def test_in_a_graph() -> None:
-    x, w = drawn(512, 256, 1024)
+def test_product_in_a_cuda_graph() -> None:
+    x, w = random_operands(512, 256, 1024)
     out = torch.zeros(512, 256, device="cuda", dtype=torch.bfloat16)
     expected = cublas.multiply(x, w, out=torch.empty_like(out))
     graph = torch.cuda.CUDAGraph()
@@ -61,7 +64,7 @@ def test_in_a_graph() -> None:
         assert torch.equal(out, expected)
 
 
-def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_choices_are_cached_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "kernel_dir", lambda: tmp_path)
     monkeypatch.setattr(cublas, "choices", {})
     monkeypatch.setattr(tuning, "MIN_PRODUCT_FLOP", 0.0)
@@ -76,7 +79,7 @@ def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.
         for n, kind in ((384, ProductKind.STORE), (512, ProductKind.GATED), (256, ProductKind.ADD))
     }
     assert cublas.choices == found
-    monkeypatch.setattr(tuning, "_measure", lambda problems: pytest.fail("it is known"))
+    monkeypatch.setattr(tuning, "_measure", lambda problems: pytest.fail("the choice is cached"))
     monkeypatch.setattr(cublas, "choices", {})
     tuning.tune_products([store, gated, add], 256, [384])
     assert cublas.choices == found

@@ -1,4 +1,4 @@
-"""Decode attention against exact sums, and against itself: cut or whole, alone or in a batch, launched or replayed."""
+"""Decode attention is close to exact sums, and independent of the batch, padding and graph replays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 SMS = 132
-MANY = 4096  # multiprocessors for which every tile becomes an item
+MANY = 4096  # a number of SMs for which every tile becomes an item
 RAGGED = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 640, 641, 1000, 1024, 2048, 2999, 3000]
 
 
@@ -28,7 +28,7 @@ def seed() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of some lengths with their cache, blocks in any order, and a hole after the heads of each block."""
+    """Rows of given lengths with their cache; blocks are in random order, with a gap after the heads of each."""
 
     lengths: list[int]
     qkv: Tensor
@@ -61,8 +61,8 @@ class Case:
     def scale(self) -> float:
         return float(self.heads[2] ** -0.5)
 
-    def seen(self, cache: Tensor, row: int, window: int) -> Tensor:
-        """[kv_heads, keys, head_dim] that a row attends to."""
+    def visible(self, cache: Tensor, row: int, window: int) -> Tensor:
+        """Return the keys or values [kv_heads, keys, head_dim] that a row attends to."""
         length, (_, kv_heads, head_dim) = self.lengths[row], self.heads
         blocks = self.tables[row, : -(-length // cache.shape[2])].long()
         held = torch.stack([cache[b].to(BF16) for b in blocks.tolist()])
@@ -70,12 +70,12 @@ class Case:
         return held.transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, first:length]
 
     def reference(self, window: int = 0) -> tuple[Tensor, Tensor]:
-        """Exact, and as torch has it in bf16."""
+        """Return the exact result, and that of torch in bf16."""
         q_heads, kv_heads, head_dim = self.heads
         exact, theirs = [], []
         for row in range(len(self.lengths)):
             q = self.qkv[row, : q_heads * head_dim].view(1, q_heads, 1, head_dim)
-            k, v = (self.seen(cache, row, window)[None] for cache in (self.keys, self.values))
+            k, v = (self.visible(cache, row, window)[None] for cache in (self.keys, self.values))
             theirs.append(F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True).flatten())
             wide = [t.double().repeat_interleave(q_heads // kv_heads, 1) for t in (k, v)]
             weights = (q.double() @ wide[0].transpose(2, 3) * self.scale).softmax(-1)
@@ -83,7 +83,7 @@ class Case:
         return torch.stack(exact), torch.stack(theirs)
 
 
-def listed(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DecodeWork:
+def work_for(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> DecodeWork:
     rows, kv_heads = len(case.lengths), case.heads[1]
     room = worklist.item_capacity(rows, kv_heads, sms)
     made = worklist.plan_work(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
@@ -98,7 +98,7 @@ def scratch_of(case: Case, work: DecodeWork) -> DecodeScratch:
 
 
 def run(case: Case, work: DecodeWork | None = None, *, window: int = 0, scratch: DecodeScratch | None = None) -> Tensor:
-    work = work or listed(case)
+    work = work or work_for(case)
     scratch = scratch or scratch_of(case, work)
     out = torch.full((len(case.qkv), case.q_heads * case.heads[2]), torch.nan, device="cuda", dtype=BF16)
     cached = DecodeCache(case.keys, case.values)
@@ -111,7 +111,7 @@ def run(case: Case, work: DecodeWork | None = None, *, window: int = 0, scratch:
 
 
 def assert_close(ours: Tensor, case: Case, *, window: int = 0) -> None:
-    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
+    """Assert that the error is at most twice that of torch, in the worst element and on average."""
     exact, theirs = case.reference(window)
     floor = 1e-6 * exact.abs().max().item()
     for norm in (torch.max, torch.mean):
@@ -124,8 +124,8 @@ def assert_close(ours: Tensor, case: Case, *, window: int = 0) -> None:
 @pytest.mark.parametrize("q_heads,kv_heads", [(8, 8), (4, 2), (32, 8), (8, 1), (16, 1), (24, 2), (9, 3), (11, 1)])
 def test_ragged(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     case = Case.random(RAGGED, q_heads, kv_heads, head_dim, dtype=dtype)
-    for sms in (1, SMS, MANY):  # hardly cut, as it comes, every tile an item
-        assert_close(run(case, listed(case, sms=sms)), case)
+    for sms in (1, SMS, MANY):  # few cuts, the usual number, every tile an item
+        assert_close(run(case, work_for(case, sms=sms)), case)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
@@ -141,7 +141,7 @@ def test_block_sizes(head_dim: int, dtype: torch.dtype, block: int) -> None:
 def test_windows(block: int, window: int) -> None:
     case = Case.random(RAGGED, 8, 2, 128, block=block)
     for sms in (1, MANY):
-        assert_close(run(case, listed(case, sms=sms), window=window), case, window=window)
+        assert_close(run(case, work_for(case, sms=sms), window=window), case, window=window)
 
 
 def test_one_long_row_among_short_ones() -> None:
@@ -150,25 +150,25 @@ def test_one_long_row_among_short_ones() -> None:
 
 
 def test_more_units_than_the_grid() -> None:
-    """The queue hands them out, and is left as it was found."""
+    """The queue distributes the units and is reset at the end."""
     case = Case.random([int(n) for n in torch.randint(1, 400, (300,))], 8, 8, 64)
-    work = listed(case)
+    work = work_for(case)
     scratch = scratch_of(case, work)
     ours = run(case, work, scratch=scratch)
     assert_close(ours, case)
     assert torch.equal(run(case, work, scratch=scratch), ours)
 
 
-def test_a_list_for_longer_rows() -> None:
-    """Keys that are not there yet count for nothing, even in items that have none."""
+def test_work_list_for_longer_rows() -> None:
+    """Keys beyond a row's length are ignored, even in items that have no other keys."""
     case = Case.random(RAGGED, 32, 8, 128)
-    work = listed(case, sms=MANY, lengths=[n + 200 for n in RAGGED])
+    work = work_for(case, sms=MANY, lengths=[n + 200 for n in RAGGED])
     assert_close(run(case, work), case)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
+def test_rows_are_independent() -> None:
     case = Case.random(RAGGED, 32, 8, 128)
-    ours, work = run(case), listed(case)
+    ours, work = run(case), work_for(case)
     assert (work.partial_starts[1:] > 0).any()
     order = torch.randperm(len(RAGGED))
     moved = Case(
@@ -178,7 +178,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     assert torch.equal(run(moved), ours[order])
 
 
-def test_padding_rows_are_harmless() -> None:
+def test_padding_rows_do_not_affect_others() -> None:
     case = Case.random([700, 64, 1, 1, 1, 1], 32, 8, 128)
     case.tables[3:] = 0
     ours = run(case)
@@ -187,38 +187,38 @@ def test_padding_rows_are_harmless() -> None:
     assert torch.equal(run(fewer), ours[:3])
 
 
-def test_queries_in_wider_rows() -> None:
+def test_strided_queries() -> None:
     case = Case.random([700, 64, 129], 8, 2, 128)
     wide = torch.full((3, case.qkv.shape[1] + 64), torch.nan, device="cuda", dtype=BF16)
     wide[:, : case.qkv.shape[1]] = case.qkv
     ours = run(case)
-    assert torch.equal(run(Case(case.lengths, wide[:, :-64], *_rest(case))), ours)
+    assert torch.equal(run(Case(case.lengths, wide[:, :-64], *_inputs(case))), ours)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F8], ids=["bf16", "fp8"])
-def test_graph_replays(dtype: torch.dtype) -> None:
-    """One graph, chained launches in one scratch; lengths, tables and lists change between its replays."""
+def test_cuda_graph_replays_with_changing_lengths(dtype: torch.dtype) -> None:
+    """One graph of dependent launches shares a scratch; lengths, tables and lists change between replays."""
     rows = 24
     longest = Case.random([3000] * rows, 32, 8, 128, dtype=dtype)
-    work = listed(longest)
+    work = work_for(longest)
     scratch = scratch_of(longest, work)
     cached = DecodeCache(longest.keys, longest.values)
     swapped = DecodeCache(longest.values, longest.keys)
     qkv, context = torch.zeros_like(longest.qkv), longest.context.clone()
     outs = [torch.empty(rows, 32 * 128, device="cuda", dtype=BF16) for _ in range(4)]
 
-    def chain() -> None:
-        torch.mul(longest.qkv, 1, out=qkv)  # a kernel to be chained to
+    def run_chain() -> None:
+        torch.mul(longest.qkv, 1, out=qkv)  # the preceding kernel
         for i, out in enumerate(outs):
             decode_attention(
                 qkv, (cached, swapped)[i % 2], longest.tables, context, work, longest.scale, *longest.heads,
                 out=out, scratch=scratch,
             )  # fmt: skip
 
-    chain()
+    run_chain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain()
+        run_chain()
     for most in (3000, 5, 700, 64, 1500):
         lengths = [int(n) for n in torch.randint(1, most + 1, (rows,))]
         context.copy_(torch.tensor(lengths) - 1)
@@ -236,5 +236,5 @@ def test_graph_replays(dtype: torch.dtype) -> None:
         assert not scratch.counters.any()
 
 
-def _rest(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     return case.keys, case.values, case.tables, case.context, case.q_heads

@@ -1,4 +1,4 @@
-"""The linear layer for prompts against exact sums, and against itself: same bits in any batch, plan and launch."""
+"""The GEMM for prompts is close to exact sums, and gives the same bits in any batch, plan and launch."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def run(x: Tensor, w: BF16Weight, *, plan: GemmPlan | None = None, pdl: bool = F
     return linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=pdl)
 
 
-def whole(*shape: int, most: int = 3) -> Tensor:
-    """Small integers: their products sum up without rounding."""
+def random_integers(*shape: int, most: int = 3) -> Tensor:
+    """Return small integers, whose products are summed without rounding."""
     return torch.randint(-most, most + 1, shape, device="cuda").to(BF16)
 
 
-def gated_parts(y: Tensor) -> Tensor:
-    """What torch makes of a product with a gated weight."""
+def torch_gated(y: Tensor) -> Tensor:
+    """Return silu(gate) * up of a product with a gated weight, computed by torch."""
     parts = y.unflatten(1, (-1, 2, 16))
     return (F.silu(parts[:, :, 0]) * parts[:, :, 1]).flatten(1)
 
@@ -65,17 +65,17 @@ def test_add(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("k,half", [(4096, 1024), (4096, 4096), (576, 1536), (128, 32), (1024, 96), (192, 20000)])
 @pytest.mark.parametrize("m", ROWS)
 def test_gated(m: int, k: int, half: int) -> None:
-    """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
+    """The result is bitwise equal to the product followed by torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     w = BF16Weight(interleaved(gate, up))
     ours = linear(x, w, out=poisoned(m, half), gated=True, pdl=False)
-    assert torch.equal(ours, gated_parts(run(x, w)))
+    assert torch.equal(ours, torch_gated(run(x, w)))
     plain = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
     assert_close(ours, F.silu(F.linear(x, gate)) * F.linear(x, up), plain)
 
 
-def test_every_gate() -> None:
-    """All that bf16 can say, but what is too small for a square: the product hands each over as it is."""
+def test_every_gate_value() -> None:
+    """All bf16 values, except those whose square underflows, reach the epilogue unchanged."""
     bits = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(BF16)
     gates = bits[bits.isfinite() & (bits.abs() > 1e-15) & (bits.abs() < 1e15)]
     m = 2048
@@ -89,21 +89,21 @@ def test_every_gate() -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.width}x{plan.cluster}")
 @pytest.mark.parametrize("m", (129, 385, 1000))
-def test_every_element_is_in_its_place(m: int, plan: GemmPlan) -> None:
-    """Without rounding before the last: equal. Nothing is written past the last row."""
+def test_every_output_is_at_its_position(m: int, plan: GemmPlan) -> None:
+    """Integers are not rounded, so results are equal; rows beyond the last stay unwritten."""
     for k, n in ((64, 64), (128, 1344), (704, 576), (192, 9792)):
-        x, w, residual = whole(m, k), BF16Weight(whole(n, k)), whole(m, n, most=100)
+        x, w, residual = random_integers(m, k), BF16Weight(random_integers(n, k)), random_integers(m, n, most=100)
         exact = x.float() @ w.data.float().T
         for gated, added in ((False, None), (False, residual), (True, None)):
             room = poisoned(m + 300, n // 2 if gated else n)
             ours = linear(x, w, out=room[:m], residual=added, gated=gated, plan=plan, pdl=False)
             expected = (exact if added is None else exact + added.float()).to(BF16)
-            assert torch.equal(ours, gated_parts(expected) if gated else expected), (k, n, gated)
+            assert torch.equal(ours, torch_gated(expected) if gated else expected), (k, n, gated)
             assert room[m:].isnan().all()
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
-def test_a_row_is_the_same_in_any_batch(k: int, n: int) -> None:
+def test_row_is_independent_of_the_batch(k: int, n: int) -> None:
     x, w = random(2048, k), weight(n, k)
     every = run(x, w)
     for m in (129, 200, 256, 257, 500, 1000, 2047):
@@ -124,12 +124,12 @@ def test_every_plan_has_the_same_bits(m: int) -> None:
             for pdl in (False, True):
                 assert torch.equal(run(x, w, plan=tried, pdl=pdl), store), tried
             active = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=tried)
-            assert torch.equal(active, gated_parts(store)), tried
+            assert torch.equal(active, torch_gated(store)), tried
             expected.append(linear(x, w, out=poisoned(m, n), residual=residual, plan=tried))
             assert torch.equal(expected[0], expected[-1]), tried
 
 
-def test_the_same_every_time() -> None:
+def test_results_are_reproducible() -> None:
     x, w, residual = random(2048, 4096), weight(6144, 4096), random(2048, 6144)
     first = linear(x, w, out=poisoned(2048, 6144), residual=residual)
     for _ in range(30):
@@ -137,14 +137,14 @@ def test_the_same_every_time() -> None:
 
 
 @pytest.mark.parametrize("m", (129, 1000))
-def test_rows_of_x_apart(m: int) -> None:
-    """x may be some columns of a wider tensor."""
+def test_strided_input_rows(m: int) -> None:
+    """x may be a slice of columns of a wider tensor."""
     w, broad = weight(512, 1024), random(m, 3072)
     assert torch.equal(run(broad[:, 1024:2048], w), run(broad[:, 1024:2048].contiguous(), w))
 
 
 @pytest.mark.parametrize("m", (200, 1000))
-def test_a_bad_row_stays_alone(m: int) -> None:
+def test_nan_row_does_not_affect_others(m: int) -> None:
     x, w = random(m, 1024), weight(576, 1024)
     clean, active = run(x, w), linear(x, w, out=poisoned(m, 288), gated=True, pdl=False)
     x[3] = torch.inf
@@ -155,7 +155,7 @@ def test_a_bad_row_stays_alone(m: int) -> None:
 
 
 def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], *, pdl: bool) -> Tensor:
-    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
     m = len(x)
     hidden = x.clone()
     for qkv, o, gate_up, down in weights:
@@ -167,7 +167,7 @@ def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], *, pdl: bool) -> Te
 
 
 @pytest.mark.parametrize("m", (129, 300, 1024))
-def test_a_graph_with_early_launches(m: int) -> None:
+def test_cuda_graph_with_dependent_launches(m: int) -> None:
     weights = [(weight(6144, 4096), weight(4096, 4096), weight(8192, 4096), weight(4096, 4096)) for _ in range(4)]
     x = random(m, 4096, scale=0.5)
     expected = layers(x, weights, pdl=False)
@@ -183,13 +183,13 @@ def test_a_graph_with_early_launches(m: int) -> None:
 
 
 @pytest.mark.parametrize("m,n,k", [(128, 64, 64), (32769, 64, 64), (256, 96, 64), (256, 64, 96), (256, 0, 64)])
-def test_what_is_not_supported(m: int, n: int, k: int) -> None:
+def test_unsupported_shapes(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k)
     with pytest.raises(AssertionError):
         linear(random(m, k), BF16Weight(random(n, k)), out=poisoned(m, n))
 
 
-def test_the_choice_fits() -> None:
+def test_chosen_plan_fits_the_device() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256)]:
         for m in (*ROWS, 8192, 32768):
             plan = choose_plan(m, n, k)

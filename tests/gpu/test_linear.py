@@ -1,4 +1,4 @@
-"""The skinny linear layer against exact sums, and against itself: same bits in any batch, plan and launch."""
+"""The skinny linear layer is close to exact sums, and gives the same bits in any batch, plan and launch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_store(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("k,n", SHAPES)
 @pytest.mark.parametrize("m", (1, 7, 16, 32))
 def test_bias_and_residual(m: int, k: int, n: int) -> None:
-    """Each is one more float32 addition before the one rounding."""
+    """Bias and residual are float32 additions before the single rounding."""
     x, w, bias, residual = random(m, k), weight(n, k), random(n, dtype=F32), random(m, n)
     y = run(x, w, dtype=F32)
     shifted = linear(x, w, out=poisoned(m, n, dtype=F32), bias=bias, pdl=False)
@@ -74,7 +74,7 @@ def test_bias_and_residual(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("k,half", [(4096, 1024), (4096, 4096), (576, 1536), (896, 4864), (128, 16), (1024, 48)])
 @pytest.mark.parametrize("m", (1, 3, 8, 9, 17, 32))
 def test_gated(m: int, k: int, half: int) -> None:
-    """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
+    """The result is bitwise equal to the product followed by torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     bias = random(2 * half, dtype=F32)
     w = BF16Weight(interleaved(gate, up))
@@ -90,7 +90,7 @@ def test_gated(m: int, k: int, half: int) -> None:
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
-def test_a_row_is_the_same_in_any_batch(k: int, n: int) -> None:
+def test_row_is_independent_of_the_batch(k: int, n: int) -> None:
     x, w = random(32, k), weight(n, k)
     whole = run(x, w, dtype=F32)
     for m in ROWS:
@@ -119,14 +119,14 @@ def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
 
 
 @pytest.mark.parametrize("m", (1, 16, 32))
-def test_rows_of_x_apart(m: int) -> None:
-    """x may be some columns of a wider tensor."""
+def test_strided_input_rows(m: int) -> None:
+    """x may be a slice of columns of a wider tensor."""
     w = weight(512, 1024)
     wide = random(m, 3072)
     assert torch.equal(run(wide[:, 1024:2048], w), run(wide[:, 1024:2048].contiguous(), w))
 
 
-def test_a_bad_row_stays_alone() -> None:
+def test_nan_row_does_not_affect_others() -> None:
     x, w = random(8, 1024), weight(528, 1024)
     clean = run(x, w)
     x[3] = torch.inf
@@ -137,7 +137,7 @@ def test_a_bad_row_stays_alone() -> None:
 
 
 def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], head: BF16Weight, *, pdl: bool) -> Tensor:
-    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
     m = len(x)
     hidden = x.clone()
     for qkv, o, gate_up, down in weights:
@@ -149,7 +149,7 @@ def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], head: BF16Weight, *
 
 
 @pytest.mark.parametrize("m", (1, 8, 12, 32))
-def test_a_graph_with_early_launches(m: int) -> None:
+def test_cuda_graph_with_dependent_launches(m: int) -> None:
     weights = [(weight(6144, 4096), weight(4096, 4096), weight(8192, 4096), weight(4096, 4096)) for _ in range(4)]
     head, x = weight(16400, 4096), random(m, 4096, scale=0.5)
     expected = layers(x, weights, head, pdl=False)
@@ -165,7 +165,7 @@ def test_a_graph_with_early_launches(m: int) -> None:
 
 
 @pytest.mark.parametrize("m,n,k", [(33, 64, 64), (64, 64, 64), (0, 64, 64), (1, 24, 64), (1, 64, 96)])
-def test_what_is_not_supported(m: int, n: int, k: int) -> None:
+def test_unsupported_shapes(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k)
     with pytest.raises(AssertionError):
         linear(random(m, k), BF16Weight(random(n, k)), out=poisoned(m, n))

@@ -1,4 +1,4 @@
-"""Prefill attention on the GPU against float64, no further from it than twice what torch is in bf16."""
+"""Prefill attention on the GPU: its error against float64 is at most twice that of torch in bf16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RAGGED = [(count, before) for count in COUNTS for before in CONTEXTS]
 
 @dataclass
 class Batch:
-    """Requests of (new tokens, tokens before them) whose keys lie in shuffled blocks of one cache."""
+    """Requests of (new tokens, tokens before them) whose keys are in shuffled blocks of one cache."""
 
     requests: list[tuple[int, int]]
     q_heads: int
@@ -38,10 +38,12 @@ class Batch:
         width, spare = max(need) + 3, 5
         blocks = sum(need) + spare
         free = torch.randperm(blocks, generator=make, device="cuda").tolist()
-        tables = np.full((len(need), width), 1 << 28, np.int32)  # nobody may look beyond a request's blocks
+        tables = np.full(
+            (len(need), width), 1 << 28, np.int32
+        )  # an invalid block, to detect reads beyond a request's blocks
         for row, count in enumerate(need):
             tables[row, :count] = [free.pop() for _ in range(count)]
-        shape = (2, blocks, 3, self.kv_heads, self.block_size, self.head_dim)  # a stride between blocks
+        shape = (2, blocks, 3, self.kv_heads, self.block_size, self.head_dim)  # blocks are not contiguous
         cache = torch.randn(shape, generator=make, device="cuda").bfloat16()
         self.k, self.v = cache[0, :, 1], cache[1, :, 1]
         columns = (self.q_heads + 2 * self.kv_heads) * self.head_dim
@@ -62,7 +64,7 @@ class Batch:
         )  # fmt: skip
 
     def dense(self, row: int, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v [heads, tokens, dim] of a request, and which keys each query sees."""
+        """Return q, k, v [heads, tokens, dim] of a request, and the mask of visible keys."""
         count, past = self.requests[row]
         length = count + past
         blocks = self.tables[row, : -(-length // self.block_size)].long()
@@ -78,7 +80,7 @@ class Batch:
 
     def check(self, window: int = 0) -> Tensor:
         got = self.ours(window)
-        assert not got.isnan().any(), "something was not written"
+        assert not got.isnan().any(), "some outputs were not written"
         worst = [0.0, 0.0]
         for row, request in enumerate(self.requests):
             q, k, v, seen = self.dense(row, window)
@@ -118,12 +120,12 @@ def test_windows(window: int) -> None:
 
 
 @gpu
-def test_a_long_prompt_and_single_tokens_together() -> None:
+def test_long_prompt_with_single_tokens() -> None:
     Batch([(1, 4000), (3000, 0), (1, 0), (700, 2100), (1, 127), (1, 128)], 8, 2).check()
 
 
 @gpu
-def test_the_same_to_the_bit_again_and_with_other_neighbours() -> None:
+def test_same_bits_in_any_batch() -> None:
     batch = Batch(RAGGED, 8, 2)
     once = batch.check()
     assert torch.equal(once, batch.ours(pdl=False))
@@ -139,7 +141,7 @@ def test_the_same_to_the_bit_again_and_with_other_neighbours() -> None:
 
 @gpu
 @pytest.mark.parametrize("window", [0, 200])
-def test_the_same_to_the_bit_in_chunks(window: int) -> None:
+def test_same_bits_in_chunks(window: int) -> None:
     batch = Batch([(1000, 0)], 8, 2)
     whole = batch.ours(window)
     cached = prefill.PrefillCache(batch.k, batch.v)
@@ -165,7 +167,7 @@ def test_launches_leave_the_counters_at_zero() -> None:
     assert prefill._counters(batch.qkv.device).tolist() == [0, 0]
 
 
-def test_tiles_cover_every_query_once_and_come_longest_first() -> None:
+def test_tiles_cover_every_query_once_longest_first() -> None:
     rng = np.random.default_rng(1)
     for _ in range(50):
         counts = rng.integers(0, 700, rng.integers(1, 40))
@@ -178,7 +180,7 @@ def test_tiles_cover_every_query_once_and_come_longest_first() -> None:
         assert keys == sorted(keys, reverse=True)
 
 
-def test_tiles_that_hold_a_sought_token() -> None:
+def test_tiles_with_logit_tokens() -> None:
     rng = np.random.default_rng(2)
     for _ in range(50):
         counts = rng.integers(0, 700, rng.integers(1, 40))
@@ -194,9 +196,9 @@ def test_tiles_that_hold_a_sought_token() -> None:
         assert select_tiles_with_tokens(tiles, counts, sought).tolist() == held
 
 
-def test_no_new_tokens_are_no_tiles() -> None:
+def test_no_new_tokens_give_no_tiles() -> None:
     assert prefill.make_tiles([0, 0], [5, 0]).shape == (0, 2)
 
 
-def test_shared_memory_fits_a_multiprocessor() -> None:
+def test_shared_memory_fits_an_sm() -> None:
     assert max(prefill.shared_bytes(dim) for dim in prefill.HEAD_DIMS) <= 227 << 10

@@ -1,5 +1,4 @@
-"""Parts of Llama 8B's matrices for several devices, each packed by itself: their products are those of plain rows, to
-the bit, and together the whole's."""
+"""Shards of Llama 8B's matrices, each packed by itself: products equal those of plain rows, and sum to the whole's."""
 
 from __future__ import annotations
 
@@ -25,17 +24,17 @@ def product(x: Tensor, w: BF16Weight | UW12Weight) -> Tensor:
     return ours(x, w, out=poisoned(len(x), w.n, dtype=F32), pdl=False)
 
 
-@pytest.mark.parametrize("of", [2, 4, 8])
+@pytest.mark.parametrize("shards", [2, 4, 8])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_products_of_parts(kind: str, of: int) -> None:
+def test_products_of_shards(kind: str, shards: int) -> None:
     torch.manual_seed(0)
     n, k = SHAPES[kind]
     whole = heavy(n, k)
     for m in (1, 16, 64, 128):
         x = random(m, k)
         parts = []
-        for rank in range(of):
-            rows, columns = Shard(rank, of).slices(f"{kind}.weight", (n, k))
+        for rank in range(shards):
+            rows, columns = Shard(rank, shards).slices(f"{kind}.weight", (n, k))
             part = whole[rows, columns].contiguous()
             made = pack(part)
             assert made is not None
@@ -43,7 +42,7 @@ def test_products_of_parts(kind: str, of: int) -> None:
             parts.append(product(mine, made))
             plain = product(mine, BF16Weight(part))
             same = torch.equal(parts[-1].view(torch.int32), plain.view(torch.int32))
-            assert same or m > 32, (m, rank)  # beyond, a plan for packed weights may split k elsewhere
+            assert same or m > 32, (m, rank)  # above 32 rows, a plan for packed weights may split k elsewhere
             assert_close(parts[-1], F.linear(mine, part), mine.double() @ part.double().t())
         together = torch.cat(parts, 1) if kind in ("q_proj", "gate_proj") else torch.stack(parts).sum(0)
         assert_close(together, F.linear(x, whole), x.double() @ whole.double().t())

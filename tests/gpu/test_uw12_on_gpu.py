@@ -1,5 +1,4 @@
-"""Packed weights on a GPU: packed like the reference, unpacked and gathered to the bit, and products that are those of
-plain rows, to the bit too."""
+"""uw12 on a GPU: packing equals the reference; unpacking, gathering and products are bitwise equal to plain rows."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from emberline.kernels.uw12_ref import reference_pack
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ANY = 99.0  # bits a weight: packed whatever it takes
-# (k, n): as of Llama and smaller; one unit; fewer units than warps, and not a multiple; over 32 units a warp
+ANY = 99.0  # bits per weight: no limit
+# (k, n): as in Llama and smaller; one unit; fewer units than warps, and not a multiple; over 32 units per warp
 SHAPES = [(4096, 1536), (14336, 512), (896, 1152), (576, 960), (64, 64), (320, 192), (17408, 128), (4096, 8256)]
 
 
@@ -33,14 +32,14 @@ def bits(data: Tensor) -> Tensor:
     return data.view(torch.int16 if data.dtype is BF16 else torch.int32)
 
 
-def packed(weight: Tensor) -> UW12Weight:
+def pack_or_fail(weight: Tensor) -> UW12Weight:
     made = pack(weight, max_bits=ANY)
     assert made is not None
     return made
 
 
 def every_pattern(n: int, k: int) -> Tensor:
-    """All 65,536, scattered evenly over 16 rows at a time."""
+    """Return all 65,536 bit patterns, distributed evenly over each 16 rows."""
     weight = heavy(n, k)
     blocks = bits(weight).view(n // 16, -1)
     for block, some in enumerate(torch.randperm(1 << 16, device="cuda").tensor_split(n // 16)):
@@ -50,7 +49,7 @@ def every_pattern(n: int, k: int) -> Tensor:
 
 
 def ragged(n: int, k: int) -> Tensor:
-    """Blocks without an escape beside a row full of them; zeros of both signs, denormals."""
+    """Return blocks without escapes and a row full of them, zeros of both signs, and denormals."""
     weight = random(n, k, scale=k**-0.5)
     weight[:16] = weight[:16].abs().clamp(k**-0.5 / 64, 4 * k**-0.5)
     weight[16, :3000] = torch.where(torch.rand(min(k, 3000), device="cuda") < 0.5, 1e30, -2e25)
@@ -62,21 +61,21 @@ def ragged(n: int, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n,k", [(64, 64), (192, 576), (1024, 2048), (128, 4160), (256, 14336)])
-def test_packs_like_the_reference(n: int, k: int) -> None:
+def test_packing_equals_the_reference(n: int, k: int) -> None:
     for weight in (heavy(n, k), ragged(n, k), random(n, k, scale=2.0**-90)):
-        ours, reference = packed(weight), reference_pack(weight.cpu(), max_bits=ANY)
+        ours, reference = pack_or_fail(weight), reference_pack(weight.cpu(), max_bits=ANY)
         assert reference is not None and ours.header_stride == reference.header_stride
         assert torch.equal(ours.planes.cpu(), reference.planes)
         assert torch.equal(ours.headers.cpu(), reference.headers)
-        again = packed(weight)
+        again = pack_or_fail(weight)
         assert torch.equal(ours.planes, again.planes) and torch.equal(ours.headers, again.headers)
 
 
 @pytest.mark.parametrize("n,k", [(1024, 2048), (4096, 4096)])
-def test_every_pattern_comes_back(n: int, k: int) -> None:
+def test_every_bit_pattern_is_restored(n: int, k: int) -> None:
     weight = every_pattern(n, k)
     assert len(bits(weight).unique()) == 1 << 16
-    made = packed(weight)
+    made = pack_or_fail(weight)
     out = poisoned(n, k)
     assert torch.equal(bits(unpack(made, out, pdl=False)), bits(weight))
     ids = torch.randperm(n, device="cuda")
@@ -84,9 +83,9 @@ def test_every_pattern_comes_back(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
-def test_unpacks_and_gathers(k: int, n: int) -> None:
+def test_unpack_and_gather(k: int, n: int) -> None:
     for weight in (heavy(n, k), ragged(n, k)):
-        made = packed(weight)
+        made = pack_or_fail(weight)
         for pdl in (False, True):
             assert torch.equal(bits(unpack(made, poisoned(n, k), pdl=pdl)), bits(weight))
             for m in (1, 5, 64):
@@ -96,7 +95,7 @@ def test_unpacks_and_gathers(k: int, n: int) -> None:
     assert gather_rows(none, made, poisoned(0, k)).shape == (0, k)
 
 
-def test_what_stays_plain() -> None:
+def test_incompressible_weights_stay_plain() -> None:
     noise = torch.randint(-(1 << 15), 1 << 15, (64, 1024), device="cuda", dtype=torch.int16).view(BF16)
     assert pack(noise) is None
     assert pack(random(96, 64)) is None and pack(random(64, 96)) is None
@@ -105,7 +104,7 @@ def test_what_stays_plain() -> None:
 
 
 def assert_same(x: Tensor, rows: Tensor, made: UW12Weight) -> None:
-    """Every epilogue, packed and not."""
+    """Assert that packed and plain weights give the same bits with every epilogue."""
     m, n = len(x), made.n
     plain, bias, residual = BF16Weight(rows), random(n, dtype=F32), random(m, n)
     for dtype, shift, add in product((BF16, F32), (None, bias), (None, residual)):
@@ -124,16 +123,16 @@ def assert_same(x: Tensor, rows: Tensor, made: UW12Weight) -> None:
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
-def test_products_are_those_of_plain_rows(k: int, n: int) -> None:
+def test_products_equal_those_of_plain_rows(k: int, n: int) -> None:
     for weight in (heavy(n, k), ragged(n, k)):
-        made = packed(weight)
+        made = pack_or_fail(weight)
         for m in (1, 2, 7, 8, 9, 16, 17, 31, 32):
             assert_same(random(m, k), weight, made)
 
 
 def test_any_number_of_rows() -> None:
     weight = heavy(1536, 1088)
-    made = packed(weight)
+    made = pack_or_fail(weight)
     x = random(MAX_ROWS, 1088)
     for m in range(1, MAX_ROWS + 1):
         assert_same(x[:m], weight, made)
@@ -142,14 +141,14 @@ def test_any_number_of_rows() -> None:
 def test_a_gated_weight() -> None:
     gate, up = heavy(2048, 1024), heavy(2048, 1024)
     weight = interleaved(gate, up)
-    assert_same(random(5, 1024), weight, packed(weight))
+    assert_same(random(5, 1024), weight, pack_or_fail(weight))
 
 
-def test_weights_that_are_no_numbers() -> None:
-    """Inf and NaN come through as they do from plain rows, in their rows alone."""
+def test_nan_and_inf_weights() -> None:
+    """Inf and NaN weights affect only their own rows, as with plain weights."""
     weight = heavy(256, 1024)
     weight[3, 100], weight[77, 5], weight[77, 6], weight[130, 1023] = torch.inf, torch.inf, -torch.inf, torch.nan
-    made = packed(weight)
+    made = pack_or_fail(weight)
     for m in (1, 8, 20):
         x = random(m, 1024)
         assert_same(x, weight, made)
@@ -163,7 +162,7 @@ def test_weights_that_are_no_numbers() -> None:
 def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
     n, k = 1600, 1344
     weight, x = heavy(n, k), random(m, k)
-    made = packed(weight)
+    made = pack_or_fail(weight)
     expected = linear(x, BF16Weight(weight), out=poisoned(m, n, dtype=F32), pdl=False)
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
     plan = make_plan(n, k, blocks, tiles, ctas=ctas, header_stride=made.header_stride)
@@ -177,11 +176,11 @@ def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
 
 
 @pytest.mark.parametrize("m", (1, 16, 32))
-def test_as_many_escapes_as_may_be(m: int) -> None:
+def test_maximum_number_of_escapes(m: int) -> None:
     n, k = 128, 12288
     weight = random(n, k, scale=k**-0.5)
     weight[20, : MAX_HEADER_BYTES // 5] = 1e-30
-    made = packed(weight)
+    made = pack_or_fail(weight)
     assert made.header_stride > MAX_HEADER_BYTES * 3 // 4
     assert_same(random(m, k), weight, made)
 
@@ -189,7 +188,7 @@ def test_as_many_escapes_as_may_be(m: int) -> None:
 def layers(
     x: Tensor, weights: list[tuple[BF16Weight | UW12Weight, ...]], head: BF16Weight | UW12Weight, *, pdl: bool
 ) -> Tensor:
-    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
     m = len(x)
     hidden = x.clone()
     for qkv, o, gate_up, down in weights:
@@ -201,13 +200,13 @@ def layers(
 
 
 @pytest.mark.parametrize("m", (1, 8, 12, 32))
-def test_a_graph_with_early_launches(m: int) -> None:
+def test_cuda_graph_with_dependent_launches(m: int) -> None:
     sizes = (6144, 4096, 8192, 4096)
     rows = [[heavy(n, 4096) for n in sizes] for _ in range(4)]
     head, x = heavy(16448, 4096), random(m, 4096, scale=0.5)
     plain = [tuple(BF16Weight(w) for w in layer) for layer in rows]
-    made = [tuple(packed(w) for w in layer) for layer in rows]
-    packed_head = packed(head)
+    made = [tuple(pack_or_fail(w) for w in layer) for layer in rows]
+    packed_head = pack_or_fail(head)
     expected = layers(x, plain, BF16Weight(head), pdl=False)
     assert expected.isfinite().all()
     assert torch.equal(layers(x, made, packed_head, pdl=False), expected)
@@ -222,9 +221,9 @@ def test_a_graph_with_early_launches(m: int) -> None:
 
 
 def test_unpack_and_gather_in_a_graph() -> None:
-    """The scratch that one product still reads is the one the next weight is unpacked into."""
+    """The next weight is unpacked into the memory that a product still reads."""
     weights = [heavy(1024, 1024) for _ in range(4)]
-    made = [packed(weight) for weight in weights]
+    made = [pack_or_fail(weight) for weight in weights]
     ids, scratch = torch.randint(1024, (16,), device="cuda"), poisoned(1024, 1024)
 
     def work() -> Tensor:

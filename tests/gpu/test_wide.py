@@ -1,4 +1,4 @@
-"""The linear layer for up to 256 rows against exact sums, and against itself: same bits in any batch and launch."""
+"""The linear layer for up to 256 rows is close to exact sums, and gives the same bits in any batch and launch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(
 
 
 def tiles(columns: int) -> Iterator[tuple[int, int]]:
-    """Groups, and how many CTAs share x."""
+    """Yield warpgroups, and the number of CTAs that share x."""
     groups = [groups for groups, wide in PLAIN_TILES if wide == columns]
     return product(groups, SHARES if columns == LARGE_COLUMNS else (1,))
 
@@ -68,7 +68,7 @@ def test_store(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("k,n", SHAPES)
 @pytest.mark.parametrize("m", (33, 63, 64, 100, 128, 129, 200, 256))
 def test_bias_and_residual(m: int, k: int, n: int) -> None:
-    """Each is one more float32 addition before the one rounding."""
+    """Bias and residual are float32 additions before the single rounding."""
     x, w, bias, residual = random(m, k), weight(n, k), random(n, dtype=F32), random(m, n)
     y = run(x, w, dtype=F32)
     shifted = linear(x, w, out=poisoned(m, n, dtype=F32), bias=bias, pdl=False)
@@ -86,7 +86,7 @@ def test_bias_and_residual(m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("k,half", [(4096, 1024), (4096, 4096), (576, 1536), (128, 32), (1024, 96), (192, 20000)])
 @pytest.mark.parametrize("m", (33, 48, 64, 65, 128, 129, 200, 256))
 def test_gated(m: int, k: int, half: int) -> None:
-    """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
+    """The result is bitwise equal to the product followed by torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     bias = random(2 * half, dtype=F32)
     w = BF16Weight(interleaved(gate, up))
@@ -103,7 +103,7 @@ def test_gated(m: int, k: int, half: int) -> None:
 
 @pytest.mark.parametrize("k,n", SHAPES)
 @pytest.mark.parametrize("most", COLUMNS)
-def test_a_row_is_the_same_in_any_batch(most: int, k: int, n: int) -> None:
+def test_row_is_independent_of_the_batch(most: int, k: int, n: int) -> None:
     x, w = random(most, k), weight(n, k)
     whole = run(x, w, dtype=F32)
     for m in ROWS:
@@ -117,7 +117,7 @@ def test_a_row_is_the_same_in_any_batch(most: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("m", (37, 61, 90, 128, 129, 200, 256))
 @pytest.mark.parametrize("split", (1, 2, 3, 4))
 def test_every_plan_has_the_same_bits(m: int, split: int) -> None:
-    """For a split of k, which is the only part of a plan that a result depends on."""
+    """Results depend on the plan only through the split of k."""
     n, k, columns = 1600, 1344, choose_columns(m)
     x, w, residual = random(m, k), weight(n, k), random(m, n)
     exact = x.double() @ w.data.double().T
@@ -150,15 +150,15 @@ def test_gated_with_every_plan(columns: int, split: int) -> None:
 
 
 @pytest.mark.parametrize("m", (33, 64, 128, 200))
-def test_rows_of_x_apart(m: int) -> None:
-    """x may be some columns of a wider tensor."""
+def test_strided_input_rows(m: int) -> None:
+    """x may be a slice of columns of a wider tensor."""
     w = weight(512, 1024)
     broad = random(m, 3072)
     assert torch.equal(run(broad[:, 1024:2048], w), run(broad[:, 1024:2048].contiguous(), w))
 
 
 @pytest.mark.parametrize("m", (48, 100, 200))
-def test_a_bad_row_stays_alone(m: int) -> None:
+def test_nan_row_does_not_affect_others(m: int) -> None:
     x, w = random(m, 1024), weight(576, 1024)
     clean = run(x, w)
     x[3] = torch.inf
@@ -169,7 +169,7 @@ def test_a_bad_row_stays_alone(m: int) -> None:
 
 
 def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], head: BF16Weight, *, pdl: bool) -> Tensor:
-    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
     m = len(x)
     hidden = x.clone()
     for qkv, o, gate_up, down in weights:
@@ -181,7 +181,7 @@ def layers(x: Tensor, weights: list[tuple[BF16Weight, ...]], head: BF16Weight, *
 
 
 @pytest.mark.parametrize("m", (33, 64, 100, 128, 129, 200, 256))
-def test_a_graph_with_early_launches(m: int) -> None:
+def test_cuda_graph_with_dependent_launches(m: int) -> None:
     weights = [(weight(6144, 4096), weight(4096, 4096), weight(8192, 4096), weight(4096, 4096)) for _ in range(4)]
     head, x = weight(38464, 4096), random(m, 4096, scale=0.5)
     expected = layers(x, weights, head, pdl=False)
@@ -196,19 +196,19 @@ def test_a_graph_with_early_launches(m: int) -> None:
         assert torch.equal(captured, expected)
 
 
-def test_few_rows_are_for_packed_weights_of_many_rows() -> None:
+def test_few_rows_are_supported_for_tall_packed_weights() -> None:
     for m, n, packed in product((16, 17, 32), (28608, 28672), (False, True)):
         assert supports(m, n, 4096, packed=packed) is (m > 16 and n == 28672 and packed)
 
 
 @pytest.mark.parametrize("m,n,k", [(0, 64, 64), (257, 64, 64), (64, 96, 64), (64, 64, 96), (64, 0, 64)])
-def test_what_is_not_supported(m: int, n: int, k: int) -> None:
+def test_unsupported_shapes(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k) and not supports(m, n, k, packed=True)
     with pytest.raises(AssertionError):
         linear(random(m, k), BF16Weight(random(n, k)), out=poisoned(m, n))
 
 
-def test_the_choice_fits() -> None:
+def test_chosen_plan_fits_the_device() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256)]:
         for columns in COLUMNS:
             plan = choose_plan(columns, n, k)

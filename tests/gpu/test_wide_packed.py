@@ -1,4 +1,4 @@
-"""Packed weights in the linear layer for up to 256 rows: the same bits as plain ones, with every plan and epilogue."""
+"""Packed weights in the linear layer for up to 256 rows give the bits of plain ones, with every plan and epilogue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from emberline.kernels.cuda.wide import (
     SHARES,
     TileConfig,
     WidePlan,
-    _table,
+    _exchange_memory,
     choose_columns,
     choose_plan,
     linear,
@@ -35,7 +35,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS = (17, 32, 33, 64, 65, 100, 128, 129, 200, 256)
-# (k, n): layers of Llama 3.1 8B, narrower; one unit of k; more tiles than CTAs; ragged tails; more than 64 units a part
+# (k, n): layers of Llama 3.1 8B, narrower; one unit of k; more tiles than CTAs; ragged tails; more than 64 units per
+# part
 SHAPES = [(4096, 6144), (14336, 1024), (896, 1152), (64, 64), (320, 192), (192, 40000), (960, 2624)]
 
 
@@ -44,28 +45,28 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def usual(n: int, k: int) -> Tensor:
-    """A few escapes: the smallest weights of a row."""
+def few_escapes(n: int, k: int) -> Tensor:
+    """Return weights with a few escapes, the smallest of each row."""
     return random(n, k, scale=k**-0.5)
 
 
-def none(n: int, k: int) -> Tensor:
+def no_escapes(n: int, k: int) -> Tensor:
     return (random(n, k).sign() * (1 + torch.rand(n, k, device="cuda")) * k**-0.5).to(BF16)
 
 
-def many(n: int, k: int) -> Tensor:
-    """Of some rows most of the first and the last weights, and a few of the others."""
-    w = usual(n, k).float()
+def many_escapes(n: int, k: int) -> Tensor:
+    """Return weights with many escapes at the begin and end of some rows, and a few elsewhere."""
+    w = few_escapes(n, k).float()
     rows = torch.arange(n, device="cuda")[:, None] % 37 % 16 == 5
     columns = torch.arange(k, device="cuda")
     sizes = 2 ** (120 * torch.rand(n, k, device="cuda") - 60)
     return torch.where(rows & ((columns < 512) | (columns >= k - 100)), w.sign() * sizes, w).to(BF16)
 
 
-KINDS = (usual, none, many)
+KINDS = (few_escapes, no_escapes, many_escapes)
 
 
-def both(data: Tensor) -> tuple[BF16Weight, UW12Weight]:
+def plain_and_packed(data: Tensor) -> tuple[BF16Weight, UW12Weight]:
     packed = pack(data.contiguous(), max_bits=64.0)
     assert packed is not None
     return BF16Weight(data), packed
@@ -76,28 +77,28 @@ def width(m: int) -> int:
 
 
 def plain(plan: WidePlan, n: int, k: int) -> WidePlan:
-    """The plan for plain weights that must give the same bits: their tiles are not narrower than 64."""
+    """Return the plan for plain weights that must give the same bits; its tiles have at least 64 columns."""
     return make_plan(max(plan.columns, COLUMNS[0]), n, k, TileConfig(plan.groups, plan.split))
 
 
 def tiles(m: int, split: int) -> Iterator[tuple[int, int]]:
-    """Groups, and how many CTAs share x: a cluster has no more than 8."""
+    """Yield warpgroups, and the number of CTAs that share x; a cluster has at most 8 CTAs."""
     wide = width(m)
     shares = [share for share in (SHARES if wide == LARGE_COLUMNS else (1,)) if split * share <= 8]
     yield from product((groups for groups, columns in PACKED_TILES if columns == wide), shares)
 
 
-def test_the_cases_are_what_they_say() -> None:
+def test_cases_have_the_intended_escapes() -> None:
     for n, k in ((192, 320), (64, 4096)):
-        strides = {kind: both(kind(n, k))[1].header_stride - escapes_offset(k) for kind in KINDS}
-        assert strides[none] == 0 and strides[many] > 1000
-        assert 0 < strides[usual] < 1000 or k < 1000
+        strides = {kind: plain_and_packed(kind(n, k))[1].header_stride - escapes_offset(k) for kind in KINDS}
+        assert strides[no_escapes] == 0 and strides[many_escapes] > 1000
+        assert 0 < strides[few_escapes] < 1000 or k < 1000
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> None:
-    w, packed = both(kind(n, k))
+def test_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> None:
+    w, packed = plain_and_packed(kind(n, k))
     for m in ROWS:
         x, plan = random(m, k), choose_plan(width(m), n, k, packed=True)
         for dtype in (F32, BF16):
@@ -107,11 +108,11 @@ def test_the_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> 
 
 
 @pytest.mark.parametrize("split", (1, 2, 3, 4, 5))
-@pytest.mark.parametrize("kind", (usual, many))
+@pytest.mark.parametrize("kind", (few_escapes, many_escapes))
 @pytest.mark.parametrize("m", (29, 37, 61, 90, 128, 129, 200, 256))
 def test_every_plan(m: int, kind: Callable[[int, int], Tensor], split: int) -> None:
     n, k = 1600, 1344
-    w, packed = both(kind(n, k))
+    w, packed = plain_and_packed(kind(n, k))
     x, residual = random(m, k), random(m, n)
     same = plain(make_plan(width(m), n, k, TileConfig(next(tiles(m, split))[0], split)), n, k)
     expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=same, pdl=False)
@@ -130,7 +131,7 @@ def test_every_plan(m: int, kind: Callable[[int, int], Tensor], split: int) -> N
 @pytest.mark.parametrize("m", ROWS)
 def test_every_epilogue(m: int, split: int) -> None:
     n, k = 1600, 960
-    w, packed = both(many(n, k).mul_(0.5))
+    w, packed = plain_and_packed(many_escapes(n, k).mul_(0.5))
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
     for groups, share in tiles(m, split):
         plan = make_plan(width(m), n, k, TileConfig(groups, split, share=share), packed=True)
@@ -151,8 +152,8 @@ def test_every_epilogue(m: int, split: int) -> None:
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("n,k", [(1600, 960), (192, 64), (8384, 128)])
 def test_gated(n: int, k: int, m: int, split: int) -> None:
-    """Equal to the plain kernel's, and to its parts: the product, then torch's silu and multiplication."""
-    w, packed = both(usual(n, k) * 2)
+    """Results equal the plain kernel's, and the product followed by torch's silu and multiplication."""
+    w, packed = plain_and_packed(few_escapes(n, k) * 2)
     x, bias = random(m, k), random(n, dtype=F32)
     for (groups, share), ctas in product(tiles(m, split) if split <= k // 64 else (), (7, 132)):
         plan = make_plan(width(m), n, k, TileConfig(groups, split, share=share), packed=True, ctas=ctas)
@@ -165,15 +166,15 @@ def test_gated(n: int, k: int, m: int, split: int) -> None:
 
 
 @pytest.mark.parametrize("m", (30, 40, 128, 200))
-def test_weights_that_are_no_numbers(m: int) -> None:
-    """Compared as bits: Inf, NaN, denormals and zeros of both signs are weights like others."""
+def test_nan_and_inf_weights(m: int) -> None:
+    """Inf, NaN, denormals and zeros of both signs are handled like other weights, compared as bits."""
     n, k = 192, 320
-    data = usual(n, k)
+    data = few_escapes(n, k)
     odd = torch.tensor([0x7F80, 0x7FC1, 0x0001, 0x007F, 0x0000, 0x7F7F], device="cuda", dtype=torch.int16)
     odd = torch.cat((odd, odd | -0x8000))
     places = torch.randperm(n * k, device="cuda")[: 4 * len(odd)]
     data.view(torch.int16).view(-1)[places] = odd.repeat(4)
-    w, packed = both(data)
+    w, packed = plain_and_packed(data)
     x = random(m, k)
     for split in (1, 2):
         plan = make_plan(width(m), n, k, TileConfig(next(tiles(m, split))[0], split), packed=True)
@@ -184,9 +185,9 @@ def test_weights_that_are_no_numbers(m: int) -> None:
 
 
 @pytest.mark.parametrize("most", (FEW_COLUMNS, *COLUMNS))
-def test_a_row_is_the_same_in_any_batch(most: int) -> None:
+def test_row_is_independent_of_the_batch(most: int) -> None:
     n, k = 2624, 960
-    _, packed = both(usual(n, k))
+    _, packed = plain_and_packed(few_escapes(n, k))
     x = random(most, k)
     whole = linear(x, packed, out=poisoned(most, n, dtype=F32))
     for m in (row for row in ROWS if most // 2 < row <= most):
@@ -195,7 +196,7 @@ def test_a_row_is_the_same_in_any_batch(most: int) -> None:
 
 
 def layers(x: Tensor, weights: list[tuple[UW12Weight, ...]], head: UW12Weight, *, pdl: bool) -> Tensor:
-    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    """Run linear layers as a decoder does: each reads the output of the preceding one, and one adds in place."""
     m = len(x)
     hidden = x.clone()
     for qkv, o, gate_up, down in weights:
@@ -207,16 +208,16 @@ def layers(x: Tensor, weights: list[tuple[UW12Weight, ...]], head: UW12Weight, *
 
 
 @pytest.mark.parametrize("m", (20, 33, 64, 100, 128, 129, 200, 256))
-def test_a_graph_with_early_launches(m: int) -> None:
+def test_cuda_graph_with_dependent_launches(m: int) -> None:
     sizes = ((6144, 4096), (4096, 4096), (8192, 4096), (4096, 4096))
-    weights = [tuple(both(usual(n, k))[1] for n, k in sizes) for _ in range(4)]
-    head, x = both(usual(38464, 4096))[1], random(m, 4096, scale=0.5)
+    weights = [tuple(plain_and_packed(few_escapes(n, k))[1] for n, k in sizes) for _ in range(4)]
+    head, x = plain_and_packed(few_escapes(38464, 4096))[1], random(m, 4096, scale=0.5)
     expected = layers(x, weights, head, pdl=False)
     assert expected.isfinite().all()
     assert torch.equal(layers(x, weights, head, pdl=True), expected)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        layers(x, weights, head, pdl=True)  # a stream's first products are not captured
+        layers(x, weights, head, pdl=True)  # the first products of a stream must run outside a capture
     with torch.cuda.graph(graph, stream=stream):
         captured = layers(x, weights, head, pdl=True)
     for _ in range(3):
@@ -228,10 +229,10 @@ def test_a_graph_with_early_launches(m: int) -> None:
 @pytest.mark.parametrize("looks", (0, 1, EXCHANGE_POLLS))
 @pytest.mark.parametrize("split", (2, 3, 4, 6, 9))
 @pytest.mark.parametrize("m", (29, 37, 64, 90, 128, 200))
-def test_parts_that_are_no_cluster(m: int, split: int, looks: int) -> None:
-    """The same bits, whether they wait for each other or leave all to the last; and nothing is left of a launch."""
+def test_unclustered_parts(m: int, split: int, looks: int) -> None:
+    """Results are the same whether CTAs wait for each other or leave all to the last; counters are reset."""
     n, k = 1600, 1344
-    _, packed = both(usual(n, k))
+    _, packed = plain_and_packed(few_escapes(n, k))
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
     for groups in sorted({groups for groups, _ in tiles(m, 1)}):
         plan = make_plan(width(m), n, k, TileConfig(groups, split, unclustered=True), packed=True)
@@ -246,42 +247,44 @@ def test_parts_that_are_no_cluster(m: int, split: int, looks: int) -> None:
                 assert torch.equal(ours, first), plan
             linear(x, packed, out=ours, bias=shift, residual=more, plan=cluster, pdl=False)
             assert torch.equal(ours, first) if split <= 8 else torch.allclose(ours, first, atol=0.1, rtol=0.1), plan
-    _, words = _table(x.device, torch.cuda.current_stream().cuda_stream)
+    _, words = _exchange_memory(x.device, torch.cuda.current_stream().cuda_stream)
     assert not words.any()
 
 
-def test_parts_of_one_product_after_the_other() -> None:
-    """Each is launched while the one before still runs, and uses what that has left behind in another form."""
+def test_unclustered_parts_of_consecutive_products() -> None:
+    """Each product starts while the preceding one runs, and reuses its exchange memory in another shape."""
     sizes = ((64, 1024, 4096), (128, 2048, 2048), (100, 1600, 1344), (200, 1024, 1024))
     cases = []
     for i, (m, n, k) in enumerate(sizes * 3):
         row = TileConfig(1 if width(m) < LARGE_COLUMNS else 2, (4, 2, 3, 5, 6)[i % 5], unclustered=True)
-        cases.append((random(m, k), both(usual(n, k))[1], make_plan(width(m), n, k, row, packed=True)))
+        cases.append(
+            (random(m, k), plain_and_packed(few_escapes(n, k))[1], make_plan(width(m), n, k, row, packed=True))
+        )
     expected = [linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=False) for x, w, plan in cases]
     outs = [torch.empty_like(out) for out in expected]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
-    def chain() -> None:
+    def run_chain() -> None:
         for (x, w, plan), out in zip(cases, outs, strict=True):
             linear(x, w, out=out, plan=plan)
 
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        chain()
+        run_chain()
     with torch.cuda.graph(graph, stream=stream):
-        chain()
+        run_chain()
     for _ in range(50):
         for out in outs:
             out.fill_(torch.nan)
         graph.replay()
         assert all(map(torch.equal, outs, expected))
-    assert not _table(outs[0].device, stream.cuda_stream)[1].any()
+    assert not _exchange_memory(outs[0].device, stream.cuda_stream)[1].any()
 
 
-def test_parts_of_two_streams_that_take_each_others_place() -> None:
-    """Neither has all of its CTAs at once, and whoever waits for one that cannot come goes."""
+def test_unclustered_parts_of_two_streams_that_compete_for_sms() -> None:
+    """Neither product has all its CTAs at once; a CTA stops waiting for one that cannot start."""
     n, k, m = 4096, 14336, 128
-    _, packed = both(usual(n, k))
+    _, packed = plain_and_packed(few_escapes(n, k))
     x, plan = random(m, k), choose_plan(128, n, k, packed=True)
     assert plan.unclustered
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -294,30 +297,30 @@ def test_parts_of_two_streams_that_take_each_others_place() -> None:
                 linear(x, packed, out=out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
-    assert not any(_table(x.device, stream.cuda_stream)[1].any() for stream in streams)
+    assert not any(_exchange_memory(x.device, stream.cuda_stream)[1].any() for stream in streams)
 
 
-def test_gates_are_not_apart_where_other_weights_are() -> None:
+def test_gated_weights_use_clusters() -> None:
     n, k, m = 4096, 4096, 64
     assert (
         choose_plan(64, n, k, packed=True).unclustered
         and not choose_plan(64, n, k, packed=True, gated=True).unclustered
     )
-    w, packed = both(usual(n, k))
+    w, packed = plain_and_packed(few_escapes(n, k))
     x, plan = random(m, k), plain(choose_plan(64, n, k, packed=True, gated=True), n, k)
     expected = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=plan)
     assert torch.equal(linear(x, packed, out=poisoned(m, n // 2), gated=True), expected)
 
 
-def test_a_plan_for_other_weights_is_refused() -> None:
-    w, packed = both(usual(128, 128))
+def test_plan_for_other_weights_is_rejected() -> None:
+    w, packed = plain_and_packed(few_escapes(128, 128))
     x = random(64, 128)
     for weights, wrong in ((w, True), (packed, False)):
         with pytest.raises(AssertionError):
             linear(x, weights, out=poisoned(64, 128), plan=make_plan(64, 128, 128, TileConfig(1), packed=wrong))
 
 
-def test_the_choice_fits() -> None:
+def test_chosen_plan_fits_the_device() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256), (28672, 8192)]:
         for wide in (FEW_COLUMNS, *COLUMNS):
             plan = choose_plan(wide, n, k, packed=True)

@@ -1,4 +1,4 @@
-"""The GPU bench without a GPU: what it times, counts and bounds, on the fake runner and a clock that tests move."""
+"""The GPU benchmarks without a GPU: times, counts and limits, with a fake runner and a manual clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
 
-STEP, TOKEN = 0.010, 0.001  # seconds: of any step, and of each token of a prompt in it
+STEP, TOKEN = 0.010, 0.001  # seconds of any step, and of each prompt token in it
 TINY = LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -54,7 +54,7 @@ TINY = LLAMA_8B | {
 
 
 class SlowRunner(FakeRunner):
-    """Steps take time on the test's clock: more when there is more to prefill."""
+    """A runner whose steps take time on the test's clock, more with more tokens to prefill."""
 
     def __init__(self, clock: ManualClock, **more: Any) -> None:
         super().__init__(vocab_size=engine.VOCAB, **more)
@@ -68,16 +68,16 @@ class SlowRunner(FakeRunner):
         return super().run(plan)
 
 
-class Overlapped:
-    """An engine that hands the outputs of a step out with the next one."""
+class OverlappedEngine:
+    """An engine that returns the outputs of a step with the next one."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
-        self._kept: list[Output] = []
+        self._delayed: list[Output] = []
 
     @property
     def idle(self) -> bool:
-        return self.inner.idle and not self._kept
+        return self.inner.idle and not self._delayed
 
     def add(self, submission: Submission) -> None:
         self.inner.add(submission)
@@ -86,17 +86,17 @@ class Overlapped:
         self.inner.abort(submission_id)
 
     def step(self) -> list[Output]:
-        before, self._kept = self._kept, self.inner.step()
+        before, self._delayed = self._delayed, self.inner.step()
         return before
 
 
-def fake(clock: ManualClock, *, batch_tokens: int = 64, running: int = 64, blocks: int = 4096) -> Engine:
+def fake_engine(clock: ManualClock, *, batch_tokens: int = 64, running: int = 64, blocks: int = 4096) -> Engine:
     config = SchedulerConfig(max_batch_tokens=batch_tokens, max_running=running, prefix_cache=False)
     return Engine(config, SlowRunner(clock, num_blocks=blocks), clock)
 
 
-def sleeper(clock: ManualClock) -> Callable[[float], None]:
-    """As a real one does, it wakes a little late: a time between two floats would never come."""
+def late_sleep(clock: ManualClock) -> Callable[[float], None]:
+    """Return a sleep that wakes a little late, as a real one does, so that rounding never prevents the wake-up."""
     return lambda seconds: clock.advance(seconds + 1e-9)
 
 
@@ -107,28 +107,28 @@ def small_job(batch: int) -> BenchJob:
 # -- decode -----------------------------------------------------------------------------------------------------
 
 
-def test_a_decode_step_is_timed_without_the_prefill_of_others() -> None:
+def test_decode_step_time_excludes_prefill_of_other_requests() -> None:
     clock = ManualClock(5.0)
-    job = small_job(6)  # 144 tokens of prompts, 64 a step: the first decode while the last prefill
-    course = run_job(fake(clock), job, clock=clock.now)
+    job = small_job(6)  # 144 prompt tokens, 64 per step: the first requests decode while the last prefill
+    course = run_job(fake_engine(clock), job, clock=clock.now)
     part = SteadyPhase.from_timeline(job, course.timeline)
     assert part.step_seconds == pytest.approx(STEP)
     assert 10 < part.steps < 19
     whole = course.timeline.wall / (len(course.step_times) - 1)
-    assert whole > 1.2 * STEP  # so the test could tell
+    assert whole > 1.2 * STEP  # so that the test would notice
 
 
-def test_an_overlapped_engine_is_timed_the_same() -> None:
+def test_overlapped_engine_has_the_same_step_time() -> None:
     clock = ManualClock()
     job = small_job(6)
-    served = Overlapped(fake(clock))
+    served = OverlappedEngine(fake_engine(clock))
     part = SteadyPhase.from_timeline(job, run_job(served, job, clock=clock.now).timeline)
-    # the last outputs come without a step of their own, at the same time as those before
+    # The last outputs come without a step of their own, at the same time as those before.
     assert part.step_seconds == pytest.approx(STEP, rel=0.1)
     assert served.idle
 
 
-def test_the_context_is_what_queries_saw() -> None:
+def test_context_is_the_average_number_of_keys() -> None:
     job = BenchJob([[1] * 10, [1] * 20], [4, 4])
     timeline = TokenTimeline([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
     part = SteadyPhase.from_timeline(job, timeline)
@@ -136,8 +136,8 @@ def test_the_context_is_what_queries_saw() -> None:
     assert part.context == np.mean([12, 13, 21, 22])
 
 
-def test_tokens_of_one_step_with_times_of_their_own_count_once() -> None:
-    late = 1e-5  # the second is told a little later than the first, in every step
+def test_tokens_of_one_step_at_different_times_count_once() -> None:
+    late = 1e-5  # the second request gets its token a little later than the first, in every step
     timeline = TokenTimeline([[float(t) for t in range(1, 8)], [t + late for t in range(1, 8)]])
     part = SteadyPhase.from_timeline(BenchJob([[1], [1]], [7, 7]), timeline)
     assert part.steps == 6
@@ -149,9 +149,9 @@ def test_requests_that_never_decode_together_are_an_error() -> None:
         SteadyPhase.from_timeline(BenchJob([[1], [1]], [2, 2]), TokenTimeline([[1.0, 2.0], [3.0, 4.0]]))
 
 
-def test_a_job_that_takes_too_long_ends_and_leaves_nothing_behind() -> None:
+def test_job_timeout_aborts_all_requests() -> None:
     clock = ManualClock()
-    served = fake(clock)
+    served = fake_engine(clock)
     with pytest.raises(EmberlineError, match="timed out"):
         run_job(served, small_job(4), timeout=5 * STEP, clock=clock.now)
     assert served.idle
@@ -159,15 +159,15 @@ def test_a_job_that_takes_too_long_ends_and_leaves_nothing_behind() -> None:
     run_job(served, job, clock=clock.now).timeline.check(job)
 
 
-def test_cpu_is_counted_over_the_steps_within() -> None:
+def test_cpu_percent_counts_only_steps_within_the_bounds() -> None:
     course = engine.JobRun(TokenTimeline([[1.0]]), [(0.0, 0.0), (1.0, 1.0), (2.0, 1.25), (4.0, 1.75), (5.0, 2.75)])
     assert course.cpu_percent(1.0, 4.0) == pytest.approx(25.0)
     assert course.cpu_percent(0.0, 5.0) == pytest.approx(55.0)
 
 
-def test_the_staircase_visits_the_sizes_that_a_falling_batch_does() -> None:
+def test_warm_up_reaches_the_batch_sizes_of_a_shrinking_batch() -> None:
     clock = ManualClock()
-    served = fake(clock, batch_tokens=4096, running=100)
+    served = fake_engine(clock, batch_tokens=4096, running=100)
     run_job(served, workload.job(warm_up_lengths(100), engine.VOCAB), clock=clock.now)
     assert isinstance(served.runner, SlowRunner)
     seen = set(served.runner.batches)
@@ -178,20 +178,20 @@ def test_the_staircase_visits_the_sizes_that_a_falling_batch_does() -> None:
 # -- limits -----------------------------------------------------------------------------------------------------
 
 
-def test_the_model_has_the_shape_it_is_named_after() -> None:
+def test_model_has_the_shape_of_llama_8b() -> None:
     shapes = tensor_shapes(engine.CONFIG)
     assert sum(map(prod, shapes.values())) == 8_030_261_248
     assert engine.CONFIG.rope.kind == "llama3"
     assert engine.CONFIG.max_context == 131072
 
 
-def test_limits_are_bytes_and_operations_over_what_the_machine_does() -> None:
+def test_limits_follow_from_bandwidth_and_flops() -> None:
     whole = engine.model_cost({})
     weights = 2 * (32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 128256 * 4096)
     kv = 32 * 2 * 8 * 128 * 2
     assert engine.decode_limit_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
     assert engine.decode_limit_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
-    for kept in ("packed", "both"):  # of which a step need read no more than the packed ones
+    for kept in ("packed", "both"):  # a step reads only the packed weights
         assert engine.model_cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
     half = engine.model_cost({"kv_dtype": "float8_e4m3fn"})
     assert engine.decode_limit_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
@@ -216,66 +216,66 @@ def test_arrivals_are_seeded_and_poisson() -> None:
     assert due[0] > 0 and due[-1] < 500.0
     assert len(due) == pytest.approx(4000, rel=0.06)
     gaps = np.diff(due)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # as an exponential's
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # as of an exponential distribution
 
 
-def run_flow(due: list[float], limit: float = 60.0) -> tuple[openloop.OpenLoopRun, Engine, ManualClock]:
+def run_load(due: list[float], limit: float = 60.0) -> tuple[openloop.OpenLoopRun, Engine, ManualClock]:
     clock = ManualClock(100.0)
-    served = fake(clock, batch_tokens=4096)
+    served = fake_engine(clock, batch_tokens=4096)
     job = workload.job([(24, 5)] * len(due), engine.VOCAB)
-    return run_open_loop(served, job, due, limit, clock=clock.now, sleep=sleeper(clock)), served, clock
+    return run_open_loop(served, job, due, limit, clock=clock.now, sleep=late_sleep(clock)), served, clock
 
 
-def test_waiting_counts_from_when_a_request_was_due() -> None:
+def test_time_to_first_token_counts_from_the_due_time() -> None:
     # The second comes in the middle of the first one's prefill of 34 ms, and can only be added after it.
     prefill = STEP + 24 * TOKEN
-    seen, served, _ = run_flow([1.0, 1.005, 3.0])
+    seen, served, _ = run_load([1.0, 1.005, 3.0])
     assert seen.unfinished == 0
     assert served.idle
     assert seen.added == pytest.approx([1.0, 1.0 + prefill, 3.0])
     assert seen.first_token_seconds == pytest.approx([prefill, 2 * prefill - 0.005, prefill])
-    # the first one's second token came with the second one's prompt; all others took a plain step
+    # The first request's second token came with the second one's prompt; all others took a plain step.
     assert sorted(seen.token_gaps) == pytest.approx([STEP] * 11 + [prefill])
 
 
 def test_an_idle_engine_sleeps_until_the_next_request() -> None:
-    seen, served, clock = run_flow([2.0, 30.0])
+    seen, served, clock = run_load([2.0, 30.0])
     assert clock.now() == pytest.approx(130.0 + STEP * 5 + 24 * TOKEN)
     assert served.stats().step == 10
     assert len(seen.token_gaps) == 8
 
 
-def test_at_the_deadline_it_stops_and_says_what_is_open() -> None:
-    seen, served, _ = run_flow([1.0, 1.01, 1.02, 9.0], limit=1.06)
+def test_open_loop_stops_at_the_deadline_and_counts_unfinished_requests() -> None:
+    seen, served, _ = run_load([1.0, 1.01, 1.02, 9.0], limit=1.06)
     assert seen.unfinished == 4
     assert len(seen.added) == 3
     assert not served.idle  # nothing was aborted
 
 
-def test_the_open_loop_reports_beside_both_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_loop_reports_figures_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
-    monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=sleeper(clock)))
+    monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=late_sleep(clock)))
     monkeypatch.setattr(openloop, "make_load", partial(openloop.make_load, prompt=32, output=8))
     report = BenchReport("open")
-    OpenLoopBench(report, fake(clock, batch_tokens=4096), seconds=5.0).measure(8.0)
+    OpenLoopBench(report, fake_engine(clock, batch_tokens=4096), seconds=5.0).measure(8.0)
     assert report.results["open8_itl_p90_ms"].peer == 108.8
     assert report.results["open8_itl_p90_ms/vllm-2048"].value == 62.1
     assert report.results["open8_ttft_p99_ms"].peer is None
     assert report.results["open8_itl_p50_ms"].value == pytest.approx(1e3 * STEP, rel=0.5)
     assert report.config["open8"]["unfinished"] == 0
     other = BenchReport("open")
-    OpenLoopBench(other, fake(clock, batch_tokens=4096), seconds=5.0, peer="vllm").measure(8.0)
+    OpenLoopBench(other, fake_engine(clock, batch_tokens=4096), seconds=5.0, peer="vllm").measure(8.0)
     assert set(other.results) == {f"open8_{kind}_p{p}_ms/vllm" for kind in ("itl", "ttft") for p in (50, 90, 99)}
 
 
-def test_what_a_warm_up_left_behind_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_warm_up_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
-    monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=sleeper(clock)))
+    monkeypatch.setattr(openloop, "run_open_loop", partial(run_open_loop, clock=clock.now, sleep=late_sleep(clock)))
     monkeypatch.setattr(openloop, "run_job", partial(run_job, clock=clock.now))
     monkeypatch.setattr(openloop, "make_load", partial(openloop.make_load, prompt=32, output=8))
     monkeypatch.setattr(openloop, "PROMPT_TOKENS", 32)
     report = BenchReport("open")
-    served = fake(clock, batch_tokens=4096, running=128)
+    served = fake_engine(clock, batch_tokens=4096, running=128)
     run_measurement(report, "open8", partial(OpenLoopBench(report, served, seconds=5.0), 8.0))
     assert "failed" not in report.config
     assert len(report.results) == 12
@@ -294,7 +294,7 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine, "OUTPUT_TOKENS", 12)
     monkeypatch.setattr(engine, "CPU_BATCHES", (8,))
     clock, cpu = ManualClock(), ManualClock()
-    served = fake(clock, batch_tokens=4096)
+    served = fake_engine(clock, batch_tokens=4096)
 
     def cpu_now() -> float:
         cpu.advance(STEP / 4)
@@ -315,7 +315,7 @@ def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) ->
     assert served.idle
 
 
-def test_names_choose_what_runs() -> None:
+def test_names_select_measurements() -> None:
     assert all(is_selected(name, []) for name in engine.NAMES)
     assert [name for name in engine.NAMES if is_selected(name, ["decode_b1"])] == ["decode_b1"]
     assert [name for name in engine.NAMES if is_selected(name, ["decode_b1_ms"])] == ["decode_b1"]
@@ -327,7 +327,7 @@ def test_names_choose_what_runs() -> None:
     assert is_selected("chat1000", ["chat1000_out_tok_s"])
 
 
-def test_peers_that_are_absent_are_skipped_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_peers_are_skipped_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     report = BenchReport("peers")
     peers.measure(report, "vllm")
     assert report.config["skipped"] == {"vllm": "not installed"}
@@ -339,7 +339,7 @@ def test_peers_that_are_absent_are_skipped_and_said(capsys: pytest.CaptureFixtur
 # -- the model on disk ------------------------------------------------------------------------------------------
 
 
-def test_random_weights_stand_in_for_a_checkpoint() -> None:
+def test_random_weights_replace_a_checkpoint() -> None:
     weights = GPURandomWeights("cpu", torch.bfloat16, seed=1)
     matrix = weights.matrix("a.weight", 300, 200)
     assert (matrix.shape, matrix.dtype) == ((300, 200), torch.bfloat16)
@@ -360,11 +360,13 @@ def test_shards_are_about_equal() -> None:
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_a_written_checkpoint_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.bench.gpu.model.PIECE_BYTES", 1000)  # tensors are cut, with a ragged last piece
+def test_written_checkpoint_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "emberline.bench.gpu.model.PIECE_BYTES", 1000
+    )  # tensors are split, and the last piece is shorter
     write_checkpoint(tmp_path, TINY, device="cpu")
     assert len(list(tmp_path.glob("model-0000?-of-00004.safetensors"))) == 4
-    write_checkpoint(tmp_path, TINY, device="cpu")  # over an earlier one, that may have been cut short
+    write_checkpoint(tmp_path, TINY, device="cpu")  # over an earlier one, which may be incomplete
     checkpoint = Checkpoint.open(tmp_path)
     config = ModelConfig.from_hf(checkpoint.config)
     weights = Weights(checkpoint)
@@ -377,17 +379,17 @@ def test_a_written_checkpoint_is_one_that_loads(tmp_path: Path, monkeypatch: pyt
     weights.finish("")
 
 
-def test_a_start_that_read_too_little_is_not_called_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_from_the_page_cache_is_not_reported_as_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, TINY, device="cpu")
     size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     read = size
 
-    def child(what: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def child(action: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
         now = cold.time.monotonic()
         return {"entered": now, "ready": now + 2.0, "seconds": {"boot": 1.5}, "read_bytes": read}
 
     monkeypatch.setattr(cold, "_child", child)
-    monkeypatch.setattr(cold, "drop_page_cache", lambda directory, everything: everything)
+    monkeypatch.setattr(cold, "drop_page_cache", lambda directory, all_files: all_files)
     report = BenchReport("cold")
     cold.measure(report, tmp_path)
     assert report.results["cold_ready_s"].value == pytest.approx(2.0, abs=0.5)
@@ -402,7 +404,7 @@ def test_a_start_that_read_too_little_is_not_called_cold(tmp_path: Path, monkeyp
 # -- the parts --------------------------------------------------------------------------------------------------
 
 
-def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path) -> None:
+def test_failing_part_keeps_its_figures(tmp_path: Path) -> None:
     def measure(report: BenchReport) -> None:
         report.add("first", [3.0, 1.0, 2.0], "us", limit=0.5)
         raise RuntimeError("an illegal access")
@@ -417,35 +419,35 @@ def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path) -> None:
     assert "illegal access" in config["failed"]["kernels.linear"]
 
 
-def test_a_child_that_dies_or_hangs_is_one_failure(tmp_path: Path) -> None:
+def test_child_that_exits_or_hangs_is_reported_as_one_failure(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(
         "import json, sys, time\n"
         "open(sys.argv[-1], 'w').write(json.dumps({'name': 'a', 'result': {'value': 1.0, 'unit': 'ms'}}) + '\\n')\n"
         "time.sleep(60) if sys.argv[1] == 'hang' else sys.exit(3)\n"
     )
-    for how, why in (("die", "exited with status 3"), ("hang", "timed out after 2 s")):
+    for behaviour, reason in (("die", "exited with status 3"), ("hang", "timed out after 2 s")):
         report = BenchReport("gpu", {"failed": {}})
         part = command.BenchPart("engine", 2.0, lambda report: None)
-        command.run_part_in_child(part, [sys.executable, str(script), how], report, 2.0)
-        assert report.config["failed"] == {"engine": why}
+        command.run_part_in_child(part, [sys.executable, str(script), behaviour], report, 2.0)
+        assert report.config["failed"] == {"engine": reason}
         assert report.results["a"].value == 1.0
 
 
-def test_the_command_line_chooses_parts() -> None:
-    def chosen(*words: str) -> list[str]:
+def test_command_line_selects_parts() -> None:
+    def selected(*words: str) -> list[str]:
         return [part.name for part in command.select_parts(command._argument_parser().parse_args(words))]
 
     kernels = [f"kernels.{name}" for name in command.KERNEL_BENCHES]
-    assert chosen() == ["engine", "open", "cold", *kernels]
-    assert chosen("kernels", "--only", "linear,sample") == ["kernels.linear", "kernels.sample"]
-    assert chosen("all", "--only", "decode_b1") == ["engine"]
-    assert chosen("open", "--peers", "vllm") == ["open", "peers.vllm"]
+    assert selected() == ["engine", "open", "cold", *kernels]
+    assert selected("kernels", "--only", "linear,sample") == ["kernels.linear", "kernels.sample"]
+    assert selected("all", "--only", "decode_b1") == ["engine"]
+    assert selected("open", "--peers", "vllm") == ["open", "peers.vllm"]
     args = command._argument_parser().parse_args(["--set", "itl_target_ms=25", "--set", "kv_dtype=float8_e4m3fn"])
     assert dict(args.set) == {"itl_target_ms": 25, "kv_dtype": "float8_e4m3fn"}
 
 
-def test_an_attempt_records_why_it_failed() -> None:
+def test_failed_measurement_is_recorded_with_its_reason() -> None:
     report = BenchReport("gpu")
 
     def broken() -> None:
@@ -456,7 +458,7 @@ def test_an_attempt_records_why_it_failed() -> None:
     assert json.dumps(report.config)
 
 
-def test_the_soak_counts_every_ending_and_notices_a_missing_one() -> None:
+def test_soak_counts_completions_and_detects_a_missing_one() -> None:
     from emberline.bench.gpu.soak import run_soak
 
     config = SchedulerConfig(block_size=64, max_batch_tokens=512, max_running=8)

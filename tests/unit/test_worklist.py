@@ -1,4 +1,4 @@
-"""Work lists: every key once, cut where only the row and the chunk say, evenly over the device."""
+"""Work lists cover every key once, cut rows by length and part size only, and balance the load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from emberline.kernels.worklist import PART_SIZES, TILE_KEYS, WorkList, data_int
 SMS = 132
 
 
-def made(lengths: list[int], kv_heads: int = 8) -> WorkList:
+def plan_for(lengths: list[int], kv_heads: int = 8) -> WorkList:
     return plan_work(np.array(lengths, np.int32), kv_heads, SMS, item_capacity(len(lengths), kv_heads, SMS))
 
 
 def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
-    """(first, end, partial) of a row's items, by key."""
+    """Return (first, end, partial) of a row's items, sorted by key."""
     return sorted((first, end, partial) for r, first, end, partial in work.items[: work.count].tolist() if r == row)
 
 
@@ -30,7 +30,7 @@ def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
     st.sampled_from([1, 2, 3, 8, 32]),
 )
 def test_every_key_is_in_one_item(lengths: list[int], kv_heads: int) -> None:
-    work = made(lengths, kv_heads)
+    work = plan_for(lengths, kv_heads)
     assert work.partial_starts[0] == 0 and len(work.partial_starts) == len(lengths) + 1
     for row, length in enumerate(lengths):
         parts = spans(work, row)
@@ -45,10 +45,10 @@ def test_every_key_is_in_one_item(lengths: list[int], kv_heads: int) -> None:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 5000))
-def test_cuts_depend_on_the_length_and_the_chunk(lengths: list[int], other: int) -> None:
-    """Rows of one length are cut alike, and another row's length matters only by the chunk it leads to."""
-    work = made([*lengths, lengths[0], other])
-    chunk = chunk_of([*lengths, lengths[0], other], work)
+def test_cuts_depend_on_length_and_part_size(lengths: list[int], other: int) -> None:
+    """Rows of equal length are cut equally, and another row's length matters only through the part size."""
+    work = plan_for([*lengths, lengths[0], other])
+    chunk = part_size_of([*lengths, lengths[0], other], work)
     assert [s[:2] for s in spans(work, 0)] == [s[:2] for s in spans(work, len(lengths))]
     for row, length in enumerate(lengths):
         tiles = -(-length // TILE_KEYS)
@@ -56,8 +56,8 @@ def test_cuts_depend_on_the_length_and_the_chunk(lengths: list[int], other: int)
         assert [s[0] for s in spans(work, row)] == [i * tiles // parts * TILE_KEYS for i in range(parts)]
 
 
-def chunk_of(lengths: list[int], work: WorkList) -> int:
-    """The one size of a chunk that explains how all rows were cut."""
+def part_size_of(lengths: list[int], work: WorkList) -> int:
+    """Return the part size that explains how all rows were cut."""
     tiles = [-(-length // TILE_KEYS) for length in lengths]
     parts = [len(spans(work, row)) for row in range(len(lengths))]
     return next(c for c in PART_SIZES if [-(-t // c) for t in tiles] == parts)
@@ -66,10 +66,10 @@ def chunk_of(lengths: list[int], work: WorkList) -> int:
 @pytest.mark.parametrize(
     "lengths", [[640], [640] * 8, [640] * 32, [640] * 256, [30_000], [300] * 255 + [30_000], [100] * 63 + [30_000]]
 )
-def test_the_device_is_filled_evenly(lengths: list[int]) -> None:
-    """Handed out in order to whoever is free, two to a multiprocessor: none is left with much more than its share."""
+def test_load_is_balanced(lengths: list[int]) -> None:
+    """If free CTAs take items in order, two per SM, none gets much more than its share."""
     kv_heads = 8
-    work = made(lengths, kv_heads)
+    work = plan_for(lengths, kv_heads)
     sizes = [-(-end // TILE_KEYS) - first // TILE_KEYS for _, first, end, _ in work.items[: work.count].tolist()]
     assert all(later <= size + 1 for size, later in pairwise(sizes))
     loads = np.zeros(2 * SMS)
@@ -80,12 +80,12 @@ def test_the_device_is_filled_evenly(lengths: list[int]) -> None:
     assert len(sizes) <= max(1.2 * len(lengths), 4 * 2 * SMS / kv_heads), "each part costs something"
 
 
-def test_short_rows_are_whole() -> None:
-    work = made([640] * 128)
+def test_short_rows_are_not_cut() -> None:
+    work = plan_for([640] * 128)
     assert work.count == 128 and (work.items[:128, 3] == -1).all() and not work.partial_starts.any()
 
 
-def test_with_little_room() -> None:
+def test_small_capacity_gives_larger_parts() -> None:
     lengths = np.array([5000, 1, 700], np.int32)
     work = plan_work(lengths, 8, SMS, 4)
     assert len(work.data) == data_ints(3, 4) and work.count == 4
@@ -94,21 +94,24 @@ def test_with_little_room() -> None:
         plan_work(lengths, 8, SMS, 2)
 
 
-def test_the_chunk_is_about_the_fastest_that_was_measured() -> None:
-    """worklist_timings.json: rows as (length, how many), and by the chunk what attention of one layer of an 8B Llama
-    took on an H200, in microseconds: `emberline.bench.gpu.worklist_sweep`, the lesser of two runs."""
+def test_part_size_is_about_the_fastest_measured() -> None:
+    """The chosen part size is about as fast as the fastest in worklist_timings.json.
+
+    The file has rows as (length, count), and for each part size the microseconds of decode attention of one layer of
+    Llama 8B on an H200, measured by `emberline.bench.gpu.worklist_sweep`, the lesser of two runs.
+    """
     timings = json.loads((Path(__file__).parent / "worklist_timings.json").read_text("utf-8"))
     lost = {}
     for name, case in timings.items():
         lengths = [length for length, count in case["rows"] for _ in range(count)]
-        chunk = chunk_of(lengths, made(lengths))
+        chunk = part_size_of(lengths, plan_for(lengths))
         lost[name] = case["us"][str(chunk)] / min(case["us"].values())
     assert max(lost.values()) < 1.05, lost
     assert sum(lost.values()) / len(lost) < 1.015, lost
 
 
-def test_beside_another_kernel_rows_are_cut_finer() -> None:
-    """What comes free later must find something left to do."""
+def test_rows_are_cut_finer_beside_prefill() -> None:
+    """SMs that become free later must find work left."""
     lengths, room = np.array([4131] * 32, np.int32), item_capacity(32, 8, SMS)
     alone, beside = (plan_work(lengths, 8, SMS, room, beside_prefill=beside).count for beside in (False, True))
     assert alone == 32 and beside >= 64

@@ -1,1 +1,4 @@
-"""Arithmetic on tensors for models and samplers. Callers import `emberline.kernels.ops` and nothing deeper."""
+"""Arithmetic on tensors for models and samplers.
+
+Callers import `emberline.kernels.ops` and nothing deeper.
+"""

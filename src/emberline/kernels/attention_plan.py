@@ -1,4 +1,6 @@
-"""AttentionPlan: how a step's attention is split into work for a GPU. The host makes it, since it has all lengths.
+"""AttentionPlan: how a step's attention is split into work for a GPU.
+
+The host makes it, since it has all lengths.
 
 Rows [0, decode_rows) have one token each and are split along their keys. The others are chunks of prompts (prefill) and
 are split along their queries into tiles. On a CPU the kernels split the work themselves, and the plan is empty.
@@ -142,61 +144,61 @@ class AttentionPlanner:
         to the device. Tensors for decode rows have shapes that depend on `decode_rows` only; prefill tiles are padded
         to `min_tiles`. `logit_tokens`: the tokens whose logits are needed, in ascending order.
         """
-        tiles = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
+        plan = AttentionPlan(decode_rows, prefill_counters=self._counters, tensor_maps=self._maps)
         if self._device.type != "cuda":
-            return tiles
+            return plan
         first_prefill = decode_rows if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
-        has_prefill, cut = first_prefill < len(counts), None
+        has_prefill, prefill_tiles = first_prefill < len(counts), None
         fast = self._count_fast_tokens(context, counts, first_prefill) if has_prefill else counts
         if has_prefill and self._has_prefill_kernel:
             from emberline.kernels.cuda import prefill
 
-            cut = _shift_rows(prefill.make_tiles(fast[first_prefill:], context[first_prefill:]), first_prefill)
-        if first_prefill and cut is not None:
+            unshifted = prefill.make_tiles(fast[first_prefill:], context[first_prefill:])
+            prefill_tiles = _shift_rows(unshifted, first_prefill)
+        if first_prefill and prefill_tiles is not None:
             read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
-            sms = choose_prefill_sms(cut, context, counts, self._heads, read_bytes, self._sms)
-            tiles = replace(tiles, prefill_sms=to_device(np.array([sms], np.int32)))
+            sms = choose_prefill_sms(prefill_tiles, context, counts, self._heads, read_bytes, self._sms)
+            plan = replace(plan, prefill_sms=to_device(np.array([sms], np.int32)))
         if first_prefill:
             lengths = (context[:first_prefill] + 1) * counts[:first_prefill]
-            work = self._plan_decode(lengths, to_device, beside=cut is not None)
-            tiles = replace(tiles, decode_work=work, decode_scratch=self._scratch)
-        if cut is not None:
+            work = self._plan_decode(lengths, to_device, beside_prefill=prefill_tiles is not None)
+            plan = replace(plan, decode_work=work, decode_scratch=self._scratch)
+        if prefill_tiles is not None:
             widened = None if self._widened is None else self._place_widened(self._widened, context, fast, to_device)
-            tiles = replace(tiles, prefill_tiles=to_device(_pad(cut, min_tiles)), widened=widened)
-            tiles = (
-                tiles
-                if logit_tokens is None
-                else replace(tiles, logit_tiles=to_device(select_tiles_with_tokens(cut, counts, logit_tokens)))
-            )
+            plan = replace(plan, prefill_tiles=to_device(_pad(prefill_tiles, min_tiles)), widened=widened)
+            if logit_tokens is not None:
+                logit_tiles = select_tiles_with_tokens(prefill_tiles, counts, logit_tokens)
+                plan = replace(plan, logit_tiles=to_device(logit_tiles))
         if not has_prefill or not (slow := (counts - fast)[first_prefill:]).any():
-            return tiles
+            return plan
         from emberline.kernels.triton import attention
 
         queries = attention.choose_tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
         general = _shift_rows(attention.make_tiles(slow, queries), first_prefill)
-        return replace(tiles, general_tiles=to_device(general), general_tile_queries=queries)
+        return replace(plan, general_tiles=to_device(general), general_tile_queries=queries)
 
     def _count_fast_tokens(self, context: np.ndarray, counts: np.ndarray, first_prefill: int) -> np.ndarray:
         """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
-        taken = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
+        fast_rows = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
         if self._widened is not None:
-            need = self._count_blocks(context + counts) * (taken & (counts > 0))
-            taken &= np.cumsum(need) <= len(self._widened.block_numbers)
-        return counts * taken
+            need = self._count_blocks(context + counts) * (fast_rows & (counts > 0))
+            fast_rows &= np.cumsum(need) <= len(self._widened.block_numbers)
+        return counts * fast_rows
 
     def _count_blocks(self, keys: np.ndarray) -> np.ndarray:
         blocks: np.ndarray = -(-keys // self._block)
         return blocks
 
     def _place_widened(
-        self, memory: WidenedBlocks, context: np.ndarray, fast: np.ndarray, put: Callable[[np.ndarray], Tensor]
+        self, memory: WidenedBlocks, context: np.ndarray, fast: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
     ) -> WidenedBlocks:
         need = (self._count_blocks(context + fast) * (fast > 0)).astype(np.int32)
-        bases = (np.cumsum(need) - need).astype(np.int32)
-        pieces = np.zeros((len(memory.block_numbers), 2), np.int32)
+        first_blocks = (np.cumsum(need) - need).astype(np.int32)
+        sources = np.zeros((len(memory.block_numbers), 2), np.int32)
         row = np.repeat(np.arange(len(need)), need)
-        pieces[: len(row), 0], pieces[: len(row), 1] = row, np.arange(len(row)) - bases[row]
-        return replace(memory, sources=put(pieces), count=put(np.array([len(row)], np.int32)), first_blocks=put(bases))
+        sources[: len(row), 0], sources[: len(row), 1] = row, np.arange(len(row)) - first_blocks[row]
+        count = np.array([len(row)], np.int32)
+        return replace(memory, sources=to_device(sources), count=to_device(count), first_blocks=to_device(first_blocks))
 
     def forget_caches(self) -> None:
         """Drop the tensor maps, since the caches may be at other addresses in the next step."""
@@ -219,14 +221,16 @@ class AttentionPlanner:
         return 4 * worklist.data_ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _plan_decode(
-        self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool
+        self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor], *, beside_prefill: bool
     ) -> decode.DecodeWork:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
-        items = worklist.plan_work(lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside)
-        return decode.DecodeWork(put(items.data), rows, items.capacity)
+        items = worklist.plan_work(
+            lengths, self._heads[1], self._sms, self._capacity(rows), beside_prefill=beside_prefill
+        )
+        return decode.DecodeWork(to_device(items.data), rows, items.capacity)
 
     def _capacity(self, rows: int) -> int:
         from emberline.kernels import worklist
@@ -267,7 +271,7 @@ def _shift_rows(tiles: np.ndarray, rows: int) -> np.ndarray:
 
 
 def select_tiles_with_tokens(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the tiles that hold one of the tokens, which are numbered over all rows of `counts` and sorted."""
+    """Return the tiles that hold one of `tokens`: sorted indices over the new tokens of all rows."""
     ends = np.cumsum(counts)[tiles[:, 0]]
     begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
     has_token = np.searchsorted(tokens, np.minimum(begins + PREFILL_TILE_QUERIES, ends)) > np.searchsorted(
@@ -282,6 +286,6 @@ def max_prefill_tiles(tokens: int, rows: int) -> int:
     return tokens // PREFILL_TILE_QUERIES + rows
 
 
-def _pad(tiles: np.ndarray, most: int) -> np.ndarray:
-    padded: np.ndarray = np.concatenate([tiles, np.full((max(0, most - len(tiles)), 2), -1, tiles.dtype)])
+def _pad(tiles: np.ndarray, min_tiles: int) -> np.ndarray:
+    padded: np.ndarray = np.concatenate([tiles, np.full((max(0, min_tiles - len(tiles)), 2), -1, tiles.dtype)])
     return padded

@@ -1,4 +1,4 @@
-"""DenseStack: consecutive dense decoder layers that run as one op, attention and gated feed-forward with residuals."""
+"""DenseStack: consecutive dense decoder layers that run as one op."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class DenseLayer:
 
 
 class DenseStack:
-    """Layers of one shape, described to the native library once. Each step passes its own tensors and the KV cache."""
+    """Layers of one shape, described to the native library once.
+
+    Each step passes its own tensors and the KV cache.
+    """
 
     def __init__(
         self, layers: Sequence[DenseLayer], cos_sin: Tensor, heads: tuple[int, int, int], eps: float, scale: float

@@ -1,4 +1,6 @@
-"""The ops on a GPU: for each shape, the choice of a kernel. Signatures and meaning are those of `ops`.
+"""The ops on a GPU: for each shape, the choice of a kernel.
+
+Signatures and meaning are those of `ops`.
 
 Up to 256 rows, where reading the weights takes most of the time, our own matrix products run with their epilogue fused
 in: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger batches use cuBLAS. Both of our products
@@ -60,18 +62,18 @@ MIN_GEMM_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS follow
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     n, k = weight.shape
-    ours = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
-    handle = skinny.BF16Weight(weight) if ours else None
+    has_own_kernel = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
+    handle = skinny.BF16Weight(weight) if has_own_kernel else None
     return PackedWeight(weight, n, k, weight.dtype, WeightLayout.ROWS, gated, weight.data_ptr(), handle)
 
 
 def fill_weight(empty: PackedWeight, values: Tensor) -> int:
-    """Store the values in `empty`, as uw12 if that is smaller, and return the bytes they take on the device."""
+    """Store the values in `empty`, as uw12 if that is smaller; return the bytes they take."""
     if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
         empty.data, empty.handle, empty.layout = packed.planes, packed, WeightLayout.UW12
         return packed.nbytes
-    whole = pack_linear(values, gated=empty.gated)
-    empty.data, empty.handle, empty.layout = whole.data, whole.handle, whole.layout
+    plain = pack_linear(values, gated=empty.gated)
+    empty.data, empty.handle, empty.layout = plain.data, plain.handle, plain.layout
     return values.nbytes
 
 
@@ -132,8 +134,8 @@ def gate_up_silu(
             plain = w.handle if isinstance(w.handle, skinny.BF16Weight) else skinny.BF16Weight(rows_)
             early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
             return gemm.linear(x, plain, out=y, gated=True, pdl=early)
-        both = _matmul(x, rows_, ProductKind.GATED)
-    return activation.silu_mul(both, y, group, pdl=True)
+        gate_and_up = _matmul(x, rows_, ProductKind.GATED)
+    return activation.silu_mul(gate_and_up, y, group, pdl=True)
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
@@ -193,8 +195,8 @@ def paged_attention(
         if keys.data_ptr() not in plan.tensor_maps.prefill:
             plan.tensor_maps.prefill[keys.data_ptr()] = prefill.PrefillCache(keys, values)
         prefill.prefill_attention(
-            qkv, plan.tensor_maps.prefill[keys.data_ptr()], tables, query_start, context, plan.prefill_tiles, scale, q_heads,
-            window=window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
+            qkv, plan.tensor_maps.prefill[keys.data_ptr()], tables, query_start, context, plan.prefill_tiles, scale,
+            q_heads, window=window, out=out, sms=plan.prefill_sms, counters=plan.prefill_counters,
         )  # fmt: skip
     if plan.decode_work is not None:
         assert plan.decode_scratch is not None
@@ -202,8 +204,8 @@ def paged_attention(
         if address not in plan.tensor_maps.decode:
             plan.tensor_maps.decode[address] = decode.DecodeCache(k_cache, v_cache)
         decode.decode_attention(
-            qkv[:rows_], plan.tensor_maps.decode[address], block_tables[:rows_], context[:rows_], plan.decode_work, scale, *heads,
-            window=window, out=out[:rows_], scratch=plan.decode_scratch, beside_prefill=beside_prefill,
+            qkv[:rows_], plan.tensor_maps.decode[address], block_tables[:rows_], context[:rows_], plan.decode_work,
+            scale, *heads, window=window, out=out[:rows_], scratch=plan.decode_scratch, beside_prefill=beside_prefill,
         )  # fmt: skip
     if plan.general_tiles is not None:
         attention.paged_attention(
@@ -281,15 +283,15 @@ def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tenso
     return y if bias is None else y.add_(bias)
 
 
-def _plain_rows(x: Tensor, w: PackedWeight, ahead: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
+def _plain_rows(x: Tensor, w: PackedWeight, unpacker: WeightUnpacker | None) -> AbstractContextManager[Tensor]:
     """Give the weight as plain rows, valid for the one product that is launched inside the block."""
     if not isinstance(w.handle, uw12.UW12Weight):
         return nullcontext(w.data)
-    if ahead is None:
+    if unpacker is None:
         return nullcontext(_unpack(w.handle))
-    following = ahead.next_weight(w)
+    following = unpacker.next_weight(w)
     unpack_next = following is not None and following.layout is WeightLayout.UW12 and _own_product(x, following) is None
-    return ahead.unpacked_rows(w, following if unpack_next else None)
+    return unpacker.unpacked_rows(w, following if unpack_next else None)
 
 
 def _unpack(packed: uw12.UW12Weight) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixture: a mixture-of-experts feed-forward network in which each row uses the few experts its router scores highest.
+"""Mixture: a mixture-of-experts feed-forward network; each row uses its top-scored experts.
 
 A row's result depends on that row only. The weights of experts that no row selects are not read.
 """
@@ -53,7 +53,7 @@ class Mixture:
 
 
 def run_reference(mixture: Mixture, x: Tensor) -> Tensor:
-    """Compute the mixture in plain torch: softmax over all experts, then the top ones, the first among equals."""
+    """Compute the mixture in plain torch. Among equally probable experts the first is used."""
     normed = ref.rms_norm(x, mixture.norm, mixture.eps)
     probabilities = ref.linear(normed, mixture.router).softmax(-1)
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

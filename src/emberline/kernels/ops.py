@@ -102,7 +102,7 @@ def mark_progress() -> None:
 
 
 def progress_count() -> int:
-    """Return a count that grows while this process computes, so that a watchdog can tell work from a hang."""
+    """Return a count that grows while this process computes; a watchdog uses it to detect hangs."""
     native = _backend.library.ember_progress() if _backend is not None and _backend.library is not None else 0
     return int(native) + _marks
 
@@ -145,7 +145,10 @@ def fill_weight(empty: PackedWeight, values: Tensor) -> int:
 
 
 def add_packed_copy(weight: PackedWeight) -> int:
-    """Add a uw12 copy to a GPU weight, for steps of few rows, if it is smaller; return the bytes of the copy."""
+    """Add a uw12 copy to a GPU weight, for steps of few rows, if it is smaller.
+
+    Return the bytes of the copy.
+    """
     from emberline.kernels import gpu
 
     return gpu.add_packed_copy(weight)
@@ -286,7 +289,10 @@ def paged_attention(
     window: int = 0,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Return causal attention as `ref.paged_attention` defines it. `plan`: required on a GPU, ignored elsewhere."""
+    """Return causal attention as `ref.paged_attention` defines it.
+
+    `plan`: required on a GPU, ignored elsewhere.
+    """
     if qkv.is_cuda:
         from emberline.kernels import gpu
 
@@ -323,7 +329,10 @@ def run_dense_layers(
     context: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """Run all layers of the stack in one native call, without returning to Python between ops. Overwrites x."""
+    """Run all layers of the stack in one native call, without returning to Python between ops.
+
+    Overwrites x.
+    """
     first, (tokens, hidden) = stack.layers[0], x.shape
     if first.qkv.layout < 0:
         return ref.run_dense_layers(x, stack, keys, values, positions, slots, block_tables, query_start, context, rows)

@@ -1,4 +1,4 @@
-"""Every op in plain torch: the definition that native kernels are tested against, and the fallback without a compiler.
+"""Every op in plain torch: the definition for tests, and the fallback without a compiler.
 
 All activations are float32. Positions and block tables are int32, slots and ids int64. `k_cache` and `v_cache` are
 [blocks, kv_heads, block_size, head_dim]. Within a block the keys are stored as [head_dim][block_size], which is the
@@ -49,7 +49,7 @@ def linear(
 def gate_up_silu(
     x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
 ) -> Tensor:
-    """Return silu(x Wg^T) * (x Wu^T), where `w` was packed with gated=True from gate rows followed by up rows."""
+    """Return silu(x Wg^T) * (x Wu^T); `w` was packed with gated=True from gate rows, then up rows."""
     assert w.gated, "pack the gate and up rows with gated=True"
     gate, up = linear(x, w, norm=norm, eps=eps).chunk(2, dim=-1)
     return _store(out, F.silu(gate) * up)
@@ -104,7 +104,7 @@ def paged_attention(
     *,
     window: int = 0,
 ) -> Tensor:
-    """Return causal attention of each sequence's new queries over its cached keys, which include the new ones.
+    """Return causal attention of each sequence's new queries over its cached keys, new ones included.
 
     Sequence b has the queries [query_start[b], query_start[b+1]). Its i-th query has position p = context[b] + i and
     attends to the keys in (p - window, p], or [0, p] if window is 0.
@@ -168,7 +168,9 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """Return one sampled id per row, which depends on that row only. Overwrites `logits`: call log_probs before.
+    """Return one sampled id per row, which depends on that row only.
+
+    Overwrites `logits`: call log_probs before.
 
     Temperature 0 selects the largest logit, the lowest id among equals. Otherwise tokens are ordered by (probability
     descending, id ascending). Top-k keeps a prefix of them, top-p the smallest prefix whose share of what top-k kept
@@ -196,7 +198,7 @@ def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: 
 
 
 def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
-    """Apply repetition, frequency and presence penalties (`penalties` [P, 3]) to logits[rows[i]] in place.
+    """Apply repetition, frequency and presence penalties (`penalties` [P, 3]) to logits[rows[i]].
 
     They apply to the tokens that occurred according to counts[slots[i]]: the low 15 bits count a token's occurrences in
     the output, and the sign bit is set if the prompt contains it.
@@ -233,7 +235,7 @@ def _sample_row(
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log-probabilities of ids [S], the n most probable ids [S, n] with theirs [S, n], and ranks of ids [S].
+    """Return log-probabilities of ids [S], top ids [S, n], their log-probabilities, and ranks of ids.
 
     Rank 1 is the most probable id.
     """

@@ -1,4 +1,7 @@
-"""Ops on single logits and tokens of each row. `ops` exports them; `gpu` computes on a GPU, torch elsewhere."""
+"""Ops on single logits and tokens of each row.
+
+`ops` exports them; `gpu` computes on a GPU, torch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from emberline.kernels import ref
 
 
 def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Change single logits in place: divide positive ones by `divide`, multiply others by it, then add `add`.
+    """Divide positive logits by `divide`, multiply others by it, then add `add`, in place.
 
     Each (row, id) may occur only once.
     """
@@ -22,7 +25,10 @@ def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: 
 
 
 def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
-    """Apply the penalties for tokens that occurred to `logits`; `ref.apply_penalties` defines the arguments."""
+    """Apply the penalties for tokens that occurred to `logits`.
+
+    `ref.apply_penalties` defines the arguments.
+    """
     if logits.is_cuda:
         from emberline.kernels import gpu
 

@@ -1,4 +1,4 @@
-"""tune_products: find the fastest algorithm for matrix products of many rows, once per GPU, and cache it on disk.
+"""tune_products: finds the fastest algorithms for large matrix products and caches them on disk.
 
 Measured are the algorithms that cuBLAS proposes. For gate-and-up weights our own GEMM, with silu(gate) * up fused in,
 is compared with each of them followed by a kernel for silu(gate) * up. Weights rotate so that they never come from the
@@ -44,7 +44,7 @@ ProductCall = Callable[[Tensor], object]  # computes the product with the given 
 
 
 def tune_products(weights: Collection[PackedWeight], hidden: int, row_counts: Collection[int]) -> float:
-    """Measure the products of these weights with `row_counts` rows that are not in the cache, and use the choices.
+    """Measure the products of these weights with `row_counts` rows, unless cached, and use the results.
 
     `hidden`: the width of the residual stream. Returns the seconds this took.
     """

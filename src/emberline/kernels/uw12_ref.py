@@ -1,4 +1,4 @@
-"""The uw12 format in torch on a CPU: the bytes that `cuda/uw12.cu` packs, and the words that its kernels decode.
+"""The uw12 format in torch on a CPU: the same bytes and words as `cuda/uw12.cu` packs and decodes.
 
 uw12 stores bf16 weights losslessly in a little over 12 bits. Each row has a base in 0..127. A weight with sign s,
 exponent e and mantissa m is coded if it is +0 or -0, or if c = e - base is in 1..15. Its code is s 0000 cccc mmmmmmm,
@@ -31,7 +31,7 @@ WORD_MASK = 0xFFFFFFFF
 
 
 def reference_pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if its shape is unsupported or it would need `max_bits` per weight or more."""
+    """Return the packed weight, or None if the shape is unsupported or it needs `max_bits` or more."""
     n, k = weight.shape
     if not can_be_packed(n, k):
         return None
@@ -72,7 +72,7 @@ def reference_bases(weight: Tensor) -> Tensor:
 
 
 def reference_decode(low0: Tensor, low1: Tensor, high: Tensor, scale: Tensor, scale8: Tensor) -> Tensor:
-    """Decode one lane's words into a fragment's four registers (last dimension), with the kernel's instructions."""
+    """Decode one lane's words into a fragment's four registers, with the kernel's instructions."""
     first, second = high & SIGN_EXPONENT_MASK, _rotate_left(high, 4) & SIGN_EXPONENT_MASK
     return torch.stack(
         (

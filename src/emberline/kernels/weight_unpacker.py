@@ -1,4 +1,4 @@
-"""WeightUnpacker: unpacks uw12 weights into plain rows for cuBLAS, the next matrix while the current product runs.
+"""WeightUnpacker: unpacks uw12 weights for cuBLAS, the next matrix while a product runs.
 
 Two buffers alternate. A stream of its own writes the rows as soon as the product that read the buffer before has ended;
 a product waits only for its own rows:
@@ -34,9 +34,9 @@ class UnpackStream(Protocol):
 @dataclass(slots=True)
 class _Buffer:
     memory: Tensor
-    read: Any = None  # event after which the buffer may be overwritten; None: not read in this step
-    holds: PackedWeight | None = None  # weight whose unpacking was started into this buffer
-    written: Any = None  # event after which that weight is complete
+    read_event: Any = None  # event after which the buffer may be overwritten; None: not read in this step
+    weight_held: PackedWeight | None = None  # weight whose unpacking was started into this buffer
+    written_event: Any = None  # event after which that weight is complete
 
     def rows(self, weight: PackedWeight) -> Tensor:
         return self.memory[: weight.n * weight.k].view(weight.n, weight.k)
@@ -57,7 +57,9 @@ class WeightUnpacker:
         unpacking: UnpackStream,
         unpack: UnpackFunction | None = None,
     ) -> None:
-        """Prepare for `weights`, in the order of their use; the first `shared_rows_count` of them multiply the same x.
+        """Prepare for `weights`, in the order of their use.
+
+        The first `shared_rows_count` of them multiply the same x.
 
         A buffer holds the largest of them. Buffers are allocated on first use.
         """
@@ -69,7 +71,7 @@ class WeightUnpacker:
     def begin_step(self) -> WeightUnpacker:
         """Reset the buffers at the beginning of a step, captured or not, and return self."""
         for buffer in self._buffers:
-            buffer.read = buffer.holds = buffer.written = None
+            buffer.read_event = buffer.weight_held = buffer.written_event = None
         return self
 
     def release(self) -> None:
@@ -85,11 +87,11 @@ class WeightUnpacker:
 
         Unpacking of `next_weight` starts at once, beside that product.
         """
-        filled = next((buffer for buffer in self._buffers if buffer.holds is weight), None)
+        filled = next((buffer for buffer in self._buffers if buffer.weight_held is weight), None)
         buffer = filled or self._start_unpacking(weight)
-        self._computing.wait_event(buffer.written)
+        self._computing.wait_event(buffer.written_event)
         yield buffer.rows(weight)
-        buffer.holds, buffer.read = None, self._computing.record_event()
+        buffer.weight_held, buffer.read_event = None, self._computing.record_event()
         if next_weight is not None:
             self._start_unpacking(next_weight)
 
@@ -100,12 +102,12 @@ class WeightUnpacker:
             self._buffers = [_Buffer(memory) for memory in memories]
         self._buffers.reverse()
         buffer, other = self._buffers
-        if buffer.read is None:  # first use in this step: the computing stream is past all earlier reads
-            buffer.read = other.read = self._computing.record_event()
+        if buffer.read_event is None:  # first use in this step: the computing stream is past all earlier reads
+            buffer.read_event = other.read_event = self._computing.record_event()
         with self._unpacking.activate():
-            self._unpacking.wait_event(buffer.read)
+            self._unpacking.wait_event(buffer.read_event)
             self._unpack(weight, buffer.rows(weight))
-            buffer.holds, buffer.written = weight, self._unpacking.record_event()
+            buffer.weight_held, buffer.written_event = weight, self._unpacking.record_event()
         return buffer
 
 

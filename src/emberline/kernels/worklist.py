@@ -1,4 +1,4 @@
-"""plan_work: split the keys of rows that decode one token each into work items for a GPU, on the host, in every step.
+"""plan_work: splits the keys of decode rows into work items for a GPU, on the host, in every step.
 
 A row's keys are cut at multiples of TILE_KEYS into parts whose sizes differ by at most one tile and do not exceed the
 part size of the step. That size is chosen among a few around each CTA's fair share of all tiles, by estimated time:
@@ -30,7 +30,9 @@ HEADER_INTS = 4  # ints before the items: kernels read items 16 bytes at a time
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Work items of one decode step. `data` is copied to the device: item count, items, index of each row's partials.
+    """Work items of one decode step.
+
+    `data` is copied to the device: item count, items, index of each row's partials.
 
     An item is (row, first key, end key, index of its partial result); the index is -1 if the item covers its whole row.
     Items are sorted by length, longest first, to within one tile. The partial results of row r have the indices

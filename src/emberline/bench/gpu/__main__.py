@@ -50,7 +50,7 @@ class LiveReport(BenchReport):
 
 @dataclass(frozen=True, slots=True)
 class BenchPart:
-    """A part that runs in a child process, so that its memory, a crash or a hang does not affect the others."""
+    """A part that runs in a child process, so that a crash or a hang does not affect the others."""
 
     name: str
     timeout: float  # seconds
@@ -61,36 +61,36 @@ def select_parts(args: argparse.Namespace) -> list[BenchPart]:
     """Return the parts that the arguments select, the most important first."""
     from emberline.bench.gpu import cold, engine, openloop, peers, sampled_decode
 
-    only, given = args.only, dict(args.set)
+    only, settings = args.only, dict(args.set)
     rates, seconds, rounds = args.rates, args.seconds, args.rounds
-    found: list[BenchPart] = []
+    selected: list[BenchPart] = []
     if args.what in ("engine", "all") and any(
         engine.is_selected(name, only) for name in (*engine.NAMES, *sampled_decode.NAMES)
     ):
-        work = partial(engine.measure, only=only, settings=given, rounds=rounds)
-        found.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
+        work = partial(engine.measure, only=only, settings=settings, rounds=rounds)
+        selected.append(BenchPart("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
     if args.what in ("open", "all") and any(
         engine.is_selected(name, only) for name in openloop.measurement_names(rates)
     ):
-        flow = partial(openloop.measure, only=only, settings=given, rates=rates, seconds=seconds)
-        found.append(BenchPart("open", 60.0 + len(rates) * (seconds + 2 * openloop.DRAIN_TIMEOUT_S), flow))
+        flow = partial(openloop.measure, only=only, settings=settings, rates=rates, seconds=seconds)
+        selected.append(BenchPart("open", 60.0 + len(rates) * (seconds + 2 * openloop.DRAIN_TIMEOUT_S), flow))
     if args.what in ("cold", "all") and engine.is_selected("cold", only):
-        start = partial(cold.measure, directory=args.checkpoint, settings=given, rounds=rounds)
-        found.append(BenchPart("cold", 90.0 + cold.WRITE_TIMEOUT_S + 60.0 * (rounds or cold.ROUNDS), start))
+        start = partial(cold.measure, directory=args.checkpoint, settings=settings, rounds=rounds)
+        selected.append(BenchPart("cold", 90.0 + cold.WRITE_TIMEOUT_S + 60.0 * (rounds or cold.ROUNDS), start))
     if args.what == "handoff":  # needs two processes on the GPU, so it is not part of "all"
         from emberline.bench.gpu import handoff
 
-        found.append(BenchPart("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
+        selected.append(BenchPart("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
     if args.what in ("kernels", "all"):
-        found += [
+        selected += [
             BenchPart(f"kernels.{name}", 100.0, _kernel_bench(name))
             for name in KERNEL_BENCHES
             if not only or name in only
         ]
     for name in args.peers:
         peer = partial(peers.measure, peer=name, only=only, rounds=rounds, rates=rates, seconds=seconds)
-        found.append(BenchPart(f"peers.{name}", 400.0, peer))
-    return found
+        selected.append(BenchPart(f"peers.{name}", 400.0, peer))
+    return selected
 
 
 def _kernel_bench(name: str) -> Callable[[BenchReport], None]:
@@ -233,11 +233,11 @@ def main() -> None:
     if args.part:
         run_part(next(part for part in chosen if part.name == args.part), args.lines)
         return
-    until = time.monotonic() + args.deadline
+    deadline = time.monotonic() + args.deadline
     report = BenchReport(f"gpu-{args.what}", {"peers": PEER_FIGURES_NOTE, "failed": {}})
     command = [sys.executable, "-m", "emberline.bench.gpu", *sys.argv[1:]]
     for part in chosen:
-        left = until - time.monotonic()
+        left = deadline - time.monotonic()
         if left < 5.0:
             report.config["failed"][part.name] = "skipped: the deadline was reached"
             continue

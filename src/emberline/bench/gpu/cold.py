@@ -1,4 +1,4 @@
-"""Measures a cold start: the time to the first token of a new process whose checkpoint is on disk but not in memory.
+"""Measures a cold start: the time to a new process's first token, with its checkpoint only on disk.
 
 This module does not import torch at its top, so that the child's measured time includes it, as a real start does.
 """
@@ -65,7 +65,7 @@ def measure(
     imports = {"alone": _measure_import(directory, noted=False), "noted": _measure_import(directory, noted=True)}
     for _ in range(rounds or ROUNDS):
         starts["ready"].append(_measure_start(directory, chosen, size))
-        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, everything=False))
+        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, all_files=False))
     report.config |= {"settings": chosen, "rules": PROTOCOL, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
     prefix = ("cached" if warm else "cold") + {"packed": "_packed", "both": "_both"}.get(chosen.get("weights", ""), "")
@@ -86,16 +86,16 @@ def _ensure_checkpoint(report: BenchReport, directory: Path, packed: bool) -> Pa
     """Return the directory of the checkpoint, plain or packed, and write it if it is missing."""
     deadline = time.monotonic() + WRITE_TIMEOUT_S
     target = packed_directory(directory) if packed else directory
-    for action, made in (("write", directory), ("pack", target)):
-        if not any((whole / "model.safetensors.index.json").exists() for whole in (made, target)):
+    for action, checkpoint in (("write", directory), ("pack", target)):
+        if not any((candidate / "model.safetensors.index.json").exists() for candidate in (checkpoint, target)):
             began = time.monotonic()
             result = _child(action, directory, {}, deadline - began)
             report.config |= {f"{action}_s": time.monotonic() - began, **result}
     return target
 
 
-def _measure_start(directory: Path, settings: dict[str, Any], size: int, everything: bool = True) -> dict[str, Any]:
-    dropped = drop_page_cache(directory, everything)
+def _measure_start(directory: Path, settings: dict[str, Any], size: int, all_files: bool = True) -> dict[str, Any]:
+    dropped = drop_page_cache(directory, all_files)
     before = time.monotonic()  # all processes share this clock
     result = _child("start", directory, settings, START_TIMEOUT_S)
     result["ready"] -= before
@@ -184,7 +184,10 @@ def time_import(noted: bool) -> dict[str, Any]:
 
 
 def time_start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Load the model and generate one token, in the same way as a server (engine/process.py); return the times."""
+    """Load the model and generate one token, in the same way as a server (engine/process.py).
+
+    Return the times.
+    """
     marks = [("", time.monotonic())]
 
     def mark(phase: str) -> None:

@@ -1,4 +1,6 @@
-"""Measures decode attention of one layer of Llama 3.1 8B: batches of 640 keys per row, uneven lengths, an fp8 cache.
+"""Measures decode attention of one layer of Llama 3.1 8B.
+
+Cases: batches of 640 keys per row, uneven lengths, and an fp8 cache.
 
 Run it by `python -m emberline.bench.gpu.decode`.
 """
@@ -67,7 +69,10 @@ class DecodeLayers:
         self._tables_and_context = tables.to(self._device), context
 
     def make_calls(self, *, pdl: bool = True, part_tiles: int | None = None) -> list[Callable[[], Tensor]]:
-        """Return a call for each layer's attention. `part_tiles`: tiles of a part; by default chosen as in a step."""
+        """Return a call for each layer's attention.
+
+        `part_tiles`: tiles of a part; by default chosen as in a step.
+        """
         rows, sms = len(self.lengths), count_sms(self._device)
         parts = 0 if part_tiles is None else int((-(-self.lengths // (worklist.TILE_KEYS * part_tiles))).sum())
         capacity = max(parts, worklist.item_capacity(rows, KV_HEADS, sms))
@@ -86,7 +91,7 @@ class DecodeLayers:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return random numbers, drawn layer by layer: float32 numbers for all layers would not fit into memory."""
+    """Return random numbers, drawn layer by layer, because float32 for all layers would not fit."""
     numbers = torch.empty(shape, device="cuda", dtype=dtype)
     for part in numbers:
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16).to(dtype))

@@ -1,4 +1,4 @@
-"""Measures the small kernels of a layer in the shape of Llama 8B, compared with the time to transfer their bytes.
+"""Measures the small kernels of a Llama 8B layer, compared with the time to transfer their bytes.
 
 Inputs of few rows stay in the L2 cache from one use to the next, as they do between two kernels of a model.
 """

@@ -1,4 +1,4 @@
-"""Measures the engine in this process: decode steps, single prompts and many conversations, with hardware limits."""
+"""Measures the engine in this process: decode steps, single prompts and many conversations."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def run_job(
     cpu: Clock = time.process_time,
     params: SamplingParams = GREEDY,
 ) -> JobRun:
-    """Submit all requests at once and step the engine to the end. A token's time is when its step returned.
+    """Submit all requests at once and step the engine to the end.
+
+    A token's time is when its step returned.
 
     Raises EmberlineError if a request fails or the job takes longer than `timeout` seconds.
     """
@@ -174,11 +176,11 @@ def run_job(
     return JobRun(timeline, marks)
 
 
-def _abort_all(served: BenchedEngine, names: dict[str, int], steps: int = 100) -> None:
+def _abort_all(engine: BenchedEngine, names: dict[str, int], steps: int = 100) -> None:
     """Abort the requests and wait for their end, so that they do not affect the next measurement."""
     for name in names:
-        served.abort(name)
-    while (served.step() or not served.idle) and (steps := steps - 1):
+        engine.abort(name)
+    while (engine.step() or not engine.idle) and (steps := steps - 1):
         pass
 
 
@@ -191,18 +193,18 @@ def model_cost(settings: dict[str, Any]) -> TokenCost:
     return total
 
 
-def decode_limit_ms(batch: int, context: float, of: TokenCost) -> float:
-    """Return the least time of a step: reading all weights, keys and values once, or the arithmetic if longer."""
-    return 1e3 * batch / of.decode_limit(H200, batch, round(context))
+def decode_limit_ms(batch: int, context: float, cost: TokenCost) -> float:
+    """Return the least time of a step: one read of all weights, keys and values, or the arithmetic."""
+    return 1e3 * batch / cost.decode_limit(H200, batch, round(context))
 
 
-def prefill_limit_ms(tokens: int, of: TokenCost) -> float:
+def prefill_limit_ms(tokens: int, cost: TokenCost) -> float:
     """Return the least time of a prompt: the arithmetic of the linear layers and of causal attention."""
-    return 1e3 * tokens / of.prefill_limit(H200, tokens)
+    return 1e3 * tokens / cost.prefill_limit(H200, tokens)
 
 
 def warm_up_lengths(requests: int) -> list[tuple[int, int]]:
-    """Return request lengths that reach every eighth batch size, and all below 16, so that all are warmed up."""
+    """Return request lengths that run every eighth batch size, and all below 16, for a warm-up."""
     wide = max(0, requests - 16)
     steps = [(16, 2 + i // 8) for i in range(wide)]
     return steps + [(16, 3 + wide // 8 + i) for i in range(requests - wide)]
@@ -284,13 +286,13 @@ def measure(
             run_measurement(report, name, partial(bench.measure, name))
     for name in sampled_decode.NAMES:
         if is_selected(name, only):
-            run = partial(_drive_sampled, booted.engine)
+            run = partial(_run_sampled_job, booted.engine)
             run_measurement(report, name, partial(sampled_decode.measure, report, run, name, rounds or ROUNDS))
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
 
 
-def _drive_sampled(served: BenchedEngine, job: BenchJob, how: SamplingParams) -> JobRun:
-    return run_job(served, job, params=how)
+def _run_sampled_job(engine: BenchedEngine, job: BenchJob, params: SamplingParams) -> JobRun:
+    return run_job(engine, job, params=params)
 
 
 def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
@@ -306,7 +308,10 @@ def boot_engine(settings: dict[str, Any]) -> BootedGPUEngine:
 
 
 def is_selected(name: str, only: Sequence[str]) -> bool:
-    """Return whether `only` selects a measurement: by name, by pattern or by one of its figures. Empty: all."""
+    """Return whether `only` selects a measurement: by name, by pattern or by one of its figures.
+
+    Empty: all.
+    """
     return not only or any(fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in only)
 
 

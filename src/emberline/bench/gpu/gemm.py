@@ -1,4 +1,4 @@
-"""Measures the linear layers of Llama 3.1 8B with their epilogues for 256 to 8,192 rows, compared with cuBLAS.
+"""Measures the linear layers of Llama 3.1 8B for 256 to 8,192 rows, compared with cuBLAS.
 
 Each is measured in a short burst, and under a load that lasts until the GPU is at its power limit. Run it by `python -m
 emberline.bench.gpu.gemm [--json | --variants]`.
@@ -63,7 +63,7 @@ def measure(report: BenchReport) -> None:
 
 
 def measure_variants() -> None:
-    """Print the TFLOP/s of plans similar to the chosen one, in a burst and sustained, until the time is up."""
+    """Print the burst and sustained TFLOP/s of plans similar to the chosen one, until the time is up."""
     end = time.monotonic() + VARIANTS_SECONDS
     for name, m in (
         (GATED_LAYER, 8192),

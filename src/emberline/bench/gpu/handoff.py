@@ -71,40 +71,40 @@ def _measure_blocks(report: BenchReport, rounds: int) -> None:
         _measure_staging(report, region, limits["tcp"], rounds)
         for streams in CONNECTIONS:
             peer = raw_sockets(report, size, rounds, streams)
-            way = TcpTransport(region.layout, LinkOptions(streams, crc=crc))
-            rates = _measure_transport(pipe, region, way, rounds)
+            transport = TcpTransport(region.layout, LinkOptions(streams, crc=crc))
+            rates = _measure_transport(pipe, region, transport, rounds)
             report.add(f"handoff_tcp_{streams}", rates, "GB/s", peer=peer, limit=limits["tcp"])
         rates = _measure_transport(pipe, region, ipc.IpcTransport(region), rounds)
         report.add("handoff_cuda", rates, "GB/s", limit=limits["cuda"])
         report.config["moved"] = f"{MOVED_BLOCKS} blocks of {region.layout.block_bytes} bytes, at random places"
 
 
-def _measure_transport(pipe: Connection, region: DeviceRegion, way: Transport, rounds: int) -> list[float]:
-    receiver, into, found = Receiver(region, [way]), _random_blocks(1), []
+def _measure_transport(pipe: Connection, region: DeviceRegion, transport: Transport, rounds: int) -> list[float]:
+    receiver, into, rates = Receiver(region, [transport]), _random_blocks(1), []
     for _ in range(rounds + 1):
         pipe.send("publish")
         ticket = Ticket.parse(_receive(pipe))
         began = time.perf_counter()
         progress = receiver.pull(ticket, into, time.monotonic() + TRANSFER_TIMEOUT_S)
-        found.append(progress.arrived_bytes / 1e9 / (time.perf_counter() - began))
+        rates.append(progress.arrived_bytes / 1e9 / (time.perf_counter() - began))
         receiver.acknowledge(ticket, time.monotonic() + TRANSFER_TIMEOUT_S)
     receiver.close()
-    return found[1:]  # the first one connects
+    return rates[1:]  # the first one connects
 
 
 def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, rounds: int) -> None:
-    """Add the rates of copies between the cache and main memory with one thread, which every connection makes."""
+    """Add the rates of the copies between cache and main memory that every connection makes."""
     layout, blocks = region.layout, np.asarray(_random_blocks(1), np.int64)
     pieces = list(cut_pieces(range(layout.layers), range(MOVED_BLOCKS), layout, MAX_PIECE_BYTES))
-    room = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
+    buffer = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
     for name, move in (("gather", region.gather), ("scatter", region.scatter)):
-        found = []
+        rates = []
         for _ in range(rounds + 1):
             began = time.perf_counter()
             for piece in pieces:
-                move(piece, blocks, layout, room[: piece.size(layout)])
-            found.append(MOVED_BLOCKS * layout.block_bytes / 1e9 / (time.perf_counter() - began))
-        report.add(f"handoff_{name}", found[1:], "GB/s", limit=limit)
+                move(piece, blocks, layout, buffer[: piece.size(layout)])
+            rates.append(MOVED_BLOCKS * layout.block_bytes / 1e9 / (time.perf_counter() - began))
+        report.add(f"handoff_{name}", rates[1:], "GB/s", limit=limit)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -113,16 +113,16 @@ def _measure_staging(report: BenchReport, region: DeviceRegion, limit: float, ro
 def _measure_requests(report: BenchReport, rounds: int) -> None:
     with _other_process(_compute_prompts) as pipe:
         engine = _engine("here")
-        for way in TRANSPORTS:
-            moves = [_hand_off(engine, pipe, way, i) for i in range(rounds + 1)][1:]  # the first one connects
+        for transport in TRANSPORTS:
+            moves = [_hand_off(engine, pipe, transport, i) for i in range(rounds + 1)][1:]  # the first one connects
             alone = min(move.alone for move in moves)
             for name in ("ticket", "pulling", "computed", "landed", "first", "second"):
                 values = [getattr(move, name) for move in moves]
                 peer = {"peer": alone} if name == "first" else {}
-                report.add(f"handoff_{way}_{name}_ms", values, "ms", **peer)
-            report.add(f"handoff_{way}_overhead_ms", [move.first - move.computed for move in moves], "ms")
-            report.add(f"handoff_{way}_moving_ms", [move.moving for move in moves], "ms")
-            report.add(f"handoff_{way}_hidden", [move.hidden for move in moves], "%")
+                report.add(f"handoff_{transport}_{name}_ms", values, "ms", **peer)
+            report.add(f"handoff_{transport}_overhead_ms", [move.first - move.computed for move in moves], "ms")
+            report.add(f"handoff_{transport}_moving_ms", [move.moving for move in moves], "ms")
+            report.add(f"handoff_{transport}_hidden", [move.hidden for move in moves], "%")
             assert engine.transfer_endpoint is not None
             engine.transfer_endpoint.receiver.close()
         engine.close()
@@ -143,20 +143,20 @@ class HandoffTimes:
     second: float  # second token
 
 
-def _hand_off(engine: Engine, pipe: Connection, way: str, number: int) -> HandoffTimes:
-    rng = random.Random(f"{way} {number}")
+def _hand_off(engine: Engine, pipe: Connection, transport: str, number: int) -> HandoffTimes:
+    rng = random.Random(f"{transport} {number}")
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    one = Submission(
-        f"{way}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], params, timeout=TRANSFER_TIMEOUT_S
+    submission = Submission(
+        f"{transport}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], params, timeout=TRANSFER_TIMEOUT_S
     )
-    here = _run_request(engine, replace(one, id=f"{one.id}-alone", salt="alone"))
+    local = _run_request(engine, replace(submission, id=f"{submission.id}-alone", salt="alone"))
     before, sent = engine.stats().transfer, time.monotonic()
-    pipe.send(one)
+    pipe.send(submission)
     ticket = Ticket.parse(_receive(pipe))
     received = time.monotonic()
-    by_transport = replace(ticket, peer=replace(ticket.peer, endpoints={way: ticket.peer.endpoints[way]}))
+    by_transport = replace(ticket, peer=replace(ticket.peer, endpoints={transport: ticket.peer.endpoints[transport]}))
     timing, computed, after = (
-        _run_request(engine, replace(one, source=by_transport.as_dict())),
+        _run_request(engine, replace(submission, source=by_transport.as_dict())),
         _receive(pipe),
         engine.stats().transfer,
     )
@@ -166,7 +166,7 @@ def _hand_off(engine: Engine, pipe: Connection, way: str, number: int) -> Handof
     moving = after.copy_seconds - before.copy_seconds
     hidden = 100.0 * (after.hidden_seconds - before.hidden_seconds) / moving
     return HandoffTimes(
-        1e3 * (here.ttft or 0.0), 1e3 * moving, hidden, *(1e3 * ((mark or 0.0) - sent) for mark in marks)
+        1e3 * (local.ttft or 0.0), 1e3 * moving, hidden, *(1e3 * ((mark or 0.0) - sent) for mark in marks)
     )
 
 
@@ -186,20 +186,20 @@ def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
     """Return the best GB/s of copying the same bytes to main memory and back, and within the device."""
     size = MOVED_BLOCKS * region.layout.block_bytes
     device = torch.empty(size, dtype=torch.uint8, device=region.device)
-    other, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    second_copy, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def best_rate(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
-        found = []
+        rates = []
         for _ in range(rounds + 1):
             torch.cuda.synchronize()
             began = time.perf_counter()
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
-            found.append(size / 1e9 / (time.perf_counter() - began))
-        return max(found)
+            rates.append(size / 1e9 / (time.perf_counter() - began))
+        return max(rates)
 
-    return {"tcp": best_rate((host, device), (device, host)), "cuda": best_rate((other, device))}
+    return {"tcp": best_rate((host, device), (device, host)), "cuda": best_rate((second_copy, device))}
 
 
 # -- the other process -------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
 
 def _publish_blocks(pipe: Connection) -> None:
     """Publish the same blocks on each request of the parent, in the other process."""
-    dock = _dock("there", _region())
+    dock = _open_endpoint("there", _region())
     pipe.send("ready")
     while pipe.recv() is not None:
         dock.sender.collect()
@@ -216,7 +216,10 @@ def _publish_blocks(pipe: Connection) -> None:
 
 
 def _compute_prompts(pipe: Connection) -> None:
-    """Compute prompts in the other process; send each one's first ticket, and the time of its first token."""
+    """Compute prompts in the other process.
+
+    Send each one's first ticket, and the time of its first token.
+    """
     engine = _engine("there")
     pipe.send("ready")
     while True:
@@ -272,12 +275,12 @@ def _engine(name: str) -> Engine:
     settings = GPUConfig(max_running=8, max_batch_tokens=CHUNK_TOKENS, kv_memory=KV_MEMORY_BYTES, transfer=True)
     weights = GPURandomWeights("cuda", torch.bfloat16)
     context = PROMPT_TOKENS + 256
-    return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_dock, name)).engine
+    return boot_gpu(CONFIG, weights, context=context, settings=settings, endpoint=partial(_open_endpoint, name)).engine
 
 
-def _dock(name: str, region: DeviceRegion) -> TransferEndpoint:
-    ways = TransferOptions(crc=select_crc(find_library()))
-    return TransferEndpoint.open(TransferConfig(name), region, ipc.make_ipc_transport(region), ways)
+def _open_endpoint(name: str, region: DeviceRegion) -> TransferEndpoint:
+    transfer_options = TransferOptions(crc=select_crc(find_library()))
+    return TransferEndpoint.open(TransferConfig(name), region, ipc.make_ipc_transport(region), transfer_options)
 
 
 def _random_blocks(seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu.http DIR`: measures a model served on a GPU over HTTP, from the first request on.
+"""`python -m emberline.bench.gpu.http DIR`: measures a model served over HTTP on a GPU.
 
 A new server is started for each concurrency. Its first pass is the cold one, and its third the warm one, with other
 prompts. With `--peers vllm` the same passes run against vLLM's server in the same run, started once.

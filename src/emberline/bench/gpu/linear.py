@@ -1,4 +1,4 @@
-"""Measures the linear layers of Llama 3.1 8B for up to 128 rows, with plain and packed weights, compared with cuBLAS.
+"""Measures the linear layers of Llama 3.1 8B for up to 128 rows, compared with cuBLAS.
 
 It measures each shape alone and all of them in one CUDA graph, or sweeps over plans. Run it by `python -m
 emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`.
@@ -53,11 +53,11 @@ AnyWeight = BF16Weight | UW12Weight
 def measure(report: BenchReport) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
-        made = _packed_copies(weights)
+        packed = _packed_copies(weights)
         for m in ROWS:
-            _measure_shape(report, f"{name} m={m}", weights, made, m)
-        _measure_packing(report, name, weights[0], made[0])
-        del weights, made
+            _measure_shape(report, f"{name} m={m}", weights, packed, m)
+        _measure_packing(report, name, weights[0], packed[0])
+        del weights, packed
         torch.cuda.empty_cache()
     _measure_chain(report)
 
@@ -91,20 +91,20 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
     """
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
-        made = _packed_copies(_weights(n, k))
+        packed = _packed_copies(_weights(n, k))
         torch.cuda.empty_cache()
         for m in (m for m in ROWS if is_skinny(m, n, k)):
-            rule = choose_plan(m, n, k, header_stride=made[0].header_stride)
+            rule = choose_plan(m, n, k, header_stride=packed[0].header_stride)
             plans = dict.fromkeys([rule, *_packed_plans(rule, n, k)])
             _compile({plan.variant("STORE") for plan in plans})
             tried: dict[SkinnyPlan, float] = {}
             for plan in plans:
                 if time.monotonic() < end or plan == rule:
-                    tried[plan] = _time_own(made, m, plan=plan, replays=3)
+                    tried[plan] = _time_own(packed, m, plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
-            print(f"{name} m={m}: limit {_limit_us(m, n, k, made[0]):.2f}, rule {tried[rule]:.2f} {_describe(rule)}")
+            print(f"{name} m={m}: limit {_limit_us(m, n, k, packed[0]):.2f}, rule {tried[rule]:.2f} {_describe(rule)}")
             print("    " + "  ".join(f"{tried[plan]:.2f} {_describe(plan)}" for plan in best), flush=True)
-        del made
+        del packed
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
@@ -127,7 +127,7 @@ def _compile(variants: set[str]) -> None:
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
-    """Print the fastest plans of `cuda.wide`: tile, split of k, pipeline stages and, without a split, the grid."""
+    """Print the fastest plans of `cuda.wide`, which vary in tile, split of k, stages and grid."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
@@ -141,8 +141,8 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
                     tried[plan] = _time_own(weights, m, wide_plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
             texts = [f"{tried[plan]:.2f} {_describe_wide(plan)}" for plan in best]
-            taken = f"{tried[rule]:.2f}" if rule in tried else "no time"
-            print(f"{name} m={m}: limit {_limit_us(m, n, k):.2f}, rule {taken} {_describe_wide(rule)}")
+            rule_us = f"{tried[rule]:.2f}" if rule in tried else "no time"
+            print(f"{name} m={m}: limit {_limit_us(m, n, k):.2f}, rule {rule_us} {_describe_wide(rule)}")
             print("    " + "  ".join(texts), flush=True)
         del weights
         torch.cuda.empty_cache()
@@ -168,7 +168,7 @@ def _describe_wide(plan: wide.WidePlan) -> str:
     return f"G{plan.groups} K{plan.split} S{plan.stages} C{plan.grid}"
 
 
-def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], made: list[UW12Weight], m: int) -> None:
+def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], packed: list[UW12Weight], m: int) -> None:
     n, k = weights[0].n, weights[0].k
     x = _random(m, k)
     cublas = time_replay([_bind(F.linear, x, weight.data) for weight in weights])
@@ -176,18 +176,18 @@ def _measure_shape(report: BenchReport, name: str, weights: list[BF16Weight], ma
     report.add(name, ours, "us", peer=cublas, limit=_limit_us(m, n, k))
     report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit_us(m, n, k))
     print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
-    limit = _limit_us(m, n, k, made[0])
-    ours, alone = _time_own(made, m), _time_own(made, m, pdl=False)
+    limit = _limit_us(m, n, k, packed[0])
+    ours, alone = _time_own(packed, m), _time_own(packed, m, pdl=False)
     report.add(f"{name} packed", ours, "us", peer=cublas, limit=limit)
     report.add(f"{name} packed without pdl", alone, "us", peer=cublas, limit=limit)
     print(f"{name} packed: {ours:.2f} us, without pdl {alone:.2f}, limit {limit:.2f}", flush=True)
 
 
-def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, made: UW12Weight) -> None:
+def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, packed: UW12Weight) -> None:
     """Measure how fast a weight is packed (once at load time) and unpacked (before a large batch)."""
     out = torch.empty_like(weight.data)
-    limit = (made.nbytes + weight.data.nbytes) / BYTES_PER_US
-    unpacking = time_replay([lambda: unpack(made, out)])
+    limit = (packed.nbytes + weight.data.nbytes) / BYTES_PER_US
+    unpacking = time_replay([lambda: unpack(packed, out)])
     assert torch.equal(out.view(torch.int16), weight.data.view(torch.int16))
     begin = time.perf_counter()
     pack(weight.data)
@@ -195,7 +195,7 @@ def _measure_packing(report: BenchReport, name: str, weight: BF16Weight, made: U
     report.add(f"{name} unpack", unpacking, "us", limit=limit)
     report.add(f"{name} pack", packing, "us", limit=limit)
     rate = weight.data.nbytes / packing / 1e3
-    bits = made.nbytes * 8 / weight.data.numel()
+    bits = packed.nbytes * 8 / weight.data.numel()
     print(f"{name}: unpack {unpacking:.2f} us (limit {limit:.2f}), pack {rate:.0f} GB/s, {bits:.3f} bit", flush=True)
 
 
@@ -226,11 +226,11 @@ def _product(weight: AnyWeight, m: int) -> Callable[..., Tensor]:
 
 
 def _plans(m: int, n: int, k: int) -> Iterator[SkinnyPlan]:
-    """Yield the chosen plan and similar ones: tile, warps, one or two CTAs per SM, sets of partial sums, stages."""
+    """Yield the chosen plan and similar ones, with other tiles, warps, CTAs per SM, buffers and stages."""
     rule = choose_plan(m, n, k)
     yield rule
-    for blocks, warps, both in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
-        ctas, shared = (2 * NUM_SMS, MAX_SHARED_BYTES // 2) if both else (NUM_SMS, MAX_SHARED_BYTES)
+    for blocks, warps, two_ctas in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
+        ctas, shared = (2 * NUM_SMS, MAX_SHARED_BYTES // 2) if two_ctas else (NUM_SMS, MAX_SHARED_BYTES)
         deep = make_plan(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared_bytes=shared)
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)
@@ -250,10 +250,13 @@ def _measure_chain(report: BenchReport) -> None:
     head = BF16Weight(_weight(128256, 4096))
     packed_layers, packed_head = [[_pack(w) for w in layer] for layer in layers], _pack(head)
     sizes = [
-        (sum(one.nbytes for layer in every for one in layer) * LAYERS // DISTINCT_LAYERS + last.nbytes)
+        (sum(weight.nbytes for layer in weights_by_layer for weight in layer) * LAYERS // DISTINCT_LAYERS + last.nbytes)
         / BYTES_PER_US
         / 1e3
-        for every, last in (([[w.data for w in layer] for layer in layers], head.data), (packed_layers, packed_head))
+        for weights_by_layer, last in (
+            ([[w.data for w in layer] for layer in layers], head.data),
+            (packed_layers, packed_head),
+        )
     ]
     for m in ROWS:
         cublas = time_replay([_cublas_chain(layers, head, m)]) / 1e3
@@ -306,18 +309,18 @@ def _weights(n: int, k: int) -> list[BF16Weight]:
 
 def _packed_copies(weights: Sequence[BF16Weight]) -> list[UW12Weight]:
     """Return as many packed copies of the first weight, since a plan is made for headers of one size."""
-    made = _pack(weights[0])
-    return [replace(made, planes=made.planes.clone(), headers=made.headers.clone()) for _ in weights]
+    packed = _pack(weights[0])
+    return [replace(packed, planes=packed.planes.clone(), headers=packed.headers.clone()) for _ in weights]
 
 
 def _pack(weight: BF16Weight) -> UW12Weight:
-    made = pack(weight.data)
-    assert made is not None, "these weights are all worth packing"
-    return made
+    packed = pack(weight.data)
+    assert packed is not None, "these weights are all worth packing"
+    return packed
 
 
 def _weight(n: int, k: int) -> Tensor:
-    """Return a random weight with tails like trained ones (Student's t, 5 degrees), so with as many escapes."""
+    """Return a random weight with the tails, and so the escapes, of trained ones (Student's t)."""
     weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in weight.split(4096):
         squares = torch.zeros(rows.shape, device="cuda")
@@ -335,8 +338,8 @@ def _bind(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], T
     return lambda: function(*arguments)
 
 
-def _limit_us(m: int, n: int, k: int, made: UW12Weight | None = None) -> float:
-    return ((2 * n * k if made is None else made.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
+def _limit_us(m: int, n: int, k: int, packed: UW12Weight | None = None) -> float:
+    return ((2 * n * k if packed is None else packed.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The model of all GPU benchmarks: the shape of Llama-3.1-8B with random weights, in memory or on disk."""
+"""The model of all GPU benchmarks: Llama-3.1-8B with random weights, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -192,7 +192,10 @@ def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
 
 
 def _pieces(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
-    """Yield the bytes of all tensors in pieces. They share a buffer: write each piece before taking the next."""
+    """Yield the bytes of all tensors in pieces.
+
+    They share a buffer: write each piece before taking the next.
+    """
     source = GPURandomWeights(device, torch.bfloat16, seed)
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
     view = memoryview(buffer.numpy().data)

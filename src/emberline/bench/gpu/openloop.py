@@ -1,4 +1,4 @@
-"""Measures latencies in an open loop, in which requests arrive at random times whether or not the engine keeps up."""
+"""Measures latencies in an open loop: requests arrive whether or not the engine keeps up."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _runs = count()
 
 @dataclass(frozen=True, slots=True)
 class OpenLoopRun:
-    """Seconds since the start: when each request was due, when it was submitted, and when its tokens came."""
+    """Times of each request in seconds since the start: due, submitted, and of each token."""
 
     due: list[float]
     added: list[float]
@@ -103,7 +103,10 @@ def run_open_loop(
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> OpenLoopRun:
-    """Add requests between steps as soon as they are due. At the timeout, return without aborting any request."""
+    """Add requests between steps as soon as they are due.
+
+    At the timeout, return without aborting any request.
+    """
     run = next(_runs)
     index = {f"flow{run}-{i}": i for i in range(len(due))}
     pending, times, added = deque(index.items()), [list[float]() for _ in due], list[float]()

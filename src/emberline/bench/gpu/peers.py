@@ -1,4 +1,7 @@
-"""Measures other engines (peers) by the same protocol, if installed. Their figures are reported as NAME/PEER."""
+"""Measures other engines (peers) by the same protocol, if installed.
+
+Their figures are reported as NAME/PEER.
+"""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ def profile_prefill(engine: Engine, tokens: int) -> None:
 
 
 def _print_profile(title: str, work: Callable[[], object], times: int) -> None:
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     first, last, busy = float("inf"), 0.0, 0.0
-    for event in found.events() or ():
+    for event in profiler.events() or ():
         if event.device_type.name == "CUDA":
             span = event.time_range
             us = float(span.end - span.start)

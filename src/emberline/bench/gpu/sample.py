@@ -98,5 +98,5 @@ def _bind(function: Callable[..., object], *arguments: object) -> Callable[[], o
 
 def _random_logits(rows: int) -> Tensor:
     logits = torch.randn(rows, VOCAB, device="cuda") * 2
-    places = torch.randint(VOCAB, (rows, LIKELY_TOKENS), device="cuda")
-    return logits.scatter_add_(1, places, torch.rand(rows, LIKELY_TOKENS, device="cuda") * LIKELY_LOGIT_RANGE)
+    likely_ids = torch.randint(VOCAB, (rows, LIKELY_TOKENS), device="cuda")
+    return logits.scatter_add_(1, likely_ids, torch.rand(rows, LIKELY_TOKENS, device="cuda") * LIKELY_LOGIT_RANGE)

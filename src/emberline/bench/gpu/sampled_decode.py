@@ -1,4 +1,4 @@
-"""Measures decoding with penalties and with a JSON grammar, compared with plain decoding of the same job."""
+"""Measures decoding with penalties and with a JSON grammar, compared with plain decoding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES = tuple(f"{kind}_b{batch}" for kind in SAMPLING_KINDS for batch in BATCHES
 def measure(
     report: BenchReport, run_job: Callable[[BenchJob, SamplingParams], engine.JobRun], name: str, rounds: int
 ) -> None:
-    """Add the step time of one kind and batch, that of plain decoding, and the extra time per row to the report."""
+    """Add the step times of one kind and of plain decoding, and the extra time per row, to the report."""
     kind, _, size = name.rpartition("_b")
     batch = int(size)
     job = workload.job([(PROMPT_TOKENS, OUTPUT_TOKENS)] * batch, engine.VOCAB)
@@ -63,7 +63,7 @@ def measure(
 
 @cache
 def grammar_compiler() -> GrammarCompiler:
-    """Return a grammar compiler for a synthetic vocabulary of Llama 3.1's size: all bytes, and random words."""
+    """Return a grammar compiler for a synthetic vocabulary of Llama 3.1's size."""
     from emberline.engine.grammar import GrammarCompiler
 
     with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu.soak`: random arrivals and aborts for minutes, checked for leaks and lost requests."""
+"""`python -m emberline.bench.gpu.soak`: random load for minutes, checked for leaks and lost requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""time_replay: measures kernels in a CUDA graph, with inputs that rotate so that the L2 cache holds none of them."""
+"""time_replay: measures kernels in a CUDA graph, with inputs that do not fit into the L2 cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures plans of `cuda.wide`: packed weights with 64, 128 and 256 rows, and plain weights with 256 rows.
+"""Measures plans of `cuda.wide` for packed weights (64, 128, 256 rows) and plain ones (256 rows).
 
 It prints a JSON line for each plan, then the best plan of each shape in the form of `wide.MEASURED_PACKED` and
 `wide.MEASURED`. Run it by `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
@@ -36,23 +36,23 @@ ROWS_PER_DRAW = 8192  # rows of random weights drawn at once
 DEGREES_OF_FREEDOM = 5  # of Student's t distribution, whose tails give as many escapes as trained weights
 
 
-Source = BF16Weight | UW12Weight
+AnyWeight = BF16Weight | UW12Weight
 
 
 def sweep(seconds: float = SWEEP_SECONDS) -> None:
-    """Measure each shape for an equal share of the remaining time, compared with cuBLAS and plain weights."""
+    """Measure each shape for an equal share of the time, compared with cuBLAS and plain weights."""
     end = time.monotonic() + seconds
     compile_all_variants()
     best: dict[bool, dict[tuple[int, int, int], wide.TileConfig | None]] = {True: {}, False: {}}
     shapes = list(SHAPES.items())
     for i, (name, (k, n)) in enumerate(shapes):
-        until = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
-        plain, made = make_weights(n, k)
+        shape_deadline = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
+        plain, packed_weights = make_weights(n, k)
         for j, (m, packed) in enumerate(SWEEP_CASES):
-            share = (until - time.monotonic()) / (len(SWEEP_CASES) - j)
-            found = sweep_shape(name, plain, made if packed else plain, m, time.monotonic() + share)
+            share = (shape_deadline - time.monotonic()) / (len(SWEEP_CASES) - j)
+            found = sweep_shape(name, plain, packed_weights if packed else plain, m, time.monotonic() + share)
             best[packed][m, n, k] = found
-        del plain, made
+        del plain, packed_weights
         torch.cuda.empty_cache()
     print(json.dumps({"seconds": round(seconds - end + time.monotonic(), 1)}))
     print("MEASURED_PACKED =", best[True])
@@ -60,7 +60,7 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
 
 
 def sweep_shape(
-    name: str, plain: list[BF16Weight], swept: Sequence[Source], m: int, deadline: float
+    name: str, plain: list[BF16Weight], swept: Sequence[AnyWeight], m: int, deadline: float
 ) -> wide.TileConfig | None:
     n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], UW12Weight)
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
@@ -92,7 +92,7 @@ def sweep_shape(
 
 
 def compare_with_epilogue(
-    labels: dict[str, object], plain: list[BF16Weight], swept: Sequence[Source], x: Tensor, plan: wide.WidePlan
+    labels: dict[str, object], plain: list[BF16Weight], swept: Sequence[AnyWeight], x: Tensor, plan: wide.WidePlan
 ) -> float:
     """Return how much faster the product with its fused epilogue is than cuBLAS with separate kernels."""
     m, n, name = len(x), plain[0].n, labels["shape"]
@@ -115,7 +115,7 @@ def compare_with_epilogue(
 
 def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.WidePlan, wide.TileConfig]:
     """Return the plans to measure with the configuration of each, the best estimates first."""
-    made = {}
+    result = {}
     for row in _configs(columns, packed):
         if row.split > k // 64 or (row.split * row.share > MAX_CLUSTER_CTAS and not row.unclustered):
             continue
@@ -124,18 +124,18 @@ def candidate_plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.
             plan.grid <= row.ctas_per_sm * NUM_SMS and plan.shared_bytes <= wide.SHARED_BYTES_BY_CTAS[row.ctas_per_sm]
         )
         if fits and plan.stages > 1 and (plan.fits_exchange or not row.unclustered):
-            made[plan] = row
-    return dict(sorted(made.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
+            result[plan] = row
+    return dict(sorted(result.items(), key=lambda item: wide.estimate_us(item[0], n, k))[:MAX_PLANS])
 
 
 def _configs(columns: int, packed: bool) -> Iterator[wide.TileConfig]:
     shares = wide.SHARES if columns == wide.LARGE_COLUMNS else (1,)
     for groups in (groups for groups, wide_ in (wide.PACKED_TILES if packed else wide.PLAIN_TILES) if wide_ == columns):
         two = packed and groups <= 2 and groups * columns <= wide.MAX_SIZE_OF_TWO_CTAS
-        for beside, split, share in product((1, 2) if two else (1,), SPLITS, shares):
-            yield wide.TileConfig(groups, split, beside, share)
+        for ctas_per_sm, split, share in product((1, 2) if two else (1,), SPLITS, shares):
+            yield wide.TileConfig(groups, split, ctas_per_sm, share)
             if packed and split > 1 and share == 1:
-                yield wide.TileConfig(groups, split, beside, unclustered=True)
+                yield wide.TileConfig(groups, split, ctas_per_sm, unclustered=True)
 
 
 def make_weights(n: int, k: int) -> tuple[list[BF16Weight], list[UW12Weight]]:

@@ -34,7 +34,7 @@ def batch_cases() -> dict[str, list[int]]:
 
 
 def measure_part_sizes(lengths: list[int]) -> dict[int, float]:
-    """Return the microseconds of each part size up to twice the longest row, without those of too many parts."""
+    """Return the microseconds for each part size that is not too large and gives few enough parts."""
     layers = DecodeLayers(
         lengths, torch.bfloat16, max(MIN_LAYERS, count_copies(count_bytes_read(lengths, torch.bfloat16)))
     )

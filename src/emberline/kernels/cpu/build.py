@@ -30,7 +30,7 @@ class NativeBuildError(Exception):
 
 
 def build_library(cache_dir: Path) -> Path:
-    """Return the path of the library in `cache_dir`, compiled unless there is one for these sources, compiler and CPU.
+    """Return the path of the library for these sources, this compiler and CPU; compile it if missing.
 
     Raises NativeBuildError if there is no compiler or it fails.
     """

@@ -1,1 +1,4 @@
-"""Kernels in CUDA C++, compiled at run time by the NVRTC that comes with torch. `driver` compiles and launches."""
+"""Kernels in CUDA C++, compiled at run time by the NVRTC that comes with torch.
+
+`driver` compiles and launches.
+"""

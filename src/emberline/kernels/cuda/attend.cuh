@@ -14,7 +14,8 @@ template <int HEAD_DIM_, int BYTES>
 struct Shape {  // sizes of a layer's cache
   static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1;
   static constexpr int ROW_BYTES = HEAD_DIM * BYTES, TILE_BYTES = TILE * ROW_BYTES;
-  static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;  // bytes of a row in one copy: the width of the swizzle
+  // Bytes of a row in one copy: the width of the swizzle.
+  static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;
   static constexpr int BOX = LINE / BYTES;                        // columns of one copy
   static constexpr int MAX_STAGES = (96 << 10) / (2 * TILE_BYTES), STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
   static constexpr int STEPS = HEAD_DIM / 16;  // steps of 16 columns

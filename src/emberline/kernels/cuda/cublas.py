@@ -57,7 +57,7 @@ class _Proposal(ctypes.Structure):
 
 
 class Matmul:
-    """A product described to cuBLAS, in its column-major order (w^T x^T), with the algorithms that it proposes."""
+    """A product described to cuBLAS, in column-major order (w^T x^T), and the algorithms it proposes."""
 
     def __init__(self, problem: MatmulProblem) -> None:
         m, n, k = problem.m, problem.n, problem.k
@@ -109,7 +109,7 @@ class Matmul:
             )  # fmt: skip
         finally:
             _library().cublasLtMatmulPreferenceDestroy(limits)
-        usable = [one for one in proposals[: found.value] if one.status == 0]
+        usable = [candidate for candidate in proposals[: found.value] if candidate.status == 0]
         if not usable:
             raise CublasError("cuBLAS proposes no algorithm for this product")
         return usable
@@ -119,7 +119,7 @@ choices: dict[MatmulProblem, int] = {}  # index of the fastest proposal for each
 
 
 def can_use_tuned(x: Tensor, w: Tensor, kind: ProductKind, out: Tensor | None = None) -> bool:
-    """Return whether `multiply` supports this product: it was tuned, and its operands are aligned and contiguous."""
+    """Return whether `multiply` supports the product: tuned, with aligned and contiguous operands."""
     n, k = w.shape
     if choices.get(MatmulProblem(len(x), n, k, kind), OWN_KERNEL) == OWN_KERNEL:
         return False

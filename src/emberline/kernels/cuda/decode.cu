@@ -20,7 +20,7 @@ struct Arguments {  // mirrored by _Arguments in decode.py
   const int* tables;
   const int* context;
   float* partials;  // [partial, kv_heads, group, head_dim]
-  float2* max_and_sum;     // [partial, kv_heads, group]: largest score, in base 2, and sum of weights
+  float2* max_and_sum;  // [partial, kv_heads, group]: largest score, in base 2, and sum of weights
   int* arrivals;    // [row, kv_heads], zero between launches
   int* queue;       // next unit, and number of CTAs that have ended; zero between launches
   int qkv_stride, table_width, block_shift, group, kv_heads, window;
@@ -73,7 +73,8 @@ DEVICE float2 load_l2(const float2* at) {
 
 // -- the producer warp -----------------------------------------------------------------------------------------------
 
-struct Maps {  // tensor maps of a layer's keys and values: boxes of 64 keys, or a block if smaller; and boxes of 16 keys
+// Tensor maps of a layer's keys and values: boxes of 64 keys, or a block if smaller; and boxes of 16 keys.
+struct Maps {
   const TensorMap *keys, *values, *group_keys, *group_values;
 };
 
@@ -81,8 +82,8 @@ struct Maps {  // tensor maps of a layer's keys and values: boxes of 64 keys, or
 // of a row, only groups of 16 keys with a visible key are copied. Lane i's `block` is entry `entry` + i of the block
 // table; all lanes must call this, because of the shuffles.
 template <class S>
-DEVICE void fetch_tile(Shared<S>& shared, const Maps& maps, u32 stage, int head, int shift, int key, int high, int entry,
-                  int block, int lane, u64 policy) {
+DEVICE void fetch_tile(Shared<S>& shared, const Maps& maps, u32 stage, int head, int shift, int key, int high,
+                       int entry, int block, int lane, u64 policy) {
   int groups = min(max((high - key + WARP_KEYS - 1) / WARP_KEYS, 1), COMPUTE_WARPS), rows = min(TILE, 1 << shift);
   const TensorMap *keys = maps.keys, *values = maps.values;
   if (groups < COMPUTE_WARPS) rows = WARP_KEYS, keys = maps.group_keys, values = maps.group_values;
@@ -126,7 +127,9 @@ DEVICE void fetch_units(Shared<S>& shared, const Maps& maps, const Arguments& ar
   if (!args.pdl && !args.beside_prefill) wait_for_previous_kernel();
   int total = *args.count * args.kv_heads, grid = gridDim.x, iteration = 0;
   int preassigned = args.beside_prefill ? 0 : grid;  // units that are assigned to CTAs without the queue
-  const auto take_unit = [&] { return total > preassigned && lane == 0 ? preassigned + atomicAdd(args.queue, 1) : total; };
+  const auto take_unit = [&] {
+    return total > preassigned && lane == 0 ? preassigned + atomicAdd(args.queue, 1) : total;
+  };
   for (int unit = preassigned ? blockIdx.x : __shfl_sync(ALL_LANES, take_unit(), 0); unit < total; iteration++) {
     int next = waited ? take_unit() : total, length;
     bool requested = waited;
@@ -178,7 +181,8 @@ struct Columns {
 // Sums over the four warps, each of which has a quarter of the columns, and writes the output or the unit's partial
 // result.
 template <class S, int HALVES>
-DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Arguments& args, const UnitInfo& info, int warp, int lane) {
+DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Arguments& args, const UnitInfo& info,
+                      int warp, int lane) {
   UNROLL for (int h = 0; h < HALVES; h++) {
     if (h) sync_compute_warps();  // all warps have read the first half
     state.sum[h] += __shfl_xor_sync(ALL_LANES, state.sum[h], 1);
@@ -312,8 +316,10 @@ decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap
   using S = Shape<HEAD_DIM, BYTES>;
   extern __shared__ __align__(1024) u8 memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
-  static_assert(sizeof(Shared<S>) <= sizeof(shared.tiles) + sizeof(shared.sums) + 896);  // see shared_bytes in decode.py
-  static_assert(INFO_SLOTS > S::STAGES);  // the producer is at most STAGES units ahead, so a slot is read before it is reused
+  // See shared_bytes in decode.py.
+  static_assert(sizeof(Shared<S>) <= sizeof(shared.tiles) + sizeof(shared.sums) + 896);
+  // The producer is at most STAGES units ahead, so a slot is read before it is reused.
+  static_assert(INFO_SLOTS > S::STAGES);
   let_next_kernel_start();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {

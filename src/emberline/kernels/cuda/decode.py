@@ -1,4 +1,6 @@
-"""decode_attention: attention of rows with one new token each over the paged cache; `decode.cu` has the kernel.
+"""decode_attention: attention of rows with one new token each over the paged cache.
+
+`decode.cu` has the kernel.
 
 `worklist` splits the work. A row's result depends only on its keys and on where the work list cuts them, bit for bit.
 """
@@ -91,7 +93,10 @@ class _Arguments(ctypes.Structure):
 
 
 def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> bool:
-    """Return whether `decode_attention` supports the shape. `dtype` is the cache's; queries and output are bf16."""
+    """Return whether `decode_attention` supports the shape.
+
+    `dtype` is the cache's; queries and output are bf16.
+    """
     return (
         q_heads % kv_heads == 0
         and q_heads // kv_heads <= MAX_GROUP_HEADS
@@ -118,7 +123,7 @@ def decode_attention(
     pdl: bool = True,
     beside_prefill: bool = False,
 ) -> Tensor:
-    """Write the attention of each row into `request` and return it.
+    """Write the attention of each row into `out` and return it.
 
     Row b attends to the keys [0, context[b]], or to the last `window` of them, that the work list covers. A list made
     without the window, or for longer rows, gives the same result with some idle work.
@@ -147,7 +152,7 @@ def decode_attention(
 
 
 def shared_bytes(head_dim: int, item_bytes: int) -> int:
-    """Return the bytes of tiles of keys and values, the four warps' sums, the barriers and the work items."""
+    """Return the bytes of the tiles of keys and values, the warps' sums, barriers and work items."""
     stage = 2 * TILE_KEYS * head_dim * item_bytes
     return stage * min(MAX_STAGES, RING_BYTES // stage) + COMPUTE_WARPS * 8 * head_dim * 4 + 896
 

@@ -1,4 +1,4 @@
-"""CudaModule and CudaKernel: load compiled kernels and launch them, by ctypes over the CUDA driver API.
+"""CudaModule and CudaKernel: load and launch compiled kernels through the CUDA driver API.
 
 A launch goes to torch's current stream, so that it is captured into a CUDA graph like torch's own kernels.
 """
@@ -114,7 +114,10 @@ class CudaKernel:
 
 
 class CudaModule:
-    """One compiled source file. `kernels` are names or template instances, as for `nvrtc.compile_kernels`."""
+    """One compiled source file.
+
+    `kernels` are names or template instances, as for `nvrtc.compile_kernels`.
+    """
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
         self._file, self._kernels = file, kernels
@@ -150,7 +153,7 @@ class CudaModule:
 
 @contextlib.contextmanager
 def compile_in_parallel(*more: CudaModule) -> Iterator[None]:
-    """Compile kernels that this thread first launches inside the block in parallel, without launching them.
+    """Compile the kernels that this thread first launches inside the block, in parallel.
 
     Their results are undefined, so only work whose results are not used may run inside. The compiler releases the GIL.
     At the end of the block all these kernels and `modules` are compiled.
@@ -172,7 +175,7 @@ def compile_in_parallel(*more: CudaModule) -> Iterator[None]:
 
 
 def make_tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:
-    """Return the TMA descriptor for copies of `box` elements, one number per dimension in the tensor's own order.
+    """Return the TMA descriptor for copies of `box` elements, given per dimension of the tensor.
 
     The last dimension must be contiguous. Elements outside the tensor are read as zero.
     """

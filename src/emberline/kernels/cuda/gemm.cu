@@ -1,40 +1,43 @@
-// y[m, n] = x[m, k] w[n, k]^T for prompts: hundreds to thousands of rows of x, by Hopper's warpgroup products, with
-// what follows the product built in.
+// y[m, n] = x[m, k] w[n, k]^T for prompts: hundreds to thousands of rows of x, by Hopper's wgmma, with a fused
+// epilogue.
 //
-// Who owns what. A CTA computes a tile of 128 rows of x and WIDTH of w, each of its two computing warpgroups 64 rows,
-// in steps of 64 k. One warp fetches into a ring of slots, a tile of x and one of w each, 128 bytes a row, swizzled;
-// rows past m and n read as zero. CTAS CTAs, a cluster, stand below each other and share their rows of w: each fetches
-// a part of them for all. Else the L2 would have to hand out 48 KiB for 4 MFLOP, all that it can; two CTAs take 32.
+// Tiles. A CTA computes tiles of 128 rows of x and WIDTH rows of w, in steps of 64 k. Two consumer warpgroups compute
+// 64 rows each. One producer thread fetches into a ring of slots (pipeline stages), each with a tile of x and one of w,
+// 128 bytes per row, swizzled; rows beyond m and n are read as zero. The CTAS CTAs of a cluster have different rows of
+// x and share their rows of w: each fetches a part of w and multicasts it. Without a cluster the L2 would have to
+// deliver 48 KiB for 4 MFLOP, which is its limit; with two CTAs it is 32 KiB.
 //
-// A cluster goes from tile to tile, and the ring with it: the next tile is fetched while this one is finished. Tiles
-// come in bands of some rows, column by column, so that what all clusters work on at one time is about a square: few
-// different bytes for the L2. The second warpgroup stays `lag` steps behind the first, so that the one's products run
-// while the other finishes.
+// Order of tiles. A cluster is persistent: it computes tile after tile, and the producer fetches the next tile while
+// the consumers finish this one. Tiles are ordered in bands of several rows, column by column within a band. So the
+// tiles that all clusters compute at one time form about a square, which minimises the different bytes that the L2 must
+// hold. The second warpgroup stays `lag` steps behind the first, so that the products of one overlap with the epilogue
+// of the other.
 //
-// Order of sums. An output is summed over k step by step, and nothing else: it depends neither on m, nor on the row of
-// x, nor on WIDTH, CTAS or the grid.
+// Order of sums. An output is summed over k step by step. It does not depend on m, the row of x, WIDTH, CTAS or the
+// grid.
 //
-// Barriers. FULL: one arrival, with the bytes of a slot, from whichever CTA they come; EMPTY: one arrival of each
-// computing warp of the cluster, as what a CTA fetches is written to all of its CTAs. Use u of a slot has parity u & 1:
-// a warpgroup waits for FULL with it, the fetcher for EMPTY with the other, which a new barrier has already passed. No
-// bytes can come early for the phase after: their fetcher has seen this CTA's warps leave the slot.
+// Barriers. FULL: one arrival plus the bytes of a slot, from any CTA of the cluster. EMPTY: one arrival of each
+// consumer warp of the cluster, because what a CTA fetches is written to all its CTAs. Use u of a slot has parity u &
+// 1: consumers wait for FULL with this parity, the producer waits for EMPTY with the opposite, which a new barrier has
+// already passed. Bytes of the next phase cannot arrive early: their producer has waited until this CTA's warps
+// released the slot.
 //
-// Fragments. Warp i of a warpgroup has rows 16 i .. of its 64: lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and
-// column 8 j + 2 (l % 4) + e. Gated: columns come in groups of 32, 16 gates and the 16 of up that belong to them, so
-// that d[i] and d[i + 8] are a gate and its up.
+// Fragments. Warp i of a warpgroup has rows 16 i .. of its 64. Lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and
+// column 8 j + 2 (l % 4) + e. Gated: columns come in groups of 32, 16 gates and then their 16 ups, so that d[i] and d[i
+// + 8] are a gate and its up.
 #include "common.cuh"
 #include "wgmma.cuh"
 
 enum Epilogue { STORE, ADD, GATED };
 
 constexpr int GROUPS = 2, WARPS = 4 * GROUPS, ROWS = 64 * GROUPS;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
 constexpr u32 PANEL = 128 * 64;  // bytes of 64 rows of 64 outputs
 
 template <int COLUMNS, int SHARING> struct Shape {
   static constexpr int WIDTH = COLUMNS, CTAS = SHARING, STAGES = WIDTH == 256 ? 4 : 6;
   static constexpr u32 X_BYTES = 128 * ROWS, W_BYTES = 128 * WIDTH, SLOT = X_BYTES + W_BYTES;
-  // A panel for each group, and the one that is being stored.
+  // Two panels for each warpgroup: one is filled while the other is being stored.
   static constexpr u32 PANELS = STAGES * SLOT, BARRIERS = PANELS + 2 * GROUPS * PANEL;
 };
 
@@ -47,18 +50,18 @@ struct Ring {
 };
 
 struct Tiles {
-  int rows, columns, band;  // how many tiles there are, and rows of them in a band
-  int first, stride;        // of this cluster
+  int rows, columns, band;  // rows and columns of tiles, and rows of tiles in a band
+  int first, stride;        // this cluster's first tile, and the distance to its next
   DEVICE int count() const { return rows * columns; }
-  DEVICE int2 place(int tile) const {  // row and column
-    const int above = tile / (band * columns), rest = tile - above * band * columns;
-    const int high = min(band, rows - above * band), column = rest / high;
-    return make_int2(above * band + rest - column * high, column);
+  DEVICE int2 position(int tile) const {  // row and column
+    const int index = tile / (band * columns), rest = tile - index * band * columns;
+    const int band_rows = min(band, rows - index * band), column = rest / band_rows;
+    return make_int2(index * band + rest - column * band_rows, column);
   }
 };
 
-// As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
-// registers that a warpgroup takes over from another.
+// As barrier_wait, but a hang ends with a store to a null address. If a kernel contains a trap, the compiler ignores
+// setmaxnreg and does not use the registers that a warpgroup takes over from another.
 DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
@@ -67,14 +70,14 @@ DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
 
 // -- clusters ---------------------------------------------------------------------------------------------------------
 
-// All threads of the cluster.
+// Synchronises all threads of the cluster.
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// A warp is done with a slot, which every CTA of the cluster must know. Each warp says so itself: its wait covers its
-// own products only. It has read and not written, so that nothing need be made visible: a release to the cluster would
-// be a fence of the whole device, at every step.
-template <class S> DEVICE void release(u32 barrier) {
+// Releases a slot in every CTA of the cluster. Each warp arrives itself, because wgmma_wait covers the warp's own
+// products only. The warp has only read the slot, so no release at cluster scope is needed; that would be a device-wide
+// fence in every step.
+template <class S> DEVICE void release_slot(u32 barrier) {
   const u32 lane = threadIdx.x % 32;
   if (S::CTAS == 1) {
     if (lane == 0) barrier_arrive(barrier);
@@ -83,8 +86,9 @@ template <class S> DEVICE void release(u32 barrier) {
                  "mbarrier.arrive.shared::cluster.b64 _, [far]; }" ::"r"(barrier), "r"(lane) : "memory");
   }
 }
-// To the same place in each CTA of the cluster; each is told by its own barrier.
-template <int CTAS> DEVICE void copy_tile_multicast(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy) {
+// Copies to the same address in each CTA of the cluster (multicast). Each CTA's own barrier counts the bytes.
+template <int CTAS> DEVICE void copy_tile_multicast(u32 to, const TensorMap* map, int x, int y, u32 barrier,
+                                                    u64 policy) {
   if (CTAS == 1) return copy_tile(to, map, x, y, barrier, policy);
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -94,39 +98,41 @@ template <int CTAS> DEVICE void copy_tile_multicast(u32 to, const TensorMap* map
 
 // -- warpgroup products -----------------------------------------------------------------------------------------------
 
-// Rows of 64 k for wgmma: address and offset from 8 rows to the next 8 in units of 16 bytes, 128-byte swizzle. The next
-// 16 k are 32 bytes on. In a cluster an address tells the CTA too, in bits that belong to others here.
+// wgmma's descriptor of rows of 64 k: address, and stride from 8 rows to the next 8, in units of 16 bytes, with the
+// 128-byte swizzle. The next 16 k are 32 bytes further. In a cluster, an address contains the CTA's rank in high bits,
+// which are masked.
 DEVICE u64 matrix_descriptor(u32 address) {
   return u64((address & 0x3ffff) >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
 }
 
 
-// d = x w^T, or more of it, over 16 k.
-DEVICE void wgmma(float (&d)[64], u64 x, u64 w, int more) {
+// d = x w^T over 16 k, or d += x w^T if `accumulate`.
+DEVICE void wgmma(float (&d)[64], u64 x, u64 w, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(x), "l"(w), "r"(more));
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(x), "l"(w), "r"(accumulate));
 }
-DEVICE void wgmma(float (&d)[128], u64 x, u64 w, int more) {
+DEVICE void wgmma(float (&d)[128], u64 x, u64 w, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(x), "l"(w), "r"(more));
+      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(x), "l"(w), "r"(accumulate));
 }
 
-// -- the fetching thread ----------------------------------------------------------------------------------------------
+// -- the producer thread ----------------------------------------------------------------------------------------------
 
 DEVICE u64 l2_evict_normal() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 
-// Step after step into the ring. `early`: weights are asked for at once, all else when the kernel before has ended.
-template <class S, Epilogue END>
+// Fetches step after step into the ring. `pdl`: weights are fetched at once, x and the residual after the preceding
+// kernel ended.
+template <class S, Epilogue EPILOGUE>
 DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, const TensorMap* residual_map, Tiles tiles,
                   int units, u32 rank, bool pdl) {
   const u64 policy = l2_evict_normal();
   int row = 0, column = 0, unit = 0;
-  const auto go_to = [&](int tile) {
-    const int2 at = tiles.place(tile);
+  const auto set_tile = [&](int tile) {
+    const int2 at = tiles.position(tile);
     row = (at.x * S::CTAS + int(rank)) * ROWS, column = at.y * S::WIDTH;
   };
   const auto fetch_x = [&](int stage, int unit) {
@@ -138,19 +144,19 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
     copy_tile_multicast<S::CTAS>(at, w_map, 64 * unit, column + int(rank) * PART, ring.full + 8 * ring.stage, policy);
     ring.advance();
   };
-  go_to(tiles.first);
-  const int ahead = pdl ? min(S::STAGES, units) : 0;
+  set_tile(tiles.first);
+  const int prefetched = pdl ? min(S::STAGES, units) : 0;
 #pragma unroll 1
-  for (; unit < ahead; unit++) {
+  for (; unit < prefetched; unit++) {
     barrier_expect_bytes(ring.full + 8 * ring.stage, S::SLOT);
     fetch_w();
   }
   wait_for_previous_kernel();
 #pragma unroll 1
-  for (int i = 0; i < ahead; i++) fetch_x(i, i);
+  for (int i = 0; i < prefetched; i++) fetch_x(i, i);
 #pragma unroll 1
   for (int tile = tiles.first; tile < tiles.count(); tile += tiles.stride) {
-    go_to(tile);
+    set_tile(tile);
 #pragma unroll 1
     for (; unit < units; unit++) {
       barrier_wait_without_trap(ring.empty + 8 * ring.stage, ring.parity ^ 1);
@@ -160,7 +166,7 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
     }
     unit = 0;
 #pragma unroll 1
-    for (int part = 0; part < S::WIDTH && END == ADD; part += 128) {  // two panels of both groups in a slot
+    for (int part = 0; part < S::WIDTH && EPILOGUE == ADD; part += 128) {  // two panels of both warpgroups per slot
       barrier_wait_without_trap(ring.empty + 8 * ring.stage, ring.parity ^ 1);
       const u32 to = ring.slots + ring.stage * S::SLOT, barrier = ring.full + 8 * ring.stage;
       barrier_expect_bytes(barrier, 2 * GROUPS * PANEL);
@@ -171,11 +177,11 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
   }
 }
 
-// -- the computing warpgroups -----------------------------------------------------------------------------------------
+// -- the consumer warpgroups ------------------------------------------------------------------------------------------
 
-// A tile's sums. The next step's products are issued before the last one's slot is given back. `signal`: the step at
-// which the other group may begin.
-template <class S> DEVICE void add_up(float (&d)[S::WIDTH / 2], Ring& ring, int units, u32 group, int signal) {
+// Computes a tile's sums. The next step's products are issued before the previous slot is released. `signal`: the step
+// at which the other warpgroup may start.
+template <class S> DEVICE void accumulate_tile(float (&d)[S::WIDTH / 2], Ring& ring, int units, u32 group, int signal) {
   int last = 0;
 #pragma unroll 1
   for (int i = 0; i < units; i++) {
@@ -187,23 +193,24 @@ template <class S> DEVICE void add_up(float (&d)[S::WIDTH / 2], Ring& ring, int 
     for (int step = 0; step < 4; step++) wgmma(d, x + 2 * step, w + 2 * step, step ? 1 : i);
     wgmma_commit();
     wgmma_wait<1>();
-    if (i) release<S>(ring.empty + 8 * last);
+    if (i) release_slot<S>(ring.empty + 8 * last);
     if (i == signal) asm volatile("bar.arrive 3, 256;" ::: "memory");
     last = ring.stage;
     ring.advance();
   }
   wgmma_wait<0>();
   order_after_wait(d);
-  release<S>(ring.empty + 8 * last);
+  release_slot<S>(ring.empty + 8 * last);
 }
 
-DEVICE float inverse(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
-// x / (1 + exp(-x)), as a division would round it. That would be a call, and in a kernel with calls warpgroups cannot
-// trade registers. Both sides are quartered, as the inverse of more than 2^126 is zero: infinity's only.
+DEVICE float approximate_reciprocal(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+// x / (1 + exp(-x)), rounded as a division would. A division compiles to a call, and setmaxnreg has no effect in a
+// kernel with calls. Numerator and denominator are divided by 4, because the approximate reciprocal of more than 2^126
+// is 0.
 DEVICE float silu(float x) {
-  const float below = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), above = x * .25f;
-  const float share = inverse(below), near = above * share;
-  return __fmaf_rn(__fmaf_rn(-below, near, above), share, near);
+  const float denominator = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), numerator = x * .25f;
+  const float reciprocal = approximate_reciprocal(denominator), quotient = numerator * reciprocal;
+  return __fmaf_rn(__fmaf_rn(-denominator, quotient, numerator), reciprocal, quotient);
 }
 DEVICE u32 multiply_pairs(u32 a, u32 b) { asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b)); return a; }
 
@@ -211,90 +218,90 @@ DEVICE void store_matrices(u32 at, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(at), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
-// What lies outside the tensor is not written.
+// Stores a tile by TMA; elements outside the tensor are not written.
 DEVICE void store_tile(const TensorMap* map, int x, int y, u32 from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
                ::"l"(map), "r"(x), "r"(y), "r"(from) : "memory");
 }
-DEVICE void stores_end() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int LEFT> DEVICE void stores_have_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void wait_until_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-DEVICE void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-DEVICE void meet_group(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+DEVICE void sync_warpgroup(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 
-// Where the group's 64 rows go: first row and column of the outputs, and how many there are of either.
+// Destination of the warpgroup's 64 rows: first row and column of the outputs, and the numbers of rows and columns.
 struct Outputs {
   const TensorMap* map;
-  u32 panels;  // two in shared memory, in turn
+  u32 panels;  // two panels in shared memory, used alternately
   int row, column, m, n;
 };
 
-// From sums to outputs, 64 columns at a time: rounded, through shared memory, and out by the copy engine. Of a panel a
-// warp writes four matrices of 8 x 8 at once: rows 0 and 8, then the next 8 columns.
-template <class S, Epilogue END>
+// Applies the epilogue to the sums, 64 columns at a time: rounds them, writes them to a panel in shared memory, and
+// stores the panel by TMA. A warp writes four 8 x 8 matrices at once: rows 0 and 8, then the next 8 columns.
+template <class S, Epilogue EPILOGUE>
 DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to, u32 group) {
-  constexpr int PANELS = S::WIDTH / (END == GATED ? 128 : 64);
+  constexpr int PANELS = S::WIDTH / (EPILOGUE == GATED ? 128 : 64);
   const bool leader = threadIdx.x % 128 == 0;
   const u32 lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, side = lane / 16;
 #pragma unroll
   for (int panel = 0; panel < PANELS; panel++) {
     const u32 at = to.panels + panel % 2 * PANEL;
     const u32 added = ring.slots + ring.stage * S::SLOT + (panel % 2 * GROUPS + group) * PANEL;
-    if (leader) stores_have_read<PANELS == 1 ? 0 : 1>();
-    meet_group(group);
-    if (END == ADD && panel % 2 == 0) barrier_wait_without_trap(ring.full + 8 * ring.stage, ring.parity);
+    if (leader) wait_until_stores_read<PANELS == 1 ? 0 : 1>();
+    sync_warpgroup(group);
+    if (EPILOGUE == ADD && panel % 2 == 0) barrier_wait_without_trap(ring.full + 8 * ring.stage, ring.parity);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       u32 v[4], more[4];
-      if (END == ADD) load_matrices(more, added + swizzled_offset(row, 2 * s + side));
+      if (EPILOGUE == ADD) load_matrices(more, added + swizzled_offset(row, 2 * s + side));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float* const c = d + (END == GATED ? 16 : 8) * (4 * panel + s) + 2 * i;
-        if (END == STORE) v[i] = pack(c[0], c[1]);
-        if (END == ADD) v[i] = pack(c[0] + low(more[i]), c[1] + high(more[i]));
-        if (END == GATED) {
+        const float* const c = d + (EPILOGUE == GATED ? 16 : 8) * (4 * panel + s) + 2 * i;
+        if (EPILOGUE == STORE) v[i] = pack(c[0], c[1]);
+        if (EPILOGUE == ADD) v[i] = pack(c[0] + low(more[i]), c[1] + high(more[i]));
+        if (EPILOGUE == GATED) {
           const u32 gates = pack(c[0], c[1]);
           v[i] = multiply_pairs(pack(silu(low(gates)), silu(high(gates))), pack(c[8], c[9]));
         }
       }
       store_matrices(at + swizzled_offset(row, 2 * s + side), v);
     }
-    if (END == ADD && panel % 2 == 1) {
-      release<S>(ring.empty + 8 * ring.stage);
+    if (EPILOGUE == ADD && panel % 2 == 1) {
+      release_slot<S>(ring.empty + 8 * ring.stage);
       ring.advance();
     }
     fence_shared_writes();
-    meet_group(group);
+    sync_warpgroup(group);
     if (leader) {
       if (to.row < to.m && to.column + 64 * panel < to.n) store_tile(to.map, to.column + 64 * panel, to.row, at);
-      stores_end();
+      commit_stores();
     }
   }
 }
 
-template <class S, Epilogue END>
+template <class S, Epilogue EPILOGUE>
 DEVICE void compute(Ring ring, const TensorMap* out_map, u32 panels, Tiles tiles, int m, int n, int units, u32 rank,
                     u32 group, int lag) {
   float d[S::WIDTH / 2];
   int signal = group == 0 && lag > 0 ? min(lag, units - 1) : -1;
   if (group == 1 && lag > 0) asm volatile("bar.sync 3, 256;" ::: "memory");
-  const int half = END == GATED ? 2 : 1;
+  const int half = EPILOGUE == GATED ? 2 : 1;
 #pragma unroll 1
   for (int tile = tiles.first; tile < tiles.count(); tile += tiles.stride) {
-    add_up<S>(d, ring, units, group, signal);
+    accumulate_tile<S>(d, ring, units, group, signal);
     signal = -1;
-    const int2 at = tiles.place(tile);
+    const int2 at = tiles.position(tile);
     const int row = (at.x * S::CTAS + int(rank)) * ROWS + int(group) * 64;
-    finish<S, END>(d, ring, Outputs{out_map, panels, row, at.y * S::WIDTH / half, m, n / half}, group);
+    finish<S, EPILOGUE>(d, ring, Outputs{out_map, panels, row, at.y * S::WIDTH / half, m, n / half}, group);
   }
-  if (threadIdx.x % 128 == 0) stores_wait();
+  if (threadIdx.x % 128 == 0) wait_for_stores();
 }
 
-// 384 threads: one warp of the first warpgroup fetches, the two others compute. The grid: at most as many clusters as
-// there are tiles. Maps: boxes of 128 rows of x and of the residual, WIDTH / CTAS rows of w, 64 x 64 outputs. `early`:
-// launched while the kernel before may still run.
-template <int WIDTH, int CTAS, Epilogue END>
+// 384 threads: one thread of the first warpgroup is the producer, the other two warpgroups are consumers. The grid has
+// at most as many clusters as there are tiles. Boxes of the tensor maps: 128 rows of x and of the residual, WIDTH /
+// CTAS rows of w, 64 x 64 outputs. `pdl`: launched while the preceding kernel may still run.
+template <int WIDTH, int CTAS, Epilogue EPILOGUE>
 __global__ void __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, int m, int n, int k,
@@ -309,7 +316,7 @@ __global__ void __launch_bounds__(384, 1)
                     int(gridDim.x) / CTAS};
   if (threadIdx.x == 0) {
     prefetch_map(&x_map), prefetch_map(&w_map), prefetch_map(&out_map);
-    if (END == ADD) prefetch_map(&residual_map);
+    if (EPILOGUE == ADD) prefetch_map(&residual_map);
 #pragma unroll 1
     for (int i = 0; i < S::STAGES; i++) {
       barrier_init(ring.full + 8 * i, 1);
@@ -321,15 +328,15 @@ __global__ void __launch_bounds__(384, 1)
   else cluster_sync();
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x == 0) fetch<S, END>(ring, &x_map, &w_map, &residual_map, tiles, k / 64, rank, pdl);
+    if (threadIdx.x == 0) fetch<S, EPILOGUE>(ring, &x_map, &w_map, &residual_map, tiles, k / 64, rank, pdl);
     __syncwarp();
     wait_for_previous_kernel();
-    if (CTAS > 1) cluster_sync();  // a CTA that has ended can be told nothing
+    if (CTAS > 1) cluster_sync();  // a CTA must not exit before its peers stop arriving at its barriers
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     wait_for_previous_kernel();
     const u32 panels = base + S::PANELS + (group - 1) * 2 * PANEL;
-    compute<S, END>(ring, &out_map, panels, tiles, m, n, k / 64, rank, group - 1, lag);
+    compute<S, EPILOGUE>(ring, &out_map, panels, tiles, m, n, k / 64, rank, group - 1, lag);
     __syncwarp();
     if (CTAS > 1) cluster_sync();
   }

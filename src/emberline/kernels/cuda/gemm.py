@@ -1,4 +1,6 @@
-"""linear: y = x w^T for prompts, more rows of x than `wide` supports, with a fused epilogue; `gemm.cu` has the kernel.
+"""linear: y = x w^T for prompts, more rows of x than `wide` supports, with a fused epilogue.
+
+`gemm.cu` has the kernel.
 
 A row's result does not depend on the number of rows, its index or the plan, bit for bit.
 """
@@ -76,9 +78,9 @@ def linear(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> Tensor:
-    """Write x w^T into `request` (bf16) and return it.
+    """Write x w^T into `out` (bf16) and return it.
 
-    `residual` is added and may be `request` itself. `gated`: silu(gate) * up, [m, n / 2]. `plan` overrides the choice for
+    `residual` is added and may be `out` itself. `gated`: silu(gate) * up, [m, n / 2]. `plan` overrides the choice for
     benchmarks.
     """
     m, k = x.shape
@@ -113,7 +115,10 @@ def choose_plan(m: int, n: int, k: int) -> GemmPlan:
 
 
 def estimate_us(plan: GemmPlan, m: int, n: int, k: int) -> float:
-    """Return the estimated microseconds, if memory is not the limit. All clusters together fetch through the L2."""
+    """Return the estimated microseconds, if memory is not the limit.
+
+    All clusters together fetch through the L2.
+    """
     tiles, clusters = plan.count_tiles(m, n), NUM_SMS // plan.cluster
     busy_ctas = min(tiles, clusters) * plan.cluster
     fetched_bytes = plan.slot_bytes - 128 * plan.width * (plan.cluster - 1) // plan.cluster

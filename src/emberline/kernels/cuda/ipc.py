@@ -1,4 +1,4 @@
-"""Device memory shared between processes of one host: exported by its owner, opened by others, copied by rows.
+"""Device memory shared between processes of one host: exported, opened and copied by rows.
 
 The driver exports whole allocations, and torch places tensors inside larger ones. So a tensor is a handle and an
 offset.
@@ -63,7 +63,10 @@ def export_memory(tensor: Tensor) -> ExportedMemory:
 
 
 class OpenedMemory:
-    """An allocation of another process, until closed. Raises CudaDriverError if this device cannot access it."""
+    """An allocation of another process, until closed.
+
+    Raises CudaDriverError if this device cannot access it.
+    """
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self._index = device.index

@@ -1,4 +1,6 @@
-"""linear: y = x w^T for at most 32 rows of x, bound by reading the weights; `linear.cu` has the kernel.
+"""linear: y = x w^T for at most 32 rows of x, bound by reading the weights.
+
+`linear.cu` has the kernel.
 
 A row's result does not depend on the number of rows or its index, bit for bit, for every m that `supports` allows; nor
 on whether the weights are packed. For larger m cuBLAS sums in another order.
@@ -126,9 +128,9 @@ def linear(
     pdl: bool = True,
     plan: SkinnyPlan | None = None,
 ) -> Tensor:
-    """Write x w^T into `request`, which is bf16 or float32, and return it.
+    """Write x w^T into `out`, which is bf16 or float32, and return it.
 
-    `bias` is float32 [n], in the order of w's rows. `residual` is added and may be `request` itself. `gated`: silu(gate) *
+    `bias` is float32 [n], in the order of w's rows. `residual` is added and may be `out` itself. `gated`: silu(gate) *
     up, [m, n / 2]. `plan` overrides the choice for benchmarks.
     """
     m, k = x.shape
@@ -203,7 +205,7 @@ def make_plan(
     ctas: int = NUM_SMS,
     shared_bytes: int = MAX_SHARED_BYTES,
 ) -> SkinnyPlan:
-    """Return the plan for a tile of so many blocks and tiles, which spreads the work evenly over at most `cluster` CTAs.
+    """Return the plan for a tile size, which spreads the work evenly over at most `ctas` CTAs.
 
     Partial sums get buffers of their own if the pipeline stays deep enough beside them.
     """

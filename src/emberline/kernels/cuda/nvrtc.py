@@ -1,4 +1,4 @@
-"""compile_kernels: compiles CUDA C++ with the NVRTC library that comes with torch. compile_cached: with a cache.
+"""compile_kernels and compile_cached: compile CUDA C++ with the NVRTC that is part of torch.
 
 Compiling needs no GPU and no CUDA toolkit, so that tests can do it on any machine. Sources include no system headers.
 """
@@ -40,7 +40,7 @@ def compile_kernels(file: str, kernels: Sequence[str]) -> KernelBinary:
 
 
 def compile_cached(file: str, kernels: Sequence[str]) -> KernelBinary:
-    """Return the compiled kernels from the cache on disk, compiled once for these sources and this compiler."""
+    """Return the kernels from the cache on disk; compile them if sources or compiler changed."""
     parts = [read_source(file), *COMPILER_OPTIONS, *kernels, compiler_version()]
     cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
     if (binary := _read(cache_file)) is None:

@@ -1,42 +1,44 @@
-// Causal attention of chunks of new tokens over a paged cache, on Hopper's warpgroup products.
+// Causal attention of chunks of new tokens over a paged cache, by Hopper's wgmma.
 //
-// A CTA lives as long as there is work. Item i is tile i / q_heads (128 queries of a request) for head i % q_heads:
-// tiles come longest first, and heads that share keys run side by side. One warp fetches, two warpgroups compute 64
-// queries each. They walk the keys in tiles of 128 from the diagonal back, so that what must be masked comes first:
+// CTAs are persistent. Item i is tile i / q_heads (128 queries of a request) for head i % q_heads. Tiles are sorted,
+// longest first, and heads that share keys run at the same time. One producer warp fetches, and two consumer warpgroups
+// compute 64 queries each. They process the keys in tiles of 128 from the diagonal backwards, so that tiles with masked
+// keys come first:
 //
-//   fetcher   Q K0 K1 V0 K2 V1 ... Kn Vn-1 Vn, then the next item's Q ...   (a ring of STAGES for K, one for V)
-//   computer  S0 softmax | S1 = Q K1, O += P0 V0, softmax(S1) | S2, O += P1 V1, softmax(S2) | ... | O += Pn Vn, store
+//   producer  Q K0 K1 V0 K2 V1 ... Kn Vn-1 Vn, then the next item's Q ...   (a ring of STAGES for K, one for V)
+//   consumer  S0 softmax | S1 = Q K1, O += P0 V0, softmax(S1) | S2, O += P1 V1, softmax(S2) | ... | O += Pn Vn, store
 //
-// The two take turns to issue products, so that one's softmax runs under the other's products. A tile whose keys are
-// all hidden from a row changes nothing of that row, so a query's result does not depend on how its prompt was cut.
+// The two warpgroups issue products alternately (ping-pong), so that the softmax of one overlaps with the products of
+// the other. A tile whose keys are all masked for a row does not change that row, so a query's result does not depend
+// on the chunking.
 //
-// Barriers. *_FULL: one arrival, with the bytes of a copy; *_EMPTY: one arrival of each of the 8 computing warps. Use u
-// of a slot has parity u & 1: a computer waits for FULL with it, the fetcher for EMPTY with the other, which a new
-// barrier has already passed. Q's barriers guard the item too.
+// Barriers. *_FULL: one arrival plus the bytes of a copy. *_EMPTY: one arrival of each of the 8 consumer warps. Use u
+// of a slot has parity u & 1: consumers wait for FULL with this parity, the producer waits for EMPTY with the opposite,
+// which a new barrier has already passed. The barriers of Q also guard the item.
 #include "common.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 128, KEYS = 128, STAGES = 2;  // queries and keys of a tile; tiles of K, and of V, in the rings
-constexpr int COMPUTING_WARPS = 8;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
-constexpr u32 PANEL = 128 * 128;  // bytes of 128 rows of 64 bf16, as the copy engine's 128-byte swizzle writes them
+constexpr int ROWS = 128, KEYS = 128, STAGES = 2;  // queries and keys of a tile; stages of each ring
+constexpr int CONSUMER_WARPS = 8;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, as launched
+constexpr u32 PANEL = 128 * 128;  // bytes of 128 rows of 64 bf16, in TMA's 128-byte swizzle
 
-struct Work {
+struct Arguments {
   bf16* out;
-  const int2* tiles;  // request, first query in its chunk; after the last, requests may be -1
+  const int2* tiles;  // request, first query in its chunk; padding has request -1
   const int* query_start;
   const int* context;
   const int* tables;
-  int* counters;  // items taken beyond the first of each CTA; CTAs that are done. Zero between launches
-  int ctas;       // that work: those beyond leave their multiprocessors to the kernel that runs beside this one
+  int* counters;  // items taken from the queue; CTAs that have ended. Zero between launches
+  int ctas;       // CTAs that work; the others exit and leave their SMs to decode, which runs at the same time
   int items, width, q_heads, group, block_size, window;
-  float scale;  // times log2(e)
+  float scale;  // softmax scale times log2(e)
 };
 
 struct alignas(16) Item {
-  int position;  // of the first query
-  int rows;      // queries; 0: there is no more work
-  int token;     // the first query's row in qkv and out
+  int position;  // of the first query in its sequence
+  int rows;      // number of queries; 0: no more work
+  int token;     // row of the first query in qkv and out
   int head;
   DEVICE int last_tile() const { return (position + rows - 1) / KEYS; }
   DEVICE int first_tile(int window) const { return max(position - window + 1, 0) / KEYS; }
@@ -44,7 +46,7 @@ struct alignas(16) Item {
 
 // Byte offsets in shared memory. A tile of Q, K or V is D / 64 panels.
 template <int D>
-struct At {
+struct Offsets {
   static constexpr u32 TILE = D / 64 * PANEL;
   static constexpr u32 Q = 0, K = TILE, V = K + STAGES * TILE, BARRIERS = V + STAGES * TILE;
   static constexpr u32 Q_FULL = BARRIERS, Q_EMPTY = Q_FULL + 8;
@@ -59,8 +61,8 @@ struct Ring {
   DEVICE void advance() { if (++stage == STAGES) stage = 0, parity ^= 1; }
 };
 
-// As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
-// registers that a warpgroup takes over from another.
+// As barrier_wait, but a hang ends with a store to a null address. If a kernel contains a trap, the compiler ignores
+// setmaxnreg and does not use the registers that a warpgroup takes over from another.
 DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
@@ -69,11 +71,13 @@ DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
 
 // -- warpgroup products -----------------------------------------------------------------------------------------------
 
-// A matrix in shared memory for wgmma: address in bits 0-13, leading offset 16-29, stride offset 32-45, in units of 16
-// bytes, and in bits 62-63 a 1 for the 128-byte swizzle. Atoms are 8 rows of 128 bytes on a boundary of 1024; address
-// bits 4-6 are XORed with bits 7-9, as the copy engine did, so bytes added to the address in an atom select columns.
-//   Q, K: the inner dimension is contiguous. Stride offset: 1024, from 8 rows to the next 8; the leading one is unused.
-//     A step of 16 of the inner dimension is 32 bytes: steps 0-3 lie in one panel, 4-7 in the next.
+// wgmma's descriptor of a matrix in shared memory: address in bits 0-13, leading offset in 16-29, stride offset in
+// 32-45, in units of 16 bytes, and 1 in bits 62-63 for the 128-byte swizzle. Atoms are 8 rows of 128 bytes, aligned to
+// 1024. Address bits 4-6 are XORed with bits 7-9, as TMA does, so bytes added to the address within an atom select
+// columns.
+//   Q, K: the inner dimension is contiguous. Stride offset: 1024, from 8 rows to the next 8; the leading offset is
+// unused.
+//     A step of 16 of the inner dimension is 32 bytes: steps 0-3 are in one panel, 4-7 in the next.
 //   V: keys are the inner dimension, and head dimensions contiguous. Stride offset: 1024, from 8 keys to the next 8;
 //     leading offset: PANEL, from 64 head dimensions to the next 64. A step of 16 keys is 2048 bytes.
 DEVICE u64 matrix_descriptor(u32 address, u32 leading) {
@@ -81,8 +85,8 @@ DEVICE u64 matrix_descriptor(u32 address, u32 leading) {
 }
 
 
-// Accumulators of m64nN: warp w of the group, lane l holds in d[4 j + 2 r + e] row 16 w + l / 4 + 8 r, column
-// 8 j + 2 (l % 4) + e. Rounded to pairs, d[8 k ..] is the left operand's fragment of columns 16 k .. 16 k + 15.
+// Accumulators of m64nN: lane l of warp w of the warpgroup holds in d[4 j + 2 r + e] row 16 w + l / 4 + 8 r, column
+// 8 j + 2 (l % 4) + e. Rounded to pairs, d[8 k ..] is the A operand's fragment of columns 16 k .. 16 k + 15.
 template <bool ADD>
 DEVICE void wgmma(float (&d)[64], u64 a, u64 b) {
   asm volatile(
@@ -108,28 +112,28 @@ template <int D> DEVICE void score(float (&s)[64], u64 q, u64 k) {
   wgmma<false>(s, q, k);
 #pragma unroll
   for (int step = 1; step < D / 16; step++) {
-    const u32 on = (step / 4 * PANEL + step % 4 * 32) >> 4;
-    wgmma<true>(s, q + on, k + on);
+    const u32 offset = (step / 4 * PANEL + step % 4 * 32) >> 4;
+    wgmma<true>(s, q + offset, k + offset);
   }
   wgmma_commit();
 }
-template <int D> DEVICE void mix(float (&o)[D / 2], const u32 (&p)[32], u64 v) {
+template <int D> DEVICE void add_values(float (&o)[D / 2], const u32 (&p)[32], u64 v) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < KEYS / 16; step++) add_group(o, p + 4 * step, v + (step * 2048 >> 4));
   wgmma_commit();
 }
 
-// -- the fetching warp ------------------------------------------------------------------------------------------------
+// -- the producer warp ------------------------------------------------------------------------------------------------
 
 DEVICE u64 l2_evict_normal() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 
-// One tile of keys or values. Lane i knows the block of piece i. `barriers`: FULL of every stage, then EMPTY.
+// Fetches one tile of keys or values. Lane i has the block of piece i. `barriers`: FULL of every stage, then EMPTY.
 template <int D>
 DEVICE void fetch_tile(const TensorMap* map, u32 to, u32 barriers, Ring& ring, int block, int head, int size) {
-  const u32 lane = threadIdx.x % 32, at = to + ring.stage * At<D>::TILE, barrier = barriers + 8 * ring.stage;
+  const u32 lane = threadIdx.x % 32, at = to + ring.stage * Offsets<D>::TILE, barrier = barriers + 8 * ring.stage;
   barrier_wait_without_trap(barrier + 8 * STAGES, ring.parity ^ 1);
-  if (lane == 0) barrier_expect_bytes(barrier, At<D>::TILE);
+  if (lane == 0) barrier_expect_bytes(barrier, Offsets<D>::TILE);
   const u64 policy = l2_evict_normal();
   for (int piece = 0; piece * size < KEYS; piece++) {
     const int from = __shfl_sync(ALL_LANES, block, piece);
@@ -142,69 +146,73 @@ DEVICE void fetch_tile(const TensorMap* map, u32 to, u32 barriers, Ring& ring, i
 }
 
 template <int D>
-DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map, const Work& work) {
-  const int lane = threadIdx.x % 32, size = work.block_size, pieces = KEYS / size;
-  Item* const shown = reinterpret_cast<Item*>(__cvta_shared_to_generic(base + At<D>::ITEM));
+DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map,
+                  const Arguments& args) {
+  const int lane = threadIdx.x % 32, size = args.block_size, pieces = KEYS / size;
+  Item* const shared_item = reinterpret_cast<Item*>(__cvta_shared_to_generic(base + Offsets<D>::ITEM));
   Ring k, v;
   u32 q_parity = 1;
-  for (int index = blockIdx.x; index < work.items; q_parity ^= 1) {
+  for (int index = blockIdx.x; index < args.items; q_parity ^= 1) {
     int next = 0;
-    if (lane == 0) next = work.ctas + atomicAdd(work.counters, 1);  // used only once this item is fetched
-    const int2 tile = work.tiles[index / work.q_heads];
+    // Not used until this item is fetched, which hides the latency.
+    if (lane == 0) next = args.ctas + atomicAdd(args.counters, 1);
+    const int2 tile = args.tiles[index / args.q_heads];
     if (tile.x < 0) break;  // the rest of the list is padding
-    const int begin = work.query_start[tile.x], count = work.query_start[tile.x + 1] - begin;
-    const Item item = {work.context[tile.x] + tile.y, min(count - tile.y, ROWS), begin + tile.y, index % work.q_heads};
-    const int kv_head = item.head / work.group, final_block = (item.position + item.rows - 1) / size;
-    const int* const table = work.tables + i64(tile.x) * work.width;
+    const int begin = args.query_start[tile.x], count = args.query_start[tile.x + 1] - begin;
+    const Item item = {args.context[tile.x] + tile.y, min(count - tile.y, ROWS), begin + tile.y, index % args.q_heads};
+    const int kv_head = item.head / args.group, final_block = (item.position + item.rows - 1) / size;
+    const int* const table = args.tables + i64(tile.x) * args.width;
 
-    barrier_wait_without_trap(base + At<D>::Q_EMPTY, q_parity);
+    barrier_wait_without_trap(base + Offsets<D>::Q_EMPTY, q_parity);
     if (lane == 0) {
-      *shown = item;
-      const u32 barrier = base + At<D>::Q_FULL;
-      barrier_expect_bytes(barrier, At<D>::TILE);
+      *shared_item = item;
+      const u32 barrier = base + Offsets<D>::Q_FULL;
+      barrier_expect_bytes(barrier, Offsets<D>::TILE);
 #pragma unroll
       for (int panel = 0, x = item.head * D; panel < D / 64; panel++)
-        copy_tile(base + At<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, l2_evict_first());
+        copy_tile(base + Offsets<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, l2_evict_first());
     }
-    const int last = item.last_tile(), first = item.first_tile(work.window);
-    int newer = 0;
+    const int last = item.last_tile(), first = item.first_tile(args.window);
+    int previous_block = 0;
     for (int n = last; n >= first; n--) {
-      // beyond the last key the last block is read again: those keys are masked, and what lies there is finite
+      // beyond the last key, the last block is read again: those keys are masked, and its values are finite
       const int block = lane < pieces ? table[min(n * pieces + lane, final_block)] : 0;
-      fetch_tile<D>(k_map, base + At<D>::K, base + At<D>::K_FULL, k, block, kv_head, size);
-      if (n < last) fetch_tile<D>(v_map, base + At<D>::V, base + At<D>::V_FULL, v, newer, kv_head, size);
-      newer = block;
+      fetch_tile<D>(k_map, base + Offsets<D>::K, base + Offsets<D>::K_FULL, k, block, kv_head, size);
+      if (n < last) fetch_tile<D>(v_map, base + Offsets<D>::V, base + Offsets<D>::V_FULL, v, previous_block, kv_head,
+                                  size);
+      previous_block = block;
     }
-    fetch_tile<D>(v_map, base + At<D>::V, base + At<D>::V_FULL, v, newer, kv_head, size);
+    fetch_tile<D>(v_map, base + Offsets<D>::V, base + Offsets<D>::V_FULL, v, previous_block, kv_head, size);
     index = __shfl_sync(ALL_LANES, next, 0);
   }
-  barrier_wait_without_trap(base + At<D>::Q_EMPTY, q_parity);
+  barrier_wait_without_trap(base + Offsets<D>::Q_EMPTY, q_parity);
   if (lane == 0) {
-    shown->rows = 0;
-    barrier_arrive(base + At<D>::Q_FULL);
+    shared_item->rows = 0;
+    barrier_arrive(base + Offsets<D>::Q_FULL);
     __threadfence();
-    if (atomicAdd(work.counters + 1, 1) == work.ctas - 1) work.counters[0] = work.counters[1] = 0;
+    if (atomicAdd(args.counters + 1, 1) == args.ctas - 1) args.counters[0] = args.counters[1] = 0;
   }
 }
 
-// -- the computing warpgroups -----------------------------------------------------------------------------------------
+// -- the consumer warpgroups ------------------------------------------------------------------------------------------
 
-DEVICE float power_of_2(float x) { asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
-// A division would be a call, and in a kernel with calls warpgroups cannot trade registers.
-DEVICE float inverse(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+DEVICE float exp2_approx(float x) { asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+// A division compiles to a call, and setmaxnreg has no effect in a kernel with calls.
+DEVICE float reciprocal_approx(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
 
-// Groups issue products in turn: named barrier 1 + g holds group g until the other one has issued its own.
-DEVICE void wait_for_turn(u32 group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
-DEVICE void pass_turn(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
+// The warpgroups issue products alternately: named barrier 1 + g holds warpgroup g until the other has issued its
+// products.
+DEVICE void scheduler_barrier_sync(u32 group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+DEVICE void scheduler_barrier_arrive(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
 
-// Every warp says so itself: a warp's wait covers its own products only.
-DEVICE void release(u32 barrier) {
+// Releases a slot. Every warp arrives itself, because wgmma_wait covers the warp's own products only.
+DEVICE void release_slot(u32 barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// reach[r]: the position of row r, counted from this lane's first key of the tile.
-DEVICE void hide(float (&s)[64], const int (&reach)[2], int window) {
+// Masks scores. reach[r]: the position of row r relative to this lane's first key of the tile.
+DEVICE void mask_scores(float (&s)[64], const int (&reach)[2], int window) {
 #pragma unroll
   for (int i = 0; i < 64; i++) {
     const int key = i / 4 * 8 + i % 2, r = i / 2 % 2;
@@ -212,25 +220,25 @@ DEVICE void hide(float (&s)[64], const int (&reach)[2], int window) {
   }
 }
 
-// Scores become powers; `most` is the largest score of a row so far, `sum` this lane's part of the sum of powers. What
-// was summed with the former `most` must be multiplied by `rescale`. `most` starts finite: a row that has seen only
-// hidden keys gets zeros, never NaN.
-DEVICE void soften(float (&s)[64], float (&most)[2], float (&sum)[2], float (&rescale)[2], float scale) {
+// Turns scores into powers of 2 (online softmax). `row_max` is the largest score of a row so far, `sum` this lane's
+// part of the sum of powers. Sums relative to the former `row_max` must be multiplied by `rescale`. `row_max` starts
+// finite, so that a row with only masked keys so far gets zeros, not NaN.
+DEVICE void update_softmax(float (&s)[64], float (&row_max)[2], float (&sum)[2], float (&rescale)[2], float scale) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float top = most[r];
+    float top = row_max[r];
 #pragma unroll
     for (int j = 0; j < 16; j++) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
-    rescale[r] = power_of_2((most[r] - top) * scale);
-    most[r] = top;
+    rescale[r] = exp2_approx((row_max[r] - top) * scale);
+    row_max[r] = top;
   }
   float part[2] = {0.f, 0.f};
-  const float shift[2] = {most[0] * scale, most[1] * scale};
+  const float shift[2] = {row_max[0] * scale, row_max[1] * scale};
 #pragma unroll
   for (int i = 0; i < 64; i++) {
-    s[i] = power_of_2(__fmaf_rn(s[i], scale, -shift[i / 2 % 2]));
+    s[i] = exp2_approx(__fmaf_rn(s[i], scale, -shift[i / 2 % 2]));
     part[i / 2 % 2] += s[i];
   }
   sum[0] = __fmaf_rn(sum[0], rescale[0], part[0]);
@@ -243,18 +251,19 @@ DEVICE void round_pairs(u32 (&p)[32], const float (&s)[64]) {
 }
 
 template <int D>
-DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u32 row, const Work& work) {
+DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u32 row, const Arguments& args) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 1);
     sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 2);
-    const float share = inverse(sum[r]);
-    bf16* const to = work.out + (i64(item.token + row + 8 * r) * work.q_heads + item.head) * D + threadIdx.x % 4 * 8;
+    const float inverse_sum = reciprocal_approx(sum[r]);
+    bf16* const to = args.out + (i64(item.token + row + 8 * r) * args.q_heads + item.head) * D + threadIdx.x % 4 * 8;
 #pragma unroll
     for (int part = 0; part < D / 32; part++) {
       u32 x[4];
 #pragma unroll
-      for (int i = 0, at = 16 * part + 2 * r; i < 4; i++, at += 4) x[i] = pack(o[at] * share, o[at + 1] * share);
+      for (int i = 0, at = 16 * part + 2 * r; i < 4; i++, at += 4)
+        x[i] = pack(o[at] * inverse_sum, o[at + 1] * inverse_sum);
       transpose_quad(x);
       if (int(row) + 8 * r < item.rows) *reinterpret_cast<uint4*>(to + 32 * part) = make_uint4(x[0], x[1], x[2], x[3]);
     }
@@ -262,105 +271,108 @@ DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u3
 }
 
 template <int D>
-DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v, const Work& work) {
-  const u32 lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // of the tile, and + 8
-  const u64 q_matrix = matrix_descriptor(base + At<D>::Q + group * 64 * 128, 16);
-  const u64 k_matrix = matrix_descriptor(base + At<D>::K, 16), v_matrix = matrix_descriptor(base + At<D>::V, PANEL);
-  const int top = item.position + group * 64;  // position of the group's first row
-  const int last = item.last_tile(), first = item.first_tile(work.window);
-  float s[64], o[D / 2], most[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}, rescale[2];
+DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v, const Arguments& args) {
+  // Row in the tile; the other is + 8.
+  const u32 lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const u64 q_matrix = matrix_descriptor(base + Offsets<D>::Q + group * 64 * 128, 16);
+  const u64 k_matrix = matrix_descriptor(base + Offsets<D>::K, 16);
+  const u64 v_matrix = matrix_descriptor(base + Offsets<D>::V, PANEL);
+  const int top = item.position + group * 64;  // position of the warpgroup's first row
+  const int last = item.last_tile(), first = item.first_tile(args.window);
+  float s[64], o[D / 2], row_max[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}, rescale[2];
   u32 p[32];
-  const auto hide_some = [&](int n) {
-    if (n * KEYS + KEYS - 1 <= top && n * KEYS > top + 63 - work.window) return;
+  const auto mask_tile = [&](int n) {
+    if (n * KEYS + KEYS - 1 <= top && n * KEYS > top + 63 - args.window) return;
     const int from = item.position + int(row) - n * KEYS - int(lane % 4 * 2);
-    hide(s, {from, from + 8}, work.window);
+    mask_scores(s, {from, from + 8}, args.window);
   };
 
-  barrier_wait_without_trap(base + At<D>::K_FULL + 8 * k.stage, k.parity);
-  score<D>(s, q_matrix, k_matrix + (k.stage * At<D>::TILE >> 4));
+  barrier_wait_without_trap(base + Offsets<D>::K_FULL + 8 * k.stage, k.parity);
+  score<D>(s, q_matrix, k_matrix + (k.stage * Offsets<D>::TILE >> 4));
   wgmma_wait<0>();
   order_after_wait(s);
-  release(base + At<D>::K_EMPTY + 8 * k.stage);
+  release_slot(base + Offsets<D>::K_EMPTY + 8 * k.stage);
   k.advance();
-  hide_some(last);
-  soften(s, most, sum, rescale, work.scale);
+  mask_tile(last);
+  update_softmax(s, row_max, sum, rescale, args.scale);
   round_pairs(p, s);
 #pragma unroll
   for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-  if (first < last) barrier_wait_without_trap(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+  if (first < last) barrier_wait_without_trap(base + Offsets<D>::K_FULL + 8 * k.stage, k.parity);
 
 #pragma unroll 1
   for (int n = last - 1; n >= first; n--) {
-    wait_for_turn(group);
-    score<D>(s, q_matrix, k_matrix + (k.stage * At<D>::TILE >> 4));
-    barrier_wait_without_trap(base + At<D>::V_FULL + 8 * v.stage, v.parity);
-    mix<D>(o, p, v_matrix + (v.stage * At<D>::TILE >> 4));
-    pass_turn(group);
+    scheduler_barrier_sync(group);
+    score<D>(s, q_matrix, k_matrix + (k.stage * Offsets<D>::TILE >> 4));
+    barrier_wait_without_trap(base + Offsets<D>::V_FULL + 8 * v.stage, v.parity);
+    add_values<D>(o, p, v_matrix + (v.stage * Offsets<D>::TILE >> 4));
+    scheduler_barrier_arrive(group);
     wgmma_wait<1>();
     order_after_wait(s);
-    release(base + At<D>::K_EMPTY + 8 * k.stage);
+    release_slot(base + Offsets<D>::K_EMPTY + 8 * k.stage);
     k.advance();
-    hide_some(n);
-    soften(s, most, sum, rescale, work.scale);
-    // the next round's keys. A wait is a loop: without one here, the assembler moves the wait below above the softmax
-    if (first < n) barrier_wait_without_trap(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+    mask_tile(n);
+    update_softmax(s, row_max, sum, rescale, args.scale);
+    // Wait for the next iteration's keys here: this loop keeps the assembler from moving the wait below above the
+    // softmax.
+    if (first < n) barrier_wait_without_trap(base + Offsets<D>::K_FULL + 8 * k.stage, k.parity);
     wgmma_wait<0>();
-    order_after_wait(o), order_after_wait(s);  // and p is free
-    release(base + At<D>::V_EMPTY + 8 * v.stage);
+    order_after_wait(o), order_after_wait(s);  // the products have read p, so it may be overwritten
+    release_slot(base + Offsets<D>::V_EMPTY + 8 * v.stage);
     v.advance();
     round_pairs(p, s);
-    // Once a row's largest score has come, nothing of it changes: times one, to the bit.
+    // After a row's largest score was processed, the factor is exactly 1.
     if (__any_sync(ALL_LANES, rescale[0] != 1.f || rescale[1] != 1.f)) {
 #pragma unroll
       for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
     }
   }
-  release(base + At<D>::Q_EMPTY);
-  barrier_wait_without_trap(base + At<D>::V_FULL + 8 * v.stage, v.parity);
-  mix<D>(o, p, v_matrix + (v.stage * At<D>::TILE >> 4));
+  release_slot(base + Offsets<D>::Q_EMPTY);
+  barrier_wait_without_trap(base + Offsets<D>::V_FULL + 8 * v.stage, v.parity);
+  add_values<D>(o, p, v_matrix + (v.stage * Offsets<D>::TILE >> 4));
   wgmma_wait<0>();
   order_after_wait(o);
-  release(base + At<D>::V_EMPTY + 8 * v.stage);
+  release_slot(base + Offsets<D>::V_EMPTY + 8 * v.stage);
   v.advance();
-  store<D>(o, sum, item, row, work);
+  store<D>(o, sum, item, row, args);
 }
 
 template <int D>
-DEVICE void compute(u32 base, u32 group, const Work& work) {
-  const volatile Item* const shown = reinterpret_cast<const Item*>(__cvta_shared_to_generic(base + At<D>::ITEM));
+DEVICE void compute(u32 base, u32 group, const Arguments& args) {
+  const volatile Item* const shared_item = reinterpret_cast<const Item*>(__cvta_shared_to_generic(base + Offsets<D>::ITEM));
   Ring k, v;
-  if (group == 1) pass_turn(group);  // the first turn is group 0's
+  if (group == 1) scheduler_barrier_arrive(group);  // warpgroup 0 is first
   for (u32 parity = 0;; parity ^= 1) {
-    barrier_wait_without_trap(base + At<D>::Q_FULL, parity);
-    const Item item = {shown->position, shown->rows, shown->token, shown->head};
+    barrier_wait_without_trap(base + Offsets<D>::Q_FULL, parity);
+    const Item item = {shared_item->position, shared_item->rows, shared_item->token, shared_item->head};
     if (item.rows == 0) break;
-    compute_item<D>(base, group, item, k, v, work);
+    compute_item<D>(base, group, item, k, v, args);
   }
-  if (group == 0) wait_for_turn(group);  // the turn that nobody takes
+  if (group == 0) scheduler_barrier_sync(group);  // consumes the last arrival, so that the barrier is balanced
 }
 
-// 384 threads: one warp of the first warpgroup fetches, the two others compute. `window`: 1 << 30 for none. `most`: how
-// many CTAs are to work; null for all. The next kernel may start when the one before this has ended, and not earlier:
-// decode.cu relies on it, which runs beside this one.
+// 384 threads: one warp of the first warpgroup is the producer, the other two warpgroups are consumers. `window`: 1 <<
+// 30 for none. `max_ctas`: how many CTAs work; null for all. The next kernel is triggered only after the preceding one
+// has ended: decode.cu, which runs at the same time as this kernel, relies on it.
 template <int D>
 __global__ void __launch_bounds__(384, 1)
 prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, bf16* out, const int2* tiles, int items, const int* query_start,
         const int* context, const int* tables, int width, int q_heads, int group, int block_size, int window,
-        float scale, int* counters, const int* most) {
-  const int ctas = most ? max(1, min(*most, int(gridDim.x))) : gridDim.x;
+        float scale, int* counters, const int* max_ctas) {
+  const int ctas = max_ctas ? max(1, min(*max_ctas, int(gridDim.x))) : gridDim.x;
   if (blockIdx.x >= ctas) return;
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Work work = {out,   tiles,   query_start, context,    tables, counters, ctas,
+  const Arguments args = {out,   tiles,   query_start, context,    tables, counters, ctas,
                      items, width,   q_heads,     group,      block_size, window, scale};
   if (threadIdx.x == 0) {
     prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map);
-    barrier_init(base + At<D>::Q_FULL, 1), barrier_init(base + At<D>::Q_EMPTY, COMPUTING_WARPS);
+    barrier_init(base + Offsets<D>::Q_FULL, 1), barrier_init(base + Offsets<D>::Q_EMPTY, CONSUMER_WARPS);
     for (int stage = 0; stage < STAGES; stage++) {
-      barrier_init(base + At<D>::K_FULL + 8 * stage, 1), barrier_init(base + At<D>::V_FULL + 8 * stage, 1);
-      barrier_init(base + At<D>::K_EMPTY + 8 * stage, COMPUTING_WARPS);
-      barrier_init(base + At<D>::V_EMPTY + 8 * stage, COMPUTING_WARPS);
+      barrier_init(base + Offsets<D>::K_FULL + 8 * stage, 1), barrier_init(base + Offsets<D>::V_FULL + 8 * stage, 1);
+      barrier_init(base + Offsets<D>::K_EMPTY + 8 * stage, CONSUMER_WARPS);
+      barrier_init(base + Offsets<D>::V_EMPTY + 8 * stage, CONSUMER_WARPS);
     }
     fence_barrier_init();
   }
@@ -370,9 +382,9 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
   const u32 warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (threadIdx.x < 32) fetch<D>(base, &q_map, &k_map, &v_map, work);
+    if (threadIdx.x < 32) fetch<D>(base, &q_map, &k_map, &v_map, args);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-    compute<D>(base, warpgroup - 1, work);
+    compute<D>(base, warpgroup - 1, args);
   }
 }

@@ -1,4 +1,6 @@
-"""prefill_attention: attention of chunks of new tokens over the paged cache, with Hopper's wgmma; see `prefill.cu`.
+"""prefill_attention: attention of chunks of new tokens over the paged cache, with Hopper's wgmma.
+
+See `prefill.cu`.
 
 A query's result depends on its own keys only, bit for bit: not on the rest of the batch, the chunking of its prompt, or
 the SM that computes it.
@@ -46,7 +48,7 @@ def supports_shape(block_size: int, head_dim: int) -> bool:
 
 
 def make_tiles(query_counts: IntSequence, contexts: IntSequence) -> NDArray[np.int32]:
-    """Return the tiles: (request, first query in its chunk) for every TILE_QUERIES new tokens of each request.
+    """Return (request, first query in its chunk) for every TILE_QUERIES new tokens of each request.
 
     The tiles with most keys come first. The last ones are then short, and all SMs end at about the same time.
     """
@@ -75,7 +77,9 @@ def prefill_attention(
     sms: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `ref.paged_attention` and return it; the new keys must be in the cache already.
+    """Compute attention as `ref.paged_attention` and return it.
+
+    The new keys must be in the cache already.
 
     `tiles`: the result of `make_tiles`, on the device. `sms`: an int32 on the device, the number of SMs to use; a
     kernel that runs at the same time has the others. `counters`: two int32 that are zero between launches. Launches
@@ -90,9 +94,9 @@ def prefill_attention(
     if not items:
         return out
     arguments: list[KernelArgument] = [
-        make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start, context, block_tables,
-        block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size, window or NO_WINDOW,
-        scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
+        make_tensor_map(qkv, (TILE_QUERIES, 64)), cache_maps.keys, cache_maps.values, out, tiles, items, query_start,
+        context, block_tables, block_tables.stride(0), q_heads, q_heads // cache_maps.kv_heads, cache_maps.block_size,
+        window or NO_WINDOW, scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
     ]  # fmt: skip
     grid = min(_count_sms(qkv.device), items)
     _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)

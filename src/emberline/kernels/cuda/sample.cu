@@ -17,8 +17,10 @@
 constexpr u32 THREADS = 1024, WARPS = THREADS / 32;
 constexpr u32 LIST = 2048;    // tokens that can be listed and sorted at once
 constexpr u32 DIGITS = 2048;  // values of the 11 bits that one level of the radix search examines
-constexpr u32 MAX_WIDE_PART_RANK = 64;       // up to this rank, the maxima of 256 parts of the row bound it as well as those of 1024
-constexpr u32 MAX_BOUND_RANK = 832;     // about 1700 tokens exceed the 832nd of 1024 maxima: 1024 ln(1024 / (1024 - 832))
+// Up to this rank, the maxima of 256 parts of the row bound it as well as those of 1024.
+constexpr u32 MAX_WIDE_PART_RANK = 64;
+// About 1700 tokens exceed the 832nd of 1024 maxima: 1024 ln(1024 / (1024 - 832)).
+constexpr u32 MAX_BOUND_RANK = 832;
 constexpr u32 ID_BITS = 20, CODE_BITS = 32 + ID_BITS, ID_MASK = (1u << ID_BITS) - 1;
 constexpr u32 LOWEST = 0x00800000u;  // the sortable key of the lowest finite float
 constexpr u32 ONE_BITS = 44;
@@ -35,7 +37,8 @@ DEVICE u64 token_code(float x, u32 id) {
   return u64(key) << ID_BITS | (ID_MASK - id);
 }
 DEVICE u32 id_of(u64 token_code) { return token_code ? ID_MASK - (u32(token_code) & ID_MASK) : 0; }
-DEVICE float logit_of(u64 token_code) {  // also of a bound that is not a token's code: keys below every float count as -inf
+// Also of a bound that is not a token's code: keys below every float count as -inf.
+DEVICE float logit_of(u64 token_code) {
   u32 key = u32(token_code >> ID_BITS);
   return key < LOWEST ? NEG_INF : __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
 }
@@ -50,7 +53,8 @@ struct Weights {
   float most, high, low, floor;  // high + low = log2(e) / temperature; logits `floor` below the largest weigh 0
 
   DEVICE Weights(float most, float temperature) : most(most) {
-    double scale = fmin(fmax(1.4426950408889634 / double(temperature), 1e-30), 1e38);  // keeps the following values finite
+    // Keeps the following values finite.
+    double scale = fmin(fmax(1.4426950408889634 / double(temperature), 1e-30), 1e38);
     high = float(scale), low = float(scale - double(high)), floor = -float(ONE_BITS + 1) / high;
   }
   DEVICE u64 operator()(float x) const {
@@ -58,7 +62,8 @@ struct Weights {
     float error = fmaf(d, high, -y) + d * low;
     float shifted = y + 12582912.f, whole = shifted - 12582912.f;  // 1.5 * 2^23: the low bits are the integer part
     u32 part = __float_as_uint(power_of_two((y - whole) + error) + 2.f) - 0x40000000u;  // in units of 2^-22
-    return u64(part) << 40 >> (0x4b400000 + 62 - int(ONE_BITS) - __float_as_int(shifted));  // shifted by 63 at the floor: 0
+    // Shifted by 63 at the floor: 0.
+    return u64(part) << 40 >> (0x4b400000 + 62 - int(ONE_BITS) - __float_as_int(shifted));
   }
 };
 
@@ -160,8 +165,10 @@ struct Shared {
   u32 size;
 };
 
-struct RowScan { u64 mine, best; u32 selectable; };       // largest code of this thread's tokens and of the row; selectable tokens
-struct List { u32 size; u64 above, mass_above; };  // all tokens in a range of codes, sorted; count and mass above the range
+// Largest code of this thread's tokens and of the row; selectable tokens.
+struct RowScan { u64 mine, best; u32 selectable; };
+// All tokens in a range of codes, sorted; count and mass above the range.
+struct List { u32 size; u64 above, mass_above; };
 struct PrefixEnd { u64 mass; u32 id; };                // end of a prefix: its mass and its last token
 
 DEVICE RowScan scan_row(Shared& s, const Row& row, bool counts) {
@@ -224,7 +231,8 @@ DEVICE u64 sort_and_sum(Shared& s, const Weights& weights, const List& list, flo
 
 DEVICE void add_to_digit(Shared& s, u32 digit, u64 mass) {
   atomicAdd(&s.counts[digit], 1u);
-  u32* half = reinterpret_cast<u32*>(&s.sums[digit]);  // shared memory has no fast 64-bit atomic add: two 32-bit adds with a carry
+  // Shared memory has no fast 64-bit atomic add: two 32-bit adds with a carry.
+  u32* half = reinterpret_cast<u32*>(&s.sums[digit]);
   u32 low = u32(mass), old = atomicAdd(half, low), high = u32(mass >> 32) + (old + low < old);
   if (high) atomicAdd(half + 1, high);
 }
@@ -263,7 +271,8 @@ DEVICE List radix_search(Shared& s, const Row& row, const Weights& weights, bool
       u64 c = token_code(x, id);
       if (c && c >> known == prefix) add_to_digit(s, u32(c >> shift) & ((1u << bits) - 1), weights(x));
     };
-    for_each_four<2>(row, [&](float4 x, u32 id) { count(x.x, id), count(x.y, id + 1), count(x.z, id + 2), count(x.w, id + 3); });
+    for_each_four<2>(row, [&](float4 x, u32 id) { count(x.x, id), count(x.y, id + 1), count(x.z, id + 2), count(x.w,
+        id + 3); });
     __syncthreads();
     find_digit(s, by_mass, target, found.above, found.mass_above);
     found = s.found;
@@ -278,7 +287,8 @@ DEVICE List radix_search(Shared& s, const Row& row, const Weights& weights, bool
 }
 
 // Returns the end of the shortest prefix whose count or mass reaches the target.
-DEVICE PrefixEnd find_prefix_end(Shared& s, const Row& row, const Weights& weights, List& list, bool by_mass, u64 target) {
+DEVICE PrefixEnd find_prefix_end(Shared& s, const Row& row, const Weights& weights, List& list, bool by_mass,
+                                 u64 target) {
   const u64 end = !list.size || list.size > LIST ? 0 : by_mass ? s.sums[list.size - 1] : list.above + list.size;
   const u64 start = by_mass ? list.mass_above : list.above;
   if (target <= start || target > end) list = radix_search(s, row, weights, by_mass, target);
@@ -301,10 +311,12 @@ DEVICE u64 random_bits(i64 seed, int position) {
 
 struct SamplingParams { u32 top_k; float top_p, floor; u64 random; };  // floor: the lowest logit that min-p keeps
 
-DEVICE u32 draw(Shared& s, const Row& row, const RowScan& seen, const Weights& weights, const SamplingParams& params) {
-  const u32 top_k = params.top_k < seen.selectable ? params.top_k : 0;
-  bool weigh_listed_only = top_k && top_k <= MAX_BOUND_RANK;  // the list has all tokens that top-k keeps, so the others need no weights
-  const u64 least = seen.selectable <= LIST ? 1 : find_lower_bound(s, seen.mine, weigh_listed_only ? top_k : MAX_BOUND_RANK);
+DEVICE u32 draw(Shared& s, const Row& row, const RowScan& scan, const Weights& weights, const SamplingParams& params) {
+  const u32 top_k = params.top_k < scan.selectable ? params.top_k : 0;
+  // The list has all tokens that top-k keeps, so the others need no weights.
+  bool weigh_listed_only = top_k && top_k <= MAX_BOUND_RANK;
+  const u64 least =
+      scan.selectable <= LIST ? 1 : find_lower_bound(s, scan.mine, weigh_listed_only ? top_k : MAX_BOUND_RANK);
   u64 kept = 0, likely = 0;
   List list{0, 0, 0};
 #pragma unroll 1
@@ -347,13 +359,13 @@ sample(const float* logits, int stride, int n, const float* temperature, const i
   const u32 r = blockIdx.x;
   const Row row{logits + i64(r) * stride, u32(n)};
   const float row_temperature = temperature[r];
-  const RowScan seen = scan_row(s, row, row_temperature != 0.f);
-  const float most = logit_of(seen.best);
-  u32 id = id_of(seen.best);
+  const RowScan scan = scan_row(s, row, row_temperature != 0.f);
+  const float most = logit_of(scan.best);
+  u32 id = id_of(scan.best);
   if (row_temperature != 0.f && most > NEG_INF && most < -NEG_INF) {
     const float floor = fminf(most, float(double(most) + double(row_temperature) * log(double(min_p[r]))));
     const SamplingParams params{u32(max(top_k[r], 0)), top_p[r], floor, random_bits(seed[r], position[r])};
-    id = draw(s, row, seen, Weights(most, row_temperature), params);
+    id = draw(s, row, scan, Weights(most, row_temperature), params);
   }
   if (threadIdx.x == 0) out[r] = id;
 }
@@ -366,11 +378,11 @@ log_probs(const float* logits, int stride, int n, const i64* ids, int top_n, flo
   wait_for_previous_kernel();
   const u32 r = blockIdx.x, t = threadIdx.x, start = r * u32(top_n);
   const Row row{logits + i64(r) * stride, u32(n)};
-  const RowScan seen = scan_row(s, row, true);
-  const float most = logit_of(seen.best), chosen_logit = row.x[ids[r]];
+  const RowScan scan = scan_row(s, row, true);
+  const float most = logit_of(scan.best), chosen_logit = row.x[ids[r]];
   const Weights weights(most, 1.f);
-  const u32 top_count = min(u32(top_n), seen.selectable);
-  const u64 least = !top_count ? ~0ull : seen.selectable <= LIST ? 1 : find_lower_bound(s, seen.mine, top_count);
+  const u32 top_count = min(u32(top_n), scan.selectable);
+  const u64 least = !top_count ? ~0ull : scan.selectable <= LIST ? 1 : find_lower_bound(s, scan.mine, top_count);
   u64 mass = 0, higher = 0;
   const u32 size = gather(s, row, least, ~0ull, [&](float4 x) {
     mass += (weights(x.x) + weights(x.y)) + (weights(x.z) + weights(x.w));
@@ -385,7 +397,8 @@ log_probs(const float* logits, int stride, int n, const i64* ids, int top_n, flo
   if (t > 0) return;
   chosen[r] = float(double(chosen_logit) - total);
   rank[r] = i64(higher) + 1;
-  for (u32 i = top_count, id = 0; i < u32(top_n) && id < row.n; id++)  // fewer tokens are selectable: fill with the first of the others
+  // Fewer tokens are selectable: fill with the first of the others.
+  for (u32 i = top_count, id = 0; i < u32(top_n) && id < row.n; id++)
     if (!(row.x[id] > NEG_INF)) top_ids[start + i] = id, top[start + i++] = float(double(NEG_INF) - total);
 }
 
@@ -425,8 +438,8 @@ __global__ void apply_penalties(float* logits, int stride, int n, const int* row
   float* row = logits + i64(rows[i]) * stride;
 #pragma unroll
   for (u32 j = 0; j < 8; j++) {
-    const u32 seen = pairs[j / 2] >> (j % 2 * 16) & 0xffffu, count = seen & 0x7fffu, id = first + j;
-    if (!seen || id >= u32(n)) continue;
+    const u32 scan = pairs[j / 2] >> (j % 2 * 16) & 0xffffu, count = scan & 0x7fffu, id = first + j;
+    if (!scan || id >= u32(n)) continue;
     const float x = row[id], scaled = x > 0.f ? x / repetition : __fmul_rn(x, repetition);
     row[id] = __fsub_rn(scaled, __fadd_rn(__fmul_rn(float(count), frequency), count ? presence : 0.f));
   }

@@ -1,7 +1,9 @@
-"""Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them; `sample.cu` has the kernels.
+"""Sampling ops over rows of logits on a GPU, as `kernels/ref.py` defines them.
+
+`sample.cu` has the kernels.
 
 A row's result depends on that row only, bit for bit. No function waits for the device, and none allocates memory if
-`request` is given, so all of them can be captured into a CUDA graph.
+`out` is given, so all of them can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def sample(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Write one sampled id per row into `request` and return it. The logits stay unchanged.
+    """Write one sampled id per row into `out` and return it. The logits stay unchanged.
 
     The uniform number of a row is derived from (seed, position). NaN counts as -inf; a row whose largest logit is not
     finite gives the first id with that logit.
@@ -52,7 +54,7 @@ def sample(
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: LogProbs | None = None) -> LogProbs:
-    """Return the same as `ref.log_probs`, in `request` if given."""
+    """Return the same as `ref.log_probs`, in `out` if given."""
     rows = _check_rows(logits)
     assert ids.dtype is torch.int64 and ids.shape == (rows,) and ids.is_contiguous()
     assert 0 <= top_n <= min(MAX_TOP_LOGPROBS, logits.shape[1])
@@ -89,7 +91,10 @@ def edit_logits(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: 
 
 
 def apply_penalties(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
-    """Apply penalties as `ref.apply_penalties`. The width of `counts` is a multiple of 8, at least the vocabulary."""
+    """Apply penalties as `ref.apply_penalties`.
+
+    The width of `counts` is a multiple of 8, at least the vocabulary.
+    """
     _check_rows(logits)
     vocab, count = logits.shape[1], len(rows)
     width = _check_counts(counts)

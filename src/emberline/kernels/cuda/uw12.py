@@ -1,4 +1,6 @@
-"""UW12Weight: a bf16 weight stored losslessly in a little over 12 bits per element. `uw12.cuh` describes the layout.
+"""UW12Weight: a bf16 weight stored losslessly in a little over 12 bits per element.
+
+`uw12.cuh` describes the layout.
 
 The products of `cuda.linear` and `cuda.wide` read it directly. For larger batches it is unpacked first, and embeddings
 are gathered from it. All functions except `pack` can be captured into a CUDA graph.
@@ -28,7 +30,10 @@ UNPACK_K = 256  # columns (k) that a CTA unpacks
 
 @dataclass(frozen=True, slots=True)
 class UW12Weight:
-    """A packed weight [n, k]. `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride]."""
+    """A packed weight [n, k].
+
+    `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride].
+    """
 
     planes: Tensor
     headers: Tensor
@@ -88,7 +93,7 @@ def is_worth_packing(n: int, k: int, max_escapes: int, max_bits: float = MAX_BIT
 
 
 def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
-    """Return the packed weight, or None if its shape is unsupported or it would need `max_bits` per weight or more.
+    """Return the packed weight, or None if the shape is unsupported or it needs `max_bits` or more.
 
     Waits for the device. Needs n * k / 128 bytes of scratch memory.
     """
@@ -103,19 +108,19 @@ def pack(weight: Tensor, *, max_bits: float = MAX_BITS) -> UW12Weight | None:
     grid = (n // BLOCK_ROWS, 1, 1)
     _kernel("pack_units")(grid, PACK_THREADS, (weight, planes, bases, counts, k))
     ends = counts.cumsum(1, dtype=torch.int32)
-    most = int(ends[:, -1].max())
-    if not is_worth_packing(n, k, most, max_bits):
+    max_escapes = int(ends[:, -1].max())
+    if not is_worth_packing(n, k, max_escapes, max_bits):
         return None
-    headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, most), dtype=torch.uint8, device=device)
+    headers = torch.zeros(n // BLOCK_ROWS, header_bytes(k, max_escapes), dtype=torch.uint8, device=device)
     _kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
     torch.cuda.current_stream().synchronize()  # with PDL, kernels read weights before preceding ones end
     return UW12Weight(planes, headers, n, k)
 
 
 def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """Write the unpacked rows, bf16 [n, k], into `request` and return it.
+    """Write the unpacked rows, bf16 [n, k], into `out` and return it.
 
-    The preceding kernel may still read `request`: writing starts after it has ended.
+    The preceding kernel may still read `out`: writing starts after it has ended.
     """
     assert out.shape == (packed.n, packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     grid = (-(-packed.k // UNPACK_K), packed.n // 64, 1)
@@ -125,7 +130,7 @@ def unpack(packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
 
 
 def gather_rows(ids: Tensor, packed: UW12Weight, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """Write the rows `ids` (int64, each below n) into `request`, bf16 [len(ids), k], and return it."""
+    """Write the rows `ids` (int64, each below n) into `out`, bf16 [len(ids), k], and return it."""
     assert ids.dtype is torch.int64 and ids.is_contiguous()
     assert out.shape == (len(ids), packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     if len(ids):

@@ -1,26 +1,28 @@
-// y[m, n] = x[m, k] w[n, k]^T for dozens of rows of x and up to 256, by Hopper's warpgroup products: still the weights'
-// time, or not much more.
+// y[m, n] = x[m, k] w[n, k]^T for dozens of rows of x and up to 256, by Hopper's wgmma. Reading the weights takes most
+// of the time, or not much less than the arithmetic.
 //
-// Who owns what. A product is y^T = w x^T: a CTA takes 64 GROUPS rows of w, a warpgroup 64 of them, and all COLUMNS
-// rows of x, in steps of 64 k. One warp fetches into a ring of slots, a tile of x and one of w each, 128 bytes a row,
-// swizzled; rows past n read as zero, rows past m are left out. Where n is large a CTA goes from tile to tile, and the
-// ring with it. Where it is small `split` CTAs share a tile: each sums its part of k, then each finishes some of the
-// outputs. They are a cluster, or meet in the L2: apart.cuh has that.
+// Tiles. The product is computed as y^T = w x^T: a CTA has 64 GROUPS rows of w, a warpgroup 64 of them, and all COLUMNS
+// rows of x, in steps of 64 k. One producer warp fetches into a ring of slots, each with a tile of x and one of w, 128
+// bytes per row, swizzled. Rows beyond n are read as zero, rows beyond m are not fetched. If n is large, a CTA computes
+// tile after tile while the ring runs on. If n is small, `split` CTAs share a tile: each sums its part of k, then each
+// finishes some of the outputs. They are a cluster, or exchange sums in global memory (global_exchange.cuh).
 //
-// With 256 rows of x a step's tile of x is twice that of 128 rows of w, and the L2 would have to hand out 48 KiB for 4
-// MFLOP, more than it can. So `share` CTAs of a cluster stand below each other: each fetches a part of x for all.
+// Shared x. With 256 rows of x, a step's tile of x is twice as large as 128 rows of w, and the L2 would have to deliver
+// 48 KiB for 4 MFLOP, more than it can. So `share` CTAs of a cluster with different rows of w fetch a part of x each
+// and multicast it.
 //
-// Packed weights come as the units of a tile's rows, and each warp decodes its own into registers: as a tile in shared
-// memory they would be written and read once more, more than its bandwidth has to give beside the products.
+// Packed weights are fetched as the units of a tile's rows, and each warp decodes its own units into registers. Decoded
+// to shared memory they would be written and read once more, for which its bandwidth does not suffice beside the
+// products.
 //
-// Order of sums. An output is the sum over the parts of k, in order, of what each added up step by step: it depends on
-// n, k and `split`, not on m, on the row of x, on GROUPS, `share`, the stages or the grid, nor on whether weights are
-// packed.
+// Order of sums. An output is the sum over the parts of k, in order, of each part's sum step by step. It depends on n,
+// k and `split`, not on m, the row of x, GROUPS, `share`, the stages, the grid, or on whether weights are packed.
 //
-// Barriers. FULL: one arrival, with the bytes of a slot, from whichever CTA they come; EMPTY: one arrival of each
-// computing warp of those that share x, as what a CTA fetches is written to all of them. Use u of a slot has parity
-// u & 1: a warpgroup waits for FULL with it, the fetcher for EMPTY with the other, which a new barrier has already
-// passed. No bytes can come early for the use after: their fetcher has seen this CTA's warps leave the slot.
+// Barriers. FULL: one arrival plus the bytes of a slot, from any CTA. EMPTY: one arrival of each consumer warp of the
+// CTAs that share x, because what a CTA fetches is written to all of them. Use u of a slot has parity u & 1: consumers
+// wait for FULL with this parity, the producer waits for EMPTY with the opposite, which a new barrier has already
+// passed. Bytes of the next use cannot arrive early: their producer has waited until this CTA's warps released the
+// slot.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "uw12.cuh"
@@ -35,15 +37,15 @@ DEVICE void copy_tile(u32 to, const TensorMap* map, int x, int y, int z, int u, 
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u), "l"(policy) : "memory");
 }
-DEVICE void copy_to_l2(const void* from, u32 bytes) {
+DEVICE void prefetch_to_l2(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// Where weights come from: the bytes of 64 k of a tile, the request for them, and what else to ask for ahead.
+// Sources of weights: the bytes of 64 k of a tile, their copy into a slot, and the prefetch of headers.
 template <class S> struct PlainRows {
   const TensorMap* map;
   bool gated;
-  DEVICE void prepare() const { prefetch_map(map); }
+  DEVICE void prefetch() const { prefetch_map(map); }
   DEVICE u32 bytes(int) const { return S::W_BYTES; }
   DEVICE void fetch(u32 to, int tile, int unit, u32 barrier, u64 policy) const {
     const int k = 64 * unit;
@@ -54,12 +56,12 @@ template <class S> struct PlainRows {
       copy_tile(to, map, k, S::ROWS * tile, barrier, policy);
     }
   }
-  DEVICE void ask_for_headers(int) const {}
+  DEVICE void prefetch_headers(int) const {}
 };
 template <class S> struct PackedUnits {
   const u8 *planes, *headers;
-  int n, units, stride;  // 64 k of all; bytes of a header
-  DEVICE void prepare() const {}
+  int n, units, stride;  // units: k / 64; stride: bytes of a header
+  DEVICE void prefetch() const {}
   DEVICE int groups(int tile) const { return max(0, min(S::GROUPS, n / 64 - S::GROUPS * tile)); }
   DEVICE u32 bytes(int tile) const { return groups(tile) * S::GROUP_BYTES; }
   DEVICE void fetch(u32 to, int tile, int unit, u32 barrier, u64 policy) const {
@@ -68,109 +70,111 @@ template <class S> struct PackedUnits {
     for (int i = 0; i < groups(tile); i++)
       copy_bytes(to + i * S::GROUP_BYTES, from + i64(i) * units * S::GROUP_BYTES, S::GROUP_BYTES, barrier, policy);
   }
-  // Of 16 rows; of others where there are none, for warps whose sums nobody wants.
+  // The header of 16 rows. Warps beyond the last row get the last header; their sums are not used.
   DEVICE const u8* header(int block) const { return headers + i64(min(block, n / 16 - 1)) * stride; }
-  DEVICE void ask_for_headers(int tile) const {
-    if (groups(tile)) copy_to_l2(header(S::WARPS * tile), 4 * groups(tile) * stride);
+  DEVICE void prefetch_headers(int tile) const {
+    if (groups(tile)) prefetch_to_l2(header(S::WARPS * tile), 4 * groups(tile) * stride);
   }
 };
 
-// What a warp needs of its 16 rows' header: the scales, and the escapes of its part of k one after the other. It reads
-// them from global memory, 32 escapes and where those of 64 units end at a time, and the next 32 escapes are on their
-// way: shared memory is for the ring.
+// A warp's state of its 16 rows' header: the scales, and the escapes of its part of k in order. It is read from global
+// memory, because shared memory is needed for the ring: the end indices of 64 units at a time, and 32 escapes at a time
+// while the next 32 are being loaded.
 struct Header {
   const u8* at;
-  int from, units, all;  // the part of k, and k / 64
+  int from, units, total_units;  // first unit and number of units of the part; k / 64
   u32 scale, scale8;
-  u32 ends;         // lane j: where the escapes of units j and 32 + j of 64 end
-  u32 some[2];      // which of these units have any
-  u32 held, later;  // lane j: escape j of the 32 at hand, and of the next
-  u32 next, last;
+  u32 ends;         // lane j: end indices of the escapes of units j and 32 + j of 64
+  u32 has_escapes[2];      // masks of the units that have escapes
+  u32 current, following;  // lane j: escape j of the current 32, and of the next 32
+  u32 next, last;   // index of the next escape, and the end of the part's escapes
 
   DEVICE u32 start(int unit) const {
     return reinterpret_cast<const u16*>(at + STARTS_OFFSET)[u32(from + min(unit, units))];
   }
-  DEVICE u32 escape(u32 i) const { return i < last ? reinterpret_cast<const u32*>(at + escapes_offset(all))[i] : 0; }
-  DEVICE void look(int unit, int lane) {
+  DEVICE u32 escape(u32 i) const { return i < last ? reinterpret_cast<const u32*>(at + escapes_offset(total_units))[i] : 0; }
+  DEVICE void read_ends(int unit, int lane) {
     const u32 end = start(unit + lane + 1), end32 = start(unit + 32 + lane + 1);
     ends = end | end32 << 16;
-    some[0] = __ballot_sync(ALL_LANES, start(unit + lane) != end);
-    some[1] = __ballot_sync(ALL_LANES, start(unit + 32 + lane) != end32);
+    has_escapes[0] = __ballot_sync(ALL_LANES, start(unit + lane) != end);
+    has_escapes[1] = __ballot_sync(ALL_LANES, start(unit + 32 + lane) != end32);
   }
   DEVICE void open(const u8* header, int lane) {
     at = header;
     scale = reinterpret_cast<const u32*>(at)[lane / 4];
     scale8 = reinterpret_cast<const u32*>(at)[lane / 4 + 8];
-    look(0, lane);
+    read_ends(0, lane);
     next = start(0), last = start(units);
-    held = escape((next & ~31u) + lane);
-    later = escape((next & ~31u) + 32 + lane);
+    current = escape((next & ~31u) + lane);
+    following = escape((next & ~31u) + 32 + lane);
   }
-  // Where the escapes of unit i of the part end. By the whole warp, which has looked at the 64 units around it.
+  // Returns the end index of the escapes of unit i. Called by the whole warp, after read_ends for the 64 units around
+  // it.
   DEVICE u32 end(int i) const {
     const u32 two = __shfl_sync(ALL_LANES, ends, i % 32);
     return i & 32 ? two >> 16 : two & 0xffff;
   }
-  // Into a decoded unit, those before `end` that were not put yet: there are some, and units come one after the other.
-  DEVICE void put(u32 (&a)[4][4], u32 end, int lane) {
+  // Restores the escapes up to `end` in a decoded unit. There must be at least one, and units must be processed in
+  // order.
+  DEVICE void restore_escapes(u32 (&a)[4][4], u32 end, int lane) {
 #pragma unroll 1
     do {
-      restore_escape(a, __shfl_sync(ALL_LANES, held, next % 32), lane);
-      if (++next % 32 == 0) held = later, later = escape(next + 32 + lane);
+      restore_escape(a, __shfl_sync(ALL_LANES, current, next % 32), lane);
+      if (++next % 32 == 0) current = following, following = escape(next + 32 + lane);
     } while (next < end);
   }
 };
 
 // -- the ring ---------------------------------------------------------------------------------------------------------
 
-// The steps of a CTA: `units` of each of its tiles, which lie `stride` apart.
+// The steps of a CTA: `units` steps for each of its tiles, which are `stride` apart.
 struct Steps {
   int tile, stride, tiles;
-  int from, units;  // the part of k
+  int from, units;  // first unit and number of units of the part of k
   DEVICE int count() const { return (tiles - tile + stride - 1) / stride * units; }
 };
 
-// Step after step into the ring; by a warp, whose `leader` asks. `early`: weights are asked for at once, x when the
-// kernel before ended.
+// Fetches step after step into the ring. Called by a warp, whose `leader` issues the copies. `pdl`: weights are fetched
+// at once, x after the preceding kernel has ended.
 template <class S, class Weights>
 DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Steps steps, bool pdl, bool leader) {
-  const u64 once = l2_evict_first(), often = l2_evict_last();
-  const int count = steps.count(), ahead = pdl ? min(ring.stages, count) : 0;
+  const u64 evict_first = l2_evict_first(), evict_last = l2_evict_last();
+  const int count = steps.count(), prefetched = pdl ? min(ring.stages, count) : 0;
   int tile = steps.tile, unit = 0;
   const auto fetch_x = [&](int stage, int unit) {
     const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
     const int k = 64 * (steps.from + unit);
-    if (S::LARGE && ring.sharing.some()) {
-      const int row = ring.sharing.rows * ring.sharing.mine;
-      copy_tile_multicast(at + 128 * row, x_map, k, row, barrier, often, ring.sharing);
+    if (S::LARGE && ring.sharing.is_shared()) {
+      const int row = ring.sharing.rows * ring.sharing.index;
+      copy_tile_multicast(at + 128 * row, x_map, k, row, barrier, evict_last, ring.sharing);
     } else {
-      copy_tile(at, x_map, k, 0, barrier, often);
+      copy_tile(at, x_map, k, 0, barrier, evict_last);
     }
   };
   const auto fetch_w = [&] {
     const u32 at = ring.slots + ring.stage * S::SLOT + S::X_BYTES, barrier = ring.full + 8 * ring.stage;
-    weights.fetch(at, tile, steps.from + unit, barrier, once);
+    weights.fetch(at, tile, steps.from + unit, barrier, evict_first);
     ring.advance();
     if (++unit < steps.units) return;
     unit = 0, tile += steps.stride;
-    if (tile < steps.tiles) weights.ask_for_headers(tile);
+    if (tile < steps.tiles) weights.prefetch_headers(tile);
   };
 #pragma unroll 1
-  for (int i = 0; leader && i < ahead; i++) {
+  for (int i = 0; leader && i < prefetched; i++) {
     barrier_expect_bytes(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
     fetch_w();
   }
   __syncwarp();
-  if (S::LARGE && ring.sharing.some()) see_all();
+  if (S::LARGE && ring.sharing.is_shared()) cluster_wait();
   wait_for_previous_kernel();
   if (!leader) return;
 #pragma unroll 1
-  for (int stage = 0, j = 0; stage < ahead; stage++) {
+  for (int stage = 0, j = 0; stage < prefetched; stage++) {
     fetch_x(stage, j);
     if (++j == steps.units) j = 0;
   }
 #pragma unroll 1
-  for (int i = ahead; i < count; i++) {
+  for (int i = prefetched; i < count; i++) {
     barrier_wait_without_trap<S>(ring.empty + 8 * ring.stage, ring.parity ^ 1);
     barrier_expect_bytes(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
     fetch_x(ring.stage, unit);
@@ -178,10 +182,10 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   }
 }
 
-// A tile's sums. The next step's products are issued before the last one's slot is given back: it takes two slots. The
-// tile's last slot is still held at the end.
+// Computes a tile's sums. The next step's products are issued before the previous slot is released, which needs two
+// slots. The tile's last slot is not yet released at the end; its index is returned.
 template <class S>
-DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, int units, int warp, int lane) {
+DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, int units, int warp, int lane) {
   int last = 0;
 #pragma unroll 1
   for (int i = 0; i < units; i++) {
@@ -193,7 +197,7 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, int units, int warp, i
     for (int step = 0; step < 4; step++) wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
     wgmma_commit();
     wgmma_wait<1>();
-    if (i) ring.give_back<S>(last, lane);
+    if (i) ring.release_slot<S>(last, lane);
     last = ring.stage;
     ring.advance();
   }
@@ -202,46 +206,46 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, int units, int warp, i
   return last;
 }
 
-// The same of packed weights. All warps of a group come to the same products in the same order, whatever each has to
-// patch. Large tiles have two sets of registers: a unit is decoded while the products of the one before run. Others
-// have one, and decode after them: other groups' run meanwhile.
+// The same for packed weights. All warps of a warpgroup issue the same products in the same order, whatever escapes
+// each has. Large tiles have two sets of registers: a unit is decoded while the products of the previous one run.
+// Others have one set and decode after the products, while those of other warpgroups run.
 template <class S>
-DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int units, int warp, int lane) {
+DEVICE int accumulate_tile(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int units, int warp, int lane) {
   int last = 0;
-  u32 sets[S::SETS][4][4], mine = S::X_BYTES + warp * UNIT_BYTES + 16 * lane;
-  asm volatile("" : "+r"(mine));  // kept, not computed again for every unit
-  const auto step = [&](u32 (&a)[4][4], int i, bool patched) {
+  u32 sets[S::DECODE_SETS][4][4], unit_address = S::X_BYTES + warp * UNIT_BYTES + 16 * lane;
+  asm volatile("" : "+r"(unit_address));  // keeps the value in a register instead of recomputing it for every unit
+  const auto step = [&](u32 (&a)[4][4], int i, bool restores) {
     barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
     const u32 at = ring.slots + ring.stage * S::SLOT;
     Unit unit;
-    unit.load_shared(at + mine, 0);
-    if (S::SETS == 1) {
+    unit.load_shared(at + unit_address, 0);
+    if (S::DECODE_SETS == 1) {
       wgmma_wait<0>();
-      if (i) ring.give_back<S>(last, lane);
+      if (i) ring.release_slot<S>(last, lane);
     }
     decode_unit(a, unit, header.scale, header.scale8);
-    if (patched) header.put(a, header.end(i), lane);
+    if (restores) header.restore_escapes(a, header.end(i), lane);
     const u64 x = matrix_descriptor(at);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; step++) wgmma(d, a[step], x + 2 * step, step ? 1 : i);
     wgmma_commit();
-    if (S::SETS == 2) {
+    if (S::DECODE_SETS == 2) {
       wgmma_wait<1>();
-      if (i) ring.give_back<S>(last, lane);
+      if (i) ring.release_slot<S>(last, lane);
     }
     last = ring.stage;
     ring.advance();
   };
 #pragma unroll 1
   for (int first = 0; first < units; first += 32) {
-    if (first && first % 64 == 0) header.look(first, lane);
+    if (first && first % 64 == 0) header.read_ends(first, lane);
     const int until = min(first + 32, units);
-    u32 some = first & 32 ? header.some[1] : header.some[0];
+    u32 mask = first & 32 ? header.has_escapes[1] : header.has_escapes[0];
 #pragma unroll 1
-    for (int i = first; i < until; i += S::SETS, some >>= S::SETS) {
-      step(sets[0], i, some & 1);
-      if (S::SETS == 2 && i + 1 < until) step(sets[S::SETS - 1], i + 1, some & 2);
+    for (int i = first; i < until; i += S::DECODE_SETS, mask >>= S::DECODE_SETS) {
+      step(sets[0], i, mask & 1);
+      if (S::DECODE_SETS == 2 && i + 1 < until) step(sets[S::DECODE_SETS - 1], i + 1, mask & 2);
     }
   }
   wgmma_wait<0>();
@@ -251,83 +255,87 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int un
 
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
-struct Call {
+struct Arguments {
   void* out;
   const bf16* residual;
   const float* bias;
-  int n, k, m, stages, split, share, end, pdl;
-  Table table;  // null: parts are clusters
-  DEVICE bool apart() const { return table.sums; }
+  int n, k, m, stages, split, share, epilogue, pdl;
+  Exchange exchange;  // null: the parts of k are a cluster
+  DEVICE bool is_unclustered() const { return exchange.sums; }
 };
 
-// Tile after tile, by a warp that computes.
+// Computes tile after tile. Called by consumer warps.
 template <class S, class Weights>
-DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const Call& call, int index, int warp,
+DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const Arguments& args, int index, int warp,
                     int lane) {
-  const int split = call.split, end = call.end;
-  Header header{nullptr, steps.from, steps.units, call.k / 64};
+  const int split = args.split, epilogue = args.epilogue;
+  Header header{nullptr, steps.from, steps.units, args.k / 64};
   if constexpr (S::PACKED) header.open(weights.header(S::WARPS * steps.tile + warp), lane);
-  if (S::LARGE && ring.sharing.some()) see_all();
+  if (S::LARGE && ring.sharing.is_shared()) cluster_wait();
   wait_for_previous_kernel();
   float d[S::COLUMNS / 2];
 #pragma unroll 1
   for (int tile = steps.tile; tile < steps.tiles; tile += steps.stride) {
     int last, warp_ = warp, lane_ = lane;
     if constexpr (S::PACKED) {
-      asm volatile("" : "+r"(warp_), "+r"(lane_));  // what follows from them takes no registers from tile to tile
+      asm volatile("" : "+r"(warp_), "+r"(lane_));  // keeps derived values from occupying registers across tiles
       if (tile != steps.tile) header.open(weights.header(S::WARPS * tile + warp), lane_);
-      last = add_up<S>(d, ring, header, steps.units, warp, lane_);
+      last = accumulate_tile<S>(d, ring, header, steps.units, warp, lane_);
     } else {
-      last = add_up<S>(d, ring, steps.units, warp, lane_);
+      last = accumulate_tile<S>(d, ring, steps.units, warp, lane_);
     }
     const auto with_outputs = [&](auto then) {
-      if (end == STORE) then(Outputs<S, STORE>{call.out, call.residual, call.bias, call.n, call.m});
-      else if (end == STORE_F32) then(Outputs<S, STORE_F32>{call.out, call.residual, call.bias, call.n, call.m});
-      else if (end == ADD) then(Outputs<S, ADD>{call.out, call.residual, call.bias, call.n, call.m});
-      else then(Outputs<S, GATED>{call.out, call.residual, call.bias, call.n, call.m});
+      if (epilogue == STORE) then(Outputs<S, STORE>{args.out, args.residual, args.bias, args.n, args.m});
+      else if (epilogue == STORE_F32) then(Outputs<S, STORE_F32>{args.out, args.residual, args.bias, args.n, args.m});
+      else if (epilogue == ADD) then(Outputs<S, ADD>{args.out, args.residual, args.bias, args.n, args.m});
+      else then(Outputs<S, GATED>{args.out, args.residual, args.bias, args.n, args.m});
     };
-    if constexpr (S::PACKED) {  // for plain weights clusters are faster
-      if (call.apart()) {
+    if constexpr (S::PACKED) {  // plain weights always use clusters, which are faster
+      if (args.is_unclustered()) {
         const int fragment = tile * S::WARPS + warp_;
-        finish_apart<S>(d, call.table, fragment, index, split, call.m, lane_, [&](float (&c)[16], int quad) {
+        finish_by_exchange<S>(d, args.exchange, fragment, index, split, args.m, lane_, [&](float (&c)[16], int quad) {
           with_outputs([&](auto outputs) {
-            if constexpr (outputs.END == GATED) return;  // warps would have to trade before
-            outputs.ask(outputs.row(tile, warp_), quad, lane_);
+            // Not supported: warps would have to exchange gates and ups first.
+            if constexpr (outputs.EPILOGUE == GATED) return;
+            outputs.load_residual(outputs.row(tile, warp_), quad, lane_);
             outputs.finish(c, outputs.row(tile, warp_), quad, lane_);
           });
         });
-        return;  // there is no other tile
+        return;  // with a split, a CTA has one tile
       }
     }
     with_outputs([&](auto outputs) {
-      if constexpr (S::PACKED && outputs.END == GATED) {
+      if constexpr (S::PACKED && outputs.EPILOGUE == GATED) {
         if (split == 1) return finish_in_pairs(d, outputs, ring, last, tile, warp_, lane_);
       }
-      ring.give_back<S>(last, lane_);
-      if (split > 1) finish_together(d, outputs, Part{index, split, ring.slots, ring.sharing}, tile, warp_, lane_);
-      else if constexpr (!(S::PACKED && outputs.END == GATED)) finish_alone(d, outputs, tile, warp_, lane_);
+      ring.release_slot<S>(last, lane_);
+      if (split > 1) finish_in_cluster(d, outputs, ClusterPart{index, split, ring.slots, ring.sharing}, tile, warp_,
+                                       lane_);
+      else if constexpr (!(S::PACKED && outputs.EPILOGUE == GATED)) finish_alone(d, outputs, tile, warp_, lane_);
     });
   }
 }
 
-// Shared memory: the ring, then its barriers. The grid: `split` CTAs for each tile; where that is 1, a CTA for some. A
-// cluster: those of `share` tiles, one below the other; none of parts that are apart. `early`: launched while the
-// kernel before may still run.
-template <class S, class Weights> DEVICE void run(const Weights& weights, const TensorMap* x_map, const Call& call) {
+// Shared memory: the ring, then its barriers. The grid has `split` CTAs for each tile; if `split` is 1, a CTA has
+// several tiles. A cluster consists of the CTAs of `share` tiles with consecutive rows of w; unclustered parts have
+// none. `pdl`: launched while the preceding kernel may still run.
+template <class S, class Weights> DEVICE void run(const Weights& weights, const TensorMap* x_map,
+                                                  const Arguments& args) {
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int stages = call.stages, split = call.split, share = S::LARGE ? call.share : 1;
+  const int stages = args.stages, split = args.split, share = S::LARGE ? args.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
-  const int index = rank / share, units = call.k / 64, from = units * index / split;
-  const Sharing sharing{share, rank % share, call.apart() ? 0 : index * share, (call.m + 8 * share - 1) / (8 * share) * 8};
+  const int index = rank / share, units = args.k / 64, from = units * index / split;
+  const SharedX sharing{share, rank % share, args.is_unclustered() ? 0 : index * share,
+                        (args.m + 8 * share - 1) / (8 * share) * 8};
   const Ring ring{base, base + stages * S::SLOT, base + stages * (S::SLOT + 8), stages, sharing};
-  const int tiles = (call.n + S::ROWS * share - 1) / (S::ROWS * share) * share;  // as many for each
-  const Steps steps{cluster * share + sharing.mine, int(gridDim.x) / split, tiles, from,
+  const int tiles = (args.n + S::ROWS * share - 1) / (S::ROWS * share) * share;  // padded to a multiple of `share`
+  const Steps steps{cluster * share + sharing.index, int(gridDim.x) / split, tiles, from,
                     units * (index + 1) / split - from};
   if (threadIdx.x == 32 * S::WARPS) {
-    weights.prepare(), prefetch_map(x_map);
+    weights.prefetch(), prefetch_map(x_map);
 #pragma unroll 1
     for (int i = 0; i < stages; i++) {
       barrier_init(ring.full + 8 * i, 1);
@@ -336,41 +344,43 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
     fence_barrier_init();
   }
   __syncthreads();
-  if (S::LARGE && sharing.some()) be_seen();
+  if (S::LARGE && sharing.is_shared()) cluster_arrive();
   if (warp >= S::WARPS) {
-    if (S::TRADES) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
-    if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, call.pdl, lane == 0);
-    else if (S::LARGE && sharing.some()) see_all();
+    if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+    if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, args.pdl, lane == 0);
+    else if (S::LARGE && sharing.is_shared()) cluster_wait();
     __syncwarp();
     wait_for_previous_kernel();
-    if (split > 1 && !call.apart()) cluster_sync(), cluster_sync();
-    else if (S::LARGE && sharing.some()) cluster_sync();  // a CTA that has ended can be told nothing
+    if (split > 1 && !args.is_unclustered()) cluster_sync(), cluster_sync();
+    // A CTA must not exit before its peers stop arriving at its barriers.
+    else if (S::LARGE && sharing.is_shared()) cluster_sync();
   } else {
-    if (S::TRADES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
-    compute<S>(ring, weights, steps, call, index, warp, lane);
+    if (S::TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
+    compute<S>(ring, weights, steps, args, index, warp, lane);
     __syncwarp();
-    if (S::LARGE && sharing.some() && split == 1) cluster_sync();
+    if (S::LARGE && sharing.is_shared() && split == 1) cluster_sync();
   }
 }
 
 template <int GROUPS, int COLUMNS>
-__global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), 1)
+__global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), 1)
     wide(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, void* out,
-         const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share, int end,
-         int pdl) {
+         const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share,
+         int epilogue, int pdl) {
   using S = Shape<GROUPS, COLUMNS, false>;
-  run<S>(PlainRows<S>{&w_map, end == GATED}, &x_map, Call{out, residual, bias, n, k, m, stages, split, share, end, pdl});
+  run<S>(PlainRows<S>{&w_map, epilogue == GATED}, &x_map,
+         Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl});
 }
 
-// With few registers, two CTAs share a multiprocessor where shared memory lets them.
+// With few registers, two CTAs fit on an SM if shared memory allows.
 constexpr int packed_ctas(int groups, int columns) { return groups <= 2 && groups * columns <= 128 ? 2 : 1; }
 
 template <int GROUPS, int COLUMNS>
-__global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), packed_ctas(GROUPS, COLUMNS))
+__global__ void __launch_bounds__(count_threads(GROUPS, COLUMNS), packed_ctas(GROUPS, COLUMNS))
     wide_packed(const u8* planes, const u8* headers, int stride, const __grid_constant__ TensorMap x_map, void* out,
                 const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share,
-                int end, int pdl, float4* sums, u32* words, int looks) {
+                int epilogue, int pdl, float4* sums, u32* words, int polls) {
   using S = Shape<GROUPS, COLUMNS, true>;
   run<S>(PackedUnits<S>{planes, headers, n, k / 64, stride}, &x_map,
-         Call{out, residual, bias, n, k, m, stages, split, share, end, pdl, Table{sums, words, looks}});
+         Arguments{out, residual, bias, n, k, m, stages, split, share, epilogue, pdl, Exchange{sums, words, polls}});
 }

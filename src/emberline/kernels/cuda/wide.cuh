@@ -1,47 +1,50 @@
-// The tiles of wide.cu, their products, and what becomes of the sums: the way to memory. After common.cuh, products.cuh
-// and uw12.cuh.
+// The tile shapes of wide.cu, their wgmma instructions, and the epilogues. Include after common.cuh, wgmma.cuh and
+// uw12.cuh.
 //
-// Fragments. Warp i of the CTA has 16 rows of a tile of w: lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and column
-// 8 j + 2 (l % 4) + e. Four j at once are a `quad`: 32 columns.
+// Fragments. Warp i of the CTA has 16 rows of a tile of w. Lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and column
+// 8 j + 2 (l % 4) + e. Four consecutive j are a `quad`: 32 columns.
 #pragma once
 
 enum Epilogue { STORE, STORE_F32, ADD, GATED };
 
-// A CTA whose sums take half of all registers gives a thread more of them than a launch has for each: those who fetch
-// leave theirs to those who compute, which goes by whole warpgroups.
-constexpr bool trades(int groups, int columns) { return groups * columns == 512; }
-constexpr int threads_of(int groups, int columns) { return 128 * groups + (trades(groups, columns) ? 128 : 32); }
+// Whether consumers take over registers from the producer warpgroup by setmaxnreg: if the sums take half of all
+// registers, a thread needs more than the launch gives to each. setmaxnreg works on whole warpgroups.
+constexpr bool trades_registers(int groups, int columns) { return groups * columns == 512; }
+constexpr int count_threads(int groups, int columns) {
+  return 128 * groups + (trades_registers(groups, columns) ? 128 : 32);
+}
 
 template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
   static constexpr bool PACKED = PACKED_;
   static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
   static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
-  static constexpr bool LARGE = COLUMNS == 256;  // CTAs may stand below each other and share x
-  static constexpr bool TRADES = trades(GROUPS, COLUMNS);
-  // 128 * 40 + 256 * 232 = 384 * 168, the launch's; 128 * 24 + 512 * 112 < 640 * 96
+  static constexpr bool LARGE = COLUMNS == 256;  // CTAs of a cluster may share x
+  static constexpr bool TRADES_REGISTERS = trades_registers(GROUPS, COLUMNS);
+  // 128 * 40 + 256 * 232 = 384 * 168, as launched; 128 * 24 + 512 * 112 < 640 * 96
   static constexpr int PRODUCER_REGISTERS = LARGE ? 40 : 24, CONSUMER_REGISTERS = LARGE ? 232 : 112;
-  static constexpr int SETS = LARGE ? 2 : 1;  // of registers that packed weights are decoded to
+  static constexpr int DECODE_SETS = LARGE ? 2 : 1;  // sets of registers into which packed weights are decoded
   static constexpr u32 GROUP_BYTES = PACKED ? 4 * UNIT_BYTES : 8192;
   static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = GROUPS * GROUP_BYTES, SLOT = X_BYTES + W_BYTES;
 };
 
-// CTAs of a cluster that share their tiles of x: how many, which of them this one is, and the first one's rank; and the
-// rows that each fetches: as many as there are, for those beyond the last would take longer, and nobody asks for them.
-struct Sharing {
-  int ctas, mine, first, rows;
-  DEVICE bool some() const { return ctas > 1; }
+// CTAs of a cluster that share their tiles of x: their number, this CTA's index, the rank of the first, and the rows of
+// x that each fetches. Rows beyond m are not fetched, to save time.
+struct SharedX {
+  int ctas, index, first, rows;
+  DEVICE bool is_shared() const { return ctas > 1; }
   DEVICE u32 bytes() const { return 128 * rows * ctas; }
 };
 
 struct Ring {
   u32 slots, full, empty;
   int stages;
-  Sharing sharing;
+  SharedX sharing;
   int stage = 0;
   u32 parity = 0;
   DEVICE void advance() { if (++stage == stages) stage = 0, parity ^= 1; }
-  // By a warp that no longer reads the slot. All who write to it must know; nothing need be made visible to them.
-  template <class S> DEVICE void give_back(int slot, int lane) const {
+  // Releases a slot that this warp no longer reads, in every CTA that writes to it. The warp wrote nothing, so no
+  // memory order is needed.
+  template <class S> DEVICE void release_slot(int slot, int lane) const {
     const u32 barrier = empty + 8 * slot;
     if (!S::LARGE) {
       if (lane == 0) barrier_arrive(barrier);
@@ -53,10 +56,10 @@ struct Ring {
   }
 };
 
-// As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
-// registers that a warpgroup takes over from another. Nor in one with a call, as a division is one.
+// As barrier_wait, but a hang ends with a store to a null address. If a kernel contains a trap or a call (a division is
+// one), the compiler ignores setmaxnreg and does not use the registers that a warpgroup takes over from another.
 template <class S> DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
-  if constexpr (S::TRADES) {
+  if constexpr (S::TRADES_REGISTERS) {
 #pragma unroll 1
     for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
       if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
@@ -68,144 +71,145 @@ template <class S> DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity
 // -- warpgroup products -----------------------------------------------------------------------------------------------
 
 
-// Rows of 64 k for wgmma: address and offset from 8 rows to the next 8 in units of 16 bytes, 128-byte swizzle. The next
-// 16 k are 32 bytes on.
+// wgmma's descriptor of rows of 64 k: address, and stride from 8 rows to the next 8, in units of 16 bytes, with the
+// 128-byte swizzle. The next 16 k are 32 bytes further.
 DEVICE u64 matrix_descriptor(u32 address) { return u64(address >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62; }
 
-// d = w x^T, or more of it, over 16 k.
-DEVICE void wgmma(float (&d)[32], u64 w, u64 x, int more) {
+// d = w x^T over 16 k, or d += w x^T if `accumulate`.
+DEVICE void wgmma(float (&d)[32], u64 w, u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0) : "l"(w), "l"(x), "r"(more));
+      : FLOATS_32(d, 0) : "l"(w), "l"(x), "r"(accumulate));
 }
-DEVICE void wgmma(float (&d)[64], u64 w, u64 x, int more) {
+DEVICE void wgmma(float (&d)[64], u64 w, u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(w), "l"(x), "r"(more));
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(w), "l"(x), "r"(accumulate));
 }
-DEVICE void wgmma(float (&d)[128], u64 w, u64 x, int more) {
+DEVICE void wgmma(float (&d)[128], u64 w, u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, p, 1, 1, 0, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(w), "l"(x), "r"(more));
+      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(w), "l"(x), "r"(accumulate));
 }
-// The same with w in registers: 16 rows a warp.
-DEVICE void wgmma(float (&d)[16], const u32 (&w)[4], u64 x, int more) {
+// The same with w in registers, 16 rows per warp.
+DEVICE void wgmma(float (&d)[16], const u32 (&w)[4], u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %21, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
-      : FLOATS_16(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+      : FLOATS_16(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
 }
-DEVICE void wgmma(float (&d)[32], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[32], const u32 (&w)[4], u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-      : FLOATS_32(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+      : FLOATS_32(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
 }
-DEVICE void wgmma(float (&d)[64], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[64], const u32 (&w)[4], u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
 }
-DEVICE void wgmma(float (&d)[128], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[128], const u32 (&w)[4], u64 x, int accumulate) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %133, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, "
       "0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96)
-      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(accumulate));
 }
 
 // -- outputs ----------------------------------------------------------------------------------------------------------
 
-// Of an 8x8 matrix lane l holds row l / 4, columns 2 (l % 4) and the next; then the same of its transpose.
-DEVICE u32 transposed(u32 pair) {
+// Transposes an 8x8 matrix, of which lane l holds row l / 4, columns 2 (l % 4) and the next.
+DEVICE u32 transpose_8x8(u32 pair) {
   u32 other;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
   return other;
 }
-// Past the L1: a CTA that started early may find there what was read before the last kernel wrote.
+// Loads past L1. With PDL this CTA started early, and L1 may hold data from before the preceding kernel's writes.
 DEVICE void load_past_l1(u32 (&x)[4], const bf16* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(at) : "memory");
 }
 
-// x / (1 + exp(-x)), as a division would round it. Both sides are quartered, as the inverse of more than 2^126 is zero:
-// infinity's only.
+// x / (1 + exp(-x)), rounded as a division would. Numerator and denominator are divided by 4, because the approximate
+// reciprocal of more than 2^126 is 0.
 DEVICE float silu(float x) {
-  const float below = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), above = x * .25f;
-  float share;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(below));
-  const float near = above * share;
-  return __fmaf_rn(__fmaf_rn(-below, near, above), share, near);
+  const float denominator = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), numerator = x * .25f;
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(denominator));
+  const float quotient = numerator * reciprocal;
+  return __fmaf_rn(__fmaf_rn(-denominator, quotient, numerator), reciprocal, quotient);
 }
-// As torch does it in bf16: gate and up are rounded, then silu, then the product.
-template <class S> DEVICE float gated(float gate, float up) {
+// silu(gate) * up, rounded as in torch: gate and up to bf16, then silu, then the product.
+template <class S> DEVICE float gated_silu(float gate, float up) {
   gate = to_float(to_bf16(gate));
-  const float part = S::TRADES ? silu(gate) : gate / (1.f + expf(-gate));
+  const float part = S::TRADES_REGISTERS ? silu(gate) : gate / (1.f + expf(-gate));
   return to_float(to_bf16(part)) * to_float(to_bf16(up));
 }
 
-// Where a fragment of a tile goes, a quad at a time. Lanes trade what they have until each has 8 neighbours of a row.
-template <class S, Epilogue END_> struct Outputs {
-  static constexpr Epilogue END = END_;
+// The epilogue of a tile's fragments, one quad at a time. Lanes exchange values until each has 8 adjacent outputs of a
+// row.
+template <class S, Epilogue EPILOGUE_> struct Outputs {
+  static constexpr Epilogue EPILOGUE = EPILOGUE_;
   void* out;
   const bf16* residual;
   const float* bias;
   int n, m;
-  u32 added[2][4];  // of the residual, as stored
+  u32 added[2][4];  // the residual as stored
 
-  // A fragment's first row of w. Gated: the tile's groups of 32 rows are 16 gates and their 16 ups; fragments of the
+  // A fragment's first row of w. Gated: the tile's groups of 32 rows are 16 gates and their 16 ups. Fragments of the
   // first half of the tile have 8 gates and their 8 ups each, those of the second half the other 8 of each. Packed: two
-  // neighbours have them, once warps have traded.
+  // adjacent fragments have them, after the warps have exchanged values.
   static DEVICE int row(int tile, int fragment) {
-    if (END != GATED) return S::ROWS * tile + 16 * fragment;
+    if (EPILOGUE != GATED) return S::ROWS * tile + 16 * fragment;
     if (S::PACKED) return S::ROWS * tile + 32 * (fragment / 2) + 8 * (fragment % 2);
     return S::ROWS * tile + 32 * (fragment % (S::WARPS / 2)) + 8 * (fragment / (S::WARPS / 2));
   }
-  // What lane l stores of columns 32 quad + 16 pair ..: row of x, and the first of 8 outputs.
-  DEVICE i64 place(int row, int column, int lane) const { return i64(column) * n + row + 8 * (lane % 2); }
+  // The offset of the 8 outputs that a lane stores, and its row of x among columns 32 quad + 16 pair ...
+  DEVICE i64 offset(int row, int column, int lane) const { return i64(column) * n + row + 8 * (lane % 2); }
   static DEVICE int column(int quad, int pair, int lane) { return 32 * quad + 16 * pair + lane % 4 / 2 * 8 + lane / 4; }
 
-  DEVICE void ask(int row, int quad, int lane) {
+  DEVICE void load_residual(int row, int quad, int lane) {
 #pragma unroll
-    for (int pair = 0; pair < 2 && END == ADD; pair++) {
+    for (int pair = 0; pair < 2 && EPILOGUE == ADD; pair++) {
       const int column = this->column(quad, pair, lane);
       added[pair][0] = added[pair][1] = added[pair][2] = added[pair][3] = 0;
-      if (column < m && row < n) load_past_l1(added[pair], residual + place(row, column, lane));
+      if (column < m && row < n) load_past_l1(added[pair], residual + offset(row, column, lane));
     }
   }
   DEVICE void finish(float (&c)[16], int row, int quad, int lane) {
-    if (row >= n || 32 * quad >= m) return;  // of the whole warp
+    if (row >= n || 32 * quad >= m) return;  // the condition is the same for the whole warp
     if (bias) {
-      const float shift[2] = {bias[row + lane / 4], bias[row + lane / 4 + (END == GATED ? 16 : 8)]};
+      const float shift[2] = {bias[row + lane / 4], bias[row + lane / 4 + (EPILOGUE == GATED ? 16 : 8)]};
 #pragma unroll
       for (int i = 0; i < 16; i++) c[i] += shift[i / 2 % 2];
     }
-    if (END == STORE_F32) store_floats(c, row, quad, lane);
-    else if (END == GATED) store_gated(c, row, quad, lane);
+    if (EPILOGUE == STORE_F32) store_floats(c, row, quad, lane);
+    else if (EPILOGUE == GATED) store_gated(c, row, quad, lane);
     else store(c, row, quad, lane);
   }
   DEVICE void store(float (&c)[16], int row, int quad, int lane) {
 #pragma unroll
     for (int pair = 0; pair < 2; pair++) {
       u32 x[4];
-      if (END == ADD) transpose_quad(added[pair]);
+      if (EPILOGUE == ADD) transpose_quad(added[pair]);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float &low_c = c[8 * pair + 2 * i], &high_c = c[8 * pair + 2 * i + 1];
-        if (END == ADD) {
-          const u32 more = transposed(added[pair][i]);
+        if (EPILOGUE == ADD) {
+          const u32 more = transpose_8x8(added[pair][i]);
           low_c += low(more), high_c += high(more);
         }
-        x[i] = transposed(pack(low_c, high_c));
+        x[i] = transpose_8x8(pack(low_c, high_c));
       }
       transpose_quad(x);
       const int column = this->column(quad, pair, lane);
-      bf16* const to = static_cast<bf16*>(out) + place(row, column, lane);
+      bf16* const to = static_cast<bf16*>(out) + offset(row, column, lane);
       if (column < m) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
     }
   }
@@ -213,18 +217,18 @@ template <class S, Epilogue END_> struct Outputs {
     u32 x[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      x[i] = transposed(pack(gated<S>(c[4 * i], c[4 * i + 2]), gated<S>(c[4 * i + 1], c[4 * i + 3])));
+      x[i] = transpose_8x8(pack(gated_silu<S>(c[4 * i], c[4 * i + 2]), gated_silu<S>(c[4 * i + 1], c[4 * i + 3])));
     transpose_quad(x);
     const int column = 32 * quad + lane % 4 * 8 + lane / 4;
     bf16* const to = static_cast<bf16*>(out) + i64(column) * (n / 2) + row / 32 * 16 + row % 32;
     if (column < m) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
   }
-  // Floats cross as their halves.
+  // The transposing instruction moves 16 bits, so the halves of floats are transposed separately.
   DEVICE void store_floats(float (&c)[16], int row, int quad, int lane) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const u32 a = __float_as_uint(c[2 * i]), b = __float_as_uint(c[2 * i + 1]);
-      const u32 lows = transposed(__byte_perm(a, b, 0x5410)), highs = transposed(__byte_perm(a, b, 0x7632));
+      const u32 lows = transpose_8x8(__byte_perm(a, b, 0x5410)), highs = transpose_8x8(__byte_perm(a, b, 0x7632));
       const int column = 32 * quad + i / 2 * 8 + lane / 4;
       u32* const to = static_cast<u32*>(out) + i64(column) * n + row + i % 2 * 8 + lane % 4 * 2;
       const uint2 both = make_uint2(__byte_perm(lows, highs, 0x5410), __byte_perm(lows, highs, 0x7632));
@@ -235,81 +239,83 @@ template <class S, Epilogue END_> struct Outputs {
 
 // -- clusters, and the parts of k -------------------------------------------------------------------------------------
 
-// All threads of the cluster; what they wrote to each other's shared memory is there after.
+// Synchronises all threads of the cluster; their writes to each other's shared memory are visible afterwards.
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same in two steps, once barriers are set, which is all that need be there after.
-DEVICE void be_seen() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void see_all() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The same in two steps, after the barriers are initialised, which is all that must be visible afterwards.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// To the same place in each CTA that shares it; each is told by its own barrier.
-DEVICE void copy_tile_multicast(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy, Sharing sharing) {
+// Copies to the same address in each CTA that shares the tile (multicast). Each CTA's own barrier counts the bytes.
+DEVICE void copy_tile_multicast(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy, SharedX sharing) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;"
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(u16(((1 << sharing.ctas) - 1) << sharing.first)),
         "l"(policy) : "memory");
 }
-DEVICE void push(u32 to, u32 cta, float a, float b, float c, float d) {
+DEVICE void store_remote(u32 to, u32 cta, float a, float b, float c, float d) {
   asm volatile("{ .reg .u32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"
                "st.shared::cluster.v4.f32 [far], {%2, %3, %4, %5}; }"
                ::"r"(to), "r"(cta), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
-DEVICE void push(u32 to, u32 cta, float a, float b) {
+DEVICE void store_remote(u32 to, u32 cta, float a, float b) {
   asm volatile("{ .reg .u32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"
                "st.shared::cluster.v2.f32 [far], {%2, %3}; }" ::"r"(to), "r"(cta), "f"(a), "f"(b) : "memory");
 }
 
-struct Part {
+struct ClusterPart {
   int index, split;
-  u32 memory;  // where the rings were: [fragment / split][part][block] of 512 bytes
-  Sharing sharing;
-  DEVICE u32 owner(int fragment) const { return fragment % split * sharing.ctas + sharing.mine; }
-  DEVICE u32 place(int fragment, int part, int blocks, int block, int lane) const {
+  u32 memory;  // overwrites the rings: [fragment / split][part][block] of 512 bytes
+  SharedX sharing;
+  DEVICE u32 owner(int fragment) const { return fragment % split * sharing.ctas + sharing.index; }
+  DEVICE u32 offset(int fragment, int part, int blocks, int block, int lane) const {
     return memory + ((fragment / split * split + part) * blocks + block) * 512 + lane * 16;
   }
 };
 
-// To each fragment's CTA, what this warp has of it. Packed and gated: gates or ups, half of each of two fragments.
-template <class S, Epilogue END>
-DEVICE void push_fragments(const float (&d)[S::COLUMNS / 2], Part part, int warp, int lane) {
+// Sends this warp's sums to the CTA that owns each fragment, through distributed shared memory. Packed and gated: a
+// warp has gates or ups, half of each of two fragments.
+template <class S, Epilogue EPILOGUE>
+DEVICE void send_fragments(const float (&d)[S::COLUMNS / 2], ClusterPart part, int warp, int lane) {
 #pragma unroll
   for (int j = 0; j < S::BLOCKS; j++) {
-    if (S::PACKED && END == GATED) {
+    if (S::PACKED && EPILOGUE == GATED) {
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int fragment = warp / 2 * 2 + r;
-        push(part.place(fragment, part.index, S::BLOCKS, j, lane) + 8 * (warp % 2), part.owner(fragment),
-             d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
+        store_remote(part.offset(fragment, part.index, S::BLOCKS, j, lane) + 8 * (warp % 2), part.owner(fragment),
+                     d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
       }
     } else {
-      push(part.place(warp, part.index, S::BLOCKS, j, lane), part.owner(warp), d[4 * j], d[4 * j + 1], d[4 * j + 2],
-           d[4 * j + 3]);
+      store_remote(part.offset(warp, part.index, S::BLOCKS, j, lane), part.owner(warp), d[4 * j], d[4 * j + 1],
+                   d[4 * j + 2], d[4 * j + 3]);
     }
   }
 }
 
-// Fragment f goes to the CTA of part f % split, whose warps divide the quads of its fragments among them.
-template <class S, Epilogue END>
-DEVICE void finish_together(const float (&d)[S::COLUMNS / 2], Outputs<S, END> outputs, Part part, int tile, int warp,
-                            int lane) {
-  cluster_sync();  // nobody uses a ring any more
-  push_fragments<S, END>(d, part, warp, lane);
+// Sums the parts of k within a cluster. The CTA of part f % split owns fragment f; its warps share the quads of its
+// fragments.
+template <class S, Epilogue EPILOGUE>
+DEVICE void finish_in_cluster(const float (&d)[S::COLUMNS / 2], Outputs<S, EPILOGUE> outputs, ClusterPart part,
+                              int tile, int warp, int lane) {
+  cluster_sync();  // all CTAs are done with their rings, which are overwritten next
+  send_fragments<S, EPILOGUE>(d, part, warp, lane);
   const int fragments = (S::WARPS - part.index + part.split - 1) / part.split;
   const auto fragment = [&](int item) { return item / S::QUADS * part.split + part.index; };
-  if (warp < fragments * S::QUADS) outputs.ask(outputs.row(tile, fragment(warp)), warp % S::QUADS, lane);
+  if (warp < fragments * S::QUADS) outputs.load_residual(outputs.row(tile, fragment(warp)), warp % S::QUADS, lane);
   cluster_sync();
 #pragma unroll 1
   for (int item = warp; item < fragments * S::QUADS; item += S::WARPS) {
     const int quad = item % S::QUADS, row = outputs.row(tile, fragment(item));
-    if (item != warp) outputs.ask(row, quad, lane);
+    if (item != warp) outputs.load_residual(row, quad, lane);
     float c[16] = {};
 #pragma unroll 1
     for (int from = 0; from < part.split; from++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const uint4 more = load_shared_16(part.place(fragment(item), from, S::BLOCKS, 4 * quad + i, lane));
+        const uint4 more = load_shared_16(part.offset(fragment(item), from, S::BLOCKS, 4 * quad + i, lane));
         c[4 * i] += __uint_as_float(more.x), c[4 * i + 1] += __uint_as_float(more.y);
         c[4 * i + 2] += __uint_as_float(more.z), c[4 * i + 3] += __uint_as_float(more.w);
       }
@@ -317,15 +323,15 @@ DEVICE void finish_together(const float (&d)[S::COLUMNS / 2], Outputs<S, END> ou
   }
 }
 
-template <class S, Epilogue END>
-DEVICE void finish_alone(const float (&d)[S::COLUMNS / 2], Outputs<S, END> outputs, int tile, int warp, int lane) {
+template <class S, Epilogue EPILOGUE>
+DEVICE void finish_alone(const float (&d)[S::COLUMNS / 2], Outputs<S, EPILOGUE> outputs, int tile, int warp, int lane) {
   const int row = outputs.row(tile, warp);
 #pragma unroll
   for (int quad = 0; quad < S::QUADS; quad++) {
     float c[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) c[i] = d[16 * quad + i];
-    outputs.ask(row, quad, lane);
+    outputs.load_residual(row, quad, lane);
     outputs.finish(c, row, quad, lane);
   }
 }
@@ -336,40 +342,40 @@ DEVICE void store_shared_16(u32 at, const u32 (&x)[4]) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
-DEVICE void two_warps_meet(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
+DEVICE void sync_warp_pair(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
 
-// A warp has 16 gates, the next one the 16 ups that belong to them: the first finishes 8 of each, the second the rest.
-// What they trade is rounded already, and goes through their units in a slot that both have read. Three quads have room
-// there, so a warp that writes the fourth knows that the first was taken.
+// A warp has 16 gates, the next warp their 16 ups: the first warp finishes 8 of each, the second the others. They
+// exchange rounded values through the memory of their units in a slot that both have read. It holds three quads, so a
+// warp that writes the fourth knows, by the barriers between, that the first was read.
 template <class S>
-DEVICE void trade(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, u32 units, int tile, int warp,
-                  int lane) {
+DEVICE void exchange_and_finish(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, u32 units, int tile,
+                                int warp, int lane) {
   const int row = S::ROWS * tile + 16 * warp, odd = warp % 2;
-  const u32 mine = units + UNIT_BYTES * warp + 16 * lane, theirs = units + UNIT_BYTES * (warp ^ 1) + 16 * lane;
+  const u32 own_slot = units + UNIT_BYTES * warp + 16 * lane, other_slot = units + UNIT_BYTES * (warp ^ 1) + 16 * lane;
   if (row >= outputs.n) return;
   const float* const bias = outputs.bias;
   const float shift[2] = {bias ? bias[row + lane / 4] : 0.f, bias ? bias[row + lane / 4 + 8] : 0.f};
-  outputs.bias = nullptr;  // added before they trade
+  outputs.bias = nullptr;  // already added before the exchange
 #pragma unroll
   for (int quad = 0; quad < S::QUADS; quad++) {
     if (32 * quad >= outputs.m) return;
-    u32 kept[4], sent[4];
+    u32 own[4], outgoing[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       float c[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) c[j] = bias ? d[16 * quad + 4 * i + j] + shift[j / 2] : d[16 * quad + 4 * i + j];
       const u32 first = pack(c[0], c[1]), second = pack(c[2], c[3]);
-      kept[i] = odd ? second : first, sent[i] = odd ? first : second;
+      own[i] = odd ? second : first, outgoing[i] = odd ? first : second;
     }
-    store_shared_16(mine + 512 * (quad % 3), sent);
-    two_warps_meet(warp / 2);
-    const uint4 got = load_shared_16(theirs + 512 * (quad % 3));
-    const u32 others[4] = {got.x, got.y, got.z, got.w};
+    store_shared_16(own_slot + 512 * (quad % 3), outgoing);
+    sync_warp_pair(warp / 2);
+    const uint4 received = load_shared_16(other_slot + 512 * (quad % 3));
+    const u32 others[4] = {received.x, received.y, received.z, received.w};
     float c[16];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 gates = odd ? others[i] : kept[i], ups = odd ? kept[i] : others[i];
+      const u32 gates = odd ? others[i] : own[i], ups = odd ? own[i] : others[i];
       c[4 * i] = low(gates), c[4 * i + 1] = high(gates), c[4 * i + 2] = low(ups), c[4 * i + 3] = high(ups);
     }
     outputs.finish(c, outputs.row(tile, warp), quad, lane);
@@ -378,8 +384,8 @@ DEVICE void trade(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, u
 template <class S>
 DEVICE void finish_in_pairs(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, const Ring& ring, int last,
                             int tile, int warp, int lane) {
-  trade(d, outputs, ring.slots + last * S::SLOT + S::X_BYTES, tile, warp, lane);
+  exchange_and_finish(d, outputs, ring.slots + last * S::SLOT + S::X_BYTES, tile, warp, lane);
   fence_shared_writes();
   __syncwarp();
-  ring.give_back<S>(last, lane);
+  ring.release_slot<S>(last, lane);
 }

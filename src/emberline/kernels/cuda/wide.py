@@ -1,4 +1,4 @@
-"""linear: y = x w^T for 33 to 256 rows of x, and for packed weights with many rows from 17 rows of x on.
+"""linear: y = x w^T for 33 to 256 rows of x, and from 17 rows on for tall packed weights.
 
 In this range reading the weights takes most of the time, or not much less than the arithmetic. `wide.cu` has the
 kernel.
@@ -148,7 +148,7 @@ class WidePlan:
 
     @property
     def fits_exchange(self) -> bool:
-        """Whether unclustered parts can exchange their sums: two or more parts, few enough for the counter words."""
+        """Whether unclustered parts can exchange their sums: the memory and the counter words suffice."""
         return (
             1 < self.split < 256
             and self.share == 1
@@ -180,11 +180,11 @@ def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
     cuBLAS would need them unpacked first, which takes as long again.
     """
     if m < MIN_ROWS:
-        return fits(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
-    return fits(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= MIN_LARGE_ROWS and beats_cublas(n, k)))
+        return supports_shape(m, n, k) and packed and m >= MIN_FEW_ROWS and n >= 64 * TALL_GROUPS * MIN_TALL_TILES
+    return supports_shape(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= MIN_LARGE_ROWS and beats_cublas(n, k)))
 
 
-def fits(m: int, n: int, k: int) -> bool:
+def supports_shape(m: int, n: int, k: int) -> bool:
     return 1 <= m <= MAX_ROWS and n > 0 and n % 64 == 0 and k > 0 and k % SLOT_K == 0
 
 
@@ -216,7 +216,7 @@ def linear(
     Launches on one stream must not overlap, since they share the memory for the exchange of sums.
     """
     m, k = x.shape
-    assert fits(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
+    assert supports_shape(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous() and out.data_ptr() % 16 == 0
     assert residual is None or residual.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
@@ -274,7 +274,7 @@ def make_plan(
 ) -> WidePlan:
     """Return the plan for a configuration, with as many pipeline stages as fit into shared memory.
 
-    Without a split, at most `cluster` CTAs share the tiles evenly. With a split, each CTA has one tile.
+    Without a split, at most `ctas` CTAs share the tiles evenly. With a split, each CTA has one tile.
     """
     groups, split, ctas_per_sm, share, unclustered = config
     ctas, shared = ctas_per_sm * NUM_SMS if ctas is None else ctas, SHARED_BYTES_BY_CTAS[ctas_per_sm]
@@ -286,7 +286,7 @@ def make_plan(
 
 
 def estimate_us(plan: WidePlan, n: int, k: int) -> float:
-    """Return the estimated microseconds: the tightest limit, plus a tenth of all limits, since they interfere."""
+    """Return the estimated microseconds: the tightest limit plus a tenth of all, as they interfere."""
     tiles, units = -(-n // (64 * plan.groups)), k // SLOT_K
     waves = -(-tiles * plan.split // plan.grid)
     steps = waves * -(-units // plan.split)  # of a CTA
@@ -314,16 +314,16 @@ def _weight_arguments(w: BF16Weight | UW12Weight, plan: WidePlan, gated: bool) -
     return (w.tensor_map(4 * plan.groups, paired=gated),)
 
 
-def _exchange_arguments(plan: WidePlan, device: torch.device, looks: int) -> tuple[KernelArgument, ...]:
+def _exchange_arguments(plan: WidePlan, device: torch.device, polls: int) -> tuple[KernelArgument, ...]:
     if not plan.packed:
         return ()
     memory = _exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.unclustered else (None, None)
-    return *memory, looks
+    return *memory, polls
 
 
 @cache
 def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Return the memory where unclustered parts leave their sums, and its counters, which are zero between launches."""
+    """Return the memory in which unclustered parts exchange sums, and its counters, initially zero."""
     assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     return torch.empty(MAX_EXCHANGED_SUMS, device=device), torch.zeros(
         MAX_EXCHANGED_FRAGMENTS, dtype=torch.int32, device=device

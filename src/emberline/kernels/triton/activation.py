@@ -1,4 +1,7 @@
-"""silu_mul: silu(gate) * up of a product whose columns alternate between both. It rounds after each step as torch."""
+"""silu_mul: silu(gate) * up of a product whose columns alternate between both.
+
+It rounds after each step as torch.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ def _silu_mul(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
-    """Write silu(gate) * up into `request` [T, F] and return it.
+    """Write silu(gate) * up into `out` [T, F] and return it.
 
-    `gate_up` [T, 2F] has `group_key` gate columns, then their `group_key` up columns, and so on; with group = F, two halves.
+    `gate_up` [T, 2F] has `group` gate columns, then their `group` up columns, and so on; with group = F, two halves.
     """
     rows, columns = out.shape
     assert gate_up.shape == (rows, 2 * columns) and columns % group == 0

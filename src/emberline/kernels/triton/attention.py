@@ -1,4 +1,4 @@
-"""paged_attention: ref.paged_attention for any mix of chunks and single tokens, any head, cache type and block size.
+"""paged_attention: ref.paged_attention for any chunks, heads, cache dtype and block size.
 
 A program computes one tile: some queries of one request, with all query heads that share one KV head. Its rows are
 pairs (query, head), so that keys and values are read once for the whole group. It loops over spans of keys with an
@@ -83,7 +83,10 @@ def _add_keys(
     HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
     MASKED: constexpr, WINDOWED: constexpr,
 ) -> tensor:  # fmt: skip
-    """Add the keys [low, high). Spans without a mask are complete, and every query attends to all their keys."""
+    """Add the keys [low, high).
+
+    Spans without a mask are complete, and every query attends to all their keys.
+    """
     d = tl.arange(0, DIM_PADDED)[None, :]
     for at in range(low, high, SPAN):
         key = at + tl.arange(0, SPAN)
@@ -113,13 +116,13 @@ def _add_keys(
 
 
 def choose_tile_queries(max_queries: int, group: int) -> int:
-    """Return a fast `block_m` if the longest chunk has `max_queries` and `group_key` query heads share a KV head."""
+    """Return a fast `block_m` for chunks of up to `max_queries` and `group` query heads per KV head."""
     padded = next_power_of_two(group)
     return max(1, min(max(16, next_power_of_two(max_queries * padded)), MAX_PROGRAM_ROWS) // padded)
 
 
 def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -> NDArray[np.int32]:
-    """Return tiles [n, 2] of (request, first query), each of at most block_m queries, that cover all queries."""
+    """Return tiles [n, 2] of (request, first query) with at most block_m queries that cover all."""
     tiles = -(-query_counts // block_m)
     requests = np.repeat(np.arange(len(tiles)), tiles)
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)

@@ -1,4 +1,7 @@
-"""jit: declares a Triton kernel. Kernels call `pdl_trigger_and_wait` first, or right after reading their weights."""
+"""jit: declares a Triton kernel.
+
+Kernels call `pdl_trigger_and_wait` first, or right after reading their weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 @jit
 def pdl_trigger_and_wait(PDL: constexpr) -> None:
-    """With programmatic dependent launch (PDL), let the next kernel start, then wait for the preceding one."""
+    """With PDL (programmatic dependent launch), let the next kernel start, then wait for the last."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

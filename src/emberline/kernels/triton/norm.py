@@ -1,4 +1,4 @@
-"""rms_norm: ref.rms_norm, rounded as in transformers: x * scale is rounded before the weight is applied."""
+"""rms_norm: ref.rms_norm, with x * scale rounded before the weight is applied, as transformers does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """Return the normalised rows, in `request` if given, which may be x.
+    """Return the normalised rows, in `out` if given, which may be x.
 
     `weight` is float32. With `pdl` it is read before the preceding kernel ends, so that kernel must not write it.
     """

@@ -96,7 +96,10 @@ def rope_and_cache(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Rotate q inside `qkv`, and write the rotated k and v at `slots`. The k inside `qkv` stays unrotated."""
+    """Rotate q inside `qkv`, and write the rotated k and v at `slots`.
+
+    The k inside `qkv` stays unrotated.
+    """
     heads, half = q_heads + 2 * kv_heads, cos_sin.shape[1] // 2
     has_norm = q_norm is not None
     assert has_norm == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
@@ -105,6 +108,6 @@ def rope_and_cache(
     _rope_and_cache[(len(qkv), -(-heads // HEADS_PER_PROGRAM))](
         qkv, positions, cos_sin, k_cache, v_cache, slots,
         q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
-        q_heads, kv_heads, head_dim, half, next_power_of_two(half), next_power_of_two(head_dim - 2 * half), k_cache.shape[2],
-        HEADS_PER_PROGRAM, has_norm, pdl, num_warps=1, launch_pdl=pdl,
+        q_heads, kv_heads, head_dim, half, next_power_of_two(half), next_power_of_two(head_dim - 2 * half),
+        k_cache.shape[2], HEADS_PER_PROGRAM, has_norm, pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

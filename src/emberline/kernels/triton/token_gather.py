@@ -1,4 +1,4 @@
-"""gather_tokens: inserts each row's newest token, which stays on the GPU, so that no step waits for the host."""
+"""gather_tokens: inserts each row's newest token on the GPU, so that no step waits for the host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TOKENS_PER_PROGRAM = 128
 
 @jit
 def _gather_tokens(
-    tokens: tensor, rows: tensor, last: tensor, out: tensor, count: tensor, SIZE: constexpr, PDL: constexpr
+    tokens: tensor, rows: tensor, newest: tensor, out: tensor, count: tensor, SIZE: constexpr, PDL: constexpr
 ) -> None:
     pdl_trigger_and_wait(PDL)
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     token = tl.load(tokens + i, i < count, 0)
     missing = (token < 0) & (i < count)
     row = tl.load(rows + i, missing, 0)
-    newest_token = tl.load(last + row, missing, 0)
+    newest_token = tl.load(newest + row, missing, 0)
     tl.store(out + i, tl.where(missing, newest_token, token), i < count)
 
 

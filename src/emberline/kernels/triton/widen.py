@@ -13,14 +13,14 @@ NUM_PROGRAMS = 528  # four for each SM of an H200
 
 @jit
 def _widen(
-    k_cache: tensor, v_cache: tensor, keys: tensor, values: tensor, tables: tensor, pieces: tensor, count: tensor,
+    k_cache: tensor, v_cache: tensor, keys: tensor, values: tensor, tables: tensor, sources: tensor, count: tensor,
     cache_stride: tensor, table_stride: tensor, HEADS: constexpr, SIZE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     pdl_trigger_and_wait(PDL)
     at = tl.arange(0, SIZE)
     for unit in range(tl.program_id(0), tl.load(count) * HEADS, tl.num_programs(0)):
         piece, head = unit // HEADS, unit % HEADS
-        row, index = tl.load(pieces + 2 * piece).to(tl.int64), tl.load(pieces + 2 * piece + 1)
+        row, index = tl.load(sources + 2 * piece).to(tl.int64), tl.load(sources + 2 * piece + 1)
         block = tl.load(tables + row * table_stride + index).to(tl.int64)
         source, target = block * cache_stride + head * SIZE + at, tl.cast(unit, tl.int64) * SIZE + at
         tl.store(keys + target, tl.load(k_cache + source).to(keys.dtype.element_ty))

@@ -1,5 +1,4 @@
-"""Attention of chunks and of single tokens at the same time: nothing is read before it is written, nothing is lost, and
-chunks have the numbers they have alone."""
+"""Prefill and decode attention at the same time: no read before a write, and the results of runs alone."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ from emberline.kernels import ops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 Q, KV, DIM, BLOCK = 32, 8, 128, 64
-WIDTH = 64  # of what the queries, keys and values are made from
+WIDTH = 64  # columns of the input from which queries, keys and values are computed
 
 
 @dataclass
 class Step:
-    """Rows of one token, then chunks; (tokens, tokens before them) of each."""
+    """Decode rows, then prefill chunks, given as (tokens, tokens before them)."""
 
     rows: list[tuple[int, int]]
     window: int = 0
-    dtype: torch.dtype = torch.bfloat16  # of keys and values
+    dtype: torch.dtype = torch.bfloat16  # dtype of keys and values
     widened: int = 0
 
     def __post_init__(self) -> None:
@@ -65,9 +64,11 @@ class Step:
             window=self.window, plan=tiles.with_block_tables(),
         )  # fmt: skip
 
-    def go(self, source: Tensor, then: Callable[[], object] = lambda: None) -> Tensor:
-        """As a layer does: what attention reads is written by the kernels before it, which start one before another's
-        end. `then`: done after each."""
+    def run_layer(self, source: Tensor, then: Callable[[], object] = lambda: None) -> Tensor:
+        """Run the kernels of a layer, which may start before the preceding one ends. `then` is called after each.
+
+        The kernels before attention write what it reads.
+        """
         ops.linear(source, self.weight, out=self.qkv)
         then()
         ops.rope_and_cache(self.qkv, self.positions, self.cos_sin, self.keys, self.values, self.slots, Q, KV, DIM)
@@ -83,32 +84,32 @@ class Step:
 FEW = [(1, 500)] * 3 + [(700, 3000), (40, 0)]
 MANY = [(1, 100 + 63 * i) for i in range(64)] + [(900, 2048), (129, 5)]
 SHORT = [(1, i) for i in range(200)] + [(8, 0), (16, 3)]
-CHAINED = [(1, 700 + i) for i in range(20)] + [(60, 300)]  # few enough for our own products, which start early too
+CHAINED = [(1, 700 + i) for i in range(20)] + [(60, 300)]  # few enough for our own products, which use PDL too
 CASES = {"few": FEW, "many": MANY, "short": SHORT, "chained": CHAINED}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [0, 150])
-def test_chunks_to_the_bit_and_single_tokens_nearly_as_alone(case: str, window: int) -> None:
+def test_prefill_is_bitwise_and_decode_nearly_as_alone(case: str, window: int) -> None:
     step = Step(CASES[case], window)
     assert step.tiles.prefill_sms is not None and step.tiles.decode_work is not None
     (source,) = step.sources(1)
-    together = step.go(source)
-    as_chunks = step.attend(step.cut(0))  # one kernel does all, whose every number test_prefill knows
+    together = step.run_layer(source)
+    as_chunks = step.attend(step.cut(0))  # one kernel computes all rows; test_prefill checks its results
     assert torch.equal(together[step.singles :], as_chunks[step.singles :])
     torch.testing.assert_close(together[: step.singles], as_chunks[: step.singles], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_read_before_it_is_written(case: str) -> None:
-    """Launched at once, and replayed as a graph of several layers: as with a wait after each kernel."""
+def test_no_value_is_read_before_it_is_written(case: str) -> None:
+    """Launches without waits and graph replays of several layers give the results of a wait after each kernel."""
     step = Step(CASES[case])
     sources = step.sources(6)
-    expected = [step.go(source, torch.cuda.synchronize) for source in sources]
+    expected = [step.run_layer(source, torch.cuda.synchronize) for source in sources]
     given = [torch.empty_like(source) for source in sources]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [step.go(source) for source in given]
+        got = [step.run_layer(source) for source in given]
     for turn in range(30):
         order = [(i + turn) % len(sources) for i in range(len(sources))]
         for place, i in zip(given, order, strict=True):
@@ -118,40 +119,40 @@ def test_nothing_is_read_before_it_is_written(case: str) -> None:
         for mine, i in zip(got, order, strict=True):
             assert torch.equal(mine, expected[i]), turn
     scratch = step.tiles.decode_scratch
-    assert scratch is not None and not scratch.counters.any(), "the queue and the arrivals are as they were"
+    assert scratch is not None and not scratch.counters.any(), "the queue and the arrivals must be reset"
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [0, 150])
-def test_float8_is_widened_for_chunks(case: str, window: int) -> None:
-    """As a kernel has it that reads float8 itself; and to the bit as from a cache that had the same in bf16."""
+def test_float8_is_widened_for_prefill(case: str, window: int) -> None:
+    """Results are close to a kernel that reads float8 itself, and bitwise equal to those of a bf16 cache."""
     step = Step(CASES[case], window, torch.float8_e4m3fn, widened=400)
     assert step.tiles.widened is not None and step.tiles.general_tiles is None and step.cutter.has_static_shapes
     (source,) = step.sources(1)
-    together = step.go(source)
+    together = step.run_layer(source)
     chunks = -(-(step.counts + step.before)[step.singles :] // BLOCK)
-    for room in (1, int(chunks[0])) if len(chunks) > 1 else (1,):  # for none of them, and for the first
+    for blocks in (1, int(chunks[0])) if len(chunks) > 1 else (1,):  # memory for no chunk, and for the first
         step.cutter = ops.AttentionPlanner(
-            (Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), max_widened_blocks=room
+            (Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), max_widened_blocks=blocks
         )
         general = step.cut(step.singles)
-        assert general.general_tiles is not None, "there is no room to widen all of these"
-        assert general.prefill_tiles is not None and (room == 1 or len(general.prefill_tiles))
+        assert general.general_tiles is not None, "the memory must not suffice for all of these"
+        assert general.prefill_tiles is not None and (blocks == 1 or len(general.prefill_tiles))
         torch.testing.assert_close(together, step.attend(general), atol=0.02, rtol=0.02)
     step.keys, step.values = step.keys.bfloat16(), step.values.bfloat16()
     step.cutter = ops.AttentionPlanner((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts))
     assert torch.equal(together[step.singles :], step.attend(step.cut(step.singles))[step.singles :])
 
 
-def test_widened_layers_follow_each_other() -> None:
-    """They share one place: in a graph, and with kernels that start early, none reads another's."""
+def test_layers_share_widened_memory_safely() -> None:
+    """Layers share the memory of widened blocks; in a graph and with PDL, none reads another's."""
     step = Step(MANY, 0, torch.float8_e4m3fn, widened=400)
     sources = step.sources(4)
-    expected = [step.go(source, torch.cuda.synchronize) for source in sources]
+    expected = [step.run_layer(source, torch.cuda.synchronize) for source in sources]
     given = [source.clone() for source in sources]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = [step.go(source) for source in given]
+        got = [step.run_layer(source) for source in given]
     for _ in range(10):
         graph.replay()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Weights kept both ways: each product reads those with which it is faster, and the numbers are those of plain ones."""
+"""Weights kept in both forms: each product reads the faster form, with the results of plain weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def product(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_few_rows_and_many_have_the_numbers_of_plain_weights_to_the_bit(shape: str) -> None:
+def test_few_and_many_rows_are_bitwise_equal_to_plain_weights(shape: str) -> None:
     weight = random_weight(*SHAPES[shape])
     inputs = [torch.randn(m, weight.k, device="cuda").bfloat16() for m in (1, 7, 8, 16, 200, 256, 700)]
     before = [product(x, weight) for x in inputs]
@@ -34,9 +34,9 @@ def test_few_rows_and_many_have_the_numbers_of_plain_weights_to_the_bit(shape: s
         assert torch.equal(product(x, weight), expected), len(x)
 
 
-@pytest.mark.parametrize("shape", ["small", "large"])  # what gates do to errors, test_wide_packed measures
+@pytest.mark.parametrize("shape", ["small", "large"])  # test_wide_packed measures the errors of gated weights
 @pytest.mark.parametrize("m", [24, 33, 64, 65, 128])
-def test_between_them_none_is_further_from_exact_sums_than_twice_torch(shape: str, m: int) -> None:
+def test_error_is_at_most_twice_that_of_torch(shape: str, m: int) -> None:
     weight = random_weight(*SHAPES[shape])
     ops.add_packed_copy(weight)
     x = torch.randn(m, weight.k, device="cuda").bfloat16()
@@ -45,8 +45,8 @@ def test_between_them_none_is_further_from_exact_sums_than_twice_torch(shape: st
     assert error <= 2 * theirs
 
 
-def test_packed_ones_are_read_for_few_rows_and_plain_ones_for_many() -> None:
-    """By spoiling either, and seeing who notices."""
+def test_few_rows_read_packed_and_many_rows_read_plain_weights() -> None:
+    """Overwrite one form at a time and check which products change."""
     for name, (n, k, gated) in SHAPES.items():
         for m in (1, 32, 64, 128, 256):
             weight = random_weight(n, k, gated)
@@ -63,12 +63,12 @@ def test_packed_ones_are_read_for_few_rows_and_plain_ones_for_many() -> None:
             assert not torch.equal(product(x, weight), whole), (name, m)
 
 
-def test_a_tied_head_is_packed_once() -> None:
+def test_tied_head_is_packed_once() -> None:
     weight = random_weight(*SHAPES["small"])
     assert ops.add_packed_copy(weight) > 0 and ops.add_packed_copy(weight) == 0
 
 
-def test_what_cannot_be_packed_stays_as_it_is() -> None:
+def test_unpackable_weight_stays_unchanged() -> None:
     narrow = ops.pack_linear(torch.randn(1000, 100, device="cuda").bfloat16())
     single = ops.pack_linear(torch.randn(1024, 512, device="cuda"))
     assert ops.add_packed_copy(narrow) == ops.add_packed_copy(single) == 0

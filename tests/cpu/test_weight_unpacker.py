@@ -1,5 +1,7 @@
-"""Weights unpacked ahead: each product reads its own, none is overwritten too early, and nobody waits for more than it
-must. Lanes that could run beside each other are those of `racing`."""
+"""WeightUnpacker: each product reads its own weight, no weight is overwritten too early, and no stream waits too long.
+
+The streams that could run at the same time are those of `racing`.
+"""
 
 from __future__ import annotations
 
@@ -41,82 +43,86 @@ def unpack(weight: PackedWeight, out: Tensor) -> None:
     out.copy_(reference_unpack(weight.handle))
 
 
-class Deaf(RacingLane):
-    """A lane that does not wait."""
+class NonWaitingStream(RacingLane):
+    """A stream that does not wait for events."""
 
     def wait_event(self, event: DeviceEvent) -> None:
         return
 
 
-class House:
-    """Products one after the other, as a model makes them."""
+class UnpackedProducts:
+    """Runs products one after the other, as a model does."""
 
-    def __init__(self, rows: list[Tensor], deaf: str = "") -> None:
+    def __init__(self, rows: list[Tensor], non_waiting: str = "") -> None:
         self.device = Racing()
         self.rows, self.weights = rows, [packed(weight) for weight in rows]
         names = {"computing": "steps", "unpacking": "lane 1"}
         self.computing, self.unpacking = (
-            (Deaf if who == deaf else RacingLane)(self.device, name) for who, name in names.items()
+            (NonWaitingStream if role == non_waiting else RacingLane)(self.device, name) for role, name in names.items()
         )
-        self.ahead = WeightUnpacker(self.weights, len(rows), self.computing, self.unpacking, unpack)
-        self.step()  # makes the places
-        self.device.watch(places=self.places)
+        self.unpacker = WeightUnpacker(self.weights, len(rows), self.computing, self.unpacking, unpack)
+        self.step()  # allocates the buffers
+        self.device.watch(buffer_tensors=self.buffer_tensors)
 
     @property
-    def places(self) -> list[Tensor]:
-        return [place.memory for place in self.ahead._buffers]
+    def buffer_tensors(self) -> list[Tensor]:
+        return [buffer.memory for buffer in self.unpacker._buffers]
 
     def step(self, skipped: int = -1) -> list[tuple[int, int]]:
-        """`skipped`: one that is computed without being unpacked, so that the next was not begun. After each product:
-        how much the computing lane had done, and how much of it the other one had waited for."""
-        self.ahead.begin_step()
+        """Run all products and return, after each, the computing stream's progress and what unpacking awaited.
+
+        `skipped`: a product that reads its packed weight directly, so that unpacking of the next one was not started.
+        """
+        self.unpacker.begin_step()
         with self.device, self.computing.activate():
             return [self.product(i, i + 1 != skipped) for i in range(len(self.rows)) if i != skipped]
 
-    def product(self, i: int, ahead: bool = True) -> tuple[int, int]:
+    def product(self, i: int, unpack_next: bool = True) -> tuple[int, int]:
         weight, pasts = self.weights[i], self.device.pasts
         x = torch.ones(1, weight.k, dtype=torch.bfloat16)
-        with self.ahead.unpacked_rows(weight, self.ahead.next_weight(weight) if ahead else None) as unpacked:
+        with self.unpacker.unpacked_rows(
+            weight, self.unpacker.next_weight(weight) if unpack_next else None
+        ) as unpacked:
             product = x @ unpacked.t()
         done = pasts["steps"].get("steps", 0), pasts["lane 1"].get("steps", 0)
         assert torch.equal(product, x @ self.rows[i].t())
         return done
 
 
-def test_each_product_reads_its_own_weight_and_nothing_races(rows: list[Tensor]) -> None:
-    house = House(rows)
+def test_each_product_reads_its_own_weight_without_races(rows: list[Tensor]) -> None:
+    products = UnpackedProducts(rows)
     for skipped in (-1, -1, 0, 3, len(rows) - 1, -1):
-        house.step(skipped)
-    assert house.device.races == []
+        products.step(skipped)
+    assert products.device.races == []
 
 
-@pytest.mark.parametrize("deaf", ["computing", "unpacking"])
-def test_who_does_not_wait_is_noticed(rows: list[Tensor], deaf: str) -> None:
-    house = House(rows, deaf)
-    house.step()
-    assert any("places" in race for race in house.device.races)
+@pytest.mark.parametrize("non_waiting", ["computing", "unpacking"])
+def test_missing_wait_is_detected(rows: list[Tensor], non_waiting: str) -> None:
+    products = UnpackedProducts(rows, non_waiting)
+    products.step()
+    assert any("buffer_tensors" in race for race in products.device.races)
 
 
-def test_the_next_weight_waits_for_the_product_before_this_one_alone(rows: list[Tensor]) -> None:
-    seen = House(rows).step()
+def test_unpacking_waits_only_for_the_product_that_read_the_buffer(rows: list[Tensor]) -> None:
+    seen = UnpackedProducts(rows).step()
     for (before, _), (done, waited) in pairwise(seen[:-1]):
         assert before == waited < done
 
 
-def test_an_interrupted_step_leaves_nothing_that_the_next_takes_for_whole(rows: list[Tensor]) -> None:
-    house = House(rows)
-    house.product(0)  # the second was begun
-    for place in house.places:  # as a captured step, which Python does not see, would
-        place.fill_(float("nan"))
-    house.ahead.begin_step()
-    house.product(1)
-    house.ahead.release()
-    assert not house.places
-    house.step()
+def test_interrupted_step_does_not_leave_a_stale_weight(rows: list[Tensor]) -> None:
+    products = UnpackedProducts(rows)
+    products.product(0)  # unpacking of the second weight was started
+    for buffer in products.buffer_tensors:  # as the replay of a captured step would, without Python
+        buffer.fill_(float("nan"))
+    products.unpacker.begin_step()
+    products.product(1)
+    products.unpacker.release()
+    assert not products.buffer_tensors
+    products.step()
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_model_uses_its_weights_in_the_order_it_tells(
+def test_model_uses_weights_in_the_declared_order(
     biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
@@ -129,8 +135,8 @@ def test_a_model_uses_its_weights_in_the_order_it_tells(
     keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
     start = torch.tensor([0, 6], dtype=torch.int32)
     model.forward(ForwardBatch(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
-    ahead = model.ahead(HostStream(), HostStream())
+    unpacker = model.ahead(HostStream(), HostStream())
     assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
-    told, last = [ahead.next_weight(weight) for weight in used], 4 * (c.layers - 1)
-    assert told[:last] == used[1 : last + 1] and told[last:] == [None] * 5
-    assert ahead._max_elements == max(weight.n * weight.k for weight in used[:-1])
+    following, last = [unpacker.next_weight(weight) for weight in used], 4 * (c.layers - 1)
+    assert following[:last] == used[1 : last + 1] and following[last:] == [None] * 5
+    assert unpacker._max_elements == max(weight.n * weight.k for weight in used[:-1])
