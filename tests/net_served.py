@@ -1,4 +1,4 @@
-"""A server, and clients that write their bytes themselves."""
+"""An HTTP server for tests, and clients that send raw bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Client:
         self.writer.write(data)
 
     async def reply(self) -> tuple[bytes, bytes]:
-        """Head and body."""
+        """Return head and body."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = next((int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"content-length: ")), 0)
         return head, await self.reader.readexactly(length)

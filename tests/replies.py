@@ -1,4 +1,4 @@
-"""Replies without an engine: random ones, and the vendors' clients wired to our parsers and renderers."""
+"""Replies without an engine: random deltas, and the official clients connected to the parsers and writers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def token(text: str, logprob: float = -0.5, top: Sequence[TokenInfo] = ()) -> To
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Delta]:
-    """One choice, of any segments in any order, each in any pieces."""
+    """Generate the deltas of one choice: any segments in any order, each in any number of pieces."""
     deltas: list[Delta] = []
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=5)):
@@ -77,7 +77,7 @@ def play(renderer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """The payloads of named events, each named as its type."""
+    """Return the payloads of named events and check that each event's name is its type."""
     payloads = []
     for event in stream.decode().removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n", 1)
@@ -87,7 +87,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 
 
 class Answering:
-    """A server without a socket: parses each request, and answers with the deltas."""
+    """A server without a socket: it parses each request and replies with the deltas."""
 
     def __init__(self, parse: Callable[[bytes], ChatCall], renderer: Callable[..., ReplyWriter], id: str) -> None:
         self.calls: list[ChatCall] = []

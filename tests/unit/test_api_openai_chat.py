@@ -1,4 +1,4 @@
-"""What a chat request means: good bodies to calls, bad ones to a 400 naming the field."""
+"""Chat requests: valid bodies become calls, invalid ones a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def chat(**fields: Any) -> OpenAIChatCall:
     return parse(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
 
 
-def refused(**fields: Any) -> str | None:
+def rejected_param(**fields: Any) -> str | None:
     with pytest.raises(InvalidRequest) as caught:
         chat(**fields)
     return caught.value.param
 
 
-def test_the_least_request() -> None:
+def test_minimal_request() -> None:
     call = chat()
     assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert call.params.max_tokens is None
@@ -37,7 +37,7 @@ def test_the_least_request() -> None:
     assert not call.continues_last_message
 
 
-def test_null_is_as_good_as_absent() -> None:
+def test_null_equals_absent() -> None:
     optional = {name: None for name in ChatRequest.__struct_fields__ if name not in ("model", "messages")}
     assert chat(**optional) == chat()
 
@@ -116,7 +116,7 @@ CALLER = [
 
 
 @pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
-def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
+def test_common_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
     assert getattr(chat(**fields).common, name) == meant
 
 
@@ -230,7 +230,7 @@ def test_tools(wire: Any, meant: ToolChoice) -> None:
     assert call.parallel_tool_calls
 
 
-def test_allowed_tools_are_the_only_ones() -> None:
+def test_allowed_tools_restrict_the_tools() -> None:
     refs = [{"type": "function", "function": {"name": "time"}}]
     call = chat(
         tools=[WEATHER, TIME],
@@ -330,21 +330,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
-    assert refused(**fields) == param
+def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param(**fields) == param
 
 
-def test_a_bias_for_no_token_is_named() -> None:
+def test_logit_bias_error_names_invalid_keys() -> None:
     with pytest.raises(InvalidRequest, match="'bad1', 'bad2'"):
         chat(logit_bias={"bad1": 1, "5": 1, "bad2": 1})
 
 
-def test_an_image_is_refused_with_its_reason() -> None:
+def test_image_is_rejected_with_a_hint() -> None:
     with pytest.raises(InvalidRequest, match="text parts only"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
-def test_every_field_the_official_client_knows_is_known_here() -> None:
+def test_every_field_of_official_client_is_known() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
     official = {*CompletionCreateParamsBase.__annotations__, "stream"}

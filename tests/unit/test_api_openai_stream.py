@@ -1,4 +1,4 @@
-"""Replies of chat and text completions: goldens of the bytes, and the plain reply as the fold of the stream."""
+"""Replies of chat and text completions: golden bytes, and equality of plain replies and accumulated streams."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def chunks(stream: bytes) -> Iterator[dict[str, Any]]:
 
 
 def fold(stream: bytes) -> dict[str, Any]:
-    """As the vendor's client accumulates it."""
+    """Accumulate the stream with the official client."""
     state: Any = ChatCompletionStreamState()
     for chunk in chunks(stream):
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
     return state.current_completion_snapshot.model_dump()  # type: ignore[no-any-return]
 
 
-def essence(completion: dict[str, Any]) -> dict[str, Any]:
-    """What both must agree on: a fold has no stop_reason and numbers its tool calls."""
+def comparable(completion: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields to compare: an accumulated stream has no stop_reason, and its tool calls have an index."""
     made = {key: completion[key] for key in ("id", "created", "model", "system_fingerprint", "service_tier", "usage")}
     made["choices"] = [
         {
@@ -132,10 +132,10 @@ def test_golden_chat_body() -> None:
     goldens.check("openai_chat_body.json", sse.dumps(renderer.body()))
 
 
-def test_logprobs_show_tokens_by_their_ids_where_asked() -> None:
+def test_logprobs_with_token_ids() -> None:
     renderer = chat(**LOGPROBS, **USAGE, return_tokens_as_token_ids=True)
     streamed = fold(play(renderer, TALK))
-    assert essence(streamed)["choices"] == essence(renderer.body())["choices"]
+    assert comparable(streamed)["choices"] == comparable(renderer.body())["choices"]
     first, second = renderer.body()["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["bytes"], second["token"]) == ("token_id:2", list("Hé".encode()), "token_id:3")
     assert [other["token"] for other in first["top_logprobs"]] == ["token_id:2", "token_id:2"]
@@ -146,7 +146,7 @@ def test_logprobs_show_tokens_by_their_ids_where_asked() -> None:
     assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
 
 
-def test_reasoning_is_left_out_where_asked() -> None:
+def test_include_reasoning_false_omits_reasoning() -> None:
     for fields in ({}, USAGE):
         renderer = chat(include_reasoning=False, **fields)
         assert b"hm" not in play(renderer, TALK)
@@ -156,7 +156,7 @@ def test_reasoning_is_left_out_where_asked() -> None:
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
-def test_a_continued_message_is_echoed_where_asked() -> None:
+def test_echo_repeats_continued_message() -> None:
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
     fields = {"echo": True, "continue_final_message": True, "messages": begun}
     for more in ({}, USAGE):
@@ -177,7 +177,7 @@ def test_golden_chat_tools() -> None:
     goldens.check("openai_chat_tools_body.json", sse.dumps(renderer.body()))
 
 
-def test_legacy_functions_reply_in_kind() -> None:
+def test_legacy_functions_get_function_call_reply() -> None:
     renderer = chat(stream=True, functions=[{"name": "weather"}])
     got = list(chunks(play(renderer, CALLING[:4] + CALLING[6:])))
     assert got[0]["choices"][0]["delta"] == {"role": "assistant", "function_call": {"name": "weather", "arguments": ""}}
@@ -219,7 +219,7 @@ def test_running_usage_is_in_every_chunk() -> None:
         assert got[-1] == got[-2]
 
 
-def test_choices_first_appear_in_order() -> None:
+def test_choices_open_in_order() -> None:
     deltas: list[Delta] = [
         TextDelta(2, "c"),
         TextDelta(0, "a"),
@@ -229,10 +229,10 @@ def test_choices_first_appear_in_order() -> None:
         TokenUsage(1, 2),
     ]
     stream = play(chat(stream=True, n=3), deltas)
-    assert [choice["content"] for choice in essence(fold(stream))["choices"]] == ["a", "", "c"]
+    assert [choice["content"] for choice in comparable(fold(stream))["choices"]] == ["a", "", "c"]
 
 
-def test_the_tier_says_how_it_was_served() -> None:
+def test_service_tier_shows_priority() -> None:
     for asked, served in ((None, "default"), ("priority", "default"), ("flex", "flex")):
         renderer = chat(service_tier=asked)
         play(renderer, TALK)
@@ -250,7 +250,7 @@ def test_prompt_logprobs() -> None:
     ]
 
 
-def test_a_broken_stream_ends_with_its_error() -> None:
+def test_failed_stream_ends_with_error_event() -> None:
     for renderer in (chat(stream=True), complete(stream=True)):
         renderer.write(TextDelta(0, "a"))
         [event, done] = renderer.write_error(EngineFailed("the engine died"))
@@ -262,7 +262,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 @st.composite
-def talks(draw: st.DrawFn) -> tuple[int, list[Delta]]:
+def random_replies(draw: st.DrawFn) -> tuple[int, list[Delta]]:
     n = draw(st.integers(1, 3))
     queues = []
     for index in range(n):
@@ -279,8 +279,8 @@ def talks(draw: st.DrawFn) -> tuple[int, list[Delta]]:
 
 
 @settings(deadline=None)
-@given(talks(), st.booleans())
-def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]], legacy: bool) -> None:
+@given(random_replies(), st.booleans())
+def test_plain_reply_equals_accumulated_stream(talk: tuple[int, list[Delta]], legacy: bool) -> None:
     n, deltas = talk
     tools: dict[str, Any] = {"functions": [TOOL["function"]]} if legacy else {"tools": [TOOL]}
     if legacy:
@@ -292,7 +292,7 @@ def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]]
     folded = fold(stream)
     folded["usage"] = next(chunk["usage"] for chunk in chunks(stream) if chunk["usage"])
     typed["usage"] = plain.body()["usage"]
-    assert essence(folded) == essence(typed)
+    assert comparable(folded) == comparable(typed)
     assert streamed.body() == plain.body()
 
 
@@ -314,14 +314,14 @@ def test_golden_completion() -> None:
     goldens.check("openai_completion_body.json", sse.dumps(renderer.body()))
 
 
-def test_the_client_takes_a_completion() -> None:
+def test_official_client_parses_completion() -> None:
     renderer = complete(logprobs=1)
     play(renderer, COMPLETION)
     typed = Completion.model_validate(renderer.body())
     assert typed.choices[0].text == " cd"
 
 
-def test_a_completion_is_the_fold_of_its_stream() -> None:
+def test_plain_completion_equals_accumulated_stream() -> None:
     renderer = complete(echo=True, logprobs=1, **USAGE)
     got = list(chunks(play(renderer, COMPLETION)))
     [choice] = renderer.body()["choices"]
@@ -333,7 +333,7 @@ def test_a_completion_is_the_fold_of_its_stream() -> None:
     assert got[-1]["usage"] == renderer.body()["usage"]
 
 
-def test_max_tokens_zero_shows_the_echo_alone() -> None:
+def test_max_tokens_zero_returns_echo_only() -> None:
     renderer = complete(echo=True, logprobs=1, max_tokens=0)
     play(renderer, [*COMPLETION[:3], Finish(0, "stop"), TokenUsage(2, 1)])
     [choice] = renderer.body()["choices"]
@@ -344,14 +344,14 @@ def test_max_tokens_zero_shows_the_echo_alone() -> None:
     assert renderer.body()["usage"]["completion_tokens"] == 0
 
 
-def test_prompts_times_n_choices() -> None:
+def test_each_prompt_has_n_choices() -> None:
     renderer = complete(prompt=["a", "b"], n=2)
     deltas: list[Delta] = [TextDelta(index, str(index)) for index in (3, 1, 0, 2)]
     play(renderer, [ReplyStart(2), *deltas, *(Finish(index, "stop") for index in range(4)), TokenUsage(2, 4)])
     assert [choice["text"] for choice in renderer.body()["choices"]] == ["0", "1", "2", "3"]
 
 
-def test_no_echo_no_prompt() -> None:
+def test_prompt_is_not_returned_without_echo() -> None:
     renderer = complete(prompt_logprobs=1)
     play(renderer, COMPLETION)
     [choice] = renderer.body()["choices"]
@@ -362,5 +362,5 @@ def test_no_echo_no_prompt() -> None:
 
 
 @pytest.mark.parametrize("renderer", [chat(), complete()])
-def test_a_plain_reply_sends_no_chunks(renderer: ReplyWriter) -> None:
+def test_plain_reply_writes_no_chunks(renderer: ReplyWriter) -> None:
     assert play(renderer, [ReplyStart(1), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 1)]) == sse.DONE_EVENT

@@ -1,4 +1,4 @@
-"""The server and those who are slow, silent or gone: who lives is waited for, and nobody for ever."""
+"""Timeouts of the HTTP server for slow, idle and disconnected clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
 
 
-def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_closed_but_not_during_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_connection, "HEAD_TIMEOUT_S", 0.1)
     monkeypatch.setattr(server_connection, "KEEP_ALIVE_TIMEOUT_S", 0.1)
 
@@ -35,13 +35,13 @@ def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypa
     run(slow, work)
 
 
-def test_who_leaves_is_told_of() -> None:
+def test_application_sees_client_disconnect() -> None:
     heard: list[str] = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await body_of(receive)
         heard.append((await receive())["type"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})  # to nobody
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # the client has disconnected
         await send({"type": "http.response.body", "body": b"x"})
 
     async def work(client: Any, server: HTTPServer) -> None:
@@ -56,7 +56,7 @@ def test_who_leaves_is_told_of() -> None:
     assert heard == ["http.disconnect"]
 
 
-def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() -> None:
+def test_backpressure_in_both_directions() -> None:
     piece, many = b"x" * 65_536, 1000
     given = 0
     may = asyncio.Event()
@@ -79,7 +79,7 @@ def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() 
         while before != size():
             before = size()
             await asyncio.sleep(0.1)
-        assert size() > many * len(piece) // 2, "nobody has read it"
+        assert size() > many * len(piece) // 2, "the application has not read it"
         may.set()
         await one.writer.drain()
         before = -1
@@ -96,7 +96,7 @@ def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() 
 
 
 @pytest.mark.parametrize("asked", [GET, GET.replace(b"Host: x", b"Connection: close")])
-def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch, asked: bytes) -> None:
+def test_client_that_never_reads_is_disconnected(monkeypatch: pytest.MonkeyPatch, asked: bytes) -> None:
     monkeypatch.setattr(server_connection, "KEEP_ALIVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(server_connection, "CLOSE_TIMEOUT_S", 0.05)
 
@@ -115,9 +115,7 @@ def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
-    monkeypatch: pytest.MonkeyPatch, reads: bool
-) -> None:
+def test_stalled_client_is_disconnected_and_slow_client_is_not(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
     monkeypatch.setattr(server_connection, "WRITE_STALL_TIMEOUT_S", 0.3)
     body = b"x" * (8 << 20)  # more than systems keep for one who does not read
 
@@ -135,12 +133,12 @@ def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
             await all_left(server)
             return
         got = 0
-        for _ in range(10):  # for longer than nothing may be taken
+        for _ in range(10):  # longer than WRITE_STALL_TIMEOUT_S
             got += len(await one.reader.readexactly(1 << 18))
             await asyncio.sleep(0.1)
         while got < 3 * len(body):
             got += len(data := await one.reader.read(1 << 20))
-            assert data, "it was cut"
+            assert data, "the connection was closed"
 
     run(app, work)
 
@@ -151,11 +149,11 @@ def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
         UPGRADE.replace(b"GET /", b"GET /" + b"x" * 9000),
         UPGRADE.replace(b"Host: x", b"Host: x\r\ny: " + b"z" * 9000),
         UPGRADE.replace(b"Host: x", b"Host: x" + b"\r\ny: z" * 150),
-        UPGRADE.replace(b"Host: x", b"Host: x\r\nContent-Length: 5"),  # which never comes
+        UPGRADE.replace(b"Host: x", b"Host: x\r\nContent-Length: 5"),  # the body never arrives
         UPGRADE.replace(b"Host: x", b"Host: x\r\nTransfer-Encoding: chunked"),
     ],
 )
-def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes) -> None:
+def test_websocket_request_with_large_head_or_body_is_rejected(asked: bytes) -> None:
     async def work(client: Any, server: HTTPServer) -> None:
         server.state.max_message_bytes = 1 << 20
         one = await client()
@@ -167,7 +165,7 @@ def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes)
     run(echo, work)
 
 
-def test_a_socket_is_refused_with_any_number() -> None:
+def test_websocket_is_rejected_with_any_status() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.http.response.start", "status": 529, "headers": []})
         await send({"type": "websocket.http.response.body", "body": b"busy"})
@@ -182,7 +180,7 @@ def test_a_socket_is_refused_with_any_number() -> None:
     run(app, work)
 
 
-def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websocket_client_that_never_reads_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(websocket, "PING_INTERVAL_S", 0.05)
 
@@ -201,7 +199,7 @@ def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.Mon
     run(app, work)
 
 
-def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_websocket_message_is_sent_in_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "MAX_FRAGMENT_BYTES", 4)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -220,7 +218,7 @@ def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(mon
     run(app, work)
 
 
-def test_a_socket_whose_large_message_was_stopped_half_way_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websocket_is_closed_after_cancelled_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "MAX_FRAGMENT_BYTES", 4)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:

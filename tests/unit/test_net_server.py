@@ -1,5 +1,4 @@
-"""The server against clients that write their bytes themselves: requests in every cut, one after the other and all at
-once, what is too large, how replies are framed, and what is under way when it is told to stop."""
+"""The HTTP server with clients that send raw bytes: split and pipelined requests, limits, framing and shutdown."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from emberline.net.server_state import Receive, Send
 
 
 @pytest.mark.parametrize("asked", [POST, CHUNKED])
-def test_every_cut_on_one_connection(asked: bytes) -> None:
+def test_request_split_at_every_byte(asked: bytes) -> None:
     async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         for cut in range(1, len(asked)):
@@ -28,7 +27,7 @@ def test_every_cut_on_one_connection(asked: bytes) -> None:
     run(echo, work)
 
 
-def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     running = 0
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -36,7 +35,7 @@ def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
         running += 1
         assert running == 1
         await asyncio.sleep(0.01)
-        running -= 1  # the next may begin as soon as this one's reply is whole
+        running -= 1  # the next request may start once this reply is complete
         await echo(scope, receive, send)
 
     async def work(client: Any, server: HTTPServer) -> None:
@@ -65,8 +64,8 @@ def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 300 + b"\r\n", b"431"),
     ],
 )
-def test_what_is_no_request_is_refused(asked: bytes, status: bytes) -> None:
-    async def nobody(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+def test_invalid_request_is_rejected(asked: bytes, status: bytes) -> None:
+    async def unreachable_app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         raise AssertionError("it was no request")
 
     async def work(client: Any, server: HTTPServer) -> None:
@@ -74,10 +73,10 @@ def test_what_is_no_request_is_refused(asked: bytes, status: bytes) -> None:
         one.say(asked)
         assert (await one.reply())[0].startswith(b"HTTP/1.1 " + status)
 
-    run(nobody, work)
+    run(unreachable_app, work)
 
 
-def test_a_body_that_breaks_is_told_to_the_client_and_to_who_reads_it() -> None:
+def test_invalid_body_is_reported_to_client_and_application() -> None:
     seen = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -96,7 +95,7 @@ def test_a_body_that_breaks_is_told_to_the_client_and_to_who_reads_it() -> None:
     run(app, work)
 
 
-def test_trailers_are_no_headers() -> None:
+def test_trailers_are_not_headers() -> None:
     seen = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -116,7 +115,7 @@ def test_trailers_are_no_headers() -> None:
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 9000, b"1;x="])
-def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
+def test_endless_chunk_framing_is_rejected(endless: bytes) -> None:
     async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         one.say(CHUNKED.removesuffix(b"0\r\n\r\n"))
@@ -128,7 +127,7 @@ def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
     run(echo, work)
 
 
-def test_large_pieces_of_a_body_are_no_frame() -> None:
+def test_large_chunks_of_body_are_accepted() -> None:
     async def work(client: Any, server: HTTPServer) -> None:
         one = await client()
         body = b"x" * (1 << 20)
@@ -140,7 +139,7 @@ def test_large_pieces_of_a_body_are_no_frame() -> None:
     run(echo, work)
 
 
-def test_a_body_is_asked_for_when_somebody_reads_it() -> None:
+def test_continue_is_sent_when_body_is_read() -> None:
     wanted = True
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -161,7 +160,7 @@ def test_a_body_is_asked_for_when_somebody_reads_it() -> None:
     run(app, work)
 
 
-def test_how_replies_are_framed() -> None:
+def test_reply_framing() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["path"] == "/sized":
             await answer(send, b"hello")
@@ -194,7 +193,7 @@ def test_how_replies_are_framed() -> None:
     run(app, work)
 
 
-def test_a_reply_of_one_piece_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_of_one_part_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
     write = server_connection.HTTPServerConnection.write
     monkeypatch.setattr(
@@ -210,7 +209,7 @@ def test_a_reply_of_one_piece_is_one_write(monkeypatch: pytest.MonkeyPatch) -> N
     run(echo, work)
 
 
-def test_an_application_that_fails() -> None:
+def test_failing_application() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["path"] == "/smuggled":
             await answer(send, b"", headers=[(b"x", b"y\r\nz: 1")])
@@ -239,7 +238,7 @@ def test_an_application_that_fails() -> None:
     run(app, work)
 
 
-def test_what_is_under_way_is_ended_when_it_stops() -> None:
+def test_stop_finishes_requests_in_progress() -> None:
     begun, stopped = asyncio.Event(), []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -270,7 +269,7 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
     run(app, work)
 
 
-def test_client_is_the_peer_of_the_connection_whatever_headers_say() -> None:
+def test_client_is_the_peer_of_the_connection() -> None:
     seen = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Stored responses: continued by previous_response_id, read, listed and deleted by the API key that made them alone."""
+"""Stored responses: only the API key that created them can continue, read, list and delete them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Iterator[ResponseStore]:
     made.close()
 
 
-def house(store: ResponseStore | None, *keys: str) -> House:
+def make_worker(store: ResponseStore | None, *keys: str) -> House:
     made = House(lambda before, index: before + "abc")
     config = replace(made.app._config, api_keys=keys)
     made.app = EngineApp(config, made.app.engine, made.catalog, None, {}, response_store=store)
@@ -53,8 +53,8 @@ def ask(made: House, key: str = "a", **fields: Any) -> Answer:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_goes_on(store: ResponseStore, stream: bool) -> None:
-    made = house(store)
+def test_previous_response_id_continues_conversation(store: ResponseStore, stream: bool) -> None:
+    made = make_worker(store)
     first = ask(made, stream=stream, request_id="one")
     assert first.status == 200
     second = ask(made, input="and then?", previous_response_id="resp_one").json
@@ -66,8 +66,8 @@ def test_a_conversation_goes_on(store: ResponseStore, stream: bool) -> None:
     assert page["data"][0]["content"] == "and then?" and page["has_more"] is True
 
 
-def test_a_response_is_read_and_deleted(store: ResponseStore) -> None:
-    made = house(store)
+def test_read_and_delete_response(store: ResponseStore) -> None:
+    made = make_worker(store)
     said = ask(made).json
     where = f"{PATH}/{said['id']}"
     assert call(made, "GET", where).json == said
@@ -79,8 +79,8 @@ def test_a_response_is_read_and_deleted(store: ResponseStore) -> None:
     assert ask(made, previous_response_id=said["id"]).status == 404
 
 
-def test_it_belongs_to_the_key_that_made_it(store: ResponseStore) -> None:
-    made = house(store, "a", "b")
+def test_response_belongs_to_its_api_key(store: ResponseStore) -> None:
+    made = make_worker(store, "a", "b")
     said = ask(made).json
     where = f"{PATH}/{said['id']}"
     assert call(made, "GET", where, "b").status == call(made, "DELETE", where, "b").status == 404
@@ -89,14 +89,14 @@ def test_it_belongs_to_the_key_that_made_it(store: ResponseStore) -> None:
     assert call(made, "GET", where).status == 200
 
 
-def test_what_is_not_to_be_kept_is_not(store: ResponseStore) -> None:
-    said = ask(made := house(store), store=False)
+def test_store_false_is_not_stored(store: ResponseStore) -> None:
+    said = ask(made := make_worker(store), store=False)
     assert said.json["store"] is False and "x-emberline-ignored" not in said.headers
     assert call(made, "GET", f"{PATH}/{said.json['id']}").status == 404
 
 
-def test_a_server_without_a_store_says_so() -> None:
-    made = house(None)
+def test_server_without_store_rejects_previous_response_id() -> None:
+    made = make_worker(None)
     said = ask(made, store=True)
     assert said.json["store"] is False and said.headers["x-emberline-ignored"] == "store"
     refused = ask(made, previous_response_id=said.json["id"])
@@ -104,23 +104,23 @@ def test_a_server_without_a_store_says_so() -> None:
     assert "--response-store" in refused.json["error"]["message"]
 
 
-def test_the_file_is_its_owners_and_outlives_the_server(tmp_path: Path) -> None:
+def test_file_is_private_and_survives_restart(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite"
     path.write_bytes(b"")
     path.chmod(0o644)
     first = ResponseStore(path)
-    said = ask(house(first)).json
+    said = ask(make_worker(first)).json
     for file in tmp_path.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     first.close()
     again = ResponseStore(path)
-    assert call(house(again), "GET", f"{PATH}/{said['id']}").json == said
+    assert call(make_worker(again), "GET", f"{PATH}/{said['id']}").json == said
     again.close()
     with pytest.raises(InvalidRequest):
         ResponseStore(tmp_path)
 
 
-def test_the_oldest_make_room() -> None:
+def test_oldest_responses_are_evicted() -> None:
     store = ResponseStore(None, max_bytes=2000)
     for at in range(20):
         store.put("", {"id": str(at), "output": [], "text": "x" * 300}, [])

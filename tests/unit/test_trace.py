@@ -1,4 +1,4 @@
-"""Traces: who says what in `traceparent`, which spans are told, and a collector that costs nothing but spans."""
+"""Tracing: `traceparent`, spans of requests and phases, and the OTLP exporter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 Said = tuple[int, Mapping[str, str], bytes]
 
 
-class Kept(list[Span]):
+class CollectedSpans(list[Span]):
     def put(self, span: Span) -> None:
         self.append(span)
 
@@ -44,7 +44,7 @@ class Kept(list[Span]):
 
 
 @pytest.mark.parametrize("flags,sampled", [("01", True), ("00", False), ("03", True), ("fe", False)])
-def test_a_context_is_read_and_written(flags: str, sampled: bool) -> None:
+def test_traceparent_round_trip(flags: str, sampled: bool) -> None:
     found = TraceContext.parse(f"00-{TRACE}-{SPAN}-{flags}")
     assert found == TraceContext(TRACE, SPAN, sampled)
     assert TraceContext.parse(str(found)) == found
@@ -63,15 +63,15 @@ def test_a_context_is_read_and_written(flags: str, sampled: bool) -> None:
         f"00-{TRACE[:-1]}-{SPAN}-01",
     ],
 )
-def test_what_is_no_context(header: str) -> None:
+def test_invalid_traceparent(header: str) -> None:
     assert TraceContext.parse(header) is None
 
 
-def test_versions_to_come_may_say_more() -> None:
+def test_later_traceparent_version_may_have_more_fields() -> None:
     assert TraceContext.parse(f"01-{TRACE}-{SPAN}-01-more") == TraceContext(TRACE, SPAN)
 
 
-def test_of_new_traces_a_share_is_wanted() -> None:
+def test_sample_rate_of_new_traces() -> None:
     assert not any(TraceContext.start_trace(0.0).is_sampled for _ in range(200))
     assert all(TraceContext.start_trace(1.0).is_sampled for _ in range(200))
     assert 300 < sum(TraceContext.start_trace(0.5).is_sampled for _ in range(1000)) < 700
@@ -80,8 +80,8 @@ def test_of_new_traces_a_share_is_wanted() -> None:
 # -- spans -----------------------------------------------------------------------------------------------------------
 
 
-def test_spans_hang_together_and_end_once() -> None:
-    kept, clock = Kept(), ManualClock(100.0)
+def test_child_spans_and_single_end() -> None:
+    kept, clock = CollectedSpans(), ManualClock(100.0)
     root = Tracer(kept, clock).start_span("a request", SpanKind.SERVER, TraceContext(TRACE, SPAN))
     clock.advance(1.0)
     leg = root.start_child("a leg", SpanKind.CLIENT)
@@ -103,15 +103,15 @@ def test_spans_hang_together_and_end_once() -> None:
         root.end()
 
 
-def test_who_asks_decides_whether_it_is_told() -> None:
-    kept = Kept()
+def test_client_decides_sampling() -> None:
+    kept = CollectedSpans()
     never, always = Tracer(kept, ManualClock(), 0.0), Tracer(kept, ManualClock(), 1.0)
     for tracer, parent in ((never, None), (always, TraceContext(TRACE, SPAN, False))):
         span = tracer.start_span("x", SpanKind.SERVER, parent)
         child = span.start_child("y")
         child.end()
         span.end()
-        assert str(child.context).endswith("-00")  # and so nobody behind us begins a trace of its own
+        assert str(child.context).endswith("-00")  # so that no process behind starts a trace of its own
     assert not kept
     never.start_span("x", SpanKind.SERVER, TraceContext(TRACE, SPAN)).end()
     assert [span.context.trace_id for span in kept] == [TRACE]
@@ -120,46 +120,46 @@ def test_who_asks_decides_whether_it_is_told() -> None:
 # -- exchanges -------------------------------------------------------------------------------------------------------
 
 
-async def answered(x: Exchange) -> None:
+async def reply_ok(x: Exchange) -> None:
     await x.reply_json({})
 
 
-async def refused(x: Exchange) -> None:
+async def reply_rejected(x: Exchange) -> None:
     await x.reply_json({}, 404)
 
 
-async def broke(x: Exchange) -> None:
+async def reply_interrupted(x: Exchange) -> None:
     await x.start_event_stream()
     x.log_fields["error"] = "worker_lost"
 
 
-async def overloaded(x: Exchange) -> None:
+async def reply_overloaded(x: Exchange) -> None:
     raise Overloaded("full")
 
 
-async def buggy(x: Exchange) -> None:
+async def reply_bug(x: Exchange) -> None:
     raise KeyError("x")
 
 
-async def left(x: Exchange) -> None:
+async def client_left(x: Exchange) -> None:
     raise ClientDisconnected
 
 
 @pytest.mark.parametrize(
     "handler,error",
     [
-        (answered, ""),
-        (refused, "404"),
-        (broke, "worker_lost"),
-        (overloaded, "queue_full"),
-        (buggy, "internal_error"),
-        (left, "client_gone"),
+        (reply_ok, ""),
+        (reply_rejected, "404"),
+        (reply_interrupted, "worker_lost"),
+        (reply_overloaded, "queue_full"),
+        (reply_bug, "internal_error"),
+        (client_left, "client_gone"),
     ],
 )
-def test_an_exchange_is_a_span_however_it_ends(handler: Handler, error: str) -> None:
+def test_every_request_outcome_ends_its_span(handler: Handler, error: str) -> None:
     async def nobody(*message: Any) -> Any: ...
 
-    kept = Kept()
+    kept = CollectedSpans()
     tracing = RequestTracing(Tracer(kept, ManualClock()), cast("OTLPSpanExporter", None))
     headers = [(b"traceparent", b"not one"), (b"tracestate", b"vendor=1")]
     x = Exchange({"method": "POST", "path": "/v1/completions", "headers": headers}, nobody, nobody)
@@ -178,8 +178,8 @@ def test_an_exchange_is_a_span_however_it_ends(handler: Handler, error: str) -> 
 
 
 def phases(*outputs: tuple[int, Output]) -> tuple[Span, dict[str, Span]]:
-    """The request's span, and those below it by name; outputs come with their choice. It is over at 9."""
-    kept = Kept()
+    """Return the request's span and its child spans by name, for outputs with their choice; it ends at time 9."""
+    kept = CollectedSpans()
     request = Tracer(kept, ManualClock()).start_span("x", SpanKind.SERVER, None)
     told = PhaseSpans(request, "m", [10, 7])
     for index, output in outputs:
@@ -189,7 +189,7 @@ def phases(*outputs: tuple[int, Output]) -> tuple[Span, dict[str, Span]]:
     return request, {span.name: span for span in kept}
 
 
-def test_phases_are_by_the_engines_clock() -> None:
+def test_phase_spans_use_engine_times() -> None:
     pulled = BlockPull("peer", 2.0, 3.0, 0.5, 4096, "ticket_over")
     whole = Timing(1.0, 2.0, 4.0, 8.0, pulled)
     request, found = phases(
@@ -208,24 +208,24 @@ def test_phases_are_by_the_engines_clock() -> None:
     assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 6
 
 
-def test_what_was_cut_off_ends_too() -> None:
+def test_cut_off_phase_has_an_end() -> None:
     _, found = phases((0, Output("", 0, [1], timing=Timing(1.0, 2.0, 4.0))))
     assert (found["decode"].end_time, found["decode"].error_code) == (9.0, "cut_off")
     _, found = phases(
         (0, Output("", error="deadline_exceeded", finish=FinishReason.ERROR, timing=Timing(1.0, finished=5.0)))
     )
     assert [(span.name, span.end_time, span.error_code) for span in found.values()] == [("queue", 5.0, "cut_off")]
-    assert not phases()[1]  # it never came to an output: nobody knows more than the request's own span tells
+    assert not phases()[1]  # without an output there is only the request's own span
 
 
 # -- the collector ---------------------------------------------------------------------------------------------------
 
 
 def span(text: str = "") -> Span:
-    made = Tracer(Kept(), ManualClock()).start_span("x", SpanKind.SERVER, None)
-    made.attributes["text"] = text
-    made.end()
-    return made
+    ended = Tracer(CollectedSpans(), ManualClock()).start_span("x", SpanKind.SERVER, None)
+    ended.attributes["text"] = text
+    ended.end()
+    return ended
 
 
 @dataclass
@@ -234,46 +234,46 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
-    async def whole(self, seconds: float, limit: int) -> bytes:
+    async def read_all(self, timeout_s: float, max_bytes: int) -> bytes:
         return self.body
 
     def close(self) -> None:
         pass
 
 
-class Peer:
-    """A collector that says what it is told to, and then takes everything."""
+class ScriptedCollector:
+    """A collector with scripted replies, which then accepts everything."""
 
     def __init__(self, *script: Said | None) -> None:
         self.script = list(script)
 
-    async def ask(self, *request: Any) -> Answer:
+    async def request(self, *request: Any) -> Answer:
         said = self.script.pop(0) if self.script else (200, {}, b"{}")
         if said is None:
-            raise UpstreamUnreachable("nobody there")
+            raise UpstreamUnreachable("connection refused")
         return Answer(*said)
 
 
-class Silent(Peer):
-    async def ask(self, *request: Any) -> Answer:
+class SilentCollector(ScriptedCollector):
+    async def request(self, *request: Any) -> Answer:
         await asyncio.sleep(3600)
         raise AssertionError
 
 
-def made(peer: Peer) -> OTLPSpanExporter:
+def make_exporter(peer: ScriptedCollector) -> OTLPSpanExporter:
     config = TraceConfig("http://127.0.0.1:1/v1/traces")
     return OTLPSpanExporter(
         cast("HTTPConnectionPool", peer), config, {"service.name": "x"}, ManualClock(), ManualClock()
     )
 
 
-def test_what_waits_is_bounded() -> None:
+def test_queue_is_bounded() -> None:
     async def work() -> None:
-        collector = made(Silent())
+        collector = make_exporter(SilentCollector())
         for _ in range(place.MAX_QUEUED_SPANS + 5):
             collector.put(span())
         assert collector.dropped == 5
-        large = made(Silent())
+        large = make_exporter(SilentCollector())
         large.put(span("x" * place.MAX_QUEUED_BYTES))
         large.put(span("x"))
         assert large.dropped == 1
@@ -281,12 +281,12 @@ def test_what_waits_is_bounded() -> None:
     asyncio.run(work())
 
 
-def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sent_spans_free_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "BATCH_DELAY_S", 0.0)
     monkeypatch.setattr(place, "MAX_QUEUED_BYTES", 1000)
 
     async def work() -> OTLPSpanExporter:
-        async with asyncio.timeout(20), made(Peer()) as collector:
+        async with asyncio.timeout(20), make_exporter(ScriptedCollector()) as collector:
             for sent in range(3):
                 collector.put(span("x" * 600))
                 while collector.sent == sent and not collector.dropped:
@@ -297,12 +297,12 @@ def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (collector.sent, collector.dropped) == (3, 0)
 
 
-def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_for_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "SHUTDOWN_TIMEOUT_S", 0.05)
 
     async def work() -> None:
-        async with asyncio.timeout(20), made(Silent()) as collector:
-            for _ in range(place.MAX_BATCH_SPANS + 1):  # one batch is under way then, the rest waits
+        async with asyncio.timeout(20), make_exporter(SilentCollector()) as collector:
+            for _ in range(place.MAX_BATCH_SPANS + 1):  # one batch is being sent, the rest waits
                 collector.put(span())
         assert collector.sent == 0 and collector.dropped == place.MAX_BATCH_SPANS + 1
 
@@ -312,16 +312,19 @@ def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "script,sent,dropped",
     [
-        ([(503, {"retry-after": "1"}, b""), None], 3, 0),  # it may have been taken twice, but is there
+        ([(503, {"retry-after": "1"}, b""), None], 3, 0),  # it may have been received twice
         ([(400, {}, b"no")], 0, 3),
         ([None] * 4, 0, 3),
         ([(200, {}, b'{"partialSuccess":{"rejectedSpans":"2"}}')], 1, 2),
         ([(200, {}, b"not JSON")], 3, 0),
     ],
 )
-def test_all_are_sent_or_counted(script: list[Said | None], sent: int, dropped: int) -> None:
+def test_every_span_is_sent_or_counted_as_dropped(script: list[Said | None], sent: int, dropped: int) -> None:
     async def work() -> OTLPSpanExporter:
-        async with asyncio.timeout(20), made(Peer(*script)) as collector:  # who leaves makes it hurry
+        async with (
+            asyncio.timeout(20),
+            make_exporter(ScriptedCollector(*script)) as collector,
+        ):  # leaving the context skips the delays
             for _ in range(3):
                 collector.put(span())
         return collector
@@ -333,7 +336,7 @@ def test_all_are_sent_or_counted(script: list[Said | None], sent: int, dropped: 
 # -- where to --------------------------------------------------------------------------------------------------------
 
 
-def test_an_address_that_is_none() -> None:
+def test_invalid_collector_url() -> None:
     for url in ("collector:4318", "ftp://collector", "http://"):
         with pytest.raises(InvalidRequest, match="otlp"):
             TraceConfig.from_options(url, 1.0)
@@ -341,7 +344,7 @@ def test_an_address_that_is_none() -> None:
         TraceConfig.from_options("http://collector:4318", 1.5)
 
 
-def test_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_url_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TraceConfig.from_options(None, 1.0) is None
     assert TraceConfig.from_options("http://c:4318", 0.5) == TraceConfig("http://c:4318/v1/traces", {}, 0.5)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318/base/")
@@ -352,7 +355,7 @@ def test_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TraceConfig.from_options("", 1.0) is None
 
 
-def test_a_cluster_is_traced_as_one() -> None:
+def test_cluster_shares_trace_settings() -> None:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     args = parser.parse_args(["up", "--otlp", "http://c:4318", "--trace-share", "0.5"])
@@ -361,7 +364,7 @@ def test_a_cluster_is_traced_as_one() -> None:
         cluster._trace_options(parser.parse_args(["up", "--otlp", "c:4318"]))
 
 
-def test_what_is_not_traced_here_is_passed_on_as_it_came() -> None:
+def test_untraced_process_forwards_trace_headers() -> None:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1", "x-other": "1"}
     spoken = NativeDialect(UpstreamRequest("POST", "/v1/completions", headers, b"{}"), 1, None)
     for call in (
