@@ -62,7 +62,7 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("protocols", "fields", "ignored"), HINTS)
 def test_ignored_fields_are_listed(protocols: tuple[str, ...], fields: dict[str, Any], ignored: list[str]) -> None:
     for protocol in protocols:
-        assert parse_request(protocol, **fields).ignored == ignored, protocol
+        assert parse_request(protocol, **fields).ignored_fields == ignored, protocol
 
 
 DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [

@@ -84,8 +84,8 @@ CALLS = [
     ),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking_budget", 1024),
     ({"thinking": {"type": "adaptive"}}, "thinking_budget", None),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "show_thinking", False),
-    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "show_thinking", True),
+    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "shows_thinking", False),
+    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "shows_thinking", True),
     ({"output_config": {"effort": "low"}}, "template_args", {"reasoning_effort": "low"}),
     ({"tools": [WEATHER]}, "tool_choice", ToolChoice("auto")),
     ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, "tool_choice", ToolChoice("auto")),
@@ -193,9 +193,9 @@ def test_last_assistant_message_is_continued() -> None:
 
 def test_count_tokens() -> None:
     fields = {"model": "m", "messages": [USER], "system": "s", "tools": [WEATHER], "thinking": {"type": "disabled"}}
-    counted, asked = parse_count_tokens(json.dumps(fields).encode()), parse_request(**fields)
-    for name in ("messages", "tools", "tool_choice", "template_args", "generation_prompt"):
-        assert getattr(counted, name) == getattr(asked, name)
+    counted, request = parse_count_tokens(json.dumps(fields).encode()), parse_request(**fields)
+    for name in ("messages", "tools", "tool_choice", "template_args", "adds_generation_prompt"):
+        assert getattr(counted, name) == getattr(request, name)
     assert "max_tokens" not in CountTokensRequest.__struct_fields__
     assert render_token_count(7) == {"input_tokens": 7}
 

@@ -102,12 +102,12 @@ def test_json_schema() -> None:
     )
 
 
-CALLER = [
+COMMON = [
     ({"user": "u"}, "user", "u"),
     ({"safety_identifier": "s"}, "user", "s"),
     ({"safety_identifier": "s", "user": "u"}, "user", "s u"),
-    ({"cache_salt": "k"}, "salt", "k"),
-    ({"cache_salt": "k", "prompt_cache_key": "other"}, "salt", "k"),
+    ({"cache_salt": "k"}, "cache_salt", "k"),
+    ({"cache_salt": "k", "prompt_cache_key": "other"}, "cache_salt", "k"),
     ({"service_tier": "auto"}, "priority", Priority.INTERACTIVE),
     ({"service_tier": "flex"}, "priority", Priority.BATCH),
     ({"priority": 0}, "priority", Priority.INTERACTIVE),
@@ -115,17 +115,17 @@ CALLER = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
+@pytest.mark.parametrize(("fields", "name", "meant"), COMMON)
 def test_common_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
     assert getattr(chat(**fields).common, name) == meant
 
 
 CALLS = [
     ({"stream": True}, "stream", True),
-    ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "includes_usage", True),
     (
         {"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}},
-        "include_usage",
+        "includes_usage",
         False,
     ),
     (
@@ -137,7 +137,7 @@ CALLS = [
     ({"chat_template_kwargs": {"x": [1]}}, "template_args", {"x": [1]}),
     ({"reasoning_effort": "none"}, "template_args", {"reasoning_effort": "none", "enable_thinking": False}),
     ({"reasoning_effort": "low"}, "template_args", {"reasoning_effort": "low", "enable_thinking": True}),
-    ({"add_generation_prompt": False}, "generation_prompt", False),
+    ({"add_generation_prompt": False}, "adds_generation_prompt", False),
     ({"add_special_tokens": True}, "add_special_tokens", True),
     ({"metadata": {"a": "b"}}, "metadata", {"a": "b"}),
     ({"logprobs": False, "top_logprobs": 0, "store": False, "modalities": ["text"]}, "metadata", {}),

@@ -128,7 +128,7 @@ VECTORS = [[0.5, -0.25], [1.0, 0.0]]
 
 def test_embeddings() -> None:
     call = embed(input=["a", "b"], dimensions=2, user="u")
-    assert (call.dimensions, call.caller.user, call.encoding) == (2, "u", "float")
+    assert (call.dimensions, call.common.user, call.encoding) == (2, "u", "float")
     reply = openai_embeddings.render(call, VECTORS, 7, "m")
     typed = CreateEmbeddingResponse.model_validate(reply)
     assert [entry.embedding for entry in typed.data] == VECTORS

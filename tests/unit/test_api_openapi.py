@@ -124,7 +124,7 @@ def check_schema(reply: Any, shape: type) -> None:
 
 def play(renderer: Any, deltas: list[Delta]) -> Any:
     for delta in deltas:
-        renderer.push(delta)
+        renderer.write(delta)
     return renderer.body()
 
 

@@ -80,8 +80,8 @@ CALLS = [
     ({"reasoning": {"effort": "low"}}, "template_args", {"reasoning_effort": "low", "enable_thinking": True}),
     ({"reasoning": {"summary": "auto"}}, "template_args", {}),
     ({"chat_template_kwargs": {"a": 1}}, "template_args", {"a": 1}),
-    ({"include": ["reasoning.encrypted_content"]}, "seal_reasoning", True),
-    ({"include": []}, "seal_reasoning", False),
+    ({"include": ["reasoning.encrypted_content"]}, "includes_encrypted_reasoning", True),
+    ({"include": []}, "includes_encrypted_reasoning", False),
     ({"add_special_tokens": True}, "add_special_tokens", True),
     ({"tools": [WEATHER]}, "tool_choice", ToolChoice("auto")),
     ({"tools": [WEATHER], "tool_choice": "none"}, "tool_choice", ToolChoice("none")),
@@ -111,7 +111,7 @@ def test_allowed_tools_restrict_the_tools() -> None:
 CALLER = [
     ({"user": "u"}, "user", "u"),
     ({"safety_identifier": "s"}, "user", "s"),
-    ({"cache_salt": "k"}, "salt", "k"),
+    ({"cache_salt": "k"}, "cache_salt", "k"),
     ({"service_tier": "default"}, "priority", Priority.INTERACTIVE),
     ({"service_tier": "flex"}, "priority", Priority.BATCH),
 ]
