@@ -66,12 +66,12 @@ def _finish(draw: st.DrawFn, calls: int) -> Finish:
     return draw(st.sampled_from(endings))
 
 
-def play(renderer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
+def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
     return b"".join(
         [
-            *renderer.write_start(),
-            *(event for delta in deltas for event in renderer.write(delta)),
-            *renderer.write_end(),
+            *writer.write_start(),
+            *(event for delta in deltas for event in writer.write(delta)),
+            *writer.write_end(),
         ]
     )
 
@@ -89,17 +89,17 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 class Answering:
     """A server without a socket: it parses each request and replies with the deltas."""
 
-    def __init__(self, parse: Callable[[bytes], ChatCall], renderer: Callable[..., ReplyWriter], id: str) -> None:
+    def __init__(self, parse: Callable[[bytes], ChatCall], writer: Callable[..., ReplyWriter], id: str) -> None:
         self.calls: list[ChatCall] = []
         self.deltas: Sequence[Delta] = ()
         self.http = httpx2.Client(transport=httpx2.MockTransport(self._answer))
-        self._parse, self._renderer, self._id = parse, renderer, id
+        self._parse, self._renderer, self._id = parse, writer, id
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         call = self._parse(request.content)
         self.calls.append(call)
-        renderer = self._renderer(call, self._id, 1700000000, "fp_1")
-        stream = play(renderer, self.deltas)
+        writer = self._renderer(call, self._id, 1700000000, "fp_1")
+        stream = play(writer, self.deltas)
         if call.stream:
             return httpx2.Response(200, content=stream, headers={"content-type": "text/event-stream"})
-        return httpx2.Response(200, content=sse.dumps(renderer.body()), headers={"content-type": "application/json"})
+        return httpx2.Response(200, content=sse.dumps(writer.body()), headers={"content-type": "application/json"})

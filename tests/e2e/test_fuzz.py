@@ -21,7 +21,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 PAIRS = [(o, m) for o in OPERATIONS for m in GenerationMode if o.method != "get" or m is GenerationMode.POSITIVE]
 EXAMPLES = 25
-LEAST = 5  # negative cases of a POST must reach the server; a plain GET has only one form
+MIN_CASES = 5  # negative cases of a POST must reach the server; a plain GET has only one form
 LENGTH = {"/v1/responses": "max_output_tokens"}
 GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -52,14 +52,14 @@ def test_api_answers_as_documented(operation: Any, mode: GenerationMode, server:
         answered += 1
 
     fuzz()
-    assert answered >= (LEAST if operation.method == "post" else 1)
+    assert answered >= (MIN_CASES if operation.method == "post" else 1)
 
 
 @st.composite
-def valid_cases(draw: st.DrawFn, made: st.SearchStrategy[schemathesis.Case]) -> schemathesis.Case:
+def valid_cases(draw: st.DrawFn, generated: st.SearchStrategy[schemathesis.Case]) -> schemathesis.Case:
     """Return the generated cases without those for a negated schema that no value satisfies."""
     try:
-        return draw(made)
+        return draw(generated)
     except InvalidSchema:
         reject()
 

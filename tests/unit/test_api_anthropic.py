@@ -68,9 +68,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "param", "meant"), PARAMS)
-def test_sampling_fields(field: str, value: Any, param: str, meant: Any) -> None:
-    assert getattr(parse_request(**{field: value}).params, param) == meant
+@pytest.mark.parametrize(("field", "value", "param", "expected"), PARAMS)
+def test_sampling_fields(field: str, value: Any, param: str, expected: Any) -> None:
+    assert getattr(parse_request(**{field: value}).params, param) == expected
 
 
 CALLS = [
@@ -105,9 +105,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
-def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(parse_request(**fields), name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields), name) == expected
 
 
 def test_user_and_cache_salt() -> None:

@@ -152,9 +152,9 @@ def test_failed_stream_ends_with_error_event() -> None:
 @given(replies(), st.booleans())
 def test_official_client_accumulates_stream_to_plain_reply(deltas: list[Delta], omit: bool) -> None:
     SERVER.deltas = deltas
-    asked = {**ASKED, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
-    message = CLIENT.messages.create(**asked)
-    with CLIENT.messages.stream(**asked) as stream:
+    request = {**ASKED, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
+    message = CLIENT.messages.create(**request)
+    with CLIENT.messages.stream(**request) as stream:
         folded = stream.get_final_message()
     assert Message.model_validate(folded.to_dict()) == message
     for event in events(play(make_writer(stream=True), deltas)):

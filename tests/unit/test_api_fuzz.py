@@ -89,21 +89,21 @@ PROTOCOLS = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "renderer", "body"), PROTOCOLS)
-def test_undamaged_body_is_valid(parse: Any, renderer: Any, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("parse", "make_writer", "body"), PROTOCOLS)
+def test_undamaged_body_is_valid(parse: Any, make_writer: Any, body: dict[str, Any]) -> None:
     parse(json.dumps(body).encode())
 
 
-@pytest.mark.parametrize(("parse", "renderer", "body"), PROTOCOLS)
+@pytest.mark.parametrize(("parse", "make_writer", "body"), PROTOCOLS)
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_damaged_body_parses_or_is_rejected(
-    parse: Any, renderer: Any, body: dict[str, Any], data: st.DataObject
+    parse: Any, make_writer: Any, body: dict[str, Any], data: st.DataObject
 ) -> None:
     try:
         call = parse(data.draw(damaged_bodies(body)))
-    except InvalidRequest as refusal:
-        assert refusal.message
+    except InvalidRequest as error:
+        assert error.message
     else:
         assert call.messages
-        assert sse.dumps(renderer(call, "id_1", 0, "fp_1").body())
+        assert sse.dumps(make_writer(call, "id_1", 0, "fp_1").body())

@@ -86,9 +86,9 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "param", "meant"), SAMPLING)
-def test_sampling_fields(field: str, value: Any, param: str, meant: Any) -> None:
-    assert getattr(chat(**{field: value}).params, param) == meant
+@pytest.mark.parametrize(("field", "value", "param", "expected"), SAMPLING)
+def test_sampling_fields(field: str, value: Any, param: str, expected: Any) -> None:
+    assert getattr(chat(**{field: value}).params, param) == expected
 
 
 def test_json_schema() -> None:
@@ -115,9 +115,9 @@ COMMON = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), COMMON)
-def test_common_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(chat(**fields).common, name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), COMMON)
+def test_common_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(chat(**fields).common, name) == expected
 
 
 CALLS = [
@@ -146,9 +146,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
-def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(chat(**fields), name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(chat(**fields), name) == expected
 
 
 def test_top_logprobs() -> None:
@@ -194,24 +194,28 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("wire", "meant"), MESSAGES)
-def test_messages(wire: dict[str, Any], meant: dict[str, Any]) -> None:
-    assert chat(messages=[wire]).messages == [meant]
+@pytest.mark.parametrize(("wire", "expected"), MESSAGES)
+def test_messages(wire: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert chat(messages=[wire]).messages == [expected]
 
 
-@pytest.mark.parametrize(("text", "meant"), [('{"a": [1, "x"]}', {"a": [1, "x"]}), ("{}", {}), ("", {}), (" ", {})])
-def test_tool_call_arguments_become_objects(text: str, meant: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("text", "expected"), [('{"a": [1, "x"]}', {"a": [1, "x"]}), ("{}", {}), ("", {}), (" ", {})])
+def test_tool_call_arguments_become_objects(text: str, expected: dict[str, Any]) -> None:
     function = {"name": "f", "arguments": text}
     message = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": "c", "type": "function", "function": function}],
     }
-    [made] = chat(messages=[message]).messages
-    assert made["content"] == ""
-    assert made["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": meant}}]
+    [converted] = chat(messages=[message]).messages
+    assert converted["content"] == ""
+    assert converted["tool_calls"] == [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": expected}}
+    ]
     [legacy] = chat(messages=[{"role": "assistant", "function_call": function}]).messages
-    assert legacy["tool_calls"] == [{"id": "call_f", "type": "function", "function": {"name": "f", "arguments": meant}}]
+    assert legacy["tool_calls"] == [
+        {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": expected}}
+    ]
 
 
 TOOL_CHOICES = [
@@ -222,11 +226,11 @@ TOOL_CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("wire", "meant"), TOOL_CHOICES)
-def test_tools(wire: Any, meant: ToolChoice) -> None:
+@pytest.mark.parametrize(("wire", "expected"), TOOL_CHOICES)
+def test_tools(wire: Any, expected: ToolChoice) -> None:
     call = chat(tools=[WEATHER, TIME], tool_choice=wire)
     assert call.tools == (Tool("weather", "d", {"type": "object"}), Tool("time", "", {}, strict=True))
-    assert call.tool_choice == meant
+    assert call.tool_choice == expected
     assert call.parallel_tool_calls
 
 

@@ -36,10 +36,10 @@ def tokens(**fields: Any) -> tokenize.TokenizeCall:
 INPUTS = [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 
 
-@pytest.mark.parametrize(("wire", "meant"), INPUTS)
-def test_inputs(wire: Any, meant: Any) -> None:
-    assert complete(prompt=wire).prompts == meant
-    assert embed(input=wire).inputs == meant
+@pytest.mark.parametrize(("wire", "expected"), INPUTS)
+def test_inputs(wire: Any, expected: Any) -> None:
+    assert complete(prompt=wire).prompts == expected
+    assert embed(input=wire).inputs == expected
 
 
 BAD_INPUTS: list[tuple[Any, str]] = [

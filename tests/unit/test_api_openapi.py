@@ -122,10 +122,10 @@ def check_schema(reply: Any, shape: type) -> None:
     msgspec.convert(msgspec.json.decode(msgspec.json.encode(reply)), shape)
 
 
-def play(renderer: Any, deltas: list[Delta]) -> Any:
+def play(writer: Any, deltas: list[Delta]) -> Any:
     for delta in deltas:
-        renderer.write(delta)
-    return renderer.body()
+        writer.write(delta)
+    return writer.body()
 
 
 def test_replies_match_their_schemas() -> None:

@@ -67,9 +67,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), PARAMS)
-def test_sampling_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(parse_request(**fields).params, name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), PARAMS)
+def test_sampling_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields).params, name) == expected
 
 
 CALLS = [
@@ -96,9 +96,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
-def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(parse_request(**fields), name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields), name) == expected
 
 
 def test_allowed_tools_restrict_the_tools() -> None:
@@ -117,9 +117,9 @@ CALLER = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
-def test_common_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(parse_request(**fields).common, name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLER)
+def test_common_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields).common, name) == expected
 
 
 ECHO = [
@@ -141,9 +141,9 @@ ECHO = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), ECHO)
-def test_reply_repeats_request_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert parse_request(**fields).echoed_fields[name] == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), ECHO)
+def test_reply_repeats_request_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert parse_request(**fields).echoed_fields[name] == expected
 
 
 def messages_of(*items: Any, **fields: Any) -> list[dict[str, Any]]:

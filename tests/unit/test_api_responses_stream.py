@@ -61,9 +61,9 @@ def plain_reply(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
 
 
 def test_golden_replies() -> None:
-    asked = {"top_logprobs": 2, "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
-    goldens.check("responses_stream.sse", play(make_writer(stream=True, **asked), REPLY))
-    goldens.check("responses_body.json", sse.dumps(plain_reply(REPLY, **asked)))
+    options = {"top_logprobs": 2, "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
+    goldens.check("responses_stream.sse", play(make_writer(stream=True, **options), REPLY))
+    goldens.check("responses_body.json", sse.dumps(plain_reply(REPLY, **options)))
 
 
 def test_event_order() -> None:
@@ -163,12 +163,12 @@ def test_internal_error_has_no_details() -> None:
 @given(replies(), st.booleans())
 def test_official_client_accumulates_stream_to_plain_reply(deltas: list[Delta], sealed: bool) -> None:
     SERVER.deltas = deltas
-    asked: dict[str, Any] = {"model": "m", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
+    options: dict[str, Any] = {"model": "m", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
     if sealed:
-        asked["include"] = ["reasoning.encrypted_content"]
-    response = CLIENT.responses.create(**asked)
+        options["include"] = ["reasoning.encrypted_content"]
+    response = CLIENT.responses.create(**options)
     Response.model_validate(response.to_dict())
-    got = list(CLIENT.responses.create(**asked, stream=True))
+    got = list(CLIENT.responses.create(**options, stream=True))
     for event in got:
         EVENT.validate_python(event.to_dict())
     assert got[-1].type in ("response.completed", "response.incomplete")

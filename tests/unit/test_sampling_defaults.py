@@ -41,17 +41,17 @@ def test_invalid_values_are_skipped(tmp_path: Path) -> None:
 
 
 def make_worker() -> House:
-    made = House(lambda before, index: before + "abc")
-    (served,) = made.catalog
-    catalog = ModelCatalog([replace(served, sampling_defaults=MEANT)])
-    made.app._catalog = made.app._handler._catalog = catalog
-    return made
+    worker = House(lambda before, index: before + "abc")
+    (model,) = worker.catalog
+    catalog = ModelCatalog([replace(model, sampling_defaults=MEANT)])
+    worker.app._catalog = worker.app._handler._catalog = catalog
+    return worker
 
 
 def sampled(path: str, **fields: Any) -> tuple[float, int, float, int | None]:
-    made = make_worker()
-    assert made.post(path, fields).status == 200
-    params = made.engine.submissions[0].params
+    worker = make_worker()
+    assert worker.post(path, fields).status == 200
+    params = worker.engine.submissions[0].params
     return params.temperature, params.top_k, params.top_p, params.max_tokens
 
 

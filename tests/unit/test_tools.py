@@ -111,13 +111,13 @@ HISTORY: list[dict[str, Any]] = [
 
 def test_inject_describes_tools_in_system_message() -> None:
     before = json.dumps(HISTORY)
-    told = inject_tools(HISTORY, [WEATHER, TIME], HERMES)
+    injected = inject_tools(HISTORY, [WEATHER, TIME], HERMES)
     assert json.dumps(HISTORY) == before, "the caller's messages were changed"
-    assert [m["role"] for m in told] == ["system", "user", "assistant", "user", "assistant"]
-    assert told[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in told[0]["content"]
-    assert HERMES.begin in told[0]["content"]
-    assert told[2] == {"role": "assistant", "content": format_tool_calls([ROME, NOW], HERMES)}
-    assert told[3]["content"].count("<tool_response>") == 2 and "answers" not in told[3]
+    assert [m["role"] for m in injected] == ["system", "user", "assistant", "user", "assistant"]
+    assert injected[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in injected[0]["content"]
+    assert HERMES.begin in injected[0]["content"]
+    assert injected[2] == {"role": "assistant", "content": format_tool_calls([ROME, NOW], HERMES)}
+    assert injected[3]["content"].count("<tool_response>") == 2 and "answers" not in injected[3]
 
 
 def test_inject_adds_system_message_only_with_tools() -> None:
@@ -239,9 +239,9 @@ def test_constraint_applies_after_reasoning(
 def test_forced_calls_allow_reasoning(compiler: GrammarCompiler) -> None:
     grammar = tool_call_grammar([WEATHER], ToolChoice("required"), HERMES, True)
     assert grammar is not None
-    held = constrain_after_reasoning(grammar, THINK, True, {})
-    assert accepts(compiler, held, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
-    assert not accepts(compiler, held, "Rome, I think.</think>\n\nRome")
+    constrained = constrain_after_reasoning(grammar, THINK, True, {})
+    assert accepts(compiler, constrained, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
+    assert not accepts(compiler, constrained, "Rome, I think.</think>\n\nRome")
 
 
 @pytest.mark.parametrize("text", ["{", '{"grammars": 1}', '{"grammars": []}', '{"grammars": [1]}', '{"a":' * 9999])
@@ -260,11 +260,11 @@ def test_markers_as_special_or_added_tokens(tmp_path: Path, style: ToolStyle, fl
     ids = {marker: tokenizer.token_to_id(marker) for marker in style.markers}
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [EOS])
     for choice in (ToolChoice("required"), ToolChoice("auto")):
-        for said, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
+        for calls, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
             grammar = tool_call_grammar([STRICT, TIME], choice, style, True, ids)
             assert grammar is not None
             matcher = compiler.compile(grammar)
-            tokens = tokenizer.encode(format_tool_calls(said, style)).ids
+            tokens = tokenizer.encode(format_tool_calls(calls, style)).ids
             assert all(token in matcher.allowed_tokens() and matcher.accept(token) for token in tokens) == fits
 
 

@@ -25,7 +25,7 @@ from emberline.router.upstream_request import UpstreamRequest
 from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.tracing import Handler, RequestTracing
 from emberline.server.worker.phase_spans import PhaseSpans
-from emberline.trace import otlp_exporter as place
+from emberline.trace import otlp_exporter
 from emberline.trace.context import TraceContext
 from emberline.trace.otlp_exporter import OTLPSpanExporter
 from emberline.trace.span import Span, SpanKind
@@ -81,67 +81,67 @@ def test_sample_rate_of_new_traces() -> None:
 
 
 def test_child_spans_and_single_end() -> None:
-    kept, clock = CollectedSpans(), ManualClock(100.0)
-    root = Tracer(kept, clock).start_span("a request", SpanKind.SERVER, TraceContext(TRACE, SPAN))
+    collected, clock = CollectedSpans(), ManualClock(100.0)
+    root = Tracer(collected, clock).start_span("a request", SpanKind.SERVER, TraceContext(TRACE, SPAN))
     clock.advance(1.0)
-    leg = root.start_child("a leg", SpanKind.CLIENT)
-    assert TraceContext.parse(str(leg.context)) == leg.context
-    leg.attributes |= {"int": 1, "float": 0.5, "bool": True, "str": "x", "unknown": None}
-    leg.add_event("moved", reason="lost")
+    child = root.start_child("a leg", SpanKind.CLIENT)
+    assert TraceContext.parse(str(child.context)) == child.context
+    child.attributes |= {"int": 1, "float": 0.5, "bool": True, "str": "x", "unknown": None}
+    child.add_event("moved", reason="lost")
     clock.advance(1.0)
-    leg.end("worker_lost")
+    child.end("worker_lost")
     root.start_child("before", start_time=99.0).end(end_time=100.5)
     root.end()
-    assert [span.context.trace_id for span in kept] == [TRACE] * 3
-    assert [span.parent_id for span in kept] == [root.context.span_id, root.context.span_id, SPAN]
-    told = leg.to_otlp(epoch=1000.0)
-    assert (told["startTimeUnixNano"], told["endTimeUnixNano"]) == ("1101000000000", "1102000000000")
-    assert told["status"] == {"code": 2, "message": "worker_lost"} and told["events"][0]["name"] == "moved"
+    assert [span.context.trace_id for span in collected] == [TRACE] * 3
+    assert [span.parent_id for span in collected] == [root.context.span_id, root.context.span_id, SPAN]
+    exported = child.to_otlp(epoch=1000.0)
+    assert (exported["startTimeUnixNano"], exported["endTimeUnixNano"]) == ("1101000000000", "1102000000000")
+    assert exported["status"] == {"code": 2, "message": "worker_lost"} and exported["events"][0]["name"] == "moved"
     values = [{"intValue": "1"}, {"doubleValue": 0.5}, {"boolValue": True}, {"stringValue": "x"}]
-    assert [each["value"] for each in told["attributes"]] == [*values, {"stringValue": "worker_lost"}]
+    assert [each["value"] for each in exported["attributes"]] == [*values, {"stringValue": "worker_lost"}]
     with pytest.raises(AssertionError, match="once"):
         root.end()
 
 
 def test_client_decides_sampling() -> None:
-    kept = CollectedSpans()
-    never, always = Tracer(kept, ManualClock(), 0.0), Tracer(kept, ManualClock(), 1.0)
+    collected = CollectedSpans()
+    never, always = Tracer(collected, ManualClock(), 0.0), Tracer(collected, ManualClock(), 1.0)
     for tracer, parent in ((never, None), (always, TraceContext(TRACE, SPAN, False))):
         span = tracer.start_span("x", SpanKind.SERVER, parent)
         child = span.start_child("y")
         child.end()
         span.end()
         assert str(child.context).endswith("-00")  # so that no process behind starts a trace of its own
-    assert not kept
+    assert not collected
     never.start_span("x", SpanKind.SERVER, TraceContext(TRACE, SPAN)).end()
-    assert [span.context.trace_id for span in kept] == [TRACE]
+    assert [span.context.trace_id for span in collected] == [TRACE]
 
 
 # -- exchanges -------------------------------------------------------------------------------------------------------
 
 
-async def reply_ok(x: Exchange) -> None:
-    await x.reply_json({})
+async def reply_ok(exchange: Exchange) -> None:
+    await exchange.reply_json({})
 
 
-async def reply_rejected(x: Exchange) -> None:
-    await x.reply_json({}, 404)
+async def reply_rejected(exchange: Exchange) -> None:
+    await exchange.reply_json({}, 404)
 
 
-async def reply_interrupted(x: Exchange) -> None:
-    await x.start_event_stream()
-    x.log_fields["error"] = "worker_lost"
+async def reply_interrupted(exchange: Exchange) -> None:
+    await exchange.start_event_stream()
+    exchange.log_fields["error"] = "worker_lost"
 
 
-async def reply_overloaded(x: Exchange) -> None:
+async def reply_overloaded(exchange: Exchange) -> None:
     raise Overloaded("full")
 
 
-async def reply_bug(x: Exchange) -> None:
+async def reply_bug(exchange: Exchange) -> None:
     raise KeyError("x")
 
 
-async def client_left(x: Exchange) -> None:
+async def client_left(exchange: Exchange) -> None:
     raise ClientDisconnected
 
 
@@ -157,21 +157,21 @@ async def client_left(x: Exchange) -> None:
     ],
 )
 def test_every_request_outcome_ends_its_span(handler: Handler, error: str) -> None:
-    async def nobody(*message: Any) -> Any: ...
+    async def unused(*message: Any) -> Any: ...
 
-    kept = CollectedSpans()
-    tracing = RequestTracing(Tracer(kept, ManualClock()), cast("OTLPSpanExporter", None))
+    collected = CollectedSpans()
+    tracing = RequestTracing(Tracer(collected, ManualClock()), cast("OTLPSpanExporter", None))
     headers = [(b"traceparent", b"not one"), (b"tracestate", b"vendor=1")]
-    x = Exchange({"method": "POST", "path": "/v1/completions", "headers": headers}, nobody, nobody)
+    exchange = Exchange({"method": "POST", "path": "/v1/completions", "headers": headers}, unused, unused)
 
     async def work() -> None:
         with contextlib.suppress(Exception):
-            await tracing.trace_handler(handler)(x)
+            await tracing.trace_handler(handler)(exchange)
 
     asyncio.run(work())
-    (span,) = kept
+    (span,) = collected
     assert (span.error_code, span.parent_id, span.name) == (error, "", "text_completion")
-    assert x.span is span and b"tracestate" not in x.headers
+    assert exchange.span is span and b"tracestate" not in exchange.headers
 
 
 # -- a worker's phases -----------------------------------------------------------------------------------------------
@@ -179,14 +179,14 @@ def test_every_request_outcome_ends_its_span(handler: Handler, error: str) -> No
 
 def phases(*outputs: tuple[int, Output]) -> tuple[Span, dict[str, Span]]:
     """Return the request's span and its child spans by name, for outputs with their choice; it ends at time 9."""
-    kept = CollectedSpans()
-    request = Tracer(kept, ManualClock()).start_span("x", SpanKind.SERVER, None)
-    told = PhaseSpans(request, "m", [10, 7])
+    collected = CollectedSpans()
+    request = Tracer(collected, ManualClock()).start_span("x", SpanKind.SERVER, None)
+    exported = PhaseSpans(request, "m", [10, 7])
     for index, output in outputs:
-        told.record_output(index, output)
-    told.close(9.0)
-    assert len({span.name for span in kept}) == len(kept)
-    return request, {span.name: span for span in kept}
+        exported.record_output(index, output)
+    exported.close(9.0)
+    assert len({span.name for span in collected}) == len(collected)
+    return request, {span.name: span for span in collected}
 
 
 def test_phase_spans_use_engine_times() -> None:
@@ -248,10 +248,10 @@ class ScriptedCollector:
         self.script = list(script)
 
     async def request(self, *request: Any) -> Answer:
-        said = self.script.pop(0) if self.script else (200, {}, b"{}")
-        if said is None:
+        reply = self.script.pop(0) if self.script else (200, {}, b"{}")
+        if reply is None:
             raise UpstreamUnreachable("connection refused")
-        return Answer(*said)
+        return Answer(*reply)
 
 
 class SilentCollector(ScriptedCollector):
@@ -270,11 +270,11 @@ def make_exporter(peer: ScriptedCollector) -> OTLPSpanExporter:
 def test_queue_is_bounded() -> None:
     async def work() -> None:
         collector = make_exporter(SilentCollector())
-        for _ in range(place.MAX_QUEUED_SPANS + 5):
+        for _ in range(otlp_exporter.MAX_QUEUED_SPANS + 5):
             collector.put(span())
         assert collector.dropped == 5
         large = make_exporter(SilentCollector())
-        large.put(span("x" * place.MAX_QUEUED_BYTES))
+        large.put(span("x" * otlp_exporter.MAX_QUEUED_BYTES))
         large.put(span("x"))
         assert large.dropped == 1
 
@@ -282,8 +282,8 @@ def test_queue_is_bounded() -> None:
 
 
 def test_sent_spans_free_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "BATCH_DELAY_S", 0.0)
-    monkeypatch.setattr(place, "MAX_QUEUED_BYTES", 1000)
+    monkeypatch.setattr(otlp_exporter, "BATCH_DELAY_S", 0.0)
+    monkeypatch.setattr(otlp_exporter, "MAX_QUEUED_BYTES", 1000)
 
     async def work() -> OTLPSpanExporter:
         async with asyncio.timeout(20), make_exporter(ScriptedCollector()) as collector:
@@ -298,13 +298,13 @@ def test_sent_spans_free_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shutdown_does_not_wait_for_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "SHUTDOWN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(otlp_exporter, "SHUTDOWN_TIMEOUT_S", 0.05)
 
     async def work() -> None:
         async with asyncio.timeout(20), make_exporter(SilentCollector()) as collector:
-            for _ in range(place.MAX_BATCH_SPANS + 1):  # one batch is being sent, the rest waits
+            for _ in range(otlp_exporter.MAX_BATCH_SPANS + 1):  # one batch is being sent, the rest waits
                 collector.put(span())
-        assert collector.sent == 0 and collector.dropped == place.MAX_BATCH_SPANS + 1
+        assert collector.sent == 0 and collector.dropped == otlp_exporter.MAX_BATCH_SPANS + 1
 
     asyncio.run(work())
 

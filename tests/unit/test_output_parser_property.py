@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_splitter import splitter
+from test_output_parser import make_parser
 
 from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from emberline.api.output_parser import Piece, merge_pieces
@@ -57,8 +57,8 @@ documents = st.lists(parts | st.sampled_from(SCRAPS) | st.text(max_size=4), max_
 def pieces_of(
     chunks: list[str], style: ToolStyle | None, reasoning: ReasoningStyle | None, inside: bool
 ) -> list[Piece]:
-    one = splitter(style, reasoning, inside)
-    return merge_pieces([*(piece for chunk in chunks for piece in one.push(chunk)), *one.flush()])
+    parser = make_parser(style, reasoning, inside)
+    return merge_pieces([*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.flush()])
 
 
 def split_at(text: str, cuts: list[int]) -> list[str]:
@@ -95,15 +95,15 @@ def test_starts_precede_arguments_and_text_is_preserved(
                 at = text.index(piece.text, at) + len(piece.text)
 
 
-said = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS)), min_size=1, max_size=3)
+calls = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS)), min_size=1, max_size=3)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(["", "Well: ", "é {} \n"]), said, st.sampled_from(list(TOOL_STYLES.values())))
-def test_formatted_calls_are_parsed_back(text: str, said: list[tuple[str, Any]], style: ToolStyle) -> None:
+@given(st.sampled_from(["", "Well: ", "é {} \n"]), calls, st.sampled_from(list(TOOL_STYLES.values())))
+def test_formatted_calls_are_parsed_back(text: str, calls: list[tuple[str, Any]], style: ToolStyle) -> None:
     lead = "" if style.allows_bare_call else text
-    document = lead + format_tool_calls([(name, json.dumps(args)) for name, args in said], style)
+    document = lead + format_tool_calls([(name, json.dumps(args)) for name, args in calls], style)
     pieces = pieces_of([document], style, None, inside=False)
-    assert [p.name for p in pieces if isinstance(p, ToolCallStart)] == [name for name, _ in said]
-    assert [json.loads(p.text) for p in pieces if isinstance(p, ToolCallArguments)] == [args for _, args in said]
+    assert [p.name for p in pieces if isinstance(p, ToolCallStart)] == [name for name, _ in calls]
+    assert [json.loads(p.text) for p in pieces if isinstance(p, ToolCallArguments)] == [args for _, args in calls]
     assert "".join(p.text for p in pieces if isinstance(p, TextDelta)) == lead

@@ -212,9 +212,9 @@ def test_message_has_one_thinking_and_one_text_block() -> None:
     harness = BudgetHarness()
     for stream in (False, True):
         call = harness.ask(12, stream=stream)
-        renderer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
-        events = b"".join(event for delta in harness.reply(12) for event in renderer.write(delta))
-        body = renderer.body()
+        writer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
+        events = b"".join(event for delta in harness.reply(12) for event in writer.write(delta))
+        body = writer.body()
         assert [block["type"] for block in body["content"]] == ["thinking", "text"]
         assert body["content"][0]["thinking"] == "abcdefghijab" and body["content"][1]["text"] == ANSWER.strip()
         assert body["stop_reason"] == "end_turn"
@@ -282,18 +282,18 @@ def test_stop_strings_before_within_and_after_marker(stop: str, parts: int, thin
     assert len(harness.engine.submissions) == parts and harness.finished() == 1
 
 
-@pytest.mark.parametrize("taken", [1, 8, 13, 15, 17])
-def test_client_disconnect_frees_all_requests(taken: int) -> None:
+@pytest.mark.parametrize("num_deltas", [1, 8, 13, 15, 17])
+def test_client_disconnect_frees_all_requests(num_deltas: int) -> None:
     harness = BudgetHarness()
 
     async def leave() -> None:
         async with aclosing(harness.deltas(12)) as deltas:
-            for _ in range(taken):
+            for _ in range(num_deltas):
                 await anext(deltas)
 
     asyncio.run(leave())
     harness.check_empty()
-    assert len(harness.engine.submissions) == (2 if taken > 14 else 1)
+    assert len(harness.engine.submissions) == (2 if num_deltas > 14 else 1)
 
 
 def test_both_parts_share_the_time_limit() -> None:
@@ -311,15 +311,15 @@ def test_timing_covers_both_parts() -> None:
     harness.engine.before_step = lambda: harness.clock.advance(1.0)
     harness.reply(12)
     text = render_exposition(harness.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
-    told = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
+    sums = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
     steps = 12 + len(ANSWER) + 1
-    assert told["vllm:e2e_request_latency_seconds_sum"] == steps and told["vllm:time_to_first_token_seconds_sum"] == 1.0
+    assert sums["vllm:e2e_request_latency_seconds_sum"] == steps and sums["vllm:time_to_first_token_seconds_sum"] == 1.0
 
 
 def test_rejected_second_part_fails_the_reply() -> None:
     harness = BudgetHarness()
 
-    async def refused() -> None:
+    async def collect_rejected() -> None:
         async with aclosing(harness.deltas(12)) as deltas:
             async for delta in deltas:
                 if isinstance(delta, ReasoningDelta) and len(harness.engine.submissions) == 1:
@@ -327,7 +327,7 @@ def test_rejected_second_part_fails_the_reply() -> None:
                     object.__setattr__(harness.engine.engine.config, "max_running", -1)
 
     with pytest.raises(Overloaded):
-        asyncio.run(refused())
+        asyncio.run(collect_rejected())
     harness.check_empty()
 
 
@@ -336,15 +336,15 @@ def test_full_queue_accepts_the_second_part() -> None:
     harness = BudgetHarness()
 
     async def crowd() -> None:
-        ours = harness.deltas(12)
-        await anext(ours)
-        theirs = [harness.deltas(12) for _ in range(2)]
-        waiting = [asyncio.ensure_future(anext(each)) for each in theirs]
-        deltas = [delta async for delta in ours]
+        first = harness.deltas(12)
+        await anext(first)
+        others = [harness.deltas(12) for _ in range(2)]
+        waiting = [asyncio.ensure_future(anext(each)) for each in others]
+        deltas = [delta async for delta in first]
         assert isinstance(deltas[-1], TokenUsage) and text(deltas) == ANSWER.strip()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert sum(isinstance(result, Overloaded) for result in results) == 1
-        for each in theirs:
+        for each in others:
             await each.aclose()
 
     asyncio.run(crowd())
@@ -357,9 +357,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"
 def test_format_applies_after_the_marker() -> None:
     harness = BudgetHarness()
     harness.reply(12, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
-    asked = GrammarSpec("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
+    schema_grammar = GrammarSpec("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
     special = {marker: harness.tokenizer.token_id(marker) or 0 for marker in THINK.markers}
-    grammars = [constrain_after_reasoning(asked, THINK, True, special), constrain_answer(asked)]
+    grammars = [constrain_after_reasoning(schema_grammar, THINK, True, special), constrain_answer(schema_grammar)]
     assert [submission.params.grammar for submission in harness.engine.submissions] == grammars == harness.checked
 
 

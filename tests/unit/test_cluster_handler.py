@@ -18,8 +18,8 @@ TICKET = {"id": "abc", "peer": {"name": "p"}, "blocks": [1, 2]}
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 
 
-def make_worker(**worker: Any) -> House:
-    return House(lambda before, index: before + "Because.", **worker)
+def make_worker(**settings: Any) -> House:
+    return House(lambda before, index: before + "Because.", **settings)
 
 
 def forwarded(body: Any = CHAT, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def forwarded(body: Any = CHAT, path: str = "/v1/chat/completions", **fields: An
 
 @pytest.mark.parametrize("path", [RESUME, PREFILL])
 def test_cluster_endpoints_require_cluster_key(path: str) -> None:
-    ours = {"authorization": "Bearer secret"}
-    for worker, client, headers, status in (
+    cluster_key = {"authorization": "Bearer secret"}
+    for settings, client, headers, status in (
         ({}, "127.0.0.1", {}, 200),
         ({}, "::1", {}, 200),
         ({}, "::ffff:127.0.0.1", {}, 200),
@@ -39,22 +39,22 @@ def test_cluster_endpoints_require_cluster_key(path: str) -> None:
         ({}, "127.0.0.1", {"x-forwarded-for": "127.0.0.1"}, 403),
         ({}, "127.0.0.1", {"via": "1.1 emberline-gateway"}, 403),
         ({}, "127.0.0.1", {"forwarded": "for=127.0.0.1"}, 403),
-        ({"cluster_key": "secret"}, "10.0.0.7", ours, 200),
+        ({"cluster_key": "secret"}, "10.0.0.7", cluster_key, 200),
         ({"cluster_key": "secret"}, "127.0.0.1", {}, 401),
         ({"cluster_key": "secret"}, "127.0.0.1", {"authorization": "Bearer wrong"}, 401),
-        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "origin": "http://evil"}, 403),
-        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "via": "1.1 emberline-gateway"}, 403),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "origin": "http://evil"}, 403),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "via": "1.1 emberline-gateway"}, 403),
     ):
-        made = make_worker(**worker)
-        answer = asyncio.run(made.posted(path, forwarded(), client=client, **headers))
-        assert answer.status == status and bool(made.engine.submissions) == (status == 200)
+        worker = make_worker(**settings)
+        answer = asyncio.run(worker.posted(path, forwarded(), client=client, **headers))
+        assert answer.status == status and bool(worker.engine.submissions) == (status == 200)
 
 
 def test_server_without_router_has_no_cluster_endpoints() -> None:
-    made = make_worker()
+    worker = make_worker()
     alone = ServerConfig(models={"m": "m"}, embedder=None)
-    made.app = EngineApp(alone, made.app.engine, made.catalog, None, {})
-    assert made.post(RESUME, forwarded()).status == made.post(PREFILL, forwarded()).status == 404
+    worker.app = EngineApp(alone, worker.app.engine, worker.catalog, None, {})
+    assert worker.post(RESUME, forwarded()).status == worker.post(PREFILL, forwarded()).status == 404
 
 
 @pytest.mark.parametrize("call", [RESUME, PREFILL])
@@ -71,11 +71,11 @@ def test_server_without_router_has_no_cluster_endpoints() -> None:
     ],
 )
 def test_invalid_call_gets_error_in_client_protocol(call: str, path: str, body: bytes) -> None:
-    made = make_worker()
-    told = made.post(path, body)
+    worker = make_worker()
+    direct = worker.post(path, body)
     wrapped = b'{"path": "%b", "seed": 1, "handoff": {}, "timeout": 5, "body": %b}' % (path.encode(), body)
-    again = made.post(call, wrapped)
-    assert told.status in (400, 404) and (again.status, again.body) == (told.status, told.body)
+    again = worker.post(call, wrapped)
+    assert direct.status in (400, 404) and (again.status, again.body) == (direct.status, direct.body)
 
 
 @pytest.mark.parametrize(
@@ -94,29 +94,29 @@ def test_invalid_call_gets_error_in_client_protocol(call: str, path: str, body: 
     ],
 )
 def test_invalid_forwarded_request_is_rejected(wrong: dict[str, Any]) -> None:
-    made = make_worker()
-    answer = made.post(RESUME, forwarded() | wrong)
+    worker = make_worker()
+    answer = worker.post(RESUME, forwarded() | wrong)
     assert answer.status == 400 and answer.json["error"]["code"] == "invalid_value"
-    assert not made.engine.submissions
+    assert not worker.engine.submissions
 
 
 def test_kv_source_reaches_engine() -> None:
-    made = make_worker()
-    assert made.post(RESUME, forwarded(handoff={"source": TICKET})).status == 200
-    assert made.engine.submissions[0].source == TICKET and not made.engine.submissions[0].publish
+    worker = make_worker()
+    assert worker.post(RESUME, forwarded(handoff={"source": TICKET})).status == 200
+    assert worker.engine.submissions[0].source == TICKET and not worker.engine.submissions[0].publish
 
 
 def test_prefill_for_another_worker() -> None:
-    made = make_worker()
-    made.engine.ticket = TICKET
-    answer = made.post(PREFILL, forwarded())
+    worker = make_worker()
+    worker.engine.ticket = TICKET
+    answer = worker.post(PREFILL, forwarded())
     assert answer.status == 200 and answer.headers["content-type"] == "application/x-ndjson" and answer.ended
     ticket, done = map(json.loads, answer.body.splitlines())
-    first = made.tokenizer.encode("B", add_special=False)[0]
+    first = worker.tokenizer.encode("B", add_special=False)[0]
     assert ticket == {"ticket": TICKET} and done == {"done": {"token": first, "cached": 3, "seconds": 0.5}}
     assert answer.writes[0].count(b"\n") == 1  # sent before the prompt is computed
-    asked = made.engine.submissions[0]
-    assert asked.publish and asked.params.seed == 1 and 8.9 < asked.timeout <= 9.0
+    submission = worker.engine.submissions[0]
+    assert submission.publish and submission.params.seed == 1 and 8.9 < submission.timeout <= 9.0
 
 
 def test_short_prompt_has_no_ticket() -> None:
@@ -132,19 +132,19 @@ def test_short_prompt_has_no_ticket() -> None:
     ],
 )
 def test_prefill_rejects_several_choices(path: str, body: dict[str, Any]) -> None:
-    made = make_worker()
-    assert made.post(PREFILL, forwarded(body, path)).status == 400 and not made.engine.submissions
+    worker = make_worker()
+    assert worker.post(PREFILL, forwarded(body, path)).status == 400 and not worker.engine.submissions
 
 
 def test_failed_prefill_reports_error() -> None:
     """An error before the first line has a status, a later one is a line."""
     for error, after, status in ((Overloaded("full"), 0, 429), (EngineUnavailable("starting"), 0, 503)):
-        made = make_worker()
-        made.engine.fail_after, made.engine.error = after, error
-        assert made.post(PREFILL, forwarded()).status == status
-    made = make_worker()
-    made.engine.ticket, made.engine.fail_after, made.engine.error = TICKET, 1, EngineFailed("it died")
-    answer = made.post(PREFILL, forwarded())
+        worker = make_worker()
+        worker.engine.fail_after, worker.engine.error = after, error
+        assert worker.post(PREFILL, forwarded()).status == status
+    worker = make_worker()
+    worker.engine.ticket, worker.engine.fail_after, worker.engine.error = TICKET, 1, EngineFailed("it died")
+    answer = worker.post(PREFILL, forwarded())
     lines = [json.loads(line) for line in answer.body.splitlines()]
     assert answer.status == 200 and answer.ended and [list(line) for line in lines] == [["ticket"], ["error"]]
     assert lines[1]["error"] == {"code": "engine_failed", "message": "it died", "status": 500}

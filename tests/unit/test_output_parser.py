@@ -37,10 +37,10 @@ def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
     return short
 
 
-def split(text: str, one: OutputParser, size: int = 0) -> list[tuple[str, ...]]:
+def split(text: str, parser: OutputParser, size: int = 0) -> list[tuple[str, ...]]:
     chunks = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
-    pieces = [piece for chunk in chunks for piece in one.push(chunk)]
-    return brief([*pieces, *one.flush()])
+    pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+    return brief([*pieces, *parser.flush()])
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -169,14 +169,14 @@ def test_reasoning_without_tools_and_with_other_markers() -> None:
 
 
 def test_plain_text_is_not_held_back() -> None:
-    one = make_parser()
-    assert brief(one.push(CALL + " <")) == [("text", CALL + " <")]
+    parser = make_parser()
+    assert brief(parser.push(CALL + " <")) == [("text", CALL + " <")]
 
 
 def test_arguments_stream_after_complete_name() -> None:
-    one = make_parser(HERMES)
+    parser = make_parser(HERMES)
     pushes = ["Hi <tool", '_call>{"name": "ge', 't", "arguments": ', '{"a": ', '"b', '"}', "}</tool_call>", " end"]
-    assert [brief(one.push(text)) for text in pushes] == [
+    assert [brief(parser.push(text)) for text in pushes] == [
         [("text", "Hi ")],
         [],
         [],
@@ -186,12 +186,12 @@ def test_arguments_stream_after_complete_name() -> None:
         [],
         [("text", " end")],
     ]
-    assert one.flush() == [] and one.num_calls == 1
+    assert parser.flush() == [] and parser.num_calls == 1
 
 
 def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
-    one = make_parser(HERMES)
-    assert [brief(one.push(text)) for text in ["a", "<", "b", " <tool", "s"]] == [
+    parser = make_parser(HERMES)
+    assert [brief(parser.push(text)) for text in ["a", "<", "b", " <tool", "s"]] == [
         [("text", "a")], [], [("text", "<b")], [("text", " ")], [("text", "<tools")],
     ]  # fmt: skip
 
@@ -204,8 +204,8 @@ def test_call_slots_and_ids() -> None:
 def test_endless_call_head_becomes_text() -> None:
     for head in ('<tool_call>{"name": "', "<tool_call>" + " " * MAX_HEAD_CHARS, '<tool_call>{"name": "f", "x": "'):
         text = head + "x" * (3 * MAX_HEAD_CHARS)
-        one = make_parser(HERMES)
-        assert brief(one.push(text)) == [("text", text)]
+        parser = make_parser(HERMES)
+        assert brief(parser.push(text)) == [("text", text)]
 
 
 @pytest.mark.parametrize("style", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS], ids=lambda style: style.name)
@@ -215,9 +215,9 @@ def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
     calls = format_tool_calls([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')], style)
     first = calls if style.allows_bare_call else calls[MIN_MARKER_CHARS:]
     for end in range(len(calls) - len(first) + 1 if not style.allows_bare_call else len('{"name":'), len(calls) + 1):
-        one = make_parser(style)
-        pieces = [p for at in range(0, end, size or end) for p in one.push(calls[at : min(end, at + (size or end))])]
-        pieces = merge_pieces([*pieces, *one.flush(was_cut_off=True)])
+        parser = make_parser(style)
+        pieces = [p for at in range(0, end, size or end) for p in parser.push(calls[at : min(end, at + (size or end))])]
+        pieces = merge_pieces([*pieces, *parser.flush(was_cut_off=True)])
         assert not [p for p in pieces if isinstance(p, TextDelta)], (calls[:end], pieces)
         names = [p.name for p in pieces if isinstance(p, ToolCallStart)]
         assert names == ["get_weather", "f"][: len(names)], "a call is repeated"
@@ -235,8 +235,8 @@ def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
     ],
 )
 def test_cut_off_text_is_kept(style: ToolStyle, text: str) -> None:
-    one = make_parser(style)
-    assert merge_pieces([*one.push(text), *one.flush(was_cut_off=True)]) == [TextDelta(0, text)]
+    parser = make_parser(style)
+    assert merge_pieces([*parser.push(text), *parser.flush(was_cut_off=True)]) == [TextDelta(0, text)]
 
 
 def test_call_head_ended_by_model_is_text() -> None:

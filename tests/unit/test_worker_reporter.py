@@ -222,10 +222,10 @@ def test_unreadable_router_reply_is_retried(monkeypatch: pytest.MonkeyPatch) -> 
 def test_heartbeat_counts_progress_within_a_step() -> None:
     """A router treats a worker whose step does not change as hanging."""
     engine = Engine(stats={"m": Stats(step=7)})
-    made = make_reporter(engine)
-    first = made.build_heartbeat().step
+    reporter = make_reporter(engine)
+    first = reporter.build_heartbeat().step
     engine.progress_reports += 1
-    assert made.build_heartbeat().step != first == 7
+    assert reporter.build_heartbeat().step != first == 7
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", ""])
@@ -236,8 +236,8 @@ def test_worker_on_all_interfaces_registers_outgoing_address(host: str) -> None:
         )
     found = with_reachable_url(WorkerConfig("http://127.0.0.1:8000"), host, 8001)
     assert found.url == "http://127.0.0.1:8001"
-    given = WorkerConfig("http://127.0.0.1:8000", url="http://worker:8001")
-    assert with_reachable_url(given, host, 8001) is given
+    config = WorkerConfig("http://127.0.0.1:8000", url="http://worker:8001")
+    assert with_reachable_url(config, host, 8001) is config
     with pytest.raises(InvalidRequest, match="address towards the router"):
         with_reachable_url(WorkerConfig("http://no-such-host.invalid:8000"), host, 8001)
 

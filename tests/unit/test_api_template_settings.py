@@ -35,8 +35,8 @@ Parse = Callable[[dict[str, Any]], ChatCall]
 
 
 def prompts(template: str, inner: Inner | None = None) -> PromptBuilder:
-    made = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
-    return PromptBuilder(Tokenizer(inner or build()), made, HERMES, 1000)
+    chat_template = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
+    return PromptBuilder(Tokenizer(inner or build()), chat_template, HERMES, 1000)
 
 
 def of_chat(fields: dict[str, Any]) -> ChatCall:
@@ -91,9 +91,9 @@ CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
     ),
     (of_responses, {"reasoning": {"summary": "auto"}}, {}),
     *(
-        (parse, asked, dict.fromkeys(refusing, f"chat_template_kwargs.{name}"))
+        (parse, builder, dict.fromkeys(refusing, f"chat_template_kwargs.{name}"))
         for parse in (of_chat, of_responses, of_tokenize)
-        for name, asked, refusing in (
+        for name, builder, refusing in (
             ("style", kwargs(style=1), ("plain", "reasons", "switch", "effort", "mute")),
             (
                 "x",
@@ -108,22 +108,24 @@ CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "fields", "refused"), CASES)
+@pytest.mark.parametrize(("parse", "fields", "without_effect"), CASES)
 def test_field_has_an_effect_or_is_rejected_by_name(
-    parse: Parse, fields: dict[str, Any], refused: dict[str, str]
+    parse: Parse, fields: dict[str, Any], without_effect: dict[str, str]
 ) -> None:
     for name in TEMPLATES:
         call = parse(fields)
-        if name not in refused:
+        if name not in without_effect:
             assert prompts(name).render(call), name
             continue
-        if not refused[name].endswith((".style", ".x")):
-            assert prompts(name).find_ignored_fields(call) == [refused[name]] and prompts(name).render(call), name
+        if not without_effect[name].endswith((".style", ".x")):
+            assert prompts(name).find_ignored_fields(call) == [without_effect[name]] and prompts(name).render(call), (
+                name
+            )
             continue
         with pytest.raises(InvalidRequest) as caught:
             prompts(name).find_ignored_fields(call)
-        assert caught.value.param == refused[name], name
-        assert refused[name] in caught.value.message and caught.value.hint
+        assert caught.value.param == without_effect[name], name
+        assert without_effect[name] in caught.value.message and caught.value.hint
 
 
 def test_hint_lists_variables_of_the_template() -> None:
@@ -158,7 +160,9 @@ def test_thinking_budget_needs_an_end_marker() -> None:
 
 def test_tool_template_is_checked_for_variables() -> None:
     template = ChatTemplate({"default": TEXT, "tool_use": TEXT + "{{ tools }}{{ enable_thinking }}"}, {})
-    asked = PromptBuilder(Tokenizer(build()), template, HERMES, 1000)
+    builder = PromptBuilder(Tokenizer(build()), template, HERMES, 1000)
     tool = {"type": "function", "function": {"name": "f"}}
-    assert asked.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
-    assert asked.find_ignored_fields(of_chat(kwargs(enable_thinking=True))) == ["chat_template_kwargs.enable_thinking"]
+    assert builder.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
+    assert builder.find_ignored_fields(of_chat(kwargs(enable_thinking=True))) == [
+        "chat_template_kwargs.enable_thinking"
+    ]

@@ -127,8 +127,8 @@ GRAMMARS: list[tuple[dict[str, Any], tuple[str, str]]] = [
 @pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
 def test_format_fields_of_sglang_and_llama_cpp(fields: dict[str, Any], grammar: tuple[str, str]) -> None:
     for protocol in OPENAI:
-        made = parse_request(protocol, **fields).params.grammar
-        assert (made.kind, made.text) == grammar, protocol
+        found = parse_request(protocol, **fields).params.grammar
+        assert (found.kind, found.text) == grammar, protocol
 
 
 def test_schema_fields_of_llama_cpp() -> None:
@@ -177,8 +177,8 @@ def test_resent_messages_are_accepted() -> None:
     answer = {"role": "tool", "tool_call_id": "c1", "content": "1"}
     call = parse_request("chat", messages=[USER, RESENT, answer])
     function = {"name": "f", "arguments": {"a": 1}}
-    said = {"role": "assistant", "content": "", "reasoning_content": "why"}
-    assert call.messages[1] == {**said, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    message = {"role": "assistant", "content": "", "reasoning_content": "why"}
+    assert call.messages[1] == {**message, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
     with pytest.raises(InvalidRequest) as caught:
         parse_request("chat", messages=[USER, {**RESENT, "audio": {"id": "a"}}])
     assert caught.value.param == "messages[1].audio"
@@ -204,14 +204,14 @@ EXPECTED = ("store, reasoning_effort", "store", "betas, thinking", "prompt_cache
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "expected"), list(zip(PATHS, EXPECTED, strict=True)))
 def test_reply_header_lists_ignored_fields(path: str, expected: str, stream: bool) -> None:
-    house = House(script)
-    answer = house.post(path, {**PATHS[path], "model": "m", "stream": stream})
+    worker = House(script)
+    answer = worker.post(path, {**PATHS[path], "model": "m", "stream": stream})
     assert answer.status == 200, answer.body
     assert answer.headers[IGNORED_FIELDS_HEADER] == expected
     plain = {
         name: value for name, value in PATHS[path].items() if name in ("messages", "prompt", "input", "max_tokens")
     }
-    assert IGNORED_FIELDS_HEADER not in house.post(path, plain).headers
+    assert IGNORED_FIELDS_HEADER not in worker.post(path, plain).headers
 
 
 def test_model_is_optional_with_one_model() -> None:
@@ -227,44 +227,44 @@ def test_request_id_becomes_reply_id() -> None:
 
 
 def test_prompt_is_truncated_on_either_side() -> None:
-    house = House(script)
-    reply = house.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
+    worker = House(script)
+    reply = worker.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
     assert reply["usage"]["prompt_tokens"] == 4
-    assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "6789"
+    assert worker.tokenizer.decode(worker.engine.submissions[-1].prompt) == "6789"
     cut = {"truncate_prompt_tokens": 4, "truncation_side": "right"}
-    assert house.post("/v1/completions", {"prompt": "0123456789", **cut}).json["usage"]["prompt_tokens"] == 4
-    assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "0123"
+    assert worker.post("/v1/completions", {"prompt": "0123456789", **cut}).json["usage"]["prompt_tokens"] == 4
+    assert worker.tokenizer.decode(worker.engine.submissions[-1].prompt) == "0123"
     long = {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 1}
-    assert house.post("/v1/completions", long).json["usage"]["prompt_tokens"] == 3999
+    assert worker.post("/v1/completions", long).json["usage"]["prompt_tokens"] == 3999
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_returned_token_ids_match_text(stream: bool) -> None:
-    house = House(script)
-    asked = {"return_token_ids": True, "stream": stream, "skip_special_tokens": False}
-    answer = house.post("/v1/chat/completions", {"messages": [USER], **asked})
+    worker = House(script)
+    options = {"return_token_ids": True, "stream": stream, "skip_special_tokens": False}
+    answer = worker.post("/v1/chat/completions", {"messages": [USER], **options})
     if stream:
         chunks = chunks_of(answer.body)
         ids = [i for chunk in chunks for choice in chunk["choices"] for i in choice.get("token_ids", ())]
         prompts = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
     else:
         ids, prompts = answer.json["choices"][0]["token_ids"], [answer.json["prompt_token_ids"]]
-    assert house.tokenizer.decode(ids).startswith("abcdefgh") and prompts == [house.engine.submissions[0].prompt]
-    body = {"prompt": "hi|", **asked}
-    answer = house.post("/v1/completions", body)
+    assert worker.tokenizer.decode(ids).startswith("abcdefgh") and prompts == [worker.engine.submissions[0].prompt]
+    body = {"prompt": "hi|", **options}
+    answer = worker.post("/v1/completions", body)
     choices = [c for chunk in chunks_of(answer.body) for c in chunk["choices"]] if stream else answer.json["choices"]
     ids = [i for choice in choices for i in choice["token_ids"]]
-    assert house.tokenizer.decode(ids).startswith("abcdefgh")
-    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [house.engine.submissions[1].prompt]
+    assert worker.tokenizer.decode(ids).startswith("abcdefgh")
+    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [worker.engine.submissions[1].prompt]
 
 
 def test_bad_words_are_tokenized_with_and_without_space() -> None:
-    house = House(script)
-    assert house.post("/v1/completions", {"prompt": "hi", "bad_words": ["ab"]}).status == 200
-    encode = house.tokenizer.encode
-    assert house.engine.submissions[0].params.bad_words == (tuple(encode("ab", False)), tuple(encode(" ab", False)))
-    refused = house.post("/v1/completions", {"prompt": "hi", "allowed_token_ids": [1 << 30]})
-    assert refused.status == 400 and refused.json["error"]["param"] == "allowed_token_ids"
+    worker = House(script)
+    assert worker.post("/v1/completions", {"prompt": "hi", "bad_words": ["ab"]}).status == 200
+    encode = worker.tokenizer.encode
+    assert worker.engine.submissions[0].params.bad_words == (tuple(encode("ab", False)), tuple(encode(" ab", False)))
+    rejected = worker.post("/v1/completions", {"prompt": "hi", "allowed_token_ids": [1 << 30]})
+    assert rejected.status == 400 and rejected.json["error"]["param"] == "allowed_token_ids"
 
 
 def test_stop_reason_and_matched_stop() -> None:
@@ -273,9 +273,9 @@ def test_stop_reason_and_matched_stop() -> None:
 
 
 def test_long_prompt_error_has_the_message_that_clients_match() -> None:
-    refused = House(script).post("/v1/completions", {"prompt": "x" * 5000})
-    assert refused.status == 400 and refused.json["error"]["code"] == "context_length_exceeded"
-    assert "this model's maximum context length is 4000 tokens" in refused.json["error"]["message"]
+    rejected = House(script).post("/v1/completions", {"prompt": "x" * 5000})
+    assert rejected.status == 400 and rejected.json["error"]["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 4000 tokens" in rejected.json["error"]["message"]
 
 
 def test_router_and_gateway_forward_ignored_header() -> None:

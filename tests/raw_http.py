@@ -23,7 +23,7 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self.writer.write(data)
 
     async def reply(self) -> tuple[bytes, bytes]:
