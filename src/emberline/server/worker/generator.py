@@ -69,13 +69,13 @@ class Generator:
         if context.handoff.started and not context.handoff.groups:
             yield assembler.replay_start()
         try:
-            async with aclosing(generation.outputs(assembler.choices)) as steps:
-                async for step in steps:
-                    group = assembler.process_output(step, self.engine.now())
-                    choice = assembler.choices[step.prompt.first_choice + step.output.index]
-                    if choice.needs_engine_abort and not step.is_replayed:
+            async with aclosing(generation.outputs(assembler.choices)) as prompt_outputs:
+                async for prompt_output in prompt_outputs:
+                    group = assembler.process_output(prompt_output, self.engine.now())
+                    choice = assembler.choices[prompt_output.prompt.first_choice + prompt_output.output.index]
+                    if choice.needs_engine_abort and not prompt_output.is_replayed:
                         choice.needs_engine_abort = False
-                        self.engine.abort_completion(step.output.id, step.output.index)
+                        self.engine.abort_completion(prompt_output.output.id, prompt_output.output.index)
                     if chain and not group.is_replayed:
                         group.chain, chain = chain, ""
                     if group.deltas or group.output:
