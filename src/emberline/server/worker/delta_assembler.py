@@ -116,9 +116,8 @@ class DeltaAssembler:
         self._started_prompts.add(prompt_output.prompt.first_choice)
         if prompt_output.is_replayed:
             return
-        cached = min(
-            prompt_output.output.cached_tokens, len(prompt_output.prompt.token_ids)
-        )  # resumed output may be cached too
+        # Resumed output may be cached too.
+        cached = min(prompt_output.output.cached_tokens, len(prompt_output.prompt.token_ids))
         self._metrics.record_admission(len(prompt_output.prompt.token_ids), cached)
         if self._counts_cached and cached:
             self._cached_tokens += cached

@@ -109,10 +109,10 @@ class Generator:
             if phase_spans is not None:
                 phase_spans.close(self.engine.now())
 
-    def _phase_spans(self, prepared: PreparedCall, journey: RequestContext) -> PhaseSpans | None:
-        if journey.span is None:
+    def _phase_spans(self, prepared: PreparedCall, context: RequestContext) -> PhaseSpans | None:
+        if context.span is None:
             return None
-        return PhaseSpans(journey.span, self.served_name, [len(prompt.token_ids) for prompt in prepared.prompts])
+        return PhaseSpans(context.span, self.served_name, [len(prompt.token_ids) for prompt in prepared.prompts])
 
     def _last_block(self, prepared: PreparedCall) -> str:
         """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
@@ -122,16 +122,16 @@ class Generator:
         )
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
-    def _generation(self, prepared: PreparedCall, journey: RequestContext) -> Generation:
-        tokenizer, handoff = self.prompt_builder.tokenizer, journey.handoff
+    def _generation(self, prepared: PreparedCall, context: RequestContext) -> Generation:
+        tokenizer, handoff = self.prompt_builder.tokenizer, context.handoff
         return Generation(
             self.engine,
             prepared,
             model=self.served_name,
             max_context=self.prompt_builder.max_context,
-            timeout=min(self._timeout, journey.timeout),
+            timeout=min(self._timeout, context.timeout),
             token_timeout=self._token_timeout,
             resumed=ResumedOutput(handoff.groups, len(prepared.prompts) * prepared.params.n, tokenizer.vocab_size),
             source=handoff.source,
-            merges_outputs=not journey.is_tracked,  # a router that may move the stream relies on one event for each token
+            merges_outputs=not context.is_tracked,  # a router that may move the stream needs one event per token
         )
