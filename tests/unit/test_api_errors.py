@@ -58,7 +58,7 @@ def test_retry_after_headers() -> None:
     for shape in (openai_error, anthropic_error):
         assert shape(errors.Overloaded("full", retry_after=7)).headers == {"retry-after": "7"}
         assert shape(errors.EngineUnavailable("starting")).headers["retry-after"].isdigit()
-        assert shape(errors.Unauthorized("who?")).headers == {"www-authenticate": "Bearer"}
+        assert shape(errors.Unauthorized("no key")).headers == {"www-authenticate": "Bearer"}
         assert shape(errors.InvalidRequest("bad")).headers == {}
 
 

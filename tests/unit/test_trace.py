@@ -32,7 +32,7 @@ from emberline.trace.span import Span, SpanKind
 from emberline.trace.tracer import Tracer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-Said = tuple[int, Mapping[str, str], bytes]
+CollectorReply = tuple[int, Mapping[str, str], bytes]
 
 
 class CollectedSpans(list[Span]):
@@ -244,7 +244,7 @@ class Answer:
 class ScriptedCollector:
     """A collector with scripted replies, which then accepts everything."""
 
-    def __init__(self, *script: Said | None) -> None:
+    def __init__(self, *script: CollectorReply | None) -> None:
         self.script = list(script)
 
     async def request(self, *request: Any) -> Answer:
@@ -319,7 +319,7 @@ def test_shutdown_does_not_wait_for_collector(monkeypatch: pytest.MonkeyPatch) -
         ([(200, {}, b"not JSON")], 3, 0),
     ],
 )
-def test_every_span_is_sent_or_counted_as_dropped(script: list[Said | None], sent: int, dropped: int) -> None:
+def test_every_span_is_sent_or_counted_as_dropped(script: list[CollectorReply | None], sent: int, dropped: int) -> None:
     async def work() -> OTLPSpanExporter:
         async with (
             asyncio.timeout(20),
