@@ -272,5 +272,6 @@ class EngineApp:
 def _detokenize_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     if any(not 0 <= i < tokenizer.vocab_size for i in ids):
         wrong = next(i for i in ids if not 0 <= i < tokenizer.vocab_size)
-        raise InvalidRequest(f"tokens has {wrong}; token ids are in [0, {tokenizer.vocab_size})", param="tokens")
+        what = f"tokens has {wrong}; token ids are in [0, {tokenizer.vocab_size})"
+        raise InvalidRequest(what, param="tokens", hint="POST /tokenize returns the ids of a text")
     return tokenizer.decode(ids, skip_special=False)

@@ -130,7 +130,7 @@ class PromptBuilder:
             param = "allowed_token_ids"
             wrong = max(call.params.allowed_token_ids)
             what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
-            raise InvalidRequest(what, param=param)
+            raise InvalidRequest(what, param=param, hint="POST /tokenize returns the ids of a text")
         words: dict[tuple[int, ...], None] = {}
         for word in call.bad_words:
             for text in (word.lstrip(), " " + word.lstrip()):
