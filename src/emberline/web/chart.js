@@ -7,7 +7,7 @@ const WIDTH = 120;
 const HEIGHT = 40;
 
 export class Chart {
-  /** `series_key`: [{ label, tone, value(sample) -> number or null }]; `format` returns a value's text; `max` fixes the scale. */
+  /** `series`: [{ label, tone, value(sample) -> number or null }]; `format` returns a value's text; `max` fixes the scale. */
   constructor({ title, series, format, max = null, big = false }) {
     Object.assign(this, { title, series, format, max });
     this.samples = [];

@@ -173,7 +173,7 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
 
 // -- the computing warpgroups -----------------------------------------------------------------------------------------
 
-// A tile's sums. The next step's products are issued before the last one's slot is given back. `send_signal`: the step at
+// A tile's sums. The next step's products are issued before the last one's slot is given back. `signal`: the step at
 // which the other group may begin.
 template <class S> DEVICE void add_up(float (&d)[S::WIDTH / 2], Ring& ring, int units, u32 group, int signal) {
   int last = 0;

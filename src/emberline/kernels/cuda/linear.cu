@@ -6,7 +6,7 @@
 // swizzled; rows past n and units past k read as zero, rows past m are not fetched. It is refilled once its fragments
 // are in registers.
 //
-// Where weights come from. `DeviceRows`: bf16, through a tensor map. `PackedUnits`: packed, see uw12.cuh; a slot then has BLOCKS
+// Where weights come from. `Rows`: bf16, through a tensor map. `Units`: packed, see uw12.cuh; a slot then has BLOCKS
 // units, which are decoded in registers to the very fragments that rows would give, so that both sum up the same
 // numbers. The headers of a tile's rows lie beside the rings, those of the next tile with them.
 //

@@ -6,7 +6,7 @@
 // lane 4g + t holds in register r, half p the weight of row g + 8 (r % 2), k 16f + 8 (r / 2) + 2t + p. Units are stored
 // as [n / 64][k / 64][4]. Exponents are relative to a base per row, so a decoded weight is multiplied by 2^base.
 //
-// A weight whose exponent does not fit (an escape) is +0 in its unit. Each 16 rows have a header of `header_stride` bytes:
+// A weight whose exponent does not fit (an escape) is +0 in its unit. Each 16 rows have a header of `stride` bytes:
 // 2^base of each row twice in a word, u16 start[k / 64 + 1], and from the next multiple of 16 bytes the escapes, one
 // word each: bits << 16 | p << 9 | (4f + r) << 5 | lane. The escapes of unit i are start[i] .. start[i + 1] - 1.
 #pragma once

@@ -123,7 +123,7 @@ struct Header {
 
 // -- the ring ---------------------------------------------------------------------------------------------------------
 
-// The steps of a CTA: `units` of each of its tiles, which lie `header_stride` apart.
+// The steps of a CTA: `units` of each of its tiles, which lie `stride` apart.
 struct Steps {
   int tile, stride, tiles;
   int from, units;  // the part of k

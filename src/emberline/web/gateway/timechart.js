@@ -9,7 +9,7 @@ const HEIGHT = 120;
 const TOP = 4; // space above the highest value
 
 export class TimeChart {
-  /** `series_key`: [{ label, tone, value(cell) -> number or null }]; bars are stacked in their order, lines are not. */
+  /** `series`: [{ label, tone, value(cell) -> number or null }]; bars are stacked in their order, lines are not. */
   constructor({ title, series, format, bars = false, max = null }) {
     Object.assign(this, { title, series, format, bars, max, cells: [], at: null });
     this.total = element("b", { className: "total" }, NONE);
