@@ -11,10 +11,10 @@ from emberline.server.worker import assembly
 
 def test_server_starts_without_network_except_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(name: str) -> None:
-        raise DownloadError(f"{name} cannot be had")
+        raise DownloadError(f"{name} cannot be downloaded")
 
     monkeypatch.setattr(assembly, "resolve_model", resolve)
     assert assembly.load_parts(ServerConfig(embedder=None), {}).embedding_model is None
     assert assembly.load_parts(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embedding_model is None
     with pytest.raises(DownloadError):
-        assembly.load_parts(ServerConfig(embedder="hf:org/asked-for"), {})
+        assembly.load_parts(ServerConfig(embedder="hf:org/requested"), {})
