@@ -32,8 +32,8 @@ def report() -> BenchReport:
 
 def test_better_is_higher_for_rates_and_lower_for_the_rest() -> None:
     rate, time = BenchResult(42.0, "tok/s", peer=21.0, limit=84.0), BenchResult(2.0, "s", peer=100.0, limit=1.0)
-    assert (rate.ratio, rate.achieved) == (2.0, 0.5)
-    assert (time.ratio, time.achieved) == (50.0, 0.5)
+    assert (rate.ratio, rate.limit_share) == (2.0, 0.5)
+    assert (time.ratio, time.limit_share) == (50.0, 0.5)
     assert BenchResult(1.0, "s").ratio is None
 
 

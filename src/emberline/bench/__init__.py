@@ -1,1 +1,1 @@
-"""What is measured, how, and beside whom. Every bench prints a table and ends in one JSON line."""
+"""Benchmarks. Each prints a table and, as its last line, the result as JSON; most measure a peer in the same run."""

@@ -1,4 +1,4 @@
-"""Task: a named job, the rate it is judged by, and the limit of that rate."""
+"""BenchTask: a named job, the rate that is reported for it, and the limit of that rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchTask:
 
     @staticmethod
     def make(name: str, vocab: int) -> BenchTask:
-        """`prefill_512`, `decode_8`, `mix_64`."""
+        """Return the task of a name such as `prefill_512`, `decode_8` or `mix_64`."""
         kind, _, size = name.partition("_")
         draws: dict[TaskKind, Callable[[int, int], BenchJob]] = {
             TaskKind.PREFILL: workload.prefill,

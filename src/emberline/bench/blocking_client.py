@@ -1,5 +1,7 @@
-"""Caller: one request after the other on a kept connection, without an event loop: what a client takes is part of every
-latency that it measures."""
+"""BlockingClient sends requests one after the other on a kept-alive connection, without an event loop.
+
+The client's own time is part of every latency that it measures, so it must be small.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import httptools
 
 from emberline.bench.connection import READ_BYTES, LeanHTTPReply, UnexpectedHTTPStatus
 
-REPLY_TIMEOUT_S = 60.0  # seconds for a part of a reply
+REPLY_TIMEOUT_S = 60.0  # seconds to wait for the next part of a reply
 
 
 class BlockingClient:
     def __init__(self, url: str, key: str | None = None) -> None:
         at = urlsplit(url)
-        assert at.scheme == "http" and at.hostname is not None and at.port is not None, "a server of this machine"
+        assert at.scheme == "http" and at.hostname is not None and at.port is not None, f"{url} is not http://HOST:PORT"
         self._head = f"host: {at.netloc}\r\naccept: */*\r\ncontent-type: application/json\r\n"
         self._head += f"authorization: Bearer {key}\r\n" if key else ""
         self._socket = socket.create_connection((at.hostname, at.port), REPLY_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Client: sends completions to any OpenAI URL and writes down when what came back. Its clock is the caller's side."""
+"""CompletionClient sends completions to any OpenAI-compatible URL and records when each event arrived at the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberline.core.events import Timing
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request: when it was sent, when each event with new text came, what the server counted."""
+    """One request: when it was sent, when each event with new text arrived, and the server's token counts."""
 
     sent: float
     marks: list[float] = field(default_factory=list)
@@ -35,7 +35,7 @@ class RequestTrace:
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies, as a reader of the stream sees them."""
+        """Return the inter-token latencies that a client sees, in seconds."""
         return [b - a for a, b in pairwise(self.marks)]
 
 
@@ -43,7 +43,7 @@ class CompletionClient:
     def __init__(
         self, url: str, model: str, *, chat: bool = False, plain: bool = False, key: str | None = None
     ) -> None:
-        """`plain` leaves out what only some servers know: token ids as a prompt, ignore_eos."""
+        """`plain` leaves out what only some servers accept: token ids as a prompt, ignore_eos."""
         self._url, self._key = url.rstrip("/"), key
         self._model, self._chat, self._plain = model, chat, plain
         base = urlsplit(self._url).path
@@ -53,8 +53,10 @@ class CompletionClient:
     async def complete(
         self, prompt: list[int], tokens: int, leave_after: int | None = None, *, into: RequestTrace | None = None
     ) -> RequestTrace:
-        """Stream one completion. `leave_after`: disconnect after so many events, as impatient users do. `into`: a trace
-        to fill, which the caller can read while it grows."""
+        """Stream one completion and return its trace.
+
+        `leave_after`: disconnect after this many events. `into`: the trace to fill, readable while it grows.
+        """
         connection = self._free.pop() if self._free else LeanHTTPConnection(self._url, self._key)
         trace = into or RequestTrace(time.perf_counter())
         try:
@@ -72,7 +74,7 @@ class CompletionClient:
         return trace
 
     async def check(self) -> None:
-        """Raise an error before any load if no server answers, or if it lists its models and ours is not among them."""
+        """Raise EmberlineError if no server answers, or if its list of models does not contain ours."""
         connection = LeanHTTPConnection(self._url, self._key)
         try:
             listed = msgspec.json.decode(await connection.fetch(f"{urlsplit(self._url).path}/models"))
@@ -81,7 +83,7 @@ class CompletionClient:
             hint = "start one with `emberline serve`, or name another with --url"
             raise EngineUnavailable(f"no server answers at {self._url} ({e})", hint=hint) from e
         except (UnexpectedHTTPStatus, msgspec.DecodeError, LookupError, TypeError):
-            return  # a server that does not list its models
+            return  # the server does not list its models
         finally:
             connection.close()
         if self._model not in names and "/" not in self._model:  # PROVIDER/MODEL of a gateway may be unlisted

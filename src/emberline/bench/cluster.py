@@ -1,4 +1,4 @@
-"""Cluster: a router and its workers on this machine as `emberline cluster up` starts them, and what they tell."""
+"""LocalCluster: a router and workers on this machine, started like `emberline cluster up`, and their status."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
-START_TIMEOUT_S = 120.0  # seconds until all are there
-STATUS_TIMEOUT_S = 5.0  # seconds for what they tell
+START_TIMEOUT_S = 120.0  # seconds until all processes are ready
+STATUS_TIMEOUT_S = 5.0  # seconds for a status request
 
 
 class LocalCluster:
@@ -34,7 +34,7 @@ class LocalCluster:
         router: Sequence[str] = (),
         pinned: bool = False,
     ) -> None:
-        """`worker`: the model and options of each. `pinned`: each has a core of its own, as far as there are enough."""
+        """`worker`: model and options of every worker. `pinned`: each worker gets its own core, if there are enough."""
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self._pinned = logs, pinned
         self.url, self.key = f"http://127.0.0.1:{(port := free_port())}", secrets.token_hex(16)
@@ -53,7 +53,7 @@ class LocalCluster:
             cores = sorted(os.sched_getaffinity(0)) if self._pinned and hasattr(os, "sched_setaffinity") else []
             for i, child in enumerate(self.workers):
                 await self._supervisor.start(child)
-                if cores and child.process is not None:  # before it has a thread or a child of its own
+                if cores and child.process is not None:  # before it starts threads or children
                     os.sched_setaffinity(child.process.pid, {cores[i % len(cores)]})
             if missing := await self.wait_until_ready():
                 raise EmberlineError(f"the cluster did not get ready: {missing}", hint=f"its logs are in {self.logs}")
@@ -67,29 +67,29 @@ class LocalCluster:
     ) -> None:
         await self._supervisor.stop()
 
-    # -- what they tell ------------------------------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, Any] | None:
-        """Of the router; None: it does not answer."""
+        """Return the router's status document, or None if it does not answer."""
         return await _fetch_json(self.url, "/cluster/status")
 
     async def stats(self, child: SupervisedProcess) -> dict[str, Any] | None:
         return await _fetch_json(self._urls[child.name], "/stats")
 
     async def missing_workers(self) -> str:
-        """What keeps it from full strength; "" if nothing does."""
+        """Return what is missing for all workers to be ready and paired; "" if nothing is."""
         return next(iter(find_unavailable(await self.status(), await self._read_status()).values()), "")
 
     async def wait_until_ready(self) -> str:
-        """Waits for full strength. What is missing in the end."""
+        """Wait until all workers are ready and paired. Return what is missing at the deadline."""
         return await wait_until_empty(self.missing_workers, START_TIMEOUT_S)
 
     async def held_blocks(self) -> str:
-        """What is held for somebody, when nobody wants anything; "" if nothing is."""
+        """Return the blocks, leases and requests that workers hold while no request is open; "" if there are none."""
         return find_held_resources(await self.status(), await self._read_status())
 
     async def wait_until_idle(self) -> str:
-        """Waits until nothing is held. What is, in the end."""
+        """Wait until no worker holds anything. Return what is held at the deadline."""
         return await wait_until_empty(self.held_blocks, START_TIMEOUT_S)
 
     async def _read_status(self) -> dict[str, dict[str, Any] | None]:

@@ -1,4 +1,4 @@
-"""Connection: a kept-alive HTTP/1.1 connection that costs the measuring process little. One request at a time."""
+"""LeanHTTPConnection: a kept-alive HTTP/1.1 connection with little CPU time, for one request at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ READ_BYTES = 1 << 16
 
 
 class UnexpectedHTTPStatus(EmberlineError):
-    """The server answered with an error, or not at all."""
+    """The server replied with an error status, or closed the connection."""
 
 
 class ServerUnreachable(UnexpectedHTTPStatus):
-    """No connection could be made."""
+    """The server accepts no connection."""
 
 
 class LeanHTTPReply:
-    """httptools calls these as it reads."""
+    """The callbacks of httptools for one reply."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -36,7 +36,7 @@ class LeanHTTPReply:
 
     def on_message_complete(self) -> None:
         self.complete = True
-        self.keep = self.parser.should_keep_alive()  # only here does it know
+        self.keep = self.parser.should_keep_alive()  # not known before the end of the message
 
     def take(self) -> bytes:
         data = b"".join(self.parts)
@@ -56,7 +56,7 @@ class LeanHTTPConnection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def stream(self, path: str, body: bytes | None = None) -> AsyncIterator[bytes]:
-        """The reply's body as it comes; with a body of our own it is a POST. Leaving early closes the connection."""
+        """Yield the parts of the reply's body; with `body` the request is a POST. Leaving early closes it."""
         done = False
         try:
             await self._send(path, body)
@@ -87,7 +87,7 @@ class LeanHTTPConnection:
         self._reader = self._writer = None
 
     async def _send(self, path: str, body: bytes | None) -> None:
-        if self._reader is None or self._reader.at_eof():  # the server may end what is idle
+        if self._reader is None or self._reader.at_eof():  # the server may close idle connections
             self.close()
             context = ssl.create_default_context() if self._tls else None
             try:
@@ -103,7 +103,7 @@ class LeanHTTPConnection:
 
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, object]]:
-    """Server-sent events whose data is JSON; the closing [DONE] is not one."""
+    """Yield the JSON data of server-sent events, without the final [DONE]."""
     rest = b""
     async for part in parts:
         *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")

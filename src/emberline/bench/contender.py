@@ -1,4 +1,4 @@
-"""Contender: an engine in a child process, started in its own environment, that runs jobs and says when tokens came."""
+"""ContenderProcess: an engine in a child process with its own environment, which runs jobs and reports token times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.core.errors import EmberlineError
 
-START_TIMEOUT_S = 1200.0  # one of the peers compiles for minutes
-# Our package goes last on the path, so that every environment keeps its own version of everything else.
+START_TIMEOUT_S = 1200.0  # seconds; one of the peers compiles for minutes
+# Our package is last on the path, so that every environment keeps its own versions of other packages.
 LAUNCH = "import runpy, sys; sys.path.append(sys.argv[1]); runpy.run_module(sys.argv[2], run_name='__main__')"
 
 
 class ContenderFailed(EmberlineError):
-    """A contender could not do its job; what it said is the finding."""
+    """A contender failed; the message has its error or the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ContenderSpec:
     module: str
     settings: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
-    same_weights: bool = True  # False: shown for information, never `peer`
+    same_weights: bool = True  # False: shown for information, never as `peer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ContenderProcess:
         return ContenderRun(timeline, answer["counters"])
 
     def stop(self) -> None:
-        """With its children: an engine may have started processes of its own."""
+        """Stop the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -99,7 +99,7 @@ class ContenderProcess:
         timer.start()
         try:
             line = self._process.stdout.readline()
-        except BaseException:  # someone pressed Ctrl-C: it must not live on
+        except BaseException:  # Ctrl-C: the child must not outlive us
             self.stop()
             raise
         finally:
@@ -108,7 +108,7 @@ class ContenderProcess:
             answer: dict[str, Any] = json.loads(line)
             return answer
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)  # its own status, if it has one
+            self._process.wait(5.0)  # for its exit status
         self.stop()
         if late.is_set():
             raise ContenderFailed(f"no answer after {seconds:.0f} s")

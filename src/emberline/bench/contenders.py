@@ -1,4 +1,4 @@
-"""Who runs beside us in `bench cpu`, and with which settings. Every name is one engine in one number format."""
+"""The engines of `bench cpu` and their settings. Every name is one engine in one number format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class BenchEnvironment:
-    """What every contender is given."""
+    """The settings that all contenders share."""
 
     model: Path  # the checkpoint directory
-    gguf: Path | None  # the quantised file that it was made from
+    gguf: Path | None  # the quantised file of the checkpoint
     threads: int
-    root: Path  # of the peers' environments
+    root: Path  # directory of the peers' environments
 
     def python(self, peer: str) -> Path:
         return self.root / peer / "bin" / "python"

@@ -1,5 +1,7 @@
-"""Cores: whoever is measured has one to itself, and everybody else the others. So it takes the same whoever else is
-there, and two that are compared are compared on the same one."""
+"""CPU pinning: the measured process gets a core of its own and all other processes share the rest.
+
+So its CPU time does not depend on the others, and two processes that are compared run on the same core.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def split_cores() -> Iterator[int | None]:
-    """Which one that is, with us and whom we start on the others. None: there is only one, or we may not choose."""
+    """Move this process off one core and return that core; None if there is only one, or pinning is not allowed."""
     every = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if len(every) < 2:
         yield None
@@ -24,6 +26,6 @@ def split_cores() -> Iterator[int | None]:
 
 
 def pin_process(process: int, core: int | None) -> None:
-    """A process that has just begun."""
+    """Pin a newly started process to the core."""
     if core is not None:
         os.sched_setaffinity(process, {core})

@@ -1,4 +1,4 @@
-"""`emberline bench cpu`: we and the peers in one run, turn by turn, so that a noisy machine is unfair to no one."""
+"""`emberline bench cpu`: Emberline and its peers in one run, alternating, so that noise affects all of them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from emberline.hub.source import resolve_model
 from emberline.models.config import ModelConfig
 
 TASKS = ("prefill_512", "prefill_2048", "decode_1", "decode_4", "decode_8", "decode_16", "mix_64")
-SINGLE_ROUND_AFTER_S = 30.0  # seconds: a contender that takes longer for a task gets one round of it
+SINGLE_ROUND_AFTER_S = 30.0  # seconds; a contender that takes longer for a task runs it once
 PAUSE_BETWEEN_RUNS_S = (
-    0.5  # seconds between turns, in which no contender has work: who is busy then disturbs the measurement
+    0.5  # seconds between runs, in which no contender has work: cores busy then disturb the measurement
 )
-MAX_IDLE_CORES = 0.1  # busy cores that do not count
-WARM_UP = (32, 4)  # tokens in and out, before anything is measured
+MAX_IDLE_CORES = 0.1  # busy cores that do not count as a disturbance
+WARM_UP = (32, 4)  # prompt and output tokens of the warm-up job
 
 
 @dataclass(frozen=True, slots=True)
 class CPUBenchRules:
     threads: int
     rounds: int
-    deadline: float  # seconds that a job may take
-    patience: float  # seconds that a measurement may wait for the machine to be quiet
+    deadline: float  # seconds for a job
+    patience: float  # seconds that a measurement waits for an idle machine
 
     def quiet(self) -> float:
-        """Waits as long as it may; returns the cores that were busy last."""
+        """Wait up to `patience` seconds for an idle machine. Return the number of cores that were busy last."""
         until = time.monotonic() + self.patience
         while (noise := busy_cores(PAUSE_BETWEEN_RUNS_S)) > MAX_IDLE_CORES and time.monotonic() < until:
             pass
@@ -50,12 +50,12 @@ class CPUBenchRules:
 
 @dataclass(frozen=True, slots=True)
 class CPUBenchEntry:
-    """A contender and what it has done so far."""
+    """A contender and its runs so far."""
 
     contender: ContenderProcess
     runs: dict[str, list[ContenderRun]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    noise: list[float] = field(default_factory=list)  # cores busy with something else before each turn
+    noise: list[float] = field(default_factory=list)  # cores busy with other work before each run
 
     @property
     def name(self) -> str:
@@ -78,9 +78,7 @@ def bench(model: str, peers: list[str], names: list[str], rules: CPUBenchRules, 
                 for entry in entries:
                     _run_round(entry, task, turn, rules)
     rules.quiet()
-    top = top.or_better(
-        machine_limits.measure(ground.threads)
-    )  # whatever disturbed one of them was not there all the time
+    top = top.or_better(machine_limits.measure(ground.threads))  # the median drops a disturbance of single runs
     report = BenchReport("cpu", {"model": model, "threads": ground.threads, "rounds": rules.rounds, "ceiling": top.how})
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
@@ -105,7 +103,7 @@ def _start(
 ) -> tuple[list[CPUBenchEntry], dict[str, Any]]:
     entries: list[CPUBenchEntry] = []
     absent: dict[str, Any] = {}
-    us, them = ours(ground), [peer(name, ground) for name in peers]  # who is not known is said before any starts
+    us, them = ours(ground), [peer(name, ground) for name in peers]  # raises for unknown names
     for spec in (us, *them):
         try:
             contender = ContenderProcess(spec, ground.root / "logs" / f"{spec.name}.log")
@@ -138,7 +136,7 @@ def _run_round(entry: CPUBenchEntry, task: BenchTask, turn: int, rules: CPUBench
 
 
 def _starts(report: BenchReport, us: CPUBenchEntry, *others: CPUBenchEntry) -> None:
-    """From the start of the process to the first job taken; files are in the page cache, for the peers too."""
+    """Add the time from the start of the process to its first job; all files are in the page cache."""
     best = min((e.contender.ready_seconds for e in others if e.contender.spec.same_weights), default=None)
     report.add("ready", us.contender.ready_seconds, "s", peer=best)
     for phase, seconds in us.contender.facts["seconds"].items():
@@ -152,7 +150,7 @@ def _figures(
 ) -> None:
     mine = us.runs[task.name]
     if not mine:
-        return  # it is among the failures
+        return  # listed among the failures
     theirs = [(entry, rates) for entry in others if (rates := entry.rates(task))]
     best = max((median(rates) for entry, rates in theirs if entry.contender.spec.same_weights), default=None)
     report.add(task.name, us.rates(task), "tok/s", peer=best, limit=task.limit(cost, top))

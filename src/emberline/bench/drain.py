@@ -26,27 +26,27 @@ from emberline.bench.split import OPTIONS, SERVED
 from emberline.core.errors import EmberlineError
 
 ROUND_TIMEOUT_S = 300.0
-POLL_INTERVAL_S = 0.02  # between looks at the streams
+POLL_INTERVAL_S = 0.02  # seconds between two checks of the streams
 
 
 @dataclass(frozen=True, slots=True)
 class DrainBenchPlan:
     streams: int
-    prompt: int  # tokens of each
+    prompt: int  # tokens of each prompt
     output: int
-    after: int  # tokens that each stream has before the drain
+    after: int  # tokens of each stream before the drain
     rounds: int
 
 
 @dataclass(slots=True)
 class StreamPauses:
-    """Of all rounds, in seconds."""
+    """The pauses of all rounds, in seconds."""
 
-    worst: list[float] = field(default_factory=list)  # of all streams of a round
+    worst: list[float] = field(default_factory=list)  # longest pause of any stream, by round
     median: list[float] = field(default_factory=list)
-    before: list[float] = field(default_factory=list)  # the longest, before the drain
-    drain: list[float] = field(default_factory=list)  # until the drain call returned
-    moved: list[float] = field(default_factory=list)  # streams
+    before: list[float] = field(default_factory=list)  # longest pause before the drain
+    drain: list[float] = field(default_factory=list)  # seconds of the drain call
+    moved: list[float] = field(default_factory=list)  # streams that moved, by round
     errors: int = 0
 
 

@@ -1,7 +1,7 @@
 """`emberline bench event-loop`: how long one heavy request holds the event loop of a server.
 
-Each input is sent to a gateway, a router or an engine server while a second connection asks for /health every 5 ms. The
-figure is the longest time that one of those took, of all rounds; `idle` is the same with no heavy request. Every
+Each input is sent to a gateway, a router or an engine server while a second connection requests /health every 5 ms.
+The figure is the longest time of such a request, over all rounds; `idle` is the same without a heavy request. Every
 server, the sender and the probe are processes of their own; providers behind the gateway and workers behind the router
 are fakes.
 """
@@ -27,7 +27,7 @@ from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
 READY_SECONDS = 60.0
-REPLY_SECONDS = 300.0  # for the heavy request to be answered
+REPLY_SECONDS = 300.0  # seconds for the reply to the heavy request
 
 GATEWAY = """
 api_keys = ["bench-0123456789abcdef"]
@@ -87,7 +87,7 @@ action = "redact"
 
 
 def bench(model: str | None, size: int, rounds: int) -> BenchReport:
-    """`model`: of the engine server; None: it is left out."""
+    """Measure gateway, router and, unless `model` is None, an engine server."""
     report = BenchReport(
         "event-loop", {"model": model, "bytes": size, "rounds": rounds, "probe_seconds": PROBE_SECONDS}
     )
@@ -112,12 +112,12 @@ def _measure(report: BenchReport, server: str, port: int, inputs: dict[str, Heav
 
 
 def _add(report: BenchReport, name: str, gaps: list[float], limit: float | None = None) -> None:
-    """The figure is the worst of the rounds, not their median: the bound is for any request."""
+    """Add the worst of the rounds, not their median: the bound holds for every request."""
     report.add(name, max(gaps), "ms", limit=limit, spread=(min(gaps), max(gaps)))
 
 
 def longest_gap(port: int, request: HeavyRequest | None) -> tuple[float, float, int]:
-    """Seconds of the slowest probe, seconds until the request was answered, and its status."""
+    """Return the seconds of the slowest probe, the seconds of the request, and its status."""
     began, status = time.perf_counter(), 0
     with HealthProbe(port) as probe:
         began = time.perf_counter()
@@ -131,7 +131,7 @@ def longest_gap(port: int, request: HeavyRequest | None) -> tuple[float, float, 
 
 
 def _send(port: int, request: HeavyRequest) -> int:
-    """Returns the reply's status; 0: the request was refused before it was read."""
+    """Return the reply's status; 0 if the server closed the connection before it read the request."""
     if request.socket:
         return _send_message(port, request)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REPLY_SECONDS)
@@ -199,7 +199,7 @@ def router() -> Iterator[int]:
 
 @contextmanager
 def engine(model: str) -> Iterator[int]:
-    """A worker, because those have the paths of a cluster besides a server's own."""
+    """Start a worker, which has the paths of a cluster besides those of a server."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = free_port()

@@ -1,4 +1,4 @@
-"""The heavy requests of `emberline bench event-loop`: one of each kind that makes a server work long."""
+"""The heavy requests of `emberline bench event-loop`: one of each kind that takes a server long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 CHAT = "/v1/chat/completions"
 MESSAGE = b'{"role":"user","content":"a"}'
 PROSE = b"the quick brown fox jumps over the lazy dog. "
-MAX_BATCH_REQUESTS = 10 << 20  # bytes that /ai/run takes
+MAX_BATCH_REQUESTS = 10 << 20  # bytes that /ai/run accepts
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +17,23 @@ class HeavyRequest:
     path: str
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
-    socket: bool = False  # the body is one message of a WebSocket, answered when `universal.done` or an error comes
+    socket: bool = False  # the body is one WebSocket message; `universal.done` or an error ends it
 
 
 def chat(content: bytes, model: str, **more: object) -> bytes:
-    """A chat request with one message, whose content is JSON text already."""
+    """Return a chat request with one message; `content` is JSON text."""
     head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
     return head + b',"messages":[{"role":"user","content":"' + content + b'"}]}'
 
 
 def list_request(item: bytes, size: int, name: str, model: str, **more: object) -> bytes:
-    """A request with one field that is a list of this item, of about `size` bytes."""
+    """Return a request with one field, a list of `item` repeated to about `size` bytes."""
     head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
     return head + b',"' + name.encode() + b'":[' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
 
 
 def shared_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
-    """What every server is sent: text, escapes, and JSON that becomes many small objects."""
+    """Return the inputs for every server: text, escapes, and JSON that becomes many small objects."""
     return {
         "prose": HeavyRequest(CHAT, chat(PROSE * (size // len(PROSE)), model)),
         "escapes": HeavyRequest(CHAT, chat(b"\\u00e9" * (size // 6), model)),
@@ -83,12 +83,12 @@ def gateway_inputs(size: int) -> dict[str, HeavyRequest]:
 
 
 def steps(query: bytes) -> bytes:
-    """A universal request of one step."""
+    """Return a universal request of one step."""
     return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + query + b"}]"
 
 
 def create_route_request(query: bytes) -> bytes:
-    """The message by which a WebSocket's client asks for one step."""
+    """Return the WebSocket message that requests one step."""
     return b'{"type":"universal.create","request":%b}' % steps(query)[1:-1]
 
 
@@ -98,7 +98,7 @@ def batch_request(size: int) -> bytes:
 
 
 def router_inputs(size: int) -> dict[str, HeavyRequest]:
-    """`vllm`: the model of a server of another kind, to which requests go without the fields of its own protocol."""
+    """Return the inputs for a router. `vllm` is a model of a foreign worker, which gets only OpenAI's fields."""
     foreign = shared_inputs("vllm", size)
     return {
         **shared_inputs("fake", size),
@@ -129,10 +129,10 @@ def engine_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
 
 
 def fields(body: bytes) -> bytes:
-    """For protocols that have no `max_tokens`."""
+    """Return fields for protocols without `max_tokens`."""
     return body.replace(b' "max_tokens": 1,', b"", 1).replace(b', "max_tokens": 1', b"", 1)
 
 
 def envelope(body: bytes) -> bytes:
-    """What a router sends to a worker that is to answer in place of another."""
+    """Return the request that a router sends to a worker that continues another's stream."""
     return b'{"path":"/v1/chat/completions","body":%b,"seed":1,"handoff":{}}' % body

@@ -1,5 +1,6 @@
-"""Probe: the longest time that /health of a server takes, measured by a process that does nothing else. Sending and
-receiving 30 MB in the same process would delay the probe itself.
+"""HealthProbe measures the longest time of /health requests in a process that does nothing else.
+
+Sending and receiving 30 MB in the same process would delay the probe itself.
 
     python -m emberline.bench.event_loop_probe PORT     probes until its input ends, then prints seconds
 """
@@ -13,12 +14,12 @@ import threading
 import time
 from types import TracebackType
 
-PROBE_SECONDS = 0.005  # between two probes
+PROBE_SECONDS = 0.005  # seconds between two probes
 TIMEOUT_S = 300.0
 
 
 class HealthProbe:
-    """Use it as a context; `longest` is known when it is left."""
+    """A context manager; `longest` is set when it exits."""
 
     def __init__(self, port: int) -> None:
         self.longest = 0.0  # seconds
@@ -27,7 +28,7 @@ class HealthProbe:
 
     def __enter__(self) -> HealthProbe:
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has begun
+        self._process.stdout.readline()  # the probe has started
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

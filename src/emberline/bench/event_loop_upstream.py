@@ -1,4 +1,4 @@
-"""HeavyUpstream: a provider and a vLLM server whose replies are heavy, for `emberline bench event-loop`.
+"""A provider and a vLLM server with large replies, for `emberline bench event-loop`.
 
 python -m emberline.bench.event_loop_upstream PORT SIZE
 """
@@ -17,7 +17,7 @@ JSON, EVENTS = "application/json", "text/event-stream"
 
 @cache
 def packed_spaces() -> bytes:
-    """1 GB of spaces in 1 MB of gzip."""
+    """Return 1 GB of spaces as 1 MB of gzip."""
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     return b"".join(packer.compress(b" " * (1 << 20)) for _ in range(1024)) + packer.flush()
 
@@ -59,7 +59,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("content-encoding", coding)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
-        with suppress(OSError):  # it may be refused before it ends
+        with suppress(OSError):  # the client may close the connection early
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -67,7 +67,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    packed_spaces()  # made before anything is measured
+    packed_spaces()  # built before the measurement
     _Handler.size = int(sys.argv[2])
     http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), _Handler).serve_forever()
 

@@ -1,6 +1,8 @@
-"""`emberline bench gateway`: what the gateway adds, with authentication, limits, costs and logs on. The same requests
-go to a fake provider directly, through the gateway, and through LiteLLM where it is installed. Processor time is that
-of the proxy's own process and its children; whichever it is, it has the same core to itself."""
+"""`emberline bench gateway`: the gateway's overhead, with authentication, limits, costs and logs on.
+
+The same requests go to a fake provider directly, through the gateway, and through LiteLLM where it is installed. CPU
+time is that of the proxy's process and its children. Each proxy in turn has the same core to itself.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ T = TypeVar("T")
 READY_TIMEOUT_S = 60.0
 KEY = "sk-bench-0123456789abcdef"
 PATH = "/v1/chat/completions"
-SOAK_EVENTS = 500  # of one stream
+SOAK_EVENTS = 500  # events of one stream
 ENDING = 3  # finish, usage and [DONE] follow the content of a stream
 
 
@@ -43,18 +45,18 @@ class GatewayBenchPlan:
     prompt: int  # bytes
     streams: int  # open at any time
     events: int  # of one stream
-    pace: float  # seconds between two of them
-    soak: int  # events that pass while its memory is watched
+    pace: float  # seconds between two events
+    soak: int  # events of the memory measurement
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class BenchedProxy:
-    """Whoever stands between the client and the provider."""
+    """A proxy between client and provider, or the provider itself."""
 
     name: str
     url: str
-    pid: int | None = None  # None: nobody
+    pid: int | None = None  # None: no proxy
     path: str = PATH
     model: str = "fake/bench"
 
@@ -104,7 +106,7 @@ general_settings:
 
 
 def bench(plan: GatewayBenchPlan, peers: Path | None) -> BenchReport:
-    """`peers`: where LiteLLM's environment is, if it is to be measured beside us."""
+    """Run the benchmark. `peers` is the directory with LiteLLM's environment, if it is measured too."""
     report = BenchReport("gateway", {name: getattr(plan, name) for name in plan.__slots__})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -119,13 +121,13 @@ def bench(plan: GatewayBenchPlan, peers: Path | None) -> BenchReport:
         if peers is not None:
             launches["litellm"] = partial(_start_litellm, home, provider, core, peers)
         told: dict[str, list[GatewayBenchRound]] = {name: [] for name in launches}
-        # In turn, since the machine has better and worse minutes; each time a new process, since they are not alike.
+        # Alternating, since the machine's speed varies by the minute; each time a new process, since processes differ.
         for _ in range(plan.rounds):
             for name, launch in launches.items():
                 with launch() as proxy:
                     told[name].append(_round(plan, proxy, direct))
         with launches["ours"]() as ours:
-            _round(plan, ours, direct)  # until what it keeps for reuse is there
+            _round(plan, ours, direct)  # warm up: pools and caches fill
             grown = _run(_soak(plan, ours, provider))
     _add_results(report, told)
     report.add("rss_growth", grown / 1e6, "MB")
@@ -133,7 +135,7 @@ def bench(plan: GatewayBenchPlan, peers: Path | None) -> BenchReport:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """On the loop that costs least."""
+    """Run on uvloop, the event loop with the least CPU time."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -142,21 +144,21 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class GatewayBenchRound:
-    """Of one process; `alone` and `base` one request at a time, through it and past it."""
+    """Figures of one process; `alone` and `base` are one request at a time, through the proxy and without it."""
 
     loaded: GatewayBenchRun
     alone: GatewayBenchRun
     base: GatewayBenchRun
     streams: GatewayBenchRun
     short: GatewayBenchRun  # streams of one event
-    hits: GatewayBenchRun | None  # of those who have a cache
+    hits: GatewayBenchRun | None  # only of proxies with a cache
 
 
 def _round(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedProxy) -> GatewayBenchRound:
     _run(_wait_until_ready(proxy))
     cached = replace(proxy, path=f"/v1/default/cached/compat{PATH[3:]}") if proxy.name == "ours" else None
 
-    def measured() -> GatewayBenchRound:
+    def measure_round() -> GatewayBenchRound:
         return GatewayBenchRound(
             loaded=_run(_run_concurrent(proxy, plan)),
             alone=_run_sequential(proxy, plan),
@@ -166,12 +168,12 @@ def _round(plan: GatewayBenchPlan, proxy: BenchedProxy, direct: BenchedProxy) ->
             hits=None if cached is None else _run_sequential(cached, plan, same=True),
         )
 
-    measured()  # warms up
-    return measured()
+    measure_round()  # warm up
+    return measure_round()
 
 
 async def _soak(plan: GatewayBenchPlan, ours: BenchedProxy, provider: str) -> int:
-    """How much more memory it has after many events than after some; they come as fast as they can."""
+    """Return the growth of its memory over many events, sent as fast as possible."""
     await LeanHTTPConnection(provider).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
     size = max(1, min(SOAK_EVENTS, plan.soak // (2 * plan.streams)))
     rounds = max(2, plan.soak // (size * plan.streams))
@@ -213,7 +215,7 @@ def _quantiles(turn: GatewayBenchRun) -> tuple[float, float]:
 
 
 def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same: bool = False) -> GatewayBenchRun:
-    """One after the other; as many as under load: a p99 of few is their worst."""
+    """Send requests one after the other, as many as under load, so that the p99 has enough samples."""
     caller = BlockingClient(proxy.url, KEY)
     seconds: list[float] = []
     before, start = _usage(proxy), time.perf_counter()
@@ -229,7 +231,7 @@ def _run_sequential(proxy: BenchedProxy, plan: GatewayBenchPlan, same: bool = Fa
 
 
 async def _run_concurrent(proxy: BenchedProxy, plan: GatewayBenchPlan) -> GatewayBenchRun:
-    """Closed: as many requests are open at any time."""
+    """Send requests in a closed loop with a fixed number of open ones."""
     left = iter(range(plan.requests))
     seconds: list[float] = []
 
@@ -255,7 +257,7 @@ async def _stream(proxy: BenchedProxy, plan: GatewayBenchPlan, events: int) -> G
     first: list[float] = []
 
     async def client(phase: float) -> None:
-        await asyncio.sleep(phase * plan.pace)  # so that their events do not come together
+        await asyncio.sleep(phase * plan.pace)  # spreads the streams' events over time
         connection = LeanHTTPConnection(proxy.url, KEY)
         began, got, last = time.perf_counter(), 0, b""
         async for part in connection.stream(proxy.path, _body(proxy, plan, int(phase * 1e6), events, stream=True)):

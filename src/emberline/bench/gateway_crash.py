@@ -1,8 +1,9 @@
 """`emberline bench gateway-crash`: how many rows of the request log `kill -9` of a gateway loses.
 
-Requests come at a steady rate to a gateway in front of a fake provider. At the end its process is killed, and the rows
-in its store are compared with the requests whose reply had arrived by then. The oldest of those that are missing must
-not be older than the setting `flush` says."""
+Requests arrive at a steady rate at a gateway in front of a fake provider. Then its process is killed, and the rows in
+its store are compared with the requests that were answered by then. The oldest missing row must not be older than the
+setting `flush`.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ base_url = "{provider}"
 class CrashBenchPlan:
     flushes: Sequence[float]  # seconds
     rate: float  # requests a second
-    seconds: float  # until the kill; up to one more, at random
+    seconds: float  # until the kill, plus up to one at random
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class CrashLoss:
-    answered: int  # requests, before the kill
-    lost: int  # of these, rows that are missing
+    answered: int  # requests answered before the kill
+    lost: int  # missing rows of these requests
     oldest: float  # seconds from the first reply whose row is missing to the kill
 
 
@@ -68,7 +69,7 @@ def bench(plan: CrashBenchPlan) -> BenchReport:
 
 
 def is_bounded(report: BenchReport) -> bool:
-    """Whether no row was lost that was older than the setting says."""
+    """Return whether no lost row was older than the setting allows."""
     figures = [result for name, result in report.results.items() if name.startswith("oldest_lost")]
     return all(r.spread is not None and r.limit is not None and r.spread[1] <= r.limit for r in figures)
 
@@ -90,7 +91,7 @@ async def _crash(plan: CrashBenchPlan, flush: float, provider: str, seed: int) -
 
 
 async def _load(plan: CrashBenchPlan, url: str, rng: random.Random, pid: int) -> dict[str, float]:
-    """When the reply to each request arrived, by the id of its row; under "", when the process was killed."""
+    """Return the time of each reply by the id of its row; under "", the time of the kill."""
     arrived: dict[str, float] = {}
     begun, until = time.perf_counter(), plan.seconds + rng.random()
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
@@ -126,7 +127,7 @@ async def _wait_until_ready(url: str) -> None:
             return
         except UnexpectedHTTPStatus:
             await asyncio.sleep(0.1)
-    raise EmberlineError("the gateway did not get ready")
+    raise EmberlineError("the gateway was not ready in time")
 
 
 def _rows(store: Path) -> set[str]:

@@ -1,6 +1,9 @@
-"""`emberline bench gateway-logs`: a log of many rows. Fills a store with made-up records, then asks the management API
-what the dashboard asks it: charts and tables from rollups, pages of the explorer with each kind of filter, one record;
-at last a day is dropped. In SQLite the days after the first are copies of it."""
+"""`emberline bench gateway-logs`: the speed of log pages over many rows.
+
+It fills a store with generated records, then sends the dashboard's requests to the management API: charts and tables
+from rollups, log pages with each kind of filter, one record. At the end it deletes a day. In SQLite the days after the
+first are copies of it.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +37,30 @@ from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import UNIT_MS
 from emberline.gateway.store.version_watch import StoreVersionWatch
 
-FILL = 10_000  # rows at once, while the time it takes does not matter
+FILL = 10_000  # rows per write while filling, which is not timed
 ACCOUNT, GATEWAY = "default", "default"
-RARE = "rare-model"  # of one row in a hundred thousand
+RARE = "rare-model"  # model of one row in a hundred thousand
 PROVIDERS = ("openai", "anthropic", "google-ai-studio", "groq", "mistral", "emberline")
 
 Entry = tuple[LogRecord, LogPayload | None]
-Ask = Callable[[str], Awaitable[Any]]  # the end of a path, with its query
+Ask = Callable[[str], Awaitable[Any]]  # takes the end of a path with its query
 
 
 @dataclass(frozen=True, slots=True)
 class LogBenchPlan:
     rows: int
     days: int
-    payload_every: int  # rows: one of so many has a payload
+    payload_every: int  # one of this many rows has a payload
     rounds: int
 
     @property
-    def timed(self) -> int:
-        """Rows, the last that are filled in, which are appended as the writer of the log does, and timed."""
+    def timed_rows(self) -> int:
+        """Return the number of last rows, which are appended like the log writer does, and timed."""
         return min(50 * MAX_BATCH_RECORDS, self.rows // self.days // 4)
 
 
 def bench(plan: LogBenchPlan, url: str | None) -> BenchReport:
-    """`url`: an empty store; None: SQLite, in a directory that is removed again."""
+    """Run the benchmark. `url` is an empty store; None is SQLite in a temporary directory."""
     report = BenchReport("gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": url or "sqlite"})
     with tempfile.TemporaryDirectory(prefix="emberline-logs-") as directory:
         asyncio.run(_bench(plan, url or f"sqlite:{directory}/store", Path(directory), report))
@@ -68,7 +71,7 @@ def bench(plan: LogBenchPlan, url: str | None) -> BenchReport:
 
 async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchReport) -> None:
     now = int(time.time()) * 1000
-    now -= now % UNIT_MS["day"]  # the days are whole
+    now -= now % UNIT_MS["day"]  # whole days
     began = time.perf_counter()
     middle = await _fill(url, plan, now, report)
     report.add("filled", plan.rows / (time.perf_counter() - began), "rows/s")
@@ -94,7 +97,7 @@ async def _bench(plan: LogBenchPlan, url: str, directory: Path, report: BenchRep
 
 
 def _make_query(store: GatewayStore, now: int, directory: Path) -> Ask:
-    """The management API as the dashboard has it, less the wire."""
+    """Return a function that calls the management API like the dashboard, without HTTP."""
     wall = ManualClock(now / 1e3)
     vault = ProviderKeyVault(store, StoreVersionWatch(store, wall), MasterKeyFile(directory / "master.key"))
     admin = AdminAPI(AdminContext(store, vault, wall, LocalLimiter()))
@@ -111,7 +114,7 @@ def _make_query(store: GatewayStore, now: int, directory: Path) -> Ask:
 
 
 async def _measure_query(ask: Ask, wanted: str, found: Any) -> int:
-    """How often one must ask on until something, or the end, was found: patience ended the page before."""
+    """Return how many pages were requested until a row or the end was found; a page ends after its time limit."""
     count = 1
     while not found.get("complete", True) and not found["items"]:
         found = await ask(f"{wanted}&before={found['cursor']}")
@@ -120,19 +123,19 @@ async def _measure_query(ask: Ask, wanted: str, found: Any) -> int:
 
 
 async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> LogRecord:
-    """A record from the middle, with a payload."""
+    """Return a record from the middle, with a payload."""
     copies = plan.days - 1 if url.startswith("sqlite:") else 0
     rows = -(-plan.rows // (1 + copies))
     records = _records(plan, now)
     store = await open_store(url)
     middle = await _append(store, records, rows // 2)
-    await _append(store, records, rows - rows // 2 - plan.timed)
-    last = list(islice(records, plan.timed))
+    await _append(store, records, rows - rows // 2 - plan.timed_rows)
+    last = list(islice(records, plan.timed_rows))
     began, busy = time.perf_counter(), time.process_time()
-    for start in range(0, plan.timed, MAX_BATCH_RECORDS):
+    for start in range(0, plan.timed_rows, MAX_BATCH_RECORDS):
         await store.append(last[start : start + MAX_BATCH_RECORDS])
-    report.add("append", plan.timed / (time.perf_counter() - began), "rows/s")
-    report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed, "us")
+    report.add("append", plan.timed_rows / (time.perf_counter() - began), "rows/s")
+    report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed_rows, "us")
     await store.close()
     first = day_of(now) - timedelta(days=plan.days)
     for number in range(1, 1 + copies):
@@ -142,7 +145,7 @@ async def _fill(url: str, plan: LogBenchPlan, now: int, report: BenchReport) -> 
 
 
 async def _append(store: GatewayStore, records: Iterator[Entry], rows: int) -> LogRecord | None:
-    """The last one that has a payload."""
+    """Return the last record with a payload."""
     last = None
     for start in range(0, rows, FILL):
         batch = list(islice(records, min(FILL, rows - start)))
@@ -203,7 +206,7 @@ def _pages(now: int, middle: LogRecord) -> dict[str, tuple[str, ...]]:
 
 
 def _overviews(now: int) -> dict[str, tuple[str, ...]]:
-    """What one look at the overview asks at once: see web/gateway/overview.js. A month has all dimensions."""
+    """Return the requests of the overview page (web/gateway/overview.js). A month has all dimensions."""
     ranges: dict[str, tuple[int, Any]] = {
         "1h": (60, "minute"), "6h": (360, "minute"), "24h": (24, "hour"), "7d": (168, "hour"), "30d": (30, "day")
     }  # fmt: skip
@@ -218,7 +221,7 @@ def _overviews(now: int) -> dict[str, tuple[str, ...]]:
 
 
 def _explorer_queries(middle: LogRecord) -> dict[str, str]:
-    """Pages of the explorer, of one gateway and of all."""
+    """Return log pages of one gateway and of all."""
     one = f"logs?gateway={GATEWAY}"
     return {
         "newest": "logs?",

@@ -1,4 +1,4 @@
-"""llguidance beside xgrammar: what constrained decoding costs per grammar and per token, and what hostile input does.
+"""llguidance and xgrammar compared: the cost of constrained decoding per grammar and token, and hostile input.
 
 python -m emberline.bench.grammar --json benchmarks/results/grammar-choice.json
 """
@@ -25,7 +25,7 @@ LIBRARIES = ("llguidance", "xgrammar")
 
 
 class GrammarChild:
-    """A library's process; started again after a case that hung or crashed it."""
+    """A library's process, restarted after a case that hung or crashed it."""
 
     def __init__(self, library: str, tokenizer: Path) -> None:
         self.command = [sys.executable, "-m", "emberline.bench.grammar_child", library, str(tokenizer)]
@@ -56,7 +56,7 @@ class GrammarChild:
 
 
 def ending(answer: dict[str, Any]) -> str:
-    """How a hostile case went, worst first. `slow`: it came back, after more than a second."""
+    """Return the outcome of a hostile case. `slow`: it returned after more than a second."""
     for bad in ("hung", "crashed"):
         if bad in answer:
             return bad
@@ -134,7 +134,7 @@ def report(measured: dict[str, Any], model: str, stated: str | None) -> dict[str
             "model": model,
             "value_is": chosen,
             "peer_is": peer,
-            "clock": "processor time of one thread",
+            "clock": "CPU time of one thread",
             "deadline_s": DEADLINE_S,
             "hostile": detail,
             "failed": failed,

@@ -1,4 +1,4 @@
-"""What the grammar bench compiles: ordinary constraints, each with a text that satisfies it, and hostile ones."""
+"""The grammars of the benchmark: ordinary ones, each with a text that satisfies it, and hostile ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.core.params import GrammarKind, GrammarSpec
 class GrammarCase:
     name: str
     grammar: GrammarSpec
-    sample: str  # a text the grammar accepts; its tokens are what the masks are measured on
+    sample: str  # a text that the grammar accepts; masks are measured on its tokens
 
 
 def _schema(name: str, schema: dict[str, Any], sample: Any) -> GrammarCase:
@@ -113,13 +113,13 @@ def _nested_schema(depth: int) -> str:
 
 
 def _doubling_schema(levels: int, keyword: str) -> str:
-    """Each definition mentions the next one twice: small to write, two to the power of `levels` when expanded."""
+    """Return a schema whose definitions each refer to the next one twice: 2 ** `levels` parts when expanded."""
     defs: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
     return json.dumps({"$defs": {**defs, f"d{levels}": _object(a=_INT)}, "$ref": "#/$defs/d0"})
 
 
 def _crossed_schema(pairs: int) -> str:
-    """An intersection of unions, whose product has two to the power of `pairs` members."""
+    """Return an intersection of unions whose product has 2 ** `pairs` members."""
     union = [{"anyOf": [{"properties": {f"p{i}": {"const": bit}}} for bit in (0, 1)]} for i in range(pairs)]
     return json.dumps({"allOf": union})
 

@@ -1,7 +1,7 @@
-"""One grammar library in a process of its own: reads cases as JSON lines, answers with what each cost.
+"""One grammar library in a process of its own: it reads cases as JSON lines and prints the cost of each.
 
-Run by `emberline.bench.grammar`. A case that takes too long ends it: a hang or a crash is a result too. All times are
-processor time of this one thread, so that other work on the machine does not count.
+Run by `emberline.bench.grammar`. A case that takes too long ends the process: a hang or crash is a result too.
+All times are CPU time of this thread, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class XGrammarMatcher:
 
     def fill(self, mask: Mask) -> None:
         if not self.matcher.fill_next_token_bitmask(mask[None, :]):
-            mask.fill(-1)  # its way to say that everything is allowed
+            mask.fill(-1)  # -1 allows every token
 
     def accept(self, token: int) -> bool:
         return bool(self.matcher.accept_token(token))
@@ -120,7 +120,7 @@ def measure(library: GrammarLibrary, grammar: GrammarSpec, tokens: list[int], vo
                 break
             if not (mask[token // 32] >> (token % 32)) & 1 or not matcher.accept(token):
                 return {"compile_s": compile_s, "fills": fills, "refused_at": at}
-    except Exception as error:  # whatever the library raises is the finding
+    except Exception as error:  # any error of the library is a result
         return {"error": f"{type(error).__name__}: {error}"[:200], "seconds": time.thread_time() - start}
     return {"compile_s": compile_s, "fills": fills}
 
@@ -145,7 +145,7 @@ def main(name: str, tokenizer_file: str) -> None:
     for line in sys.stdin:
         case = json.loads(line)
         tokens = tokenizer.encode(case["sample"], add_special_tokens=False).ids
-        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # unhandled: the signal ends us wherever we are
+        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # unhandled, so the signal ends the process
         result = measure(library, GrammarSpec(case["kind"], case["text"]), tokens, size)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps({**result, "rss_mb": rss_mb() - before}), flush=True)

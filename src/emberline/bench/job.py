@@ -1,5 +1,8 @@
-"""Job: requests submitted at once. Timeline: when each of their tokens came. All throughput figures are computed here,
-the same way for every contender. Stdlib only: children in other environments import it."""
+"""BenchJob: requests submitted at once. TokenTimeline: when each of their tokens arrived.
+
+All throughput figures are computed here, the same way for every contender. Only the standard library is imported, since
+child processes in other environments import this module.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from statistics import median
 @dataclass(frozen=True, slots=True)
 class BenchJob:
     prompts: list[list[int]]
-    outputs: list[int]  # tokens to generate for each prompt, whatever they are
+    outputs: list[int]  # tokens to generate for each prompt
 
     @property
     def prompt_tokens(self) -> int:
@@ -29,7 +32,7 @@ class TokenTimeline:
     times: list[list[float]]
 
     def check(self, job: BenchJob) -> None:
-        """A contender that stopped early or said too much did another job."""
+        """Raise ValueError if a request has fewer or more tokens than the job states."""
         counts = [len(times) for times in self.times]
         if counts != job.outputs:
             raise ValueError(f"asked for {sum(job.outputs)} tokens, got {sum(counts)}")
@@ -44,23 +47,23 @@ class TokenTimeline:
 
     @property
     def full(self) -> tuple[float, float]:
-        """From the last first token to the first last one: while all requests decode and none prefills."""
+        """Return the start and end of the time in which all requests decode and none prefills."""
         return max(times[0] for times in self.times), min(times[-1] for times in self.times)
 
     def prefill_rate(self, job: BenchJob) -> float:
-        """Prompt tokens a second until every request has its first token."""
+        """Return the prompt tokens per second until every request has its first token."""
         return job.prompt_tokens / self.full[0]
 
     def decode_rate(self) -> float:
-        """Tokens a second with the whole batch decoding; prefill is outside."""
+        """Return the tokens per second while the whole batch decodes, without prefill."""
         begin, end = self.full
         return sum(begin < t <= end for times in self.times for t in times) / (end - begin)
 
     def step(self) -> float:
-        """Median seconds between two tokens of one request with the whole batch decoding."""
+        """Return the median seconds between two tokens of a request while the whole batch decodes."""
         begin, end = self.full
         return median(b - a for times in self.times for a, b in pairwise(times) if begin <= a and b <= end)
 
     def output_rate(self) -> float:
-        """Output tokens a second from submission to the last token, prefill included."""
+        """Return the output tokens per second from submission to the last token, prefill included."""
         return self.tokens / self.wall

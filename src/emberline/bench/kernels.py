@@ -1,9 +1,9 @@
-"""`python -m emberline.bench.kernels`: the kernels alone, with random weights, and a whole forward of them.
+"""`python -m emberline.bench.kernels`: the CPU kernels alone and a whole forward pass, with random weights.
 
-A linear layer stands beside torch: in bf16 where ours takes bf16 inputs (AMX), plain and with weights laid out by
-oneDNN; elsewhere in float32, which is what ours computes in. Up to FEW rows walk so many copies of the weight that none
-is in the cache, as between two steps of a model; with more rows the arithmetic decides. Needs torch, numpy and a
-compiler, but no model.
+A linear layer is compared with torch: in bf16 where ours takes bf16 inputs (AMX), plain and with weights laid out by
+oneDNN; elsewhere in float32, in which ours computes there. Up to FEW_ROWS rows use so many copies of the weight that
+none is in the cache, as between two steps of a model; with more rows arithmetic is the limit. It needs torch, numpy
+and a compiler, but no model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from emberline.models.weights import Weights
 
 Work = Callable[[], object]
 
-SECONDS, LEAST, MOST = 0.1, 3, 100  # of one figure: time, and rounds
+SECONDS, LEAST, MOST = 0.1, 3, 100  # seconds, and minimum and maximum rounds, of one figure
 FEW_ROWS = 16
 ROWS = (1, 8, 16, 64, 512, 2048)
 LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B Llama
@@ -44,7 +44,7 @@ LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B 
     "head": (49152, 576),
     "8b_o": (4096, 4096),
 }
-MAX_FLOP = 30e9  # a product beyond this tells nothing new
+MAX_FLOP = 30e9  # larger products give no new information
 STEPS = {  # sequences, new tokens of each, and tokens before them
     "decode_1": (1, 1, 128),
     "decode_8": (8, 1, 128),
@@ -71,7 +71,7 @@ SMOLLM2 = {
 
 
 class BenchRandomWeights(Weights):
-    """Any matrix asked for."""
+    """Random weights of every requested shape."""
 
     def __init__(self) -> None:
         self.loaded_bytes = 0
@@ -89,7 +89,7 @@ class BenchRandomWeights(Weights):
 
 def bench(threads: int) -> BenchReport:
     backend = ops.start_backend(threads=threads)
-    top = machine_limits.measure(threads)  # leaves torch with as many threads
+    top = machine_limits.measure(threads)  # also sets torch's number of threads
     report = BenchReport(
         "kernels", {"threads": threads, "backend": str(backend), "ceiling": top.how, "on_more_cores": {}}
     )
@@ -123,27 +123,29 @@ def _linears(report: BenchReport, name: str, n: int, k: int, top: MachineLimits)
         theirs = _peers(report, label, _torch(x, weight, some, packed.layout), some)
         best = min(theirs.values(), default=None)
         report.add(label, [s / some * 1e6 for s in seconds], "us", peer=best, limit=limit * 1e6)
-        for who, value in theirs.items():
-            report.add(f"{label}/{who}", value, "us")
+        for peer, value in theirs.items():
+            report.add(f"{label}/{peer}", value, "us")
 
 
 def _peers(report: BenchReport, label: str, ways: Iterator[tuple[str, Work]], some: int) -> dict[str, float]:
-    """Microseconds of each. torch's BLAS does not always keep to the threads it was given: a peer on more cores than we
-    have is no peer, and is named in the config instead."""
+    """Add the microseconds of each peer.
+
+    torch's BLAS may use more threads than configured; a peer on more cores is no comparison and is named in the config.
+    """
     best = {}
-    for who, work in ways:
+    for peer, work in ways:
         wall, busy = time.perf_counter(), time.process_time()
         times = _times(work)
         cores = (time.process_time() - busy) / (time.perf_counter() - wall)
         if cores > report.config["threads"] * 1.15:
-            report.config["on_more_cores"][f"{label}/{who}"] = round(cores, 2)
+            report.config["on_more_cores"][f"{label}/{peer}"] = round(cores, 2)
         else:
-            best[who] = min(times) / some * 1e6
+            best[peer] = min(times) / some * 1e6
     return best
 
 
 def _torch(x: Tensor, weight: Tensor, copies: int, layout: WeightLayout) -> Iterator[tuple[str, Work]]:
-    """torch's ways to the same product, one set of weights at a time in memory."""
+    """Yield torch's implementations of the product, with one set of weights in memory at a time."""
     if layout is not WeightLayout.AMX:
         wide = [weight.float() for _ in range(max(1, copies // 2))] * (2 if copies > 1 else 1)
         yield "torch_fp32", lambda: [linear(x, w) for w in wide[:copies]]
@@ -175,7 +177,7 @@ def _steps(report: BenchReport, top: MachineLimits) -> None:
 
 
 def _attention_ms(step: ForwardBatch, config: ModelConfig) -> list[float]:
-    """Of a step's layers together. All of them read one layer's cache, which prefill would find in the cache anyway."""
+    """Return the milliseconds of attention in all layers of a step, all reading the same layer's KV cache."""
     heads = (config.heads, config.kv_heads, config.head_dim)
     qkv = torch.randn(len(step.tokens), (heads[0] + 2 * heads[1]) * heads[2])
     where = step.keys[0], step.values[0], step.block_tables, step.query_start, step.context

@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.kv8`: what `--kv-dtype float8` costs in quality, on a real model and real text.
+"""`python -m emberline.bench.kv8`: the quality loss of `--kv-dtype float8`, on a real model and text.
 
 The text is cut into windows, and each is computed on the CPU with a cache in float32, in bfloat16 and in float8. Keys
 and values are rounded where a GPU rounds them: after norm and rotation, before anything attends to them, the token's
@@ -40,15 +40,15 @@ from emberline.tokens.tokenizer import Tokenizer
 Rounding = Callable[[Tensor], Tensor]
 
 TEXTS = ("README.md", "docs/architecture.md", "docs/glossary.md", "docs/log.md")
-WINDOW = 2048  # tokens, each window from position 0 on
+WINDOW = 2048  # tokens of a window, which starts at position 0
 CHUNK = 256  # tokens of a step
-SPANS = (0, 128, 512, 1024, 2048, 4096, 8192)  # positions between which figures are given too
+SPANS = (0, 128, 512, 1024, 2048, 4096, 8192)  # positions between which figures are also reported
 BLOCK = 16
-FLOAT8_MAX = 448.0  # the largest e4m3
+FLOAT8_MAX = 448.0  # the largest e4m3 number
 
 
 def float8(x: Tensor) -> Tensor:
-    """As kernels/triton/rope.py stores it; clamped there and here, whatever the conversion makes of larger numbers."""
+    """Round as kernels/triton/rope.py does; larger numbers are clamped."""
     return x.clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
 
 
@@ -60,7 +60,7 @@ ROUNDINGS: dict[str, Rounding] = {"float8": float8, "bfloat16": bfloat16}
 
 
 class RoundingOps:
-    """The kernels' ops, but what is written to the cache is rounded at once."""
+    """The kernels' ops with rounding of everything that is written to the cache."""
 
     def __init__(self, rounding: Rounding) -> None:
         self._rounding = rounding
@@ -80,14 +80,14 @@ class RoundingOps:
         **norm: Any,
     ) -> None:
         ops.rope_and_cache(qkv, positions, cos_sin, k, v, slots, *heads, **norm)
-        blocks = (slots // v.shape[2]).unique()  # whole ones: to round again changes nothing
+        blocks = (slots // v.shape[2]).unique()  # whole blocks: rounding twice changes nothing
         for cache in (k, v):
             cache[blocks] = self._rounding(cache[blocks])
 
 
 @contextmanager
 def rounding_ops(rounding: Rounding) -> Iterator[None]:
-    """Within, attention's cache holds rounded numbers."""
+    """Let attention's cache hold rounded numbers inside this context."""
     names = vars(attention)
     names["ops"] = RoundingOps(rounding)
     try:
@@ -98,12 +98,12 @@ def rounding_ops(rounding: Rounding) -> Iterator[None]:
 
 @dataclass(slots=True)
 class RoundingErrors:
-    """Of one kind of cache, a number for each position of each window."""
+    """Errors of one kind of cache, for each position of each window."""
 
-    kl: list[Tensor] = field(default_factory=list)  # nats, of the exact distribution from this one
-    same: list[Tensor] = field(default_factory=list)  # whether the most probable token is
-    nll: list[Tensor] = field(default_factory=list)  # nats, of the token that follows
-    mean: list[Tensor] = field(default_factory=list)  # of the logits' errors
+    kl: list[Tensor] = field(default_factory=list)  # nats, KL divergence from the exact distribution
+    same: list[Tensor] = field(default_factory=list)  # whether the most probable token is the same
+    nll: list[Tensor] = field(default_factory=list)  # nats, of the next token
+    mean: list[Tensor] = field(default_factory=list)  # mean error of the logits
     most: list[Tensor] = field(default_factory=list)
 
     def add(self, exact: Tensor, logits: Tensor, successors: Tensor) -> None:
@@ -117,11 +117,11 @@ class RoundingErrors:
 
 
 class RoundingRun:
-    """One model over one window after the other, with one kind of cache."""
+    """One model over consecutive windows, with one kind of cache."""
 
     def __init__(self, model: DecoderModel, rounding: Rounding | None) -> None:
         c = model.config
-        self._model = model if rounding is None else replace(model, stack=None)  # else the layers are one native call
+        self._model = model if rounding is None else replace(model, stack=None)  # not one native call for all layers
         self._rounding = rounding
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))
 
@@ -136,13 +136,13 @@ class RoundingRun:
 
 @torch.inference_mode()
 def compare(model: DecoderModel, tokens: list[int]) -> tuple[dict[str, RoundingErrors], np.ndarray, dict[str, float]]:
-    """Errors of each kind, the position of each, and how large keys and values are."""
+    """Return the errors of each kind of cache, their positions, and the magnitudes of keys and values."""
     exact, runs = RoundingRun(model, None), {name: RoundingRun(model, rounding) for name, rounding in ROUNDINGS.items()}
     errors = {name: RoundingErrors() for name in ("float32", *runs)}
     positions, largest = [], {"key": 0.0, "value": 0.0}
     for at in range(0, len(tokens), CHUNK):
         start, chunk = at % WINDOW, tokens[at : at + CHUNK]
-        last = start + len(chunk) == WINDOW  # the token after it is computed without this context
+        last = start + len(chunk) == WINDOW  # the next token is computed without this context
         successors = torch.tensor(tokens[at + 1 : at + len(chunk) + (not last)], dtype=torch.int64)
         truth = exact.logits(chunk, start)
         for name, one in errors.items():
@@ -165,27 +165,27 @@ def bench(name: str, text: str, config: dict[str, Any]) -> BenchReport:
     report = BenchReport("kv-float8", {"model": name, "weights": str(model.dtype), "window": WINDOW, **config})
     report.config |= {"tokens": len(tokens), "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
     errors, positions, largest = compare(model, tokens)
-    for who in ROUNDINGS:
-        add_figures(report, errors[who], positions, "" if who == "float8" else f"/{who}")
-    for who, one in errors.items():
-        report.add(f"perplexity_{who}", torch.cat(one.nll).mean().exp().item(), "")
+    for kind in ROUNDINGS:
+        add_figures(report, errors[kind], positions, "" if kind == "float8" else f"/{kind}")
+    for kind, one in errors.items():
+        report.add(f"perplexity_{kind}", torch.cat(one.nll).mean().exp().item(), "")
     for what, size in largest.items():
         report.add(f"largest_{what}", size, "")
     return report
 
 
-def add_figures(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, who: str) -> None:
+def add_figures(report: BenchReport, errors: RoundingErrors, positions: np.ndarray, kind: str) -> None:
     kl, same = torch.cat(errors.kl).numpy(), torch.cat(errors.same).numpy()
     mean, most = torch.cat(errors.mean).numpy(), torch.cat(errors.most).numpy()
     spans = [(low, high, (positions >= low) & (positions < high)) for low, high in pairwise(SPANS)]
     everywhere = ("", np.ones(len(kl), bool))
     for where, here in (everywhere, *((f"_{low}_{high - 1}", here) for low, high, here in spans)):
         if here.any():
-            report.add(f"kl_mean{where}{who}", kl[here].mean(), "nats")
-            report.add(f"kl_p99{where}{who}", float(np.quantile(kl[here], 0.99)), "nats")
-            report.add(f"top1_agreement{where}{who}", same[here].mean() * 100, "%")
-            report.add(f"logit_error_mean{where}{who}", mean[here].mean(), "")
-            report.add(f"logit_error_max{where}{who}", most[here].max(), "")
+            report.add(f"kl_mean{where}{kind}", kl[here].mean(), "nats")
+            report.add(f"kl_p99{where}{kind}", float(np.quantile(kl[here], 0.99)), "nats")
+            report.add(f"top1_agreement{where}{kind}", same[here].mean() * 100, "%")
+            report.add(f"logit_error_mean{where}{kind}", mean[here].mean(), "")
+            report.add(f"logit_error_max{where}{kind}", most[here].max(), "")
 
 
 def main() -> None:

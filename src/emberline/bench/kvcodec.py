@@ -1,5 +1,5 @@
-"""`emberline bench kv-codec`: keys and values of a real prompt: their size coded, the codec's speed, and the links on
-which coding them is faster.
+"""`emberline bench kv-codec`: compressed size of a real prompt's keys and values, speed of the codec, and the links
+on which compression is faster.
 
 The links are token buckets between two network namespaces, where these can be made, and loopback. The sender is another
 process; both run on this machine's cores.
@@ -67,7 +67,7 @@ def bench(name: str, tokens: int, gigabits: list[float], rounds: int) -> BenchRe
 
 
 def _sample(model: Path, tokens: int) -> tuple[Elements, Elements]:
-    """[layers, blocks, heads, tokens, dim] of a prompt of Python's own manual, as bfloat16."""
+    """Return [layers, blocks, heads, tokens, dim] in bfloat16, of a prompt from Python's manual."""
     loaded = boot(EngineConfig(str(model), device="cpu", kv_dtype="bfloat16", kv_memory=1 << 29))
     text = "\n\n".join(topics[name] for name in sorted(topics))
     prompt = Tokenizer.load(model).encode(text)[:tokens]
@@ -83,7 +83,7 @@ def _sample(model: Path, tokens: int) -> tuple[Elements, Elements]:
 
 
 def _entropy_bound(part: Elements) -> float:
-    """Bits a value that no code can go below which knows how often signs, exponents and mantissas occur in a layer."""
+    """Return the entropy in bits per value, by the frequencies of signs, exponents and mantissas in a layer."""
     fields = ((part >> 15).astype(np.int64), (part >> 7 & 255).astype(np.int64), (part & 127).astype(np.int64))
     return sum(float(np.mean([_entropy(layer) for layer in field])) for field in fields)
 
@@ -112,7 +112,7 @@ def _speeds(report: BenchReport, codec: KVCodec, data: Elements, rounds: int) ->
     report.add("encode", _rates(lambda: codec.encode(plain, room), plain, rounds), "GB/s", limit=copy)
     report.add("decode", _rates(lambda: codec.decode(coded, out), plain, rounds), "GB/s", limit=copy)
     if out != plain:
-        raise RuntimeError("what was decoded is not what was encoded")
+        raise RuntimeError("decoding did not restore the encoded bytes")
 
 
 def _rates(call: Callable[[], object], data: memoryview, rounds: int) -> list[float]:
@@ -129,17 +129,17 @@ def _rates(call: Callable[[], object], data: memoryview, rounds: int) -> list[fl
 
 
 def _link(report: BenchReport, file: Path, codec: KVCodec, gigabits: float, rounds: int) -> None:
-    """GB of keys and values a second over one link: as they are, coded, and as the link itself chooses."""
+    """Add the GB/s of keys and values over one link: plain, compressed, and as the link chooses."""
     name = f"link_{gigabits:g}gbit" if gigabits else "link_loopback"
     try:
         with narrow_network(gigabits) if gigabits else nullcontext() as far, question_process(_serve, file, far) as ask:
-            plain = _pulls(file, LinkOptions(connections=STREAMS), rounds + 1, ask)[1:]  # the first touches the memory
+            plain = _pulls(file, LinkOptions(connections=STREAMS), rounds + 1, ask)[1:]  # the first is a warm-up
             coded = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec], always_encode=True), rounds + 1, ask)[
                 1:
             ]
             chosen = _pulls(file, LinkOptions(connections=STREAMS, codecs=[codec]), rounds + 2, ask)[
                 2:
-            ]  # of each kind one
+            ]  # one of each kind
     except NamespaceNotAllowed as error:
         report.config[name] = f"not measured: {error}"
         return
@@ -168,14 +168,14 @@ def _pulls(file: Path, habits: LinkOptions, rounds: int, ask: Ask) -> list[float
 
 
 def _region(both: NDArray[np.uint16]) -> HostRegion:
-    """Of [layers, parts, blocks, heads, tokens, dim]."""
+    """Return a region of [layers, parts, blocks, heads, tokens, dim]."""
     layers, parts, _, heads, tokens, dim = both.shape
     layout = KVLayout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
     return HostRegion(layout, [np.ascontiguousarray(both[:, i]).view(np.uint8).data for i in range(parts)])
 
 
 def _serve(pipe: Connection, file: Path, far: RemoteNamespace | None) -> None:
-    """Publishes what is in the file when asked to."""
+    """Publish the file's content for each question."""
     library = find_library()
     codec = select_kv_codec("auto", library, "bfloat16")
     sender = Sender(_region(np.load(file)), "bench", crc=select_crc(library))

@@ -1,5 +1,7 @@
-"""copy_day: another day of a gateway's log in SQLite, with the rows of one that is there. SQL makes it, in the order of
-the keys and with the indexes last: in a fraction of the time that appending takes. The store must be closed."""
+"""copy_day copies one day of a gateway's log in SQLite to another day.
+
+It uses SQL in the order of the keys and adds indexes last, which is faster than appending. The store must be closed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from emberline.gateway.store.rollup import UNIT_MS
 
 
 def shift_id(id: str, ms: int) -> str:
-    """A record's id as of so much later."""
+    """Return a record's id with its time shifted by `ms`."""
     return f"{int(id[:12], 16) + ms:012x}{id[12:]}"
 
 
@@ -32,7 +34,7 @@ def _copy_file(source: Path, target: Path, ms: int) -> None:
             db.execute(f"PRAGMA {pragma}")
         db.execute("ATTACH ? AS source", (str(source),))
         parts = db.execute("SELECT type, name, sql FROM source.sqlite_master WHERE sql IS NOT NULL ORDER BY type DESC")
-        for kind, name, text in parts.fetchall():  # tables, filled before they have indexes
+        for kind, name, text in parts.fetchall():  # tables first, filled before their indexes exist
             db.execute(text)
             if kind == "table":
                 columns = [f'"{column[1]}"' for column in db.execute(f"PRAGMA source.table_info({name})").fetchall()]

@@ -12,7 +12,7 @@ from typing import Any
 import emberline
 from emberline.core.config import core_count
 
-ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # each list from the least to the best
+ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # each list from the oldest to the newest
 X86_FLAGS = ("fma", "avx2", "avx512f", "avx512_vnni", "avx512_fp16", "avx512_bf16", "amx_int8", "amx_bf16")
 NATIVE_BF16 = {"bf16", "avx512_bf16", "amx_bf16"}
 HERE = Path(__file__).resolve()
@@ -43,12 +43,14 @@ def software() -> dict[str, str]:
 
 
 def commit(stated: str | None = None, here: Path = HERE) -> str:
-    """Of the checkout that this code runs from, marked when it holds more than the commit does, or nobody can tell.
-    `stated`: what the user says it is, for a copy whose repository is absent or behind; marked as that."""
+    """Return the commit of this checkout, marked if it has uncommitted changes or git cannot tell.
+
+    `stated` is the commit given by the user, for a copy without a current repository; it is marked as stated.
+    """
     if stated is not None:
         return f"{stated} (stated)"
     git = ("git", "-C", str(here.parent))
-    if not _output(*git, "ls-files", "--", here.name):  # a repository around us need not be ours
+    if not _output(*git, "ls-files", "--", here.name):  # the enclosing repository may be another one
         return "none"
     head = _output(*git, "rev-parse", "--short=12", "HEAD")
     changes = _output(*git, "status", "--porcelain")
@@ -56,7 +58,7 @@ def commit(stated: str | None = None, here: Path = HERE) -> str:
 
 
 def llc_bytes() -> int:
-    """The largest cache of the first core."""
+    """Return the size of the first core's largest cache."""
     units = {"K": 1 << 10, "M": 1 << 20}
     caches = Path("/sys/devices/system/cpu/cpu0/cache")
     sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
@@ -69,7 +71,7 @@ def _lscpu() -> dict[str, str]:
 
 
 def _output(*command: str) -> str | None:
-    """None: it is not here, or failed."""
+    """Return a command's output; None if it is not installed or failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):

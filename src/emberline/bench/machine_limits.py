@@ -1,5 +1,8 @@
-"""Ceiling: what the machine can do at most, measured; and what one token of a model costs, counted. Their quotient is
-the limit that a figure is held against. A model smaller than the last-level cache may beat the limit of memory."""
+"""MachineLimits: measured peak bandwidth and arithmetic; TokenCost: bytes and operations of one token, counted.
+
+Their quotient is the limit that a figure is compared with. A model smaller than the last-level cache may exceed the
+limit of main memory.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    how: dict[str, float]  # each method tried: read_NAME in GB/s, matmul_NAME in GFLOP/s
+    how: dict[str, float]  # by method: read_NAME in GB/s, matmul_NAME in GFLOP/s
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second from memory: the best of several reductions over a buffer beyond the cache."""
+        """Return the bytes per second read from memory: the best of several sums over more than the cache."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("read"))
 
     @property
     def flops(self) -> float:
-        """A second in a large matrix product, in the best number format that the CPU has instructions for."""
+        """Return the operations per second of a large matrix product, in the fastest number format of the CPU."""
         return 1e9 * max(v for name, v in self.how.items() if name.startswith("matmul"))
 
     def or_better(self, other: MachineLimits) -> MachineLimits:
@@ -36,9 +39,9 @@ class MachineLimits:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Of one model: parameters that multiply activations, and bytes of keys and values a token."""
+    """Parameters that multiply activations, and bytes of keys and values per token, of one model."""
 
-    layers: int  # parameters of all layers' matrices; of experts, those of one token
+    layers: int  # parameters of all layers' matrices; of experts, those that one token uses
     head: int  # parameters of the output matrix; the embedding is looked up, not read
     attention: int  # multiply-adds of one query with one key and its value, all layers
     kv_bytes: int
@@ -60,7 +63,7 @@ class TokenCost:
 
     @property
     def weight_bytes(self) -> float:
-        """What every step must read, however few tokens it computes."""
+        """Return the bytes of weights that every step reads, even for one token."""
         return (self.layers + self.head) * self.width
 
     def prefill_limit(self, c: MachineLimits, tokens: int) -> float:
@@ -73,14 +76,14 @@ class TokenCost:
         return batch / max(work / c.flops, read / c.bandwidth)
 
     def output_limit(self, c: MachineLimits, job: BenchJob) -> float:
-        """Arithmetic alone: how often the weights must be read depends on how well the batches are filled."""
+        """Return the limit by arithmetic alone: the number of weight reads depends on how full the batches are."""
         pairs = zip(job.prompts, job.outputs, strict=True)
         work = sum(self._flops(0, len(prompt) + output - 1, output) for prompt, output in pairs)
         return sum(job.outputs) / (work / c.flops)
 
     def _flops(self, start: int, end: int, sampled: int) -> float:
-        """To compute positions [start, end) and sample some of them."""
-        keys = (end * (end + 1) - start * (start + 1)) // 2  # position p sees p + 1 keys
+        """Return the operations to compute positions [start, end) and sample `sampled` of them."""
+        keys = (end * (end + 1) - start * (start + 1)) // 2  # position p attends to p + 1 keys
         return 2.0 * ((end - start) * self.layers + sampled * self.head + keys * self.attention)
 
 
@@ -107,7 +110,7 @@ def measure(threads: int) -> MachineLimits:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """The fastest of several: a ceiling is what nothing disturbed."""
+    """Return the shortest time of several runs, the one with the least disturbance."""
     times = []
     for _ in range(ROUNDS):
         began = time.perf_counter()

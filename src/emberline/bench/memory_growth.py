@@ -1,4 +1,4 @@
-"""Growth: memory of processes, which may be started again now and then, and whether it grows."""
+"""MemoryGrowth: the memory of processes over time, across restarts, and whether it grows."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 from emberline.bench import processes
 from emberline.bench.report import BenchReport
 
-WARM_UP = 0.25  # of a run, until memory is expected to be flat
-MIN_LIFE_SAMPLES = 3  # samples of a life that say something
-Z_SCORE_95 = 1.96  # standard errors: 95 %
+WARM_UP = 0.25  # share of a run after which memory should be flat
+MIN_LIFE_SAMPLES = 3  # samples of one process that are enough for a slope
+Z_SCORE_95 = 1.96  # standard errors of a 95 % interval
 
 
 @dataclass(slots=True)
 class ProcessLife:
-    """Of one process: when it was looked at, in seconds, and what it held then, in MB."""
+    """Samples of one process: times in seconds and resident memory in MB."""
 
     times: list[float] = field(default_factory=list)
     rss: list[float] = field(default_factory=list)
 
     def after_warm_up(self, seconds: float) -> ProcessLife:
-        """From that age on."""
+        """Return the samples from the age of `seconds` on."""
         late = [i for i, at in enumerate(self.times) if at >= self.times[0] + seconds]
         return ProcessLife([self.times[i] for i in late], [self.rss[i] for i in late])
 
 
 @dataclass(slots=True)
 class MemoryGrowth:
-    settled: float  # seconds of a process's life after which its memory is expected to be flat
-    lives: dict[str, dict[int, ProcessLife]] = field(default_factory=dict)  # by name of the process, then by pid
+    settled: float  # age of a process in seconds after which its memory should be flat
+    lives: dict[str, dict[int, ProcessLife]] = field(default_factory=dict)  # by process name, then by pid
 
     def sample(self, pids: Mapping[str, int], now: float) -> None:
         for name, pid in pids.items():
@@ -42,7 +42,7 @@ class MemoryGrowth:
                 life.rss.append(used.rss / 1e6)
 
     def add_results(self, report: BenchReport) -> None:
-        """What each had in the end; of those that lived long enough also the slope, with its 95 % interval."""
+        """Add each process's final memory and, if it lived long enough, the slope with its 95 % interval."""
         for name, every in self.lives.items():
             lives = [
                 late
@@ -57,8 +57,10 @@ class MemoryGrowth:
 
 
 def slope(lives: Sequence[ProcessLife]) -> tuple[float, float]:
-    """MB a minute, and half of its 95 % interval: one line through all lives, each at a height of its own. Samples that
-    follow each other are alike, so they count as fewer than were taken, by how much alike they are."""
+    """Return the slope in MB per minute and half of its 95 % interval, fitted over all processes with own offsets.
+
+    Neighbouring samples are correlated, so they count as fewer, by their autocorrelation.
+    """
     xs = [np.array(life.times) / 60 - np.mean(life.times) / 60 for life in lives]
     ys = [np.array(life.rss) - np.mean(life.rss) for life in lives]
     spread = float(sum(x @ x for x in xs))

@@ -1,4 +1,4 @@
-"""Master: a mooncake_master of our own, for benches and tests."""
+"""MooncakeMaster: a `mooncake_master` process for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emberline.core.freeport import free_port
 
 
 def freeze(pid: int) -> None:
-    """Until all of it stands still: a thread that is on a core runs on for a moment."""
+    """Stop the process with SIGSTOP and return when all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + 10
     while any(task.read_text().rsplit(")")[-1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")):
@@ -26,7 +26,7 @@ def freeze(pid: int) -> None:
 
 @dataclass
 class MooncakeMaster:
-    """At one address, where it can be started, made to hang, killed and started again."""
+    """A master at one address that can be started, frozen, killed and restarted."""
 
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None

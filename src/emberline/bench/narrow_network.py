@@ -1,4 +1,4 @@
-"""Narrow: a network of two, whose far end sends at a given rate: a namespace, a pair of interfaces, a token bucket."""
+"""narrow_network: two network namespaces with a veth pair, of which the remote end sends at a limited rate."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 NEAR, FAR = "10.211.77.1", "10.211.77.2"
 CLONE_NEWNET = 0x40000000
-BURST, LATENCY = "1mb", "20ms"  # what may pass at once, and how long the rest may queue
+BURST, LATENCY = "1mb", "20ms"  # size of the token bucket, and how long packets may queue
 
 
 class NamespaceNotAllowed(Exception):
-    """No such network can be made here: it takes root, and a kernel that has all of it."""
+    """Network namespaces are not available: they need root and kernel support."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteNamespace:
-    """Where a process that `enter`s it sends at the rate."""
+    """The remote namespace; a process that calls `enter` sends at the limited rate."""
 
     name: str
     host: str = FAR
 
     def enter(self) -> None:
-        """The calling thread's; sockets made from now on are there."""
+        """Move the calling thread into the namespace; sockets that it creates from now on are there."""
         libc = ctypes.CDLL(None, use_errno=True)
         handle = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
         try:
@@ -62,5 +62,5 @@ def _run(*command: str) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        raise NamespaceNotAllowed(f"{' '.join(command[:3])}: {str(said).strip()}") from error
+        output = getattr(error, "stderr", None) or error
+        raise NamespaceNotAllowed(f"{' '.join(command[:3])}: {str(output).strip()}") from error

@@ -1,4 +1,4 @@
-"""Our engine in this process, a contender like the peers: token ids in and out, no socket, no prefix cache."""
+"""Emberline's engine in this process, as a contender: token ids in and out, no socket, no prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from emberline.core.request import Submission
 class OfflineEngine:
     def __init__(self, settings: dict[str, Any]) -> None:
         began = time.perf_counter()
-        from emberline.engine.boot import boot  # brings torch: part of what a start costs
+        from emberline.engine.boot import boot  # imports torch: part of the start
 
         imported = time.perf_counter()
         loaded = boot(EngineConfig(prefix_cache=False, **settings))

@@ -1,7 +1,7 @@
-"""`emberline bench overhead`: what the API adds to the engine.
+"""`emberline bench overhead`: the API's overhead over the engine.
 
-The same job, turn by turn: to the engine alone in its own process, and over HTTP to a server with the same settings on
-the same cores. Wall time runs from submission to the last token. The overhead is the server's wall time over the
+The same job runs alternately in an engine without a server and over HTTP with a server of the same settings on the
+same cores. Wall time runs from submission to the last token. The overhead is the server's wall time over the
 engine's, less one: HTTP, tokens to text, JSON, the socket between server and engine, and also the client that measures,
 whose processor time is given beside it.
 """
@@ -30,7 +30,7 @@ from emberline.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class OverheadRun:
-    """One job through the API; seconds, all but the wall time of processors."""
+    """One job through the API: wall time, and CPU time of server and client, in seconds."""
 
     wall: float
     api: float
@@ -65,7 +65,7 @@ def _measure(
 ) -> None:
     alone: list[float] = []
     turns: list[OverheadRun] = []
-    for turn in range(rounds + 1):  # the first warms up
+    for turn in range(rounds + 1):  # the first is a warm-up
         wall = engine.run(job, 600.0).timeline.wall
         through = asyncio.run(_run_over_http(server, model, job))
         if turn:
@@ -74,7 +74,7 @@ def _measure(
     tokens = sum(job.outputs)
     report.add(f"engine_{batch}", alone, "s")
     report.add(f"api_{batch}", [t.wall for t in turns], "s")
-    # Each turn against its neighbour in time: what disturbs the machine disturbs both.
+    # Neighbouring runs are compared, since a disturbance affects both.
     ratios = [100 * (t.wall / wall - 1) for t, wall in zip(turns, alone, strict=True)]
     report.add(f"overhead_{batch}", ratios, "%")
     report.add(f"api_cpu_{batch}", [t.api / tokens * 1e6 for t in turns], "us/token")

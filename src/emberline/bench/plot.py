@@ -1,4 +1,4 @@
-"""Result files as one SVG: a panel for each figure that has company, ours on top, peers below, the limit a line."""
+"""Draws result files as one SVG: a panel per figure, ours on top, peers below, the limit as a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS, PEER, LIMIT, INK, FAINT = "#d9480f", "#adb5bd", "#1864ab", "#212529", "#86
 class PlotPanel:
     title: str
     unit: str
-    bars: list[tuple[str, float, tuple[float, float] | None]]  # name, value, least and most
+    bars: list[tuple[str, float, tuple[float, float] | None]]  # name, value, minimum and maximum
     limit: float | None
 
     @property
@@ -47,7 +47,7 @@ def plot(files: Sequence[Path], out: Path) -> None:
 
 
 def panels(results: dict[str, Any]) -> list[PlotPanel]:
-    """`BASE` and all `BASE/WHO` share a panel. A figure alone gets one only if a limit gives it scale."""
+    """Return the panels: `BASE` and all `BASE/PEER` share one. A figure without peers needs a limit to get one."""
     found = []
     for name, mine in results.items():
         others = {key.split("/", 1)[1]: r for key, r in results.items() if key.startswith(name + "/")}

@@ -1,4 +1,4 @@
-"""Processes of a server on this machine, found by its port, and what they use. From /proc; nothing on other systems."""
+"""Finds a server's processes by its port and reads their CPU time and memory from /proc (Linux only)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LISTEN = "0A"
 class ProcessUsage:
     cpu: float  # seconds, user and system, since its start
     rss: int  # bytes
-    waited: float = 0.0  # seconds in which it could have run, had a core been free
+    waited: float = 0.0  # seconds in which it was ready to run but had no core
 
 
 def listener(port: int) -> int | None:
-    """The process that listens on a TCP port."""
+    """Return the pid of the process that listens on a TCP port."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -36,7 +36,7 @@ def listener(port: int) -> int | None:
 
 
 def process_tree(pid: int) -> dict[str, int]:
-    """The process as `server` and its children by the module that they run."""
+    """Return the process as `server` and its children by the module that they run."""
     found = {"server": pid}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -66,17 +66,17 @@ def usage(pid: int) -> ProcessUsage | None:
 
 
 def _wait_seconds(pid: int) -> float:
-    """Of its first thread; zero where the kernel does not count it."""
+    """Return the first thread's seconds of waiting for a core; zero where the kernel does not count it."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def busy_cores(seconds: float) -> float:
-    """Waits, and says how many cores were busy meanwhile, whoever used them."""
+    """Wait and return how many cores were busy meanwhile, with any process."""
     if not (PROC / "stat").exists():
         time.sleep(seconds)
-        return os.getloadavg()[0]  # macOS: of the last minute
+        return os.getloadavg()[0]  # macOS: average of the last minute
     before = idle_seconds()
     began = time.perf_counter()
     time.sleep(seconds)
@@ -85,11 +85,11 @@ def busy_cores(seconds: float) -> float:
 
 
 def idle_seconds() -> float:
-    """Of all cores together, waiting for a disk included."""
+    """Return the idle seconds of all cores together, including waiting for disks."""
     fields = (PROC / "stat").read_text().splitlines()[0].split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on: the name before it may hold anything."""
+    """Return the fields of /proc/PID/stat after the name, which may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

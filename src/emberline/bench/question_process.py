@@ -1,4 +1,4 @@
-"""asked: a process beside us, at the other end of a pipe, that answers what it is asked until it is told to stop."""
+"""question_process: a child process that answers questions over a pipe until it receives "stop"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Ask = Callable[[str], Any]
 
 @contextmanager
 def question_process(serve: Callable[..., None], *arguments: Any) -> Iterator[Ask]:
-    """`serve` is given its end of the pipe, then the arguments; "stop" ends it."""
+    """Run `serve(pipe, *arguments)` in a child process; yield a function that returns its answer to a question."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=serve, args=(theirs, *arguments))

@@ -1,4 +1,4 @@
-"""Report: the one shape of a result. A table for people; as the last line, JSON for everything else."""
+"""BenchReport: the format of all results, printed as a table and, as the last line, as JSON."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class BenchResult:
     unit: str  # a rate (tok/s) is better when higher, everything else when lower
     peer: float | None = None  # the best alternative, measured in the same run
     limit: float | None = None  # the physical bound
-    spread: tuple[float, float] | None = None  # least and most of the rounds; `value` is their median
+    spread: tuple[float, float] | None = None  # minimum and maximum of the rounds; `value` is their median
 
     @property
     def ratio(self) -> float | None:
-        """How many times as good as the peer."""
+        """Return how many times as good as the peer the value is."""
         return self._share(self.value, self.peer)
 
     @property
-    def achieved(self) -> float | None:
-        """Of what is possible."""
+    def limit_share(self) -> float | None:
+        """Return the share of the limit that was reached."""
         return self._share(self.value, self.limit)
 
     def _share(self, value: float, other: float | None) -> float | None:
@@ -55,7 +55,7 @@ class BenchReport:
     results: dict[str, BenchResult] = field(default_factory=dict)
 
     def add(self, name: str, values: float | list[float], unit: str, **more: Any) -> None:
-        """One figure, or the rounds of one. `BASE/WHO` is another's figure beside ours, `BASE`."""
+        """Add a figure, as one value or as the values of its rounds. `BASE/PEER` is a peer's figure for `BASE`."""
         if isinstance(values, list):
             more["spread"] = (min(values), max(values))
             values = median(values)
@@ -73,7 +73,7 @@ class BenchReport:
         }
 
     def emit(self, file: Path | None = None, stated: str | None = None) -> None:
-        """`stated`: the commit, by the user's word."""
+        """Return the result as JSON data. `stated` is the commit given by the user."""
         whole = self.as_dict(stated)
         print(table(self.results))
         if file is not None:
@@ -83,9 +83,9 @@ class BenchReport:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of every command that emits a report."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
-    parser.add_argument("--commit", metavar="REV", help="of this code, recorded as stated (default: as git knows it)")
+    """Add the options of every command that emits a report."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    parser.add_argument("--commit", metavar="REV", help="commit of this code, recorded as stated (default: from git)")
 
 
 def table(results: Mapping[str, BenchResult]) -> str:
@@ -96,7 +96,7 @@ def table(results: Mapping[str, BenchResult]) -> str:
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    left = (0, 2)  # names and units are read from the left, numbers from the right
+    left = (0, 2)  # names and units are left-aligned, numbers right-aligned
     cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
     return "  ".join(cells).rstrip()
 
@@ -107,18 +107,18 @@ def _row(name: str, r: BenchResult) -> tuple[str, ...]:
 
     spread = "" if r.spread is None else f"{number(r.spread[0])}..{number(r.spread[1])}"
     ratio = "" if r.ratio is None else f"{r.ratio:.2f}x"
-    achieved = "" if r.achieved is None else f"{r.achieved:.0%}"
+    achieved = "" if r.limit_share is None else f"{r.limit_share:.0%}"
     return name, number(r.value), r.unit, spread, number(r.peer), ratio, number(r.limit), achieved
 
 
 def digits(x: float, significant: int = 5) -> float:
-    """As many digits as mean something."""
+    """Format with a number of significant digits."""
     short = float(f"{x:.{significant}g}")
     return int(short) if short.is_integer() else short
 
 
 def command() -> str:
-    """As a person would type it, whatever file was really started."""
+    """Return the command line as a user would type it."""
     name, *arguments = sys.argv
     parts = Path(name).with_suffix("").parts
     module = ".".join(parts[len(parts) - parts[::-1].index("emberline") - 1 :]) if "emberline" in parts else ""

@@ -1,5 +1,8 @@
-"""`emberline bench router`: what the router adds. Fake workers stream events as fast as they are read or at a pace; the
-same requests go to one of them directly and through the router. Processor time is the router process's own."""
+"""`emberline bench router`: the router's overhead.
+
+Fake workers stream events as fast as they are read, or at a pace. The same requests go to one of them directly and
+through the router. CPU time is that of the router's process.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ PATH = "/v1/chat/completions"
 @dataclass(frozen=True, slots=True)
 class RouterBenchPlan:
     workers: int
-    streams: int  # open at any time
+    streams: int  # open at the same time
     requests: int
     events: int  # of one reply
     pace: float  # seconds between two events
@@ -37,10 +40,10 @@ class RouterBenchPlan:
 @dataclass(frozen=True, slots=True)
 class RouterBenchRun:
     wall: float
-    cpu: float  # of the router
+    cpu: float  # CPU seconds of the router
     first: list[float]  # seconds to the first byte
     rss: int
-    waited: float  # seconds in which the router could have run, had a core been free
+    waited: float  # seconds in which the router was ready to run but had no core
 
 
 def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
@@ -60,7 +63,7 @@ def bench(plan: RouterBenchPlan, rounds: int) -> BenchReport:
         turns: list[RouterBenchRun] = []
         direct: list[RouterBenchRun] = []
         short: list[RouterBenchRun] = []
-        for turn in range(rounds + 1):  # the first warms up
+        for turn in range(rounds + 1):  # the first is a warm-up
             through = asyncio.run(_run_clients(url, router.pid, plan, plan.events))
             straight = asyncio.run(_run_clients(f"http://127.0.0.1:{ports[0]}", router.pid, plan, plan.events))
             single = asyncio.run(_run_clients(url, router.pid, plan, 1))
@@ -94,7 +97,7 @@ def _add_results(
 
 
 async def _run_clients(url: str, router: int, plan: RouterBenchPlan, events: int) -> RouterBenchRun:
-    """Closed: as many streams are open at any time."""
+    """Send requests in a closed loop with a fixed number of open streams."""
     left = iter(range(plan.requests))
     first: list[float] = []
     before = processes.usage(router)
@@ -109,7 +112,7 @@ async def _client(
     url: str, left: Iterator[int], plan: RouterBenchPlan, events: int, first: list[float], phase: float
 ) -> None:
     connection = LeanHTTPConnection(url)
-    await asyncio.sleep(phase * events * plan.pace)  # streams with a pace begin evenly, not all at once
+    await asyncio.sleep(phase * events * plan.pace)  # streams with a pace start evenly spread
     for number in left:
         content = f"{number} ".ljust(plan.prompt, "x")
         asked = {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": events}
@@ -137,4 +140,4 @@ async def _wait_until_ready(url: str, workers: int) -> None:
         except UnexpectedHTTPStatus:
             pass
         await asyncio.sleep(0.1)
-    raise EmberlineError("the workers did not get ready")
+    raise EmberlineError("the workers were not ready in time")

@@ -1,5 +1,8 @@
-"""`emberline bench routing`: what a way of routing saves. Conversations of many turns over shared system prompts go to
-a few workers whose caches are too small for them all: production scheduler, KV manager and router, virtual clock."""
+"""`emberline bench routing`: the share of prompt tokens that each routing variant finds in a cache.
+
+Conversations of many turns over shared system prompts go to a few workers whose caches are too small for all of them.
+The production scheduler, KV manager and router run on a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,7 @@ BLOCK_SECONDS = 2e-4  # 16 tokens of 128 KiB each from a store at 10 GB/s
 
 @dataclass(frozen=True, slots=True)
 class RoutingVariant:
-    """Of routing: who chooses, whether clients name their session, whether workers share a store, and whether the
-    router follows what their caches hold."""
+    """A routing policy, and whether clients name their session, workers share a store, and KV events are on."""
 
     chooser: Callable[[int], WorkerChooser]
     header: bool = False
@@ -85,7 +87,7 @@ def _savings(
 
 
 def _balance(report: BenchReport, shape: SimClusterConfig, seeds: int) -> None:
-    """Requests of very different lengths that have nothing in common, at a load that keeps every worker busy."""
+    """Add the balance of requests of very different lengths without shared prefixes, with every worker busy."""
     for name in BALANCED:
         seen = [_run(VARIANTS[name], SKEWED, shape, 0, seed) for seed in range(seeds)]
         report.add(f"skewed, {name}: most over mean tokens in flight", [mean(one.load_imbalance) for one in seen], "x")

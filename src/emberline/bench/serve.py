@@ -1,4 +1,4 @@
-"""`emberline bench serve`: load on any OpenAI URL, at a fixed concurrency or rate, and what its users see."""
+"""`emberline bench serve`: latencies of any OpenAI-compatible URL at a fixed concurrency or request rate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARES = {"p50": 50, "p90": 90, "p99": 99}
 
 
 async def run_closed_loop(client: CompletionClient, job: BenchJob, concurrency: int) -> list[RequestTrace]:
-    """So many requests open at any time, until all are done."""
+    """Send the job's requests with a fixed number of them open, until all have ended."""
     todo = iter(list(zip(job.prompts, job.outputs, strict=True)))
 
     async def worker() -> list[RequestTrace]:
@@ -31,7 +31,7 @@ async def run_closed_loop(client: CompletionClient, job: BenchJob, concurrency: 
 
 
 async def run_open_loop(client: CompletionClient, job: BenchJob, rate: float) -> list[RequestTrace]:
-    """Poisson arrivals, whether the server keeps up or not."""
+    """Send the job's requests as Poisson arrivals, whether the server keeps up or not."""
     waits = np.random.default_rng(0).exponential(1 / rate, len(job.prompts))
 
     async def one(at: float, prompt: list[int], output: int) -> RequestTrace:
@@ -82,7 +82,7 @@ def bench(
 
 
 def latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
-    """TTFT and end to end as core/events has them; ITL between the events of a stream."""
+    """Add TTFT and end-to-end times as defined in core/events, and ITL between the events of a stream."""
     timings = [trace.timing for trace in traces if trace.error is None and not trace.abandoned]
     families = {
         "ttft": [t.ttft for t in timings if t.ttft is not None],
@@ -96,7 +96,7 @@ def latencies(report: BenchReport, traces: Sequence[RequestTrace]) -> None:
 
 
 def local(url: str) -> dict[str, int]:
-    """The server's processes by name, when it runs on this machine."""
+    """Return the server's processes by name, if it runs on this machine."""
     at = urlsplit(url)
     if at.hostname not in ("127.0.0.1", "localhost", "::1") or at.port is None:
         return {}

@@ -1,5 +1,7 @@
-"""Launch: `emberline serve` as a child process on a free port of loopback, timed from its start to its readiness.
-running: whatever else is started for a measurement."""
+"""ServerLaunch runs `emberline serve` on a free loopback port and times it from start to readiness.
+
+running_server runs any other command for a measurement.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class ServerLaunch:
         while not self._wait_until_ready():
             if self._process.poll() is not None or time.perf_counter() - began > START_TIMEOUT_S:
                 self.stop()
-                raise EmberlineError(f"the server did not get ready: {log.read_text()[-500:]}")
+                raise EmberlineError(f"the server was not ready in time: {log.read_text()[-500:]}")
             time.sleep(POLL_INTERVAL_S)
         self.ready_seconds = time.perf_counter() - began
 
@@ -65,7 +67,7 @@ class ServerLaunch:
 
 @contextmanager
 def running_server(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Another command, unheard, until it is left."""
+    """Run another command without its output until the context exits."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=quiet, stderr=quiet)
     try:

@@ -1,4 +1,4 @@
-"""`emberline bench soak`: many streams for minutes. Nothing may fail, leak a block or grow."""
+"""`emberline bench soak`: many streams for minutes. No request may fail, no block leak, and memory must not grow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from emberline.bench.memory_growth import WARM_UP, MemoryGrowth
 from emberline.bench.report import BenchReport
 from emberline.bench.serve import latencies, local
 
-SETTLE_S = 60.0  # seconds that the last requests may take to end
+SETTLE_S = 60.0  # seconds for the last requests to end
 LENGTHS = ((4.0, 0.8, 512), (3.5, 0.6, 96))  # log-normal, prompts and outputs
 
 
@@ -57,19 +57,19 @@ async def _worker(client: CompletionClient, end: float, seed: int, abandon: floa
         trace = await client.complete(workload.tokens(prompt, rng, vocab), output, leave)
         traces.append(trace)
         if trace.error:
-            await asyncio.sleep(0.5)  # a dead server is not asked a thousand times a second
+            await asyncio.sleep(0.5)  # do not flood a dead server
     return traces
 
 
 async def _watch(url: str, growth: MemoryGrowth, interval: float) -> None:
     while True:
-        pids = await asyncio.to_thread(local, url)  # again each time: an engine may have been restarted
+        pids = await asyncio.to_thread(local, url)  # each time anew, since the engine may have restarted
         growth.sample(pids, time.perf_counter())
         await asyncio.sleep(interval)
 
 
 async def _idle(report: BenchReport, url: str) -> None:
-    """With nothing to do every block must be free or cached. Only our own server tells."""
+    """Add the blocks that are neither free nor cached while no request is open; only Emberline reports them."""
     at = urlsplit(url)
     connection = LeanHTTPConnection(f"{at.scheme}://{at.netloc}")
     deadline = time.perf_counter() + SETTLE_S

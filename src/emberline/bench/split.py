@@ -1,10 +1,10 @@
-"""`emberline bench split`: prompts and answers on separate workers, against as many workers that each do both.
+"""`emberline bench split`: prefill and decode on separate workers, compared with as many workers that do both.
 
-Two workers, each on a core of its own: split or not, for each number of tokens that a step may carry (with fewer,
-prompts disturb streams less and take longer). Arms take turns, each turn with a cluster of its own. First long prompts
-come one at a time: what the first token's way takes beyond the computing, with a handoff, less the same without one,
-is what the handoff adds. Then long prompts and short chats arrive at random, the same ones at the same times in every
-arm. How long blocks were copied, and how much of that the computing of later ones hid, workers count themselves.
+Two workers, each on its own core, with each chunk size (smaller chunks disturb streams less but make prompts slower).
+The arms alternate, each run with a new cluster. First, long prompts arrive one at a time: the time to the first token
+minus the compute time, with a handoff minus without one, is the handoff's overhead. Then long prompts and short chats
+arrive at random, the same ones at the same times in every arm. Workers count the transfer time and how much of it was
+hidden behind computation.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from emberline.core.errors import EmberlineError
 SERVED = "bench"
 SHAPES: dict[str, dict[Role, int]] = {"split": {"prefill": 1, "decode": 1}, "colocated": {"both": 2}}
 OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
-SLACK = 600.0  # seconds beyond the arrivals that a turn may take
+SLACK = 600.0  # seconds after the last arrival within which a run must end
 MOVED = ("pulls", "pulled_bytes", "copy_seconds", "hidden_seconds", "recomputed")
 
 
 @dataclass(frozen=True, slots=True)
 class SplitBenchPlan:
-    chunks: Sequence[int]  # tokens that a step may carry
+    chunks: Sequence[int]  # maximum tokens of a step
     rounds: int
-    seconds: float  # of arrivals
+    seconds: float  # during which requests arrive
     long: int  # tokens of a long prompt; its output is short
-    long_rate: float  # arrivals a second
+    long_rate: float  # requests per second
     chat: tuple[int, int]  # tokens of prompt and output
     chat_rate: float
-    alone: int  # long prompts that come one at a time
+    alone: int  # long prompts that arrive one at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class UnloadedTimes:
-    """A long prompt with nothing beside it, and one token of output; seconds."""
+    """Times of a long prompt with one output token and no other load, in seconds."""
 
     whole: float
-    computing: float  # by the worker that had its prompt
+    computing: float  # compute time of the worker that had the prompt
 
     @property
     def around(self) -> float:
@@ -69,9 +69,9 @@ class UnloadedTimes:
 @dataclass(slots=True)
 class SplitBenchRun:
     alone: list[UnloadedTimes] = field(default_factory=list)
-    moved: dict[str, dict[str, float]] = field(default_factory=dict)  # of blocks, in both phases
-    busy: dict[str, float] = field(default_factory=dict)  # share of the time that each worker computed
-    prefills: Counter[str] = field(default_factory=Counter)  # for another worker, by how they ended
+    moved: dict[str, dict[str, float]] = field(default_factory=dict)  # transfer counters, of both phases
+    busy: dict[str, float] = field(default_factory=dict)  # share of the time in which each worker computed
+    prefills: Counter[str] = field(default_factory=Counter)  # prefills for another worker, by outcome
     wall: float = 0.0
     traces: dict[bool, list[RequestTrace]] = field(default_factory=lambda: {True: [], False: []})  # long or not
 
@@ -79,7 +79,7 @@ class SplitBenchRun:
         return [t.timing.ttft for t in self.traces[long] if t.error is None and t.timing.ttft is not None]
 
     def itl(self) -> list[float]:
-        """Of all streams, between the events that their readers see."""
+        """Return the times between events of all streams."""
         return [gap for traces in self.traces.values() for trace in traces for gap in trace.gaps]
 
     @property
@@ -107,7 +107,7 @@ def bench(model: str, vocab: int, plan: SplitBenchPlan, logs: Path) -> BenchRepo
     return report
 
 
-# -- a turn ------------------------------------------------------------------------------------------------------------
+# -- one run -----------------------------------------------------------------------------------------------------------
 
 
 async def _run_round(
@@ -117,7 +117,7 @@ async def _run_round(
     worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk)]
     async with LocalCluster(SHAPES[shape], worker, logs, pinned=True) as cluster:
         client = CompletionClient(f"{cluster.url}/v1", SERVED)
-        await client.complete(workload.tokens(plan.long, rng, vocab), plan.chat[1])  # warms up
+        await client.complete(workload.tokens(plan.long, rng, vocab), plan.chat[1])  # warm-up
         before = between = await _read_counters(cluster)
         for _ in range(plan.alone):
             trace, earlier = await client.complete(workload.tokens(plan.long, rng, vocab), 1), between
@@ -139,7 +139,7 @@ async def _run_round(
 
 
 def arrivals(plan: SplitBenchPlan, seed: int, vocab: int) -> list[PlannedRequest]:
-    """Of both kinds as many as the rates say, at random times: a Poisson process whose count is known."""
+    """Return requests of both kinds at random times: Poisson processes with a fixed count."""
     rng, found = np.random.default_rng([seed, 1]), list[PlannedRequest]()
     for long, rate, (prompt, output) in (
         (True, plan.long_rate, (plan.long, plan.chat[1] // 2)),
@@ -159,9 +159,9 @@ async def _arrive(client: CompletionClient, expected: Sequence[PlannedRequest], 
 
 
 async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
-    """By worker, with nothing under way."""
+    """Return the counters by worker while no request is open."""
     if held := await cluster.wait_until_idle():
-        raise EmberlineError(f"something is held with nothing to do: {held}")
+        raise EmberlineError(f"workers hold something while no request is open: {held}")
     found: dict[str, dict[str, float]] = {}
     for child in cluster.workers:
         stats: dict[str, Any] | None = await cluster.stats(child)
@@ -172,7 +172,7 @@ async def _read_counters(cluster: LocalCluster) -> dict[str, dict[str, float]]:
     return found
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 def _add_results(
@@ -195,7 +195,7 @@ def _add_results(
 
 
 def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], float]]]:
-    """Of one turn, or of several together."""
+    """Return the figures of one or several runs."""
 
     def share(of: Callable[[SplitBenchRun], list[float]], percent: float) -> Callable[[Sequence[SplitBenchRun]], float]:
         return lambda turns: 1e3 * float(np.percentile([x for turn in turns for x in of(turn)], percent))
@@ -217,7 +217,7 @@ def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[SplitBenchRun]], f
 def _add_busy_results(
     report: BenchReport, chunk: int, split: Sequence[SplitBenchRun], colocated: Sequence[SplitBenchRun]
 ) -> None:
-    """What limits each arm: a core that is always computing has a queue."""
+    """Add the share of time that each worker computed; a worker near 1 limits its arm."""
     for turns in (split, colocated):
         for worker in turns[0].busy:
             report.add(f"busy_{chunk}_{worker}", [turn.busy[worker] for turn in turns], "of the time")

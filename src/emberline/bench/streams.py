@@ -1,4 +1,4 @@
-"""Streams over HTTP from several client processes, so that the clients are not what limits a fast server.
+"""Streams over HTTP from several client processes, so that the clients do not limit a fast server.
 
 Each process holds its share of the concurrent streams. The processes are started and have imported what they need
 before the first request is sent."""

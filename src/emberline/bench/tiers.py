@@ -1,10 +1,9 @@
-"""`emberline bench tiers`: blocks that come back from main memory, a disk and a store, beside computing them anew.
+"""`emberline bench tiers`: loading blocks from main memory, disk and a store, compared with computing them.
 
-First the ways themselves, in GB/s: a block between the cache and a buffer, a buffer to a file or a store and back with
-its checks, as it is and coded (`_uw`); beside them what the memory and the file system do with the same bytes. Then a
-request: the time to its first token when its prompt has to be computed, is in main memory, on disk, or in the store.
-Files are read around the page cache, so the disk is asked each time where it allows that. The store's master runs on
-this machine; without it, its figures are left out.
+First the copies alone, in GB/s: a block between the cache and a buffer, and a buffer to a file or a store and back with
+its checks, plain and compressed (`_uw`), compared with memory and file system on the same bytes. Then a request: its
+time to the first token if the prompt is computed, in main memory, on disk, or in the store. Files are read past the
+page cache where the disk allows it. The store's master runs on this machine; without it the store is left out.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.remote import RemoteTier
 
 COUNT = 64  # blocks moved for one figure
-OTHERS = 3  # prompts that push the one measured out of the cache
+OTHERS = 3  # prompts that evict the measured one from the cache
 
 
 def speeds(call: Callable[[], object], size: int, rounds: int) -> list[float]:
-    """GB/s of each round."""
+    """Return the GB/s of each round."""
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -78,10 +77,10 @@ def add_copies(report: BenchReport, engine: Engine, rounds: int) -> None:
 
 
 def add_files(report: BenchReport, block_bytes: int, where: Path, master: str | None, rounds: int) -> None:
-    """Peers are the same bytes in one large file, written at its end and read at random."""
+    """Add a tier's speed; its peer is the same bytes in one large file, appended and read at random."""
     host = HostTier(block_bytes, (COUNT + 2) * 2 * block_bytes)
     buffers = [host.memory[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]
-    for i, buffer in enumerate(buffers):  # as keys and values are distributed
+    for i, buffer in enumerate(buffers):  # normally distributed, like keys and values
         values = np.random.default_rng(i).standard_normal(len(buffer) // 2, np.float32)
         buffer[:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     size = COUNT * host.buffer_bytes
@@ -130,17 +129,17 @@ def add_tier(
 
 
 def stores(tier: DiskTier | RemoteTier, buffers: list[memoryview]) -> list[bytes]:
-    """Under names that it has not seen."""
+    """Return the speeds of storing blocks under new names."""
     names = [os.urandom(16) for _ in buffers]
     if tier.store(names, buffers) != len(buffers):
-        raise RuntimeError("a block could not be stored; the log says why")
+        raise RuntimeError("a block could not be stored; the log has the reason")
     return names
 
 
 def segment(
     path: Path, buffers: list[memoryview], order: list[int], rounds: int, *, direct: bool
 ) -> tuple[float, float]:
-    """The best GB/s of writing and reading a packed file without checks, by the same kind of I/O."""
+    """Return the best GB/s of writing and reading one file without checks, with the same kind of I/O."""
     size = len(buffers[0])
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | (os.O_DIRECT if direct else 0))
 
@@ -159,7 +158,7 @@ def segment(
 
 
 def first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, int]:
-    """Seconds to it, and how many tokens were not computed."""
+    """Return the seconds to the first token and the number of cached tokens."""
     engine.add(Submission(name, prompt, SamplingParams(max_tokens=1, temperature=0.0)))
     began, seconds, cached = time.perf_counter(), 0.0, 0
     while not engine.idle:
@@ -169,7 +168,7 @@ def first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, in
 
 
 def add_requests(report: BenchReport, tier: str, engine: Engine, tokens: int, rounds: int) -> None:
-    """The prompt is asked for, pushed out of the cache by others, and asked for again."""
+    """Add the first-token times of a prompt that was evicted from the cache and is requested again."""
     tiers, rng = engine.kv.tiers, random.Random(tier)
     assert tiers is not None
     computed, loaded = [], []
@@ -190,7 +189,7 @@ def add_requests(report: BenchReport, tier: str, engine: Engine, tokens: int, ro
 
 
 def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) -> BenchReport:
-    """`directory`: on the disk that is meant; None: where temporary files are."""
+    """Run the benchmark. `directory` is on the disk to measure; None is the directory of temporary files."""
     report = BenchReport("kv-tiers", {"model": name, "rounds": rounds, "tokens": lengths})
     where, master = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=directory)), MooncakeMaster()
     try:

@@ -1,8 +1,8 @@
-"""`emberline bench transfer`: how fast blocks move from one cache into another, and what it costs, over each transport.
+"""`emberline bench transfer`: speed and CPU time of moving blocks between two caches, over each transport.
 
-The sender is another process, except for `local`. Blocks lie scattered in both caches, the worst case, and once side by
-side; they hold bfloat16 of a normal distribution. Beside it: one memcpy of the same size, and bare sockets that do
-nothing but move it. `_uw`: coded on the way, whether that is faster or not.
+The sender is another process, except for `local`. Blocks are scattered in both caches, the worst case, and once
+contiguous; they hold normally distributed bfloat16. For comparison: one memcpy of the same size, and bare sockets.
+`_uw`: compressed on the way, whether that is faster or not.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
 
 LAYERS = 16
-STEP = 64 << 10  # bytes: blocks of multiples of this have heads of whole words
-CALL = 2 << 20  # bytes that bare sockets send and receive in a call
+STEP = 64 << 10  # bytes; block sizes are multiples of this
+CALL = 2 << 20  # bytes per call of bare sockets
 LEASE_S = DEADLINE = 120.0  # seconds
 STREAMS = (1, 2)
 
@@ -51,11 +51,11 @@ STREAMS = (1, 2)
 @dataclass(frozen=True, slots=True)
 class TransferRound:
     rate: float  # GB/s
-    cpu: float  # seconds of all processes together, per GB
+    cpu: float  # CPU seconds of all processes per GB
 
 
 def bench(sizes: list[int], total: int, rounds: int, piece: int) -> BenchReport:
-    """`sizes`: bytes of a block. `total`: bytes moved each time."""
+    """Run the benchmark. `sizes` are bytes per block, `total` is the bytes moved each time."""
     if any(size <= 0 or size % STEP for size in sizes):
         raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
     library = find_library()
@@ -135,7 +135,7 @@ def _measure_rounds(case: TransferCase, target: HostRegion, transport: Transport
         size = case.count * case.block / 1e9
         found.append(TransferRound(size / seconds, (ours + ask("cpu") - theirs) / size))
     receiver.close()
-    return found[1:]  # the first one touches the memory
+    return found[1:]  # the first is a warm-up
 
 
 def _local(case: TransferCase, target: HostRegion) -> list[TransferRound]:
@@ -167,7 +167,7 @@ def _memcpy(report: BenchReport, total: int, rounds: int) -> float:
 
 
 def raw_sockets(report: BenchReport, total: int, rounds: int, streams: int) -> float:
-    """Bare sockets: as much as the system moves when nobody asks what it was."""
+    """Add the speed of bare sockets, the most that the system moves over TCP."""
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     args = (theirs, listener.getsockname()[1], total // streams, rounds + 1, streams)
@@ -220,11 +220,11 @@ def _send_bytes(pipe: Connection, port: int, share: int, rounds: int, streams: i
         pipe.send(time.process_time())
 
 
-# -- the sending process -----------------------------------------------------------------------------------------------
+# -- sender process ----------------------------------------------------------------------------------------------------
 
 
 def _serve(pipe: Connection, layout: KVLayout, count: int, ids: list[int], mooncake: bool) -> None:
-    """Publishes blocks when asked to."""
+    """Publish blocks for each question."""
     segment = SharedSegment(layout, count)
     _fill_pattern(segment.region)
     library = find_library()
@@ -255,7 +255,7 @@ def _whole(region: HostRegion) -> TransferPiece:
 
 
 def _fill_pattern(region: HostRegion) -> None:
-    """As keys and values are distributed; each plane differs from its neighbours."""
+    """Fill the region with normally distributed values; each plane differs from its neighbours."""
     rng = np.random.default_rng(1)
     values = (rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for view in region.views(_whole(region), np.arange(region.blocks)):
@@ -269,7 +269,7 @@ def _clear(region: HostRegion) -> None:
 
 
 def _sums(region: HostRegion, ids: list[int]) -> list[int]:
-    """Of each plane of each block: one that is missing or misplaced shows."""
+    """Return a checksum of each plane of each block, which shows missing or misplaced planes."""
     where = np.asarray(ids, np.int64)
     wholes = (region.views(TransferPiece(0, LAYERS, i, i + 1), where) for i in range(len(ids)))
     return [int(np.frombuffer(view, np.uint64).sum()) for views in wholes for view in views]

@@ -1,8 +1,8 @@
-"""`emberline bench unweight`: bits a weight on disk and in memory beside the entropy, and the speed of the codec.
+"""`emberline bench unweight`: bits per weight on disk and in memory, the entropy, and the speed of the codec.
 
-Real weights: SmolLM2 (which its publisher quantised to 4 bits before we made bf16 of it) and MiniLM, cast to bf16. Made
-ones: rows of every matrix of an 8B Llama, drawn from a Gaussian and from Student's t with 5 degrees of freedom, and
-counted as often as the model has such rows. The memory form is `uw12`, as its reference packs it.
+Real weights: SmolLM2 (quantised to 4 bits by its publisher, expanded to bf16) and MiniLM, cast to bf16. Generated ones:
+rows of every matrix of an 8B Llama, drawn from a Gaussian and from Student's t with 5 degrees of freedom, weighted by
+the number of such rows in the model. The format in memory is `uw12`, packed by its reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from emberline.unweight.codec import WeightCodec, select_weight_codec
 from emberline.unweight.format import BLOCK_ELEMENTS, Bytes
 from emberline.unweight.prefix_code import PrefixCode, entropy_bits
 
-LLAMA_8B = {  # rows, columns, how many
+LLAMA_8B = {  # rows, columns, count
     "qkv": (6144, 4096, 32),
     "o": (4096, 4096, 32),
     "gate_up": (28672, 4096, 32),
@@ -38,9 +38,9 @@ LLAMA_8B = {  # rows, columns, how many
     "embedding": (128256, 4096, 1),
     "lm_head": (128256, 4096, 1),
 }
-SAMPLED = 256  # rows of each
+SAMPLED = 256  # rows of each matrix
 SCALE, FREEDOM = 0.02, 5
-TIMED = 512 * BLOCK_ELEMENTS  # weights that the codec is timed with
+TIMED = 512 * BLOCK_ELEMENTS  # weights for timing the codec
 RUN = 32 * BLOCK_ELEMENTS
 WARM_SECONDS = 0.5
 FORMATS = {"float16": (torch.float16, 2), "float32": (torch.float32, 4), "float8_e4m3": (torch.float8_e4m3fn, 1)}
@@ -83,14 +83,14 @@ def bench(rounds: int, peers_dir: Path) -> BenchReport:
     for name, (dtype, width) in FORMATS.items():
         numbers = gaussian(64 * BLOCK_ELEMENTS)
         if width == 1:
-            numbers *= torch.finfo(dtype).max / numbers.abs().max()  # as those who quantise do
+            numbers *= torch.finfo(dtype).max / numbers.abs().max()  # scaled to the format's range
         _other_format(report, name, numbers.to(dtype), width, codec)
     _speed(report, codec, rounds, peers_dir)
     return report
 
 
 def sources() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
-    """Models by name: their matrices in bf16, and how often each counts."""
+    """Yield models by name: their matrices in bf16 and the weight of each."""
     for name in ("smollm2", "minilm"):
         yield name, ((matrix, 1.0) for matrix in _checkpoint(resolve_model(name)))
     yield "llama_8b_gaussian", _llama(gaussian)
@@ -131,7 +131,7 @@ def _other_format(report: BenchReport, name: str, tensor: Tensor, width: int, co
 
 
 def _speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path) -> None:
-    """In bytes of bf16, whichever way they go."""
+    """Add the codec's GB/s of bf16 bytes, for encoding and decoding."""
     elements = as_bytes(gaussian(TIMED).bfloat16())
     code = PrefixCode.from_counts(codec.count_symbols(elements, 2))
     runs = [elements[at : at + 2 * RUN] for at in range(0, len(elements), 2 * RUN)]
@@ -165,7 +165,7 @@ def _speed(report: BenchReport, codec: WeightCodec, rounds: int, peers_dir: Path
 
 
 def _seconds(work: Callable[[], object], rounds: int) -> list[float]:
-    """Of each round, once the system has spread the threads over the cores, which takes it a while."""
+    """Return the seconds of each round, after a warm-up in which the system spreads the threads over the cores."""
     until = time.perf_counter() + WARM_SECONDS
     times: list[float] = []
     while len(times) < rounds:

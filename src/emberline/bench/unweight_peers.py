@@ -1,6 +1,6 @@
-"""Other compressors on the same bytes, each in a process of its own: one that is not there, or dies, is left out.
+"""Other compressors on the same bytes, each in its own process; one that is missing or crashes is left out.
 
-`scripts/bench-peers` installs them into an environment; without it they are looked for in ours.
+`scripts/bench-peers` installs them into an environment; without it they are searched in ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 PEERS = ("zstd-1", "zstd-3", "zipnn")
 SECONDS = 300
-Figures = dict[str, list[float]]  # encode and decode in GB/s, bits a weight
+Figures = dict[str, list[float]]  # encode and decode in GB/s, bits per weight
 
 
 def measure_peer(name: str, data: bytes, rounds: int, root: Path) -> Figures | None:

@@ -1,4 +1,4 @@
-"""The request sets: seeded, so that every engine serves the same lengths and the same tokens."""
+"""Seeded request sets, so that every engine serves the same lengths and tokens."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def prefill(length: int, vocab: int) -> BenchJob:
 
 
 def decode(batch: int, vocab: int, context: int = CONTEXT, steps: int = STEPS) -> BenchJob:
-    return job([(context, steps + 1)] * batch, vocab)  # the first token belongs to the prefill
+    return job([(context, steps + 1)] * batch, vocab)  # the first token is part of the prefill
 
 
 def mix(count: int, vocab: int) -> BenchJob:
-    """Short and long requests mixed, all at once."""
+    """Return a mix of short and long requests, submitted at once."""
     return job(lengths(count, (4.5, 0.8, 512), (4.0, 0.6, 128)), vocab)
 
 
 def chat(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
-    """The lengths (prompt, output) of conversations as people share them."""
+    """Return lengths (prompt, output) that resemble shared conversations."""
     return lengths(count, (5.0, 1.1, 3500), (5.1, 0.8, 1024), seed)
 
 
 def lengths(
     count: int, prompt: tuple[float, float, int], output: tuple[float, float, int], seed: int = 0
 ) -> list[tuple[int, int]]:
-    """Log-normal (mean, sigma, most), at least 8; all prompts are drawn before all outputs."""
+    """Return log-normal lengths (mean, sigma, maximum) of at least 8; all prompts are drawn before all outputs."""
     rng = np.random.default_rng(seed)
     drawn = [np.clip(rng.lognormal(mean, sigma, count), 8, most).astype(int) for mean, sigma, most in (prompt, output)]
     return list(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True))

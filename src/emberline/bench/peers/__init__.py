@@ -1,1 +1,1 @@
-"""Contenders of `bench cpu`: each a child process in an environment of its own, all speaking peers.wire."""
+"""Contenders of `bench cpu`: each a child process in its own environment that uses `child_protocol`."""

@@ -1,4 +1,4 @@
-"""What a contender's child process says and hears: jobs in, timelines out, one JSON line each. Stdlib only."""
+"""The protocol of a contender's child process: jobs in, timelines out, one JSON line each. Stdlib only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class BenchContender(Protocol):
     def run(self, job: BenchJob) -> TokenTimeline: ...
 
     def counters(self) -> Mapping[str, float]:
-        """Seconds since start that the report wants the differences of; most have none."""
+        """Return counters in seconds whose differences are reported; most contenders have none."""
         ...
 
 
 def serve(make: Callable[[dict[str, Any]], BenchContender]) -> None:
-    """`make` gets the settings that the parent put on the command line. Ends with its stdin."""
+    """Serve jobs until stdin ends. `make` gets the settings from the command line."""
     out = _take_stdout()
     contender = make(json.loads(sys.argv[-1]))
     _write_message(out, {"ready": contender.facts})
@@ -32,14 +32,14 @@ def serve(make: Callable[[dict[str, Any]], BenchContender]) -> None:
         before = contender.counters()
         try:
             answer: dict[str, Any] = {"times": contender.run(job).times}
-        except Exception as error:  # whatever the peer raises is the finding
+        except Exception as error:  # any error of the peer is a result
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         after = contender.counters()
         _write_message(out, {**answer, "counters": {name: after[name] - before[name] for name in after}})
 
 
 class TokenTicks:
-    """Collects when the tokens of a job come."""
+    """Records when the tokens of a job arrive."""
 
     def __init__(self, job: BenchJob) -> None:
         self.times: list[list[float]] = [[] for _ in job.prompts]
@@ -53,7 +53,7 @@ class TokenTicks:
 
 
 def _take_stdout() -> TextIO:
-    """Libraries print; the answers must not be among that."""
+    """Return stdout for messages and redirect print output of libraries to stderr."""
     mine = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return mine

@@ -1,4 +1,4 @@
-"""A quantised GGUF widened to 16 bits, so that llama.cpp computes with the weights that we do. Metadata is kept."""
+"""Widens a quantised GGUF file to 16 bits, so that llama.cpp uses the same weights as Emberline. Keeps metadata."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KINDS = {"bf16": "BF16", "f16": "F16"}
 
 
 def widen(source: Path, target: Path, kind: str) -> Path:
-    """Matrices become `kind`, vectors stay float32, as llama.cpp's own converter has it."""
+    """Write matrices as `kind` and vectors as float32, like llama.cpp's converter."""
     if target.exists():
         return target
     import gguf
@@ -37,7 +37,7 @@ def widen(source: Path, target: Path, kind: str) -> Path:
 def _copy_metadata(reader: Any, writer: Any, file_type: int) -> None:
     for name, entry in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
-            continue  # the writer's own
+            continue  # written by the writer itself
         value = file_type if name == "general.file_type" else entry.contents()
         inner = entry.types[-1] if len(entry.types) > 1 else None
         writer.add_key_value(name, value, entry.types[0], sub_type=inner)

@@ -1,4 +1,4 @@
-"""llama.cpp as the xllamacpp wheel has it: its server in this process, one slot a request, continuous batching."""
+"""llama.cpp from the xllamacpp wheel: its server in this process, one slot per request, continuous batching."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.peers.child_protocol import TokenTicks, serve
 
-SPARE_TOKENS = 16  # tokens of context beyond what a job needs
+SPARE_TOKENS = 16  # tokens of context beyond the job's need
 MIN_CONTEXT_TOKENS = 512
 
 
@@ -18,7 +18,7 @@ class LlamaCpp:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._library: Any = import_module("xllamacpp")
-        # A start, like the others'. With a job: a server that is dropped before its loop runs waits for it for ever.
+        # The start runs a job, because a server that is dropped before its loop runs would hang.
         self.run(BenchJob([[1]], [1]))
         self.facts: dict[str, Any] = {
             "xllamacpp": self._library.__version__,
@@ -26,7 +26,7 @@ class LlamaCpp:
         }
 
     def run(self, job: BenchJob) -> TokenTimeline:
-        # A server made for the job: no slot too many to look after, no cache to search that earlier jobs have filled.
+        # A new server for each job: no unused slots, and no cache filled by earlier jobs.
         server = self._server(len(job.prompts), max(job.longest + SPARE_TOKENS, MIN_CONTEXT_TOKENS))
         ticks = TokenTicks(job)
         threads = [Thread(target=self._complete, args=(server, job, i, ticks)) for i in range(len(job.prompts))]
@@ -52,7 +52,7 @@ class LlamaCpp:
 
     def _complete(self, server: Any, job: BenchJob, i: int, ticks: TokenTicks) -> None:
         def tick(chunk: dict[str, Any]) -> None:
-            # Text may wait for the rest of a character: the count of tokens is the truth.
+            # Text may wait for the rest of a character, so the token count is used.
             count = chunk.get("timings", {}).get("predicted_n", 0)
             if count > len(ticks.times[i]):
                 ticks.mark(i, count - len(ticks.times[i]))

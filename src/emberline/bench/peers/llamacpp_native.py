@@ -1,5 +1,8 @@
-"""llama.cpp built on this machine for this machine, through llama-cpp-python's bindings: its decode function called
-directly, with the batches of its own parallel example: a token of every running sequence, then prompts."""
+"""llama.cpp built for this machine, through llama-cpp-python's bindings.
+
+Its decode function is called directly, with batches as in its own parallel example: one token of every running
+sequence, then prompts.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 from emberline.bench.job import BenchJob, TokenTimeline
 from emberline.bench.peers.child_protocol import TokenTicks, serve
 
-BATCH = 2048  # llama.cpp's default for a call; it cuts it into its own pieces of 512
-STEP = 256  # contexts come in multiples of this
+BATCH = 2048  # llama.cpp's default; it divides a call into parts of 512
+STEP = 256  # contexts are multiples of this
 
 
 class LlamaCppNative:
@@ -37,7 +40,7 @@ class LlamaCppNative:
         fed = [0] * len(known)
         ticks = TokenTicks(job)
         while todo := [i for i, output in enumerate(job.outputs) if len(ticks.times[i]) < output]:
-            todo.sort(key=lambda i: len(known[i]) - fed[i])  # those that wait for one token first
+            todo.sort(key=lambda i: len(known[i]) - fed[i])  # sequences that need one token first
             sampled = self._fill(batch, todo, known, fed)
             if status := self._library.llama_decode(context, batch):
                 raise RuntimeError(f"llama_decode gave {status}")
@@ -60,7 +63,7 @@ class LlamaCppNative:
         return self._library.llama_init_from_model(self._model, params)
 
     def _fill(self, batch: Any, todo: list[int], known: list[list[int]], fed: list[int]) -> dict[int, int]:
-        """Puts in what fits; returns the row of every sequence that is then complete and can be sampled."""
+        """Fill the batch and return the row of every sequence that is complete and can be sampled."""
         rows: dict[int, int] = {}
         batch.n_tokens = 0
         for i in todo:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers, eager: `generate` on a batch of equal lengths. It has no continuous batching on a CPU."""
+"""Hugging Face transformers in eager mode: `generate` on a batch of equal lengths, without continuous batching."""
 
 from __future__ import annotations
 

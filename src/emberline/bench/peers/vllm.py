@@ -1,4 +1,4 @@
-"""vLLM, its offline engine stepped as its own LLM class steps it."""
+"""vLLM's offline engine, stepped like its LLM class does."""
 
 from __future__ import annotations
 
