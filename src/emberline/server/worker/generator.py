@@ -116,9 +116,9 @@ class Generator:
 
     def _last_block(self, prepared: PreparedCall) -> str:
         """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
-        facts = self.engine.model_info[self.served_name]
+        info = self.engine.model_info[self.served_name]
         end = last_full_block(
-            root_hash(facts.layout, prepared.common.cache_salt), prepared.prompts[0].token_ids, facts.block_size
+            root_hash(info.layout, prepared.common.cache_salt), prepared.prompts[0].token_ids, info.block_size
         )
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
