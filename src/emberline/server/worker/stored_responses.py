@@ -1,4 +1,4 @@
-"""StoredResponses: stores replies of the Responses API, and the endpoints that read and delete them."""
+"""StoredResponses: stores replies of the Responses API and handles the requests that read and delete them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StorageFields(msgspec.Struct):
 
 class StoredResponses:
     def __init__(self, store: ResponseStore | None, tenant_of: Callable[[Exchange], str]) -> None:
-        """`store`: None if responses are not stored. `tenant_id` returns the tenant of a request with an API key."""
+        """`store`: None if responses are not stored. `tenant_of` returns the tenant of a request with an API key."""
         self._store = store
         self._tenant_of = tenant_of
 
