@@ -1,4 +1,4 @@
-"""Replies without an engine: random ones, and the vendors' clients wired to our parsers and renderers."""
+"""Replies without an engine: random deltas, and the official clients connected to the parsers and writers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def token(text: str, logprob: float = -0.5, top: Sequence[TokenInfo] = ()) -> To
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Delta]:
-    """One choice, of any segments in any order, each in any pieces."""
+    """Generate the deltas of one choice: any segments in any order, each in any number of pieces."""
     deltas: list[Delta] = []
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=5)):
@@ -66,18 +66,18 @@ def _finish(draw: st.DrawFn, calls: int) -> Finish:
     return draw(st.sampled_from(endings))
 
 
-def play(renderer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
+def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
     return b"".join(
         [
-            *renderer.write_start(),
-            *(event for delta in deltas for event in renderer.write(delta)),
-            *renderer.write_end(),
+            *writer.write_start(),
+            *(event for delta in deltas for event in writer.write(delta)),
+            *writer.write_end(),
         ]
     )
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    """The payloads of named events, each named as its type."""
+    """Return the payloads of named events and check that each event's name is its type."""
     payloads = []
     for event in stream.decode().removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n", 1)
@@ -87,19 +87,19 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 
 
 class Answering:
-    """A server without a socket: parses each request, and answers with the deltas."""
+    """A server without a socket: it parses each request and replies with the deltas."""
 
-    def __init__(self, parse: Callable[[bytes], ChatCall], renderer: Callable[..., ReplyWriter], id: str) -> None:
+    def __init__(self, parse: Callable[[bytes], ChatCall], writer: Callable[..., ReplyWriter], id: str) -> None:
         self.calls: list[ChatCall] = []
         self.deltas: Sequence[Delta] = ()
         self.http = httpx2.Client(transport=httpx2.MockTransport(self._answer))
-        self._parse, self._renderer, self._id = parse, renderer, id
+        self._parse, self._renderer, self._id = parse, writer, id
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         call = self._parse(request.content)
         self.calls.append(call)
-        renderer = self._renderer(call, self._id, 1700000000, "fp_1")
-        stream = play(renderer, self.deltas)
+        writer = self._renderer(call, self._id, 1700000000, "fp_1")
+        stream = play(writer, self.deltas)
         if call.stream:
             return httpx2.Response(200, content=stream, headers={"content-type": "text/event-stream"})
-        return httpx2.Response(200, content=sse.dumps(renderer.body()), headers={"content-type": "application/json"})
+        return httpx2.Response(200, content=sse.dumps(writer.body()), headers={"content-type": "application/json"})

@@ -1,5 +1,7 @@
-"""A worker's whole HTTP side over an engine that follows a script: what it writes is a function of the prompt, the seed
-and what was written, so a reply can go on anywhere."""
+"""A worker's HTTP side with a scripted engine.
+
+The output depends only on the prompt, the seed and the tokens so far, so that any worker can continue a reply.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
 TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
-Script = Callable[[str, int], str]  # what is written of a choice, and which choice: all that it will have written
+Script = Callable[[str, int], str]  # from a choice's text so far and its index to its whole text
 
-LEAST = 1  # tokens of a step; the next has one more, up to three: as a function of the position, so that cuts agree
+MIN_STEP_TOKENS = 1  # a step has up to two more, depending on the position only: resumed output has the same steps
 
 
 def logprob(token: int, top: int) -> TokenLogprob:
@@ -43,7 +45,7 @@ def logprob(token: int, top: int) -> TokenLogprob:
 
 @dataclass
 class ScriptedEngine:
-    """An AsyncEngine's shape. `fail_after`: it breaks after so many outputs."""
+    """Has the interface of AsyncEngine. `fail_after`: the number of outputs before it fails."""
 
     tokenizer: Tokenizer
     script: Script
@@ -62,10 +64,10 @@ class ScriptedEngine:
         self.clock += 0.001
         return self.clock
 
-    def abort_one(self, submission_id: str, index: int) -> None:
+    def abort_completion(self, submission_id: str, index: int) -> None:
         self.aborted.add((submission_id, index))
 
-    async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
+    async def submit(self, submission: Submission, *, merges: bool = False) -> AsyncGenerator[Output, None]:
         self.submissions.append(submission)
         self.open.add(submission.id)
         try:
@@ -82,12 +84,12 @@ class ScriptedEngine:
 
     def _outputs(self, s: Submission) -> Any:
         if s.publish:
-            yield from self._published(s)
+            yield from self._prefill_outputs(s)
             return
-        goals = [self._goal(s, i) for i in range(s.params.n)]
-        written = [list(one) for one in s.resumed] or [[] for _ in goals]
+        targets = [self._target_tokens(s, i) for i in range(s.params.n)]
+        written = [list(one) for one in s.resumed] or [[] for _ in targets]
         started = [bool(one) for one in written]
-        live = list(range(len(goals)))
+        live = list(range(len(targets)))
         while live:
             i = min(live, key=lambda i: (len(written[i]), i))
             if (s.id, i) in self.aborted:
@@ -95,12 +97,12 @@ class ScriptedEngine:
                 yield Output(s.id, i, finish=FinishReason.ABORT)
                 continue
             new: list[int] = []
-            finish = self._ending(s, written[i])  # of what was resumed, perhaps
-            for _ in range(LEAST + len(written[i]) % 3):
+            finish = self._finish_reason(s, written[i])  # the resumed tokens may end the choice already
+            for _ in range(MIN_STEP_TOKENS + len(written[i]) % 3):
                 if finish is None:
-                    new.append(goals[i][len(written[i])])
+                    new.append(targets[i][len(written[i])])
                     written[i].append(new[-1])
-                    finish = self._ending(s, written[i])
+                    finish = self._finish_reason(s, written[i])
             output = Output(s.id, i, new, finish=finish, timing=Timing(0.0, 0.0, 0.0, 1.0 if finish else None))
             if s.params.logprobs is not None:
                 output.logprobs = [logprob(token, s.params.logprobs) for token in new]
@@ -112,22 +114,22 @@ class ScriptedEngine:
                 live.remove(i)
             yield output
 
-    def _published(self, s: Submission) -> Any:
+    def _prefill_outputs(self, s: Submission) -> Any:
         if self.ticket is not None:
             yield Output(s.id, ticket=self.ticket)
         done = {"cached_tokens": self.cached, "timing": Timing(0.0, 1.0, 1.5, 1.5), "ticket": self.ticket}
-        yield Output(s.id, 0, self._goal(s, 0)[:1], finish=FinishReason.HANDOFF, **done)
+        yield Output(s.id, 0, self._target_tokens(s, 0)[:1], finish=FinishReason.HANDOFF, **done)
 
-    def _goal(self, s: Submission, index: int) -> list[int]:
+    def _target_tokens(self, s: Submission, index: int) -> list[int]:
         before = self.tokenizer.decode(s.prompt, skip_special=False).rpartition("|")[2]
         whole = self.tokenizer.encode(self.script(before, index), add_special=False)
         return [*whole[len(self.tokenizer.encode(before, add_special=False)) :], EOS]
 
-    def _ending(self, s: Submission, written: list[int]) -> FinishReason | None:
+    def _finish_reason(self, s: Submission, written: list[int]) -> FinishReason | None:
         if written and written[-1] == EOS:
             return FinishReason.STOP
-        most = s.params.max_tokens
-        return FinishReason.LENGTH if most is not None and len(written) >= most else None
+        max_tokens = s.params.max_tokens
+        return FinishReason.LENGTH if max_tokens is not None and len(written) >= max_tokens else None
 
 
 class House:
@@ -148,7 +150,7 @@ class House:
         self.app = EngineApp(config, engine, self.catalog, None, {})
 
     def check(self, grammar: GrammarSpec, param: str = "") -> None:
-        """The guard's: the script knows no grammars."""
+        """Accept every grammar, in place of GrammarGuard."""
 
     def post(self, path: str, body: Any, **headers: str) -> Answer:
         return asyncio.run(self.posted(path, body, **headers))
@@ -168,7 +170,7 @@ class House:
             await self.app(scope, receive, answer.take)
         except ReplyInterrupted:
             answer.cut = True
-        assert not self.engine.open, "nothing is left open"
+        assert not self.engine.open, "a submission is still open"
         return answer
 
 
@@ -178,7 +180,7 @@ class Answer:
         self.headers: dict[str, str] = {}
         self.writes: list[bytes] = []
         self.ended = False
-        self.cut = False  # the connection, so that nobody takes it for whole
+        self.cut = False  # the connection was closed within the reply
 
     async def take(self, message: dict[str, Any]) -> None:
         assert not self.ended

@@ -1,4 +1,4 @@
-"""The API fuzzed from its own OpenAPI document: the server answers as it says and stays up."""
+"""Fuzz the API from its OpenAPI document: the server replies as documented and stays up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 PAIRS = [(o, m) for o in OPERATIONS for m in GenerationMode if o.method != "get" or m is GenerationMode.POSITIVE]
 EXAMPLES = 25
-LEAST = 5  # posts must reach the server; a plain get has but one form
+MIN_CASES = 5  # negative cases of a POST must reach the server; a plain GET has only one form
 LENGTH = {"/v1/responses": "max_output_tokens"}
 GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -29,10 +29,10 @@ GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 @pytest.mark.parametrize(
     ("operation", "mode"), PAIRS, ids=lambda part: getattr(part, "label", None) or part.name.lower()
 )
-def test_api(operation: Any, mode: GenerationMode, server: str) -> None:
+def test_api_answers_as_documented(operation: Any, mode: GenerationMode, server: str) -> None:
     answered = 0
 
-    @given(case=_cases(operation.as_strategy(generation_mode=mode)))
+    @given(case=valid_cases(operation.as_strategy(generation_mode=mode)))
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
@@ -45,27 +45,27 @@ def test_api(operation: Any, mode: GenerationMode, server: str) -> None:
         nonlocal answered
         if isinstance(case.body, dict):
             if mode is GenerationMode.POSITIVE:
-                _reach_the_model(case.path, case.body)
-            elif case.path in GENERATES and case.path != "/v1/messages":  # there, to leave it out is a mistake
-                case.body.setdefault(LENGTH.get(case.path, "max_tokens"), 3)  # what is wrong may not be the body
+                _use_served_model(case.path, case.body)
+            elif case.path in GENERATES and case.path != "/v1/messages":  # where a missing max_tokens is an error
+                case.body.setdefault(LENGTH.get(case.path, "max_tokens"), 3)  # the invalid part may be outside the body
         case.call_and_validate(base_url=server, checks=CHECKS, timeout=60)
         answered += 1
 
     fuzz()
-    assert answered >= (LEAST if operation.method == "post" else 1)
+    assert answered >= (MIN_CASES if operation.method == "post" else 1)
 
 
 @st.composite
-def _cases(draw: st.DrawFn, made: st.SearchStrategy[schemathesis.Case]) -> schemathesis.Case:
-    """What the generator makes, less the drafts in which it negated a schema into one that nothing satisfies."""
+def valid_cases(draw: st.DrawFn, generated: st.SearchStrategy[schemathesis.Case]) -> schemathesis.Case:
+    """Return the generated cases without those for a negated schema that no value satisfies."""
     try:
-        return draw(made)
+        return draw(generated)
     except InvalidSchema:
         reject()
 
 
-def _reach_the_model(path: str, body: dict[str, Any]) -> None:
-    """A made-up model is a 404 and nothing else is looked at; of a real one a few tokens are enough."""
+def _use_served_model(path: str, body: dict[str, Any]) -> None:
+    """Use the served model and few tokens: an unknown model gives a 404 before any other check."""
     body["model"] = "minilm" if path == "/v1/embeddings" else "smollm2"
     if path in GENERATES:
         body.pop("max_completion_tokens", None)

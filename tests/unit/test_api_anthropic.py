@@ -1,4 +1,4 @@
-"""What a request of Anthropic's protocol means: good bodies to calls, bad ones to a 400 naming the field."""
+"""Requests of Anthropic's protocol: valid bodies become calls, invalid ones a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city"
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
 
 
-def ask(**fields: Any) -> MessagesCall:
+def parse_request(**fields: Any) -> MessagesCall:
     return parse(json.dumps({"model": "m", "max_tokens": 2048, "messages": [USER], **fields}).encode())
 
 
-def refused(body: dict[str, Any] | bytes) -> str | None:
+def rejected_param(body: dict[str, Any] | bytes) -> str | None:
     with pytest.raises(InvalidRequest) as caught:
         parse(body if isinstance(body, bytes) else json.dumps(body).encode())
     return caught.value.param
 
 
-def test_the_least_request() -> None:
-    call = ask()
+def test_minimal_request() -> None:
+    call = parse_request()
     assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert (call.params.max_tokens, call.params.temperature, call.params.top_k) == (2048, 1.0, 0)
     assert (call.adds_generation_prompt, call.continues_last_message, call.shows_thinking) == (True, False, True)
     assert call.template_args == {}
 
 
-def test_null_is_as_good_as_absent() -> None:
+def test_null_equals_absent() -> None:
     required = ("model", "messages", "max_tokens")
-    assert ask(**{name: None for name in MessagesRequest.__struct_fields__ if name not in required}) == ask()
+    assert (
+        parse_request(**{name: None for name in MessagesRequest.__struct_fields__ if name not in required})
+        == parse_request()
+    )
 
 
 PARAMS = [
@@ -65,9 +68,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "param", "meant"), PARAMS)
-def test_sampling_fields(field: str, value: Any, param: str, meant: Any) -> None:
-    assert getattr(ask(**{field: value}).params, param) == meant
+@pytest.mark.parametrize(("field", "value", "param", "expected"), PARAMS)
+def test_sampling_fields(field: str, value: Any, param: str, expected: Any) -> None:
+    assert getattr(parse_request(**{field: value}).params, param) == expected
 
 
 CALLS = [
@@ -81,8 +84,8 @@ CALLS = [
     ),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking_budget", 1024),
     ({"thinking": {"type": "adaptive"}}, "thinking_budget", None),
-    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "show_thinking", False),
-    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "show_thinking", True),
+    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "shows_thinking", False),
+    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "shows_thinking", True),
     ({"output_config": {"effort": "low"}}, "template_args", {"reasoning_effort": "low"}),
     ({"tools": [WEATHER]}, "tool_choice", ToolChoice("auto")),
     ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, "tool_choice", ToolChoice("auto")),
@@ -102,35 +105,35 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
-def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(ask(**fields), name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields), name) == expected
 
 
-def test_who_asks() -> None:
-    call = ask(metadata={"user_id": "u"}, cache_salt="s", service_tier="auto", speed="standard")
+def test_user_and_cache_salt() -> None:
+    call = parse_request(metadata={"user_id": "u"}, cache_salt="s", service_tier="auto", speed="standard")
     assert (call.common.user, call.common.cache_salt) == ("u", "s")
 
 
 def test_tools() -> None:
     described = {**WEATHER, "type": "custom", "description": "d", "strict": True, "defer_loading": False, **CACHED}
-    assert ask(tools=[WEATHER]).tools == [Tool("weather", "", {"type": "object"})]
-    assert ask(tools=[described]).tools == [Tool("weather", "d", {"type": "object"}, strict=True)]
+    assert parse_request(tools=[WEATHER]).tools == [Tool("weather", "", {"type": "object"})]
+    assert parse_request(tools=[described]).tools == [Tool("weather", "d", {"type": "object"}, strict=True)]
 
 
-def said(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
-    return list(ask(messages=list(messages), system=system).messages)
+def messages_of(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
+    return list(parse_request(messages=list(messages), system=system).messages)
 
 
 def test_system() -> None:
-    assert said(USER, system="s") == [{"role": "system", "content": "s"}, USER]
-    assert said(USER, system=[{"type": "text", "text": "a", **CACHED}, {"type": "text", "text": "b"}]) == [
+    assert messages_of(USER, system="s") == [{"role": "system", "content": "s"}, USER]
+    assert messages_of(USER, system=[{"type": "text", "text": "a", **CACHED}, {"type": "text", "text": "b"}]) == [
         {"role": "system", "content": "a\nb"},
         USER,
     ]
 
 
-def test_neighbours_of_one_role_become_one_message() -> None:
+def test_adjacent_messages_of_one_role_are_merged() -> None:
     blocks = {
         "role": "user",
         "content": [
@@ -138,14 +141,14 @@ def test_neighbours_of_one_role_become_one_message() -> None:
             {"type": "text", "text": "c"},
         ],
     }
-    assert said({"role": "user", "content": "a"}, blocks) == [{"role": "user", "content": "a\nb\nc"}]
+    assert messages_of({"role": "user", "content": "a"}, blocks) == [{"role": "user", "content": "a\nb\nc"}]
 
 
 def test_tool_use_and_its_result() -> None:
     thinking = {"type": "thinking", "thinking": "hm", "signature": sign_thinking("hm")}
     text = {"type": "text", "text": "I look."}
     after = {"type": "text", "text": "so?"}
-    assert said(
+    assert messages_of(
         USER, {"role": "assistant", "content": [thinking, text, CALL]}, {"role": "user", "content": [RESULT, after]}
     ) == [
         USER,
@@ -174,22 +177,25 @@ RESULTS = [
 @pytest.mark.parametrize(("fields", "text"), RESULTS)
 def test_tool_results(fields: dict[str, Any], text: str) -> None:
     result = {**RESULT, **fields}
-    assert said({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})[-1]["content"] == text
+    assert (
+        messages_of({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})[-1]["content"]
+        == text
+    )
 
 
-def test_a_last_message_of_the_assistant_is_continued() -> None:
-    call = ask(messages=[USER, {"role": "assistant", "content": "The answer is ("}])
+def test_last_assistant_message_is_continued() -> None:
+    call = parse_request(messages=[USER, {"role": "assistant", "content": "The answer is ("}])
     assert (call.continues_last_message, call.adds_generation_prompt) == (True, False)
     assert call.messages[-1] == {"role": "assistant", "content": "The answer is ("}
-    empty = ask(messages=[USER, {"role": "assistant", "content": []}])  # a reply that said nothing, given back
+    empty = parse_request(messages=[USER, {"role": "assistant", "content": []}])  # an empty reply, sent back
     assert (empty.continues_last_message, empty.adds_generation_prompt, empty.messages) == (False, True, [USER])
 
 
 def test_count_tokens() -> None:
     fields = {"model": "m", "messages": [USER], "system": "s", "tools": [WEATHER], "thinking": {"type": "disabled"}}
-    counted, asked = parse_count_tokens(json.dumps(fields).encode()), ask(**fields)
-    for name in ("messages", "tools", "tool_choice", "template_args", "generation_prompt"):
-        assert getattr(counted, name) == getattr(asked, name)
+    counted, request = parse_count_tokens(json.dumps(fields).encode()), parse_request(**fields)
+    for name in ("messages", "tools", "tool_choice", "template_args", "adds_generation_prompt"):
+        assert getattr(counted, name) == getattr(request, name)
     assert "max_tokens" not in CountTokensRequest.__struct_fields__
     assert render_token_count(7) == {"input_tokens": 7}
 
@@ -263,29 +269,31 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD)
-def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    assert refused({"model": "m", "max_tokens": 2048, "messages": [USER], **fields}) == param
+def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param({"model": "m", "max_tokens": 2048, "messages": [USER], **fields}) == param
 
 
 DEEP = b'{"tools":[{"input_schema":' + b'{"a":' * 100_000
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'{"model":"\xff"}', b"[" * 100_000, DEEP])
-def test_no_body_at_all(body: bytes) -> None:
-    assert refused(body) is None
+def test_invalid_json_body(body: bytes) -> None:
+    assert rejected_param(body) is None
 
 
-def test_deep_schemas_are_refused() -> None:
+def test_deep_schema_is_rejected() -> None:
     deep: dict[str, Any] = {}
     for _ in range(200):
         deep = {"properties": deep}
     assert (
-        refused({"model": "m", "max_tokens": 1, "messages": [USER], "tools": [{"name": "a", "input_schema": deep}]})
+        rejected_param(
+            {"model": "m", "max_tokens": 1, "messages": [USER], "tools": [{"name": "a", "input_schema": deep}]}
+        )
         is None
     )
 
 
-def test_many_small_blocks_cost_what_they_weigh() -> None:
+def test_many_small_blocks_parse_in_linear_time() -> None:
     blocks = [{"type": "text", "text": "x"}] * 50_000
-    [message] = said({"role": "user", "content": blocks})
+    [message] = messages_of({"role": "user", "content": blocks})
     assert len(message["content"]) == 99_999

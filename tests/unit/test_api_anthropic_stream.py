@@ -1,4 +1,4 @@
-"""Replies in Anthropic's protocol: goldens of the bytes, and what the vendor's own client makes of them."""
+"""Replies in Anthropic's protocol: golden bytes, and the results of the official client."""
 
 from __future__ import annotations
 
@@ -50,36 +50,36 @@ SERVER = Answering(anthropic.parse, anthropic_stream.MessagesReplyWriter, "msg_1
 CLIENT = vendor.Anthropic(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def renderer(**fields: Any) -> anthropic_stream.MessagesReplyWriter:
+def make_writer(**fields: Any) -> anthropic_stream.MessagesReplyWriter:
     call = anthropic.parse(json.dumps({**ASKED, **fields}).encode())
     return anthropic_stream.MessagesReplyWriter(call, "msg_1", 1700000000, "fp_1")
 
 
-def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
-    reply = renderer(**fields)
+def plain_reply(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
+    reply = make_writer(**fields)
     play(reply, deltas)
     return reply.body()
 
 
-def test_goldens() -> None:
-    goldens.check("anthropic_stream.sse", play(renderer(stream=True), REPLY))
-    goldens.check("anthropic_body.json", sse.dumps(plain(REPLY)))
+def test_golden_replies() -> None:
+    goldens.check("anthropic_stream.sse", play(make_writer(stream=True), REPLY))
+    goldens.check("anthropic_body.json", sse.dumps(plain_reply(REPLY)))
 
 
-def test_the_order_of_events() -> None:
+def test_event_order() -> None:
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     thinking = [block[0], block[1], block[1], block[1], block[2]]  # two pieces and the signature
     two_pieces = [block[0], block[1], block[1], block[2]]
-    assert [event["type"] for event in events(play(renderer(stream=True), REPLY))] == [
+    assert [event["type"] for event in events(play(make_writer(stream=True), REPLY))] == [
         "message_start", *thinking, *two_pieces, *two_pieces, *block, "message_delta", "message_stop"
     ]  # fmt: skip
 
 
-def test_the_prompt_is_counted_before_the_first_token() -> None:
-    [start] = renderer(stream=True).write(ReplyStart(9, 4))
+def test_message_start_has_prompt_tokens() -> None:
+    [start] = make_writer(stream=True).write(ReplyStart(9, 4))
     usage = events(start)[0]["message"]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 4, 0)
-    assert plain(REPLY)["usage"] == {
+    assert plain_reply(REPLY)["usage"] == {
         "input_tokens": 5,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 4,
@@ -100,18 +100,18 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("finish", "reason", "sequence"), ENDINGS)
-def test_endings(finish: Finish, reason: str, sequence: str | None) -> None:
+def test_stop_reasons(finish: Finish, reason: str, sequence: str | None) -> None:
     deltas: list[Delta] = [ReplyStart(1), TextDelta(0, "a"), finish, TokenUsage(1, 1)]
-    body = plain(deltas)
+    body = plain_reply(deltas)
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
-    [end] = [event for event in events(play(renderer(stream=True), deltas)) if event["type"] == "message_delta"]
+    [end] = [event for event in events(play(make_writer(stream=True), deltas)) if event["type"] == "message_delta"]
     assert end["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def test_nothing_said() -> None:
+def test_empty_output() -> None:
     deltas: list[Delta] = [ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 1)]
-    assert plain(deltas)["content"] == []
-    assert [e["type"] for e in events(play(renderer(stream=True), deltas))] == [
+    assert plain_reply(deltas)["content"] == []
+    assert [e["type"] for e in events(play(make_writer(stream=True), deltas))] == [
         "message_start",
         "message_delta",
         "message_stop",
@@ -119,7 +119,7 @@ def test_nothing_said() -> None:
 
 
 def test_omitted_thinking() -> None:
-    body = plain(REPLY, thinking={"type": "adaptive", "display": "omitted"})
+    body = plain_reply(REPLY, thinking={"type": "adaptive", "display": "omitted"})
     assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert body["content"][0]["thinking"] == ""
     given_back = [*ASKED["messages"], {"role": "assistant", "content": body["content"][:2]}]
@@ -127,41 +127,41 @@ def test_omitted_thinking() -> None:
 
 
 @pytest.mark.parametrize("cut", ['{"city":', "[1]", "", '{"a":' * 100_000])
-def test_arguments_that_are_no_object_are_shown_empty(cut: str) -> None:
+def test_incomplete_arguments_become_empty_object(cut: str) -> None:
     deltas: list[Delta] = [
         ReplyStart(1),
         ToolCallStart(0, 0, "toolu_1", "t"),
         ToolCallArguments(0, 0, cut),
         Finish(0, "length"),
     ]
-    assert plain([*deltas, TokenUsage(1, 1)])["content"][0]["input"] == {}
+    assert plain_reply([*deltas, TokenUsage(1, 1)])["content"][0]["input"] == {}
 
 
-def test_a_broken_stream_ends_with_its_error() -> None:
-    reply = renderer(stream=True)
+def test_failed_stream_ends_with_error_event() -> None:
+    reply = make_writer(stream=True)
     play(reply, REPLY[:3])
     [event] = events(reply.write_error(EngineFailed("the engine died"))[0])
     assert event == {"type": "error", "error": {"type": "api_error", "message": "the engine died"}}
-    [event] = events(renderer(stream=True).write_error(Overloaded("full"))[0])
+    [event] = events(make_writer(stream=True).write_error(Overloaded("full"))[0])
     assert event["error"]["type"] == "rate_limit_error"
-    [event] = events(renderer(stream=True).write_error(KeyError("secret"))[0])
+    [event] = events(make_writer(stream=True).write_error(KeyError("secret"))[0])
     assert "secret" not in json.dumps(event)
 
 
 @settings(deadline=None, max_examples=50)
 @given(replies(), st.booleans())
-def test_the_vendors_client_folds_the_stream_into_the_plain_reply(deltas: list[Delta], omit: bool) -> None:
+def test_official_client_accumulates_stream_to_plain_reply(deltas: list[Delta], omit: bool) -> None:
     SERVER.deltas = deltas
-    asked = {**ASKED, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
-    message = CLIENT.messages.create(**asked)
-    with CLIENT.messages.stream(**asked) as stream:
+    request = {**ASKED, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
+    message = CLIENT.messages.create(**request)
+    with CLIENT.messages.stream(**request) as stream:
         folded = stream.get_final_message()
     assert Message.model_validate(folded.to_dict()) == message
-    for event in events(play(renderer(stream=True), deltas)):
+    for event in events(play(make_writer(stream=True), deltas)):
         EVENT.validate_python(event)
 
 
-def test_a_conversation_with_the_vendors_client() -> None:
+def test_conversation_with_official_client() -> None:
     SERVER.deltas = REPLY
     with CLIENT.messages.stream(**ASKED) as stream:
         reply = stream.get_final_message()

@@ -1,4 +1,4 @@
-"""Exceptions as replies, in the shape of each protocol."""
+"""Error replies in the format of each protocol."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.api.errors import anthropic_error, openai_error
 from emberline.core import errors
 
 
-def every_error() -> Iterator[type[errors.EmberlineError]]:
+def all_errors() -> Iterator[type[errors.EmberlineError]]:
     todo: list[type[errors.EmberlineError]] = [errors.EmberlineError]
     while todo:
         kind = todo.pop()
@@ -18,7 +18,7 @@ def every_error() -> Iterator[type[errors.EmberlineError]]:
         todo += kind.__subclasses__()
 
 
-@pytest.mark.parametrize("kind", [*every_error()])
+@pytest.mark.parametrize("kind", [*all_errors()])
 def test_every_error_has_its_status_and_code(kind: type[errors.EmberlineError]) -> None:
     error = kind("what went wrong", hint="what to do")
     reply = openai_error(error)
@@ -44,26 +44,26 @@ TYPES = [
 
 
 @pytest.mark.parametrize(("kind", "for_openai", "for_anthropic"), TYPES)
-def test_types(kind: type[errors.EmberlineError], for_openai: str, for_anthropic: str) -> None:
+def test_error_types(kind: type[errors.EmberlineError], for_openai: str, for_anthropic: str) -> None:
     assert openai_error(kind("x")).body["error"]["type"] == for_openai
     assert anthropic_error(kind("x")).body == {"type": "error", "error": {"type": for_anthropic, "message": "x"}}
 
 
-def test_the_field_is_named() -> None:
+def test_error_names_the_field() -> None:
     error = errors.InvalidRequest("bad", param="messages[0].content")
     assert openai_error(error).body["error"]["param"] == "messages[0].content"
 
 
-def test_headers_say_when_to_come_back() -> None:
+def test_retry_after_headers() -> None:
     for shape in (openai_error, anthropic_error):
         assert shape(errors.Overloaded("full", retry_after=7)).headers == {"retry-after": "7"}
         assert shape(errors.EngineUnavailable("starting")).headers["retry-after"].isdigit()
-        assert shape(errors.Unauthorized("who?")).headers == {"www-authenticate": "Bearer"}
+        assert shape(errors.Unauthorized("no key")).headers == {"www-authenticate": "Bearer"}
         assert shape(errors.InvalidRequest("bad")).headers == {}
 
 
 @pytest.mark.parametrize("error", [KeyError("secret path /etc"), AssertionError("secret path /etc"), RecursionError()])
-def test_what_is_not_ours_tells_nothing(error: Exception) -> None:
+def test_internal_error_has_no_details(error: Exception) -> None:
     for shape in (openai_error, anthropic_error):
         reply = shape(error)
         assert reply.status == 500

@@ -1,4 +1,4 @@
-"""Whatever a body holds, it is a call or a refusal that says what is wrong: nothing else leaves a parser."""
+"""Parsers return a call or raise an InvalidRequest for any body, and nothing else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ VALUES = st.recursive(
 
 
 def damage(draw: st.DrawFn, node: Any) -> Any:
-    """Somewhere in the node, something is missing, surplus or another thing."""
+    """Remove, add or replace one value somewhere in the node."""
     inside = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
     if not inside or draw(st.integers(0, 4)) == 0:
         return draw(VALUES)
@@ -78,7 +78,7 @@ def damage(draw: st.DrawFn, node: Any) -> Any:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
+def damaged_bodies(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
     text = json.dumps(damage(draw, copy.deepcopy(body)))
     return text.encode("utf-8", "surrogatepass")[: draw(st.none() | st.integers(0, len(text)))]
 
@@ -89,21 +89,21 @@ PROTOCOLS = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "renderer", "body"), PROTOCOLS)
-def test_the_body_that_is_damaged_was_sound(parse: Any, renderer: Any, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("parse", "make_writer", "body"), PROTOCOLS)
+def test_undamaged_body_is_valid(parse: Any, make_writer: Any, body: dict[str, Any]) -> None:
     parse(json.dumps(body).encode())
 
 
-@pytest.mark.parametrize(("parse", "renderer", "body"), PROTOCOLS)
+@pytest.mark.parametrize(("parse", "make_writer", "body"), PROTOCOLS)
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_a_damaged_body_is_a_call_or_a_refusal(
-    parse: Any, renderer: Any, body: dict[str, Any], data: st.DataObject
+def test_damaged_body_parses_or_is_rejected(
+    parse: Any, make_writer: Any, body: dict[str, Any], data: st.DataObject
 ) -> None:
     try:
-        call = parse(data.draw(damaged(body)))
-    except InvalidRequest as refusal:
-        assert refusal.message
+        call = parse(data.draw(damaged_bodies(body)))
+    except InvalidRequest as error:
+        assert error.message
     else:
         assert call.messages
-        assert sse.dumps(renderer(call, "id_1", 0, "fp_1").body())
+        assert sse.dumps(make_writer(call, "id_1", 0, "fp_1").body())

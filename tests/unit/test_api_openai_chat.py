@@ -1,4 +1,4 @@
-"""What a chat request means: good bodies to calls, bad ones to a 400 naming the field."""
+"""Chat requests: valid bodies become calls, invalid ones a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def chat(**fields: Any) -> OpenAIChatCall:
     return parse(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
 
 
-def refused(**fields: Any) -> str | None:
+def rejected_param(**fields: Any) -> str | None:
     with pytest.raises(InvalidRequest) as caught:
         chat(**fields)
     return caught.value.param
 
 
-def test_the_least_request() -> None:
+def test_minimal_request() -> None:
     call = chat()
     assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert call.params.max_tokens is None
@@ -37,7 +37,7 @@ def test_the_least_request() -> None:
     assert not call.continues_last_message
 
 
-def test_null_is_as_good_as_absent() -> None:
+def test_null_equals_absent() -> None:
     optional = {name: None for name in ChatRequest.__struct_fields__ if name not in ("model", "messages")}
     assert chat(**optional) == chat()
 
@@ -86,9 +86,9 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "param", "meant"), SAMPLING)
-def test_sampling_fields(field: str, value: Any, param: str, meant: Any) -> None:
-    assert getattr(chat(**{field: value}).params, param) == meant
+@pytest.mark.parametrize(("field", "value", "param", "expected"), SAMPLING)
+def test_sampling_fields(field: str, value: Any, param: str, expected: Any) -> None:
+    assert getattr(chat(**{field: value}).params, param) == expected
 
 
 def test_json_schema() -> None:
@@ -102,12 +102,12 @@ def test_json_schema() -> None:
     )
 
 
-CALLER = [
+COMMON = [
     ({"user": "u"}, "user", "u"),
     ({"safety_identifier": "s"}, "user", "s"),
     ({"safety_identifier": "s", "user": "u"}, "user", "s u"),
-    ({"cache_salt": "k"}, "salt", "k"),
-    ({"cache_salt": "k", "prompt_cache_key": "other"}, "salt", "k"),
+    ({"cache_salt": "k"}, "cache_salt", "k"),
+    ({"cache_salt": "k", "prompt_cache_key": "other"}, "cache_salt", "k"),
     ({"service_tier": "auto"}, "priority", Priority.INTERACTIVE),
     ({"service_tier": "flex"}, "priority", Priority.BATCH),
     ({"priority": 0}, "priority", Priority.INTERACTIVE),
@@ -115,17 +115,17 @@ CALLER = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
-def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(chat(**fields).common, name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), COMMON)
+def test_common_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(chat(**fields).common, name) == expected
 
 
 CALLS = [
     ({"stream": True}, "stream", True),
-    ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "includes_usage", True),
     (
         {"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}},
-        "include_usage",
+        "includes_usage",
         False,
     ),
     (
@@ -137,7 +137,7 @@ CALLS = [
     ({"chat_template_kwargs": {"x": [1]}}, "template_args", {"x": [1]}),
     ({"reasoning_effort": "none"}, "template_args", {"reasoning_effort": "none", "enable_thinking": False}),
     ({"reasoning_effort": "low"}, "template_args", {"reasoning_effort": "low", "enable_thinking": True}),
-    ({"add_generation_prompt": False}, "generation_prompt", False),
+    ({"add_generation_prompt": False}, "adds_generation_prompt", False),
     ({"add_special_tokens": True}, "add_special_tokens", True),
     ({"metadata": {"a": "b"}}, "metadata", {"a": "b"}),
     ({"logprobs": False, "top_logprobs": 0, "store": False, "modalities": ["text"]}, "metadata", {}),
@@ -146,9 +146,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
-def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(chat(**fields), name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(chat(**fields), name) == expected
 
 
 def test_top_logprobs() -> None:
@@ -194,24 +194,28 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("wire", "meant"), MESSAGES)
-def test_messages(wire: dict[str, Any], meant: dict[str, Any]) -> None:
-    assert chat(messages=[wire]).messages == [meant]
+@pytest.mark.parametrize(("wire", "expected"), MESSAGES)
+def test_messages(wire: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert chat(messages=[wire]).messages == [expected]
 
 
-@pytest.mark.parametrize(("text", "meant"), [('{"a": [1, "x"]}', {"a": [1, "x"]}), ("{}", {}), ("", {}), (" ", {})])
-def test_tool_call_arguments_become_objects(text: str, meant: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("text", "expected"), [('{"a": [1, "x"]}', {"a": [1, "x"]}), ("{}", {}), ("", {}), (" ", {})])
+def test_tool_call_arguments_become_objects(text: str, expected: dict[str, Any]) -> None:
     function = {"name": "f", "arguments": text}
     message = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": "c", "type": "function", "function": function}],
     }
-    [made] = chat(messages=[message]).messages
-    assert made["content"] == ""
-    assert made["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": meant}}]
+    [converted] = chat(messages=[message]).messages
+    assert converted["content"] == ""
+    assert converted["tool_calls"] == [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": expected}}
+    ]
     [legacy] = chat(messages=[{"role": "assistant", "function_call": function}]).messages
-    assert legacy["tool_calls"] == [{"id": "call_f", "type": "function", "function": {"name": "f", "arguments": meant}}]
+    assert legacy["tool_calls"] == [
+        {"id": "call_f", "type": "function", "function": {"name": "f", "arguments": expected}}
+    ]
 
 
 TOOL_CHOICES = [
@@ -222,15 +226,15 @@ TOOL_CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("wire", "meant"), TOOL_CHOICES)
-def test_tools(wire: Any, meant: ToolChoice) -> None:
+@pytest.mark.parametrize(("wire", "expected"), TOOL_CHOICES)
+def test_tools(wire: Any, expected: ToolChoice) -> None:
     call = chat(tools=[WEATHER, TIME], tool_choice=wire)
     assert call.tools == (Tool("weather", "d", {"type": "object"}), Tool("time", "", {}, strict=True))
-    assert call.tool_choice == meant
+    assert call.tool_choice == expected
     assert call.parallel_tool_calls
 
 
-def test_allowed_tools_are_the_only_ones() -> None:
+def test_allowed_tools_restrict_the_tools() -> None:
     refs = [{"type": "function", "function": {"name": "time"}}]
     call = chat(
         tools=[WEATHER, TIME],
@@ -330,21 +334,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
-    assert refused(**fields) == param
+def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
+    assert rejected_param(**fields) == param
 
 
-def test_a_bias_for_no_token_is_named() -> None:
+def test_logit_bias_error_names_invalid_keys() -> None:
     with pytest.raises(InvalidRequest, match="'bad1', 'bad2'"):
         chat(logit_bias={"bad1": 1, "5": 1, "bad2": 1})
 
 
-def test_an_image_is_refused_with_its_reason() -> None:
+def test_image_is_rejected_with_a_hint() -> None:
     with pytest.raises(InvalidRequest, match="text parts only"):
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
-def test_every_field_the_official_client_knows_is_known_here() -> None:
+def test_every_field_of_official_client_is_known() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
     official = {*CompletionCreateParamsBase.__annotations__, "stream"}

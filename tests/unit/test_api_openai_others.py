@@ -1,4 +1,4 @@
-"""Completions, embeddings, models and the tokenizer's endpoints: what requests mean, and replies that do not stream."""
+"""Completions, embeddings, models and the tokenizer's endpoints: requests, and replies that are not streamed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def tokens(**fields: Any) -> tokenize.TokenizeCall:
 INPUTS = [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 
 
-@pytest.mark.parametrize(("wire", "meant"), INPUTS)
-def test_inputs(wire: Any, meant: Any) -> None:
-    assert complete(prompt=wire).prompts == meant
-    assert embed(input=wire).inputs == meant
+@pytest.mark.parametrize(("wire", "expected"), INPUTS)
+def test_inputs(wire: Any, expected: Any) -> None:
+    assert complete(prompt=wire).prompts == expected
+    assert embed(input=wire).inputs == expected
 
 
 BAD_INPUTS: list[tuple[Any, str]] = [
@@ -59,7 +59,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("wire", "where"), BAD_INPUTS)
-def test_bad_inputs(wire: Any, where: str) -> None:
+def test_invalid_inputs(wire: Any, where: str) -> None:
     for parse, name in ((complete, "prompt"), (embed, "input")):
         with pytest.raises(InvalidRequest) as caught:
             parse(**{name: wire})
@@ -82,14 +82,14 @@ def test_completion_fields() -> None:
     assert complete(stream=True, stream_options={"include_usage": True}).includes_usage
 
 
-def test_echo_asks_for_the_prompts_logprobs() -> None:
+def test_echo_with_logprobs_needs_prompt_logprobs() -> None:
     assert complete(echo=True).params.prompt_logprobs is None
     assert complete(echo=True, logprobs=2).params.prompt_logprobs == 2
     assert complete(echo=True, logprobs=2, prompt_logprobs=5).params.prompt_logprobs == 5
     assert complete(logprobs=2).params.prompt_logprobs is None
 
 
-def test_no_tokens_but_the_echo() -> None:
+def test_max_tokens_zero_needs_echo() -> None:
     call = complete(echo=True, logprobs=1, max_tokens=0)
     assert call.echoes_only
     assert call.params.max_tokens == 1
@@ -109,13 +109,13 @@ def test_no_tokens_but_the_echo() -> None:
         ({"messages": []}, "messages"),
     ],
 )
-def test_completion_refusals(fields: dict[str, Any], param: str) -> None:
+def test_completion_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         complete(**fields)
     assert caught.value.param == param
 
 
-def test_every_field_of_the_official_completions_is_known() -> None:
+def test_every_completion_field_of_official_client_is_known() -> None:
     from openai.types.completion_create_params import CompletionCreateParamsBase
 
     assert set(CompletionCreateParamsBase.__annotations__) <= set(
@@ -128,7 +128,7 @@ VECTORS = [[0.5, -0.25], [1.0, 0.0]]
 
 def test_embeddings() -> None:
     call = embed(input=["a", "b"], dimensions=2, user="u")
-    assert (call.dimensions, call.caller.user, call.encoding) == (2, "u", "float")
+    assert (call.dimensions, call.common.user, call.encoding) == (2, "u", "float")
     reply = openai_embeddings.render(call, VECTORS, 7, "m")
     typed = CreateEmbeddingResponse.model_validate(reply)
     assert [entry.embedding for entry in typed.data] == VECTORS
@@ -141,7 +141,7 @@ def test_embeddings_as_base64() -> None:
     assert got == [tuple(vector) for vector in VECTORS]
 
 
-def test_the_only_embedder_need_not_be_named() -> None:
+def test_embedding_model_is_optional() -> None:
     call = openai_embeddings.parse(b'{"input": "p"}')
     assert call.common.model == ""
     assert openai_embeddings.render(call, VECTORS[:1], 1, "e")["model"] == "e"
@@ -151,7 +151,7 @@ def test_the_only_embedder_need_not_be_named() -> None:
     ("fields", "param"),
     [({"dimensions": 0}, "dimensions"), ({"encoding_format": "hex"}, "encoding_format"), ({"truncate": 1}, "truncate")],
 )
-def test_embedding_refusals(fields: dict[str, Any], param: str) -> None:
+def test_embedding_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         embed(**fields)
     assert caught.value.param == param
@@ -160,7 +160,7 @@ def test_embedding_refusals(fields: dict[str, Any], param: str) -> None:
 SERVED = [openai_models.ServedModel("m", 1700000000, 8192), openai_models.ServedModel("e", 1700000001, 256)]
 
 
-def test_models_serve_both_clients() -> None:
+def test_model_list_has_fields_of_both_protocols() -> None:
     from anthropic.types import ModelInfo
 
     reply = openai_models.list_models(SERVED)
@@ -173,12 +173,12 @@ def test_models_serve_both_clients() -> None:
     assert openai_models.list_models([])["data"] == []
 
 
-def test_an_unknown_model() -> None:
+def test_unknown_model_is_not_found() -> None:
     with pytest.raises(ModelNotFound):
         openai_models.retrieve_model(SERVED, "../etc/passwd")
 
 
-def test_tokenize_a_text() -> None:
+def test_tokenize_text() -> None:
     call = tokens(model="m", prompt="hi", return_token_strs=True)
     assert (call.model, call.prompt, call.add_special_tokens) == ("m", "hi", True)
     assert tokenize.render(call, [1, 2], ["h", "i"], 99) == {
@@ -191,7 +191,7 @@ def test_tokenize_a_text() -> None:
     assert not tokens(prompt="", add_special_tokens=False).add_special_tokens
 
 
-def test_tokenize_as_llama_cpp_asks() -> None:
+def test_tokenize_fields_of_llama_cpp() -> None:
     call = tokens(content="hi", parse_special=True)
     assert (call.prompt, call.add_special_tokens) == ("hi", False)
     assert tokenize.render(call, [1, 2], [], 99)["tokens"] == [1, 2]
@@ -226,7 +226,7 @@ def test_tokenize_messages() -> None:
         ({"content": "a", "parse_special": False}, "parse_special"),
     ],
 )
-def test_tokenize_refusals(fields: dict[str, Any], param: str) -> None:
+def test_tokenize_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         tokens(**fields)
     assert caught.value.param == param
@@ -243,6 +243,6 @@ def test_detokenize() -> None:
     assert caught.value.param == "tokens[1]"
 
 
-def test_models_say_what_they_are_for() -> None:
+def test_model_entry_has_its_kind() -> None:
     served = [openai_models.ServedModel("m", 0, 9), openai_models.ServedModel("e", 0, 9, kind="embedding")]
     assert [row["kind"] for row in openai_models.list_models(served)["data"]] == ["chat", "embedding"]

@@ -1,4 +1,4 @@
-"""Replies of chat and text completions: goldens of the bytes, and the plain reply as the fold of the stream."""
+"""Replies of chat and text completions: golden bytes, and equality of plain replies and accumulated streams."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def complete(**fields: Any) -> completions_stream.CompletionReplyWriter:
     return completions_stream.CompletionReplyWriter(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
 
 
-def play(renderer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
+def play(writer: ReplyWriter, deltas: Sequence[Delta]) -> bytes:
     events = [
-        *renderer.write_start(),
-        *(event for delta in deltas for event in renderer.write(delta)),
-        *renderer.write_end(),
+        *writer.write_start(),
+        *(event for delta in deltas for event in writer.write(delta)),
+        *writer.write_end(),
     ]
     return b"".join(events)
 
@@ -68,17 +68,19 @@ def chunks(stream: bytes) -> Iterator[dict[str, Any]]:
 
 
 def fold(stream: bytes) -> dict[str, Any]:
-    """As the vendor's client accumulates it."""
+    """Accumulate the stream with the official client."""
     state: Any = ChatCompletionStreamState()
     for chunk in chunks(stream):
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
     return state.current_completion_snapshot.model_dump()  # type: ignore[no-any-return]
 
 
-def essence(completion: dict[str, Any]) -> dict[str, Any]:
-    """What both must agree on: a fold has no stop_reason and numbers its tool calls."""
-    made = {key: completion[key] for key in ("id", "created", "model", "system_fingerprint", "service_tier", "usage")}
-    made["choices"] = [
+def comparable(completion: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields to compare: an accumulated stream has no stop_reason, and its tool calls have an index."""
+    comparable_fields = {
+        key: completion[key] for key in ("id", "created", "model", "system_fingerprint", "service_tier", "usage")
+    }
+    comparable_fields["choices"] = [
         {
             "index": choice["index"],
             "finish_reason": choice["finish_reason"],
@@ -93,7 +95,7 @@ def essence(completion: dict[str, Any]) -> dict[str, Any]:
         }
         for choice in completion["choices"]
     ]
-    return made
+    return comparable_fields
 
 
 def token(text: str, logprob: float | None = -0.5, offset: int = 0, top: Sequence[TokenInfo] = ()) -> TokenInfo:
@@ -127,16 +129,16 @@ def test_golden_chat_stream() -> None:
 
 
 def test_golden_chat_body() -> None:
-    renderer = chat(**LOGPROBS, metadata={"k": "v"})
-    assert play(renderer, TALK) == sse.DONE_EVENT
-    goldens.check("openai_chat_body.json", sse.dumps(renderer.body()))
+    writer = chat(**LOGPROBS, metadata={"k": "v"})
+    assert play(writer, TALK) == sse.DONE_EVENT
+    goldens.check("openai_chat_body.json", sse.dumps(writer.body()))
 
 
-def test_logprobs_show_tokens_by_their_ids_where_asked() -> None:
-    renderer = chat(**LOGPROBS, **USAGE, return_tokens_as_token_ids=True)
-    streamed = fold(play(renderer, TALK))
-    assert essence(streamed)["choices"] == essence(renderer.body())["choices"]
-    first, second = renderer.body()["choices"][0]["logprobs"]["content"]
+def test_logprobs_with_token_ids() -> None:
+    writer = chat(**LOGPROBS, **USAGE, return_tokens_as_token_ids=True)
+    streamed = fold(play(writer, TALK))
+    assert comparable(streamed)["choices"] == comparable(writer.body())["choices"]
+    first, second = writer.body()["choices"][0]["logprobs"]["content"]
     assert (first["token"], first["bytes"], second["token"]) == ("token_id:2", list("Hé".encode()), "token_id:3")
     assert [other["token"] for other in first["top_logprobs"]] == ["token_id:2", "token_id:2"]
     text = complete(logprobs=1, return_tokens_as_token_ids=True)
@@ -146,23 +148,23 @@ def test_logprobs_show_tokens_by_their_ids_where_asked() -> None:
     assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
 
 
-def test_reasoning_is_left_out_where_asked() -> None:
+def test_include_reasoning_false_omits_reasoning() -> None:
     for fields in ({}, USAGE):
-        renderer = chat(include_reasoning=False, **fields)
-        assert b"hm" not in play(renderer, TALK)
-        body = renderer.body()
+        writer = chat(include_reasoning=False, **fields)
+        assert b"hm" not in play(writer, TALK)
+        body = writer.body()
         assert "reasoning_content" not in body["choices"][0]["message"]
         assert body["choices"][0]["message"]["content"] == "Héllo"
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
-def test_a_continued_message_is_echoed_where_asked() -> None:
+def test_echo_repeats_continued_message() -> None:
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
     fields = {"echo": True, "continue_final_message": True, "messages": begun}
     for more in ({}, USAGE):
-        renderer = chat(**fields, **more)
-        stream = play(renderer, TALK)
-        assert renderer.body()["choices"][0]["message"]["content"] == "Well, Héllo"
+        writer = chat(**fields, **more)
+        stream = play(writer, TALK)
+        assert writer.body()["choices"][0]["message"]["content"] == "Well, Héllo"
         if more:
             assert fold(stream)["choices"][0]["message"]["content"] == "Well, Héllo"
     unanswered = chat(echo=True)
@@ -172,17 +174,17 @@ def test_a_continued_message_is_echoed_where_asked() -> None:
 
 def test_golden_chat_tools() -> None:
     goldens.check("openai_chat_tools_stream.sse", play(chat(stream=True, tools=[TOOL]), CALLING))
-    renderer = chat(tools=[TOOL])
-    play(renderer, CALLING)
-    goldens.check("openai_chat_tools_body.json", sse.dumps(renderer.body()))
+    writer = chat(tools=[TOOL])
+    play(writer, CALLING)
+    goldens.check("openai_chat_tools_body.json", sse.dumps(writer.body()))
 
 
-def test_legacy_functions_reply_in_kind() -> None:
-    renderer = chat(stream=True, functions=[{"name": "weather"}])
-    got = list(chunks(play(renderer, CALLING[:4] + CALLING[6:])))
+def test_legacy_functions_get_function_call_reply() -> None:
+    writer = chat(stream=True, functions=[{"name": "weather"}])
+    got = list(chunks(play(writer, CALLING[:4] + CALLING[6:])))
     assert got[0]["choices"][0]["delta"] == {"role": "assistant", "function_call": {"name": "weather", "arguments": ""}}
     assert got[-1]["choices"][0]["finish_reason"] == "function_call"
-    [choice] = renderer.body()["choices"]
+    [choice] = writer.body()["choices"]
     assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city":"Oslo"}'}
     assert "tool_calls" not in choice["message"]
 
@@ -212,14 +214,14 @@ def test_running_usage_is_in_every_chunk() -> None:
         Finish(0, "stop"),
         TokenUsage(5, 3, 2, 1),
     ]
-    for renderer in (chat(**options), complete(**options)):
-        got = [chunk["usage"] for chunk in chunks(play(renderer, deltas))]
+    for writer in (chat(**options), complete(**options)):
+        got = [chunk["usage"] for chunk in chunks(play(writer, deltas))]
         assert [usage["completion_tokens"] for usage in got] == [1, 3, 3, 3]
         assert {usage["prompt_tokens"] for usage in got} == {5}
         assert got[-1] == got[-2]
 
 
-def test_choices_first_appear_in_order() -> None:
+def test_choices_open_in_order() -> None:
     deltas: list[Delta] = [
         TextDelta(2, "c"),
         TextDelta(0, "a"),
@@ -229,31 +231,31 @@ def test_choices_first_appear_in_order() -> None:
         TokenUsage(1, 2),
     ]
     stream = play(chat(stream=True, n=3), deltas)
-    assert [choice["content"] for choice in essence(fold(stream))["choices"]] == ["a", "", "c"]
+    assert [choice["content"] for choice in comparable(fold(stream))["choices"]] == ["a", "", "c"]
 
 
-def test_the_tier_says_how_it_was_served() -> None:
-    for asked, served in ((None, "default"), ("priority", "default"), ("flex", "flex")):
-        renderer = chat(service_tier=asked)
-        play(renderer, TALK)
-        assert renderer.body()["service_tier"] == served
+def test_service_tier_shows_priority() -> None:
+    for requested, expected in ((None, "default"), ("priority", "default"), ("flex", "flex")):
+        writer = chat(service_tier=requested)
+        play(writer, TALK)
+        assert writer.body()["service_tier"] == expected
 
 
 def test_prompt_logprobs() -> None:
-    renderer = chat(prompt_logprobs=1)
+    writer = chat(prompt_logprobs=1)
     prompt = [token("a", None), token("bb", -2.0, 1, [token("ccc", -0.1)])]
-    play(renderer, [ReplyStart(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), TokenUsage(2, 0)])
+    play(writer, [ReplyStart(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), TokenUsage(2, 0)])
     best = {"logprob": -0.1, "rank": 1, "decoded_token": "ccc"}
-    assert renderer.body()["prompt_logprobs"] == [
+    assert writer.body()["prompt_logprobs"] == [
         None,
         {"3": best, "2": {"logprob": -2.0, "rank": None, "decoded_token": "bb"}},
     ]
 
 
-def test_a_broken_stream_ends_with_its_error() -> None:
-    for renderer in (chat(stream=True), complete(stream=True)):
-        renderer.write(TextDelta(0, "a"))
-        [event, done] = renderer.write_error(EngineFailed("the engine died"))
+def test_failed_stream_ends_with_error_event() -> None:
+    for writer in (chat(stream=True), complete(stream=True)):
+        writer.write(TextDelta(0, "a"))
+        [event, done] = writer.write_error(EngineFailed("the engine died"))
         assert json.loads(event[6:])["error"]["code"] == "engine_failed"
         assert done == sse.DONE_EVENT
 
@@ -262,16 +264,18 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 @st.composite
-def talks(draw: st.DrawFn) -> tuple[int, list[Delta]]:
+def random_replies(draw: st.DrawFn) -> tuple[int, list[Delta]]:
     n = draw(st.integers(1, 3))
     queues = []
     for index in range(n):
-        said: list[Delta] = [ReasoningDelta(index, text) for text in draw(st.lists(TEXTS.filter(bool), max_size=3))]
-        said += [TextDelta(index, text, [token(text)]) for text in draw(st.lists(TEXTS, max_size=4))]
+        deltas_of_choice: list[Delta] = [
+            ReasoningDelta(index, text) for text in draw(st.lists(TEXTS.filter(bool), max_size=3))
+        ]
+        deltas_of_choice += [TextDelta(index, text, [token(text)]) for text in draw(st.lists(TEXTS, max_size=4))]
         for slot in range(draw(st.integers(0, 2))):
-            said.append(ToolCallStart(index, slot, f"call_{index}{slot}", "weather"))
-            said += [ToolCallArguments(index, slot, text) for text in draw(st.lists(TEXTS, max_size=3))]
-        queues.append([*said, Finish(index, draw(st.sampled_from(["stop", "length", "tool_calls"])))])
+            deltas_of_choice.append(ToolCallStart(index, slot, f"call_{index}{slot}", "weather"))
+            deltas_of_choice += [ToolCallArguments(index, slot, text) for text in draw(st.lists(TEXTS, max_size=3))]
+        queues.append([*deltas_of_choice, Finish(index, draw(st.sampled_from(["stop", "length", "tool_calls"])))])
     mixed: list[Delta] = []
     while any(queues):
         mixed.append(draw(st.sampled_from([queue for queue in queues if queue])).pop(0))
@@ -279,8 +283,8 @@ def talks(draw: st.DrawFn) -> tuple[int, list[Delta]]:
 
 
 @settings(deadline=None)
-@given(talks(), st.booleans())
-def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]], legacy: bool) -> None:
+@given(random_replies(), st.booleans())
+def test_plain_reply_equals_accumulated_stream(talk: tuple[int, list[Delta]], legacy: bool) -> None:
     n, deltas = talk
     tools: dict[str, Any] = {"functions": [TOOL["function"]]} if legacy else {"tools": [TOOL]}
     if legacy:
@@ -292,7 +296,7 @@ def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]]
     folded = fold(stream)
     folded["usage"] = next(chunk["usage"] for chunk in chunks(stream) if chunk["usage"])
     typed["usage"] = plain.body()["usage"]
-    assert essence(folded) == essence(typed)
+    assert comparable(folded) == comparable(typed)
     assert streamed.body() == plain.body()
 
 
@@ -309,58 +313,58 @@ COMPLETION: list[Delta] = [
 def test_golden_completion() -> None:
     fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
     goldens.check("openai_completion_stream.sse", play(complete(**fields, **USAGE), COMPLETION))
-    renderer = complete(**fields)
-    play(renderer, COMPLETION)
-    goldens.check("openai_completion_body.json", sse.dumps(renderer.body()))
+    writer = complete(**fields)
+    play(writer, COMPLETION)
+    goldens.check("openai_completion_body.json", sse.dumps(writer.body()))
 
 
-def test_the_client_takes_a_completion() -> None:
-    renderer = complete(logprobs=1)
-    play(renderer, COMPLETION)
-    typed = Completion.model_validate(renderer.body())
+def test_official_client_parses_completion() -> None:
+    writer = complete(logprobs=1)
+    play(writer, COMPLETION)
+    typed = Completion.model_validate(writer.body())
     assert typed.choices[0].text == " cd"
 
 
-def test_a_completion_is_the_fold_of_its_stream() -> None:
-    renderer = complete(echo=True, logprobs=1, **USAGE)
-    got = list(chunks(play(renderer, COMPLETION)))
-    [choice] = renderer.body()["choices"]
+def test_plain_completion_equals_accumulated_stream() -> None:
+    writer = complete(echo=True, logprobs=1, **USAGE)
+    got = list(chunks(play(writer, COMPLETION)))
+    [choice] = writer.body()["choices"]
     pieces = [chunk["choices"][0] for chunk in got if chunk["choices"]]
     assert "".join(piece["text"] for piece in pieces) == choice["text"] == "ab cd"
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         joined = [item for piece in pieces if piece["logprobs"] for item in piece["logprobs"][name]]
         assert joined == choice["logprobs"][name]
-    assert got[-1]["usage"] == renderer.body()["usage"]
+    assert got[-1]["usage"] == writer.body()["usage"]
 
 
-def test_max_tokens_zero_shows_the_echo_alone() -> None:
-    renderer = complete(echo=True, logprobs=1, max_tokens=0)
-    play(renderer, [*COMPLETION[:3], Finish(0, "stop"), TokenUsage(2, 1)])
-    [choice] = renderer.body()["choices"]
+def test_max_tokens_zero_returns_echo_only() -> None:
+    writer = complete(echo=True, logprobs=1, max_tokens=0)
+    play(writer, [*COMPLETION[:3], Finish(0, "stop"), TokenUsage(2, 1)])
+    [choice] = writer.body()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b"]
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
     assert choice["logprobs"]["top_logprobs"] == [None, {"x": -0.2, "b": -1.0}]
-    assert renderer.body()["usage"]["completion_tokens"] == 0
+    assert writer.body()["usage"]["completion_tokens"] == 0
 
 
-def test_prompts_times_n_choices() -> None:
-    renderer = complete(prompt=["a", "b"], n=2)
+def test_each_prompt_has_n_choices() -> None:
+    writer = complete(prompt=["a", "b"], n=2)
     deltas: list[Delta] = [TextDelta(index, str(index)) for index in (3, 1, 0, 2)]
-    play(renderer, [ReplyStart(2), *deltas, *(Finish(index, "stop") for index in range(4)), TokenUsage(2, 4)])
-    assert [choice["text"] for choice in renderer.body()["choices"]] == ["0", "1", "2", "3"]
+    play(writer, [ReplyStart(2), *deltas, *(Finish(index, "stop") for index in range(4)), TokenUsage(2, 4)])
+    assert [choice["text"] for choice in writer.body()["choices"]] == ["0", "1", "2", "3"]
 
 
-def test_no_echo_no_prompt() -> None:
-    renderer = complete(prompt_logprobs=1)
-    play(renderer, COMPLETION)
-    [choice] = renderer.body()["choices"]
+def test_prompt_is_not_returned_without_echo() -> None:
+    writer = complete(prompt_logprobs=1)
+    play(writer, COMPLETION)
+    [choice] = writer.body()["choices"]
     assert choice["text"] == " cd"
     assert choice["logprobs"] is None
     assert choice["prompt_logprobs"][0] is None
     assert choice["prompt_logprobs"][1]["1"]["decoded_token"] == "b"
 
 
-@pytest.mark.parametrize("renderer", [chat(), complete()])
-def test_a_plain_reply_sends_no_chunks(renderer: ReplyWriter) -> None:
-    assert play(renderer, [ReplyStart(1), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 1)]) == sse.DONE_EVENT
+@pytest.mark.parametrize("writer", [chat(), complete()])
+def test_plain_reply_writes_no_chunks(writer: ReplyWriter) -> None:
+    assert play(writer, [ReplyStart(1), TextDelta(0, "a"), Finish(0, "stop"), TokenUsage(1, 1)]) == sse.DONE_EVENT

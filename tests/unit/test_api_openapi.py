@@ -1,4 +1,4 @@
-"""The OpenAPI document says what is true: references resolve, requests are decoded and replies look as it says."""
+"""The OpenAPI document is correct: references resolve, and requests and replies match their schemas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_references_resolve() -> None:
         assert ref.removeprefix("#/components/schemas/") in DOCUMENT["components"]["schemas"], ref
 
 
-def test_it_is_json_and_names_every_endpoint_once() -> None:
+def test_document_is_json_with_every_endpoint_once() -> None:
     json.dumps(DOCUMENT)
     operations = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
     assert len(operations) == len(openapi.ENDPOINTS)
@@ -78,7 +78,7 @@ def test_it_is_json_and_names_every_endpoint_once() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_unknown_fields_are_refused_everywhere() -> None:
+def test_every_request_forbids_unknown_fields() -> None:
     requests = {endpoint.request for endpoint in openapi.ENDPOINTS if endpoint.request is not None}
     _, schemas = msgspec.json.schema_components(requests, ref_template="{name}")
     assert [name for name, schema in schemas.items() if schema.get("additionalProperties", False)] == []
@@ -86,7 +86,7 @@ def test_unknown_fields_are_refused_everywhere() -> None:
 
 
 def lone_tags(kind: Any, path: str, seen: set[Any]) -> Iterator[str]:
-    """msgspec lets a tag be left out where a tagged struct stands alone; the document says it is required."""
+    """Find tagged structs outside unions: msgspec lets them omit the tag, but the document says it is required."""
     match kind:
         case msgspec.inspect.UnionType():
             structs = [inner for inner in kind.types if isinstance(inner, msgspec.inspect.StructType)]
@@ -118,45 +118,45 @@ def test_required_tags_are_required(endpoint: openapi.ApiEndpoint) -> None:
     assert [*lone_tags(msgspec.inspect.type_info(endpoint.request), endpoint.path, set())] == []
 
 
-def holds(reply: Any, shape: type) -> None:
+def check_schema(reply: Any, shape: type) -> None:
     msgspec.convert(msgspec.json.decode(msgspec.json.encode(reply)), shape)
 
 
-def play(renderer: Any, deltas: list[Delta]) -> Any:
+def play(writer: Any, deltas: list[Delta]) -> Any:
     for delta in deltas:
-        renderer.push(delta)
-    return renderer.body()
+        writer.write(delta)
+    return writer.body()
 
 
-def test_replies_have_their_shape() -> None:
+def test_replies_match_their_schemas() -> None:
     chat: dict[str, Any] = {"model": "m", "messages": [USER]}
     function = {"name": "f", "parameters": {}}
     for extra in ({"logprobs": True, "metadata": {"a": "b"}}, {"functions": [function]}):
         call = openai_chat.parse(json.dumps({**chat, **extra}).encode())
-        holds(play(chat_stream.ChatReplyWriter(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
+        check_schema(play(chat_stream.ChatReplyWriter(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
     of_text: list[dict[str, Any]] = [{}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}]
     for extra in of_text:
         completion = openai_completions.parse(json.dumps({"model": "m", "prompt": "p", **extra}).encode())
-        holds(
+        check_schema(
             play(completions_stream.CompletionReplyWriter(completion, "id", 1, "fp"), TEXT_DELTAS),
             replies.TextCompletion,
         )
     message = anthropic.parse(json.dumps({**chat, "max_tokens": 9}).encode())
-    holds(play(anthropic_stream.MessagesReplyWriter(message, "id", 1, "fp"), DELTAS), replies.AnthropicMessage)
+    check_schema(play(anthropic_stream.MessagesReplyWriter(message, "id", 1, "fp"), DELTAS), replies.AnthropicMessage)
     response = responses.parse(b'{"model":"m","input":"hi"}')
-    holds(play(responses_stream.ResponsesReplyWriter(response, "id", 1, "fp"), DELTAS), replies.Response)
+    check_schema(play(responses_stream.ResponsesReplyWriter(response, "id", 1, "fp"), DELTAS), replies.Response)
 
 
-def test_small_replies_have_their_shape() -> None:
+def test_small_replies_match_their_schemas() -> None:
     for form in (b"float", b"base64"):
         call = openai_embeddings.parse(b'{"model":"m","input":"p","encoding_format":"%b"}' % form)
-        holds(openai_embeddings.render(call, [[0.5]], 3, "m"), replies.EmbeddingList)
+        check_schema(openai_embeddings.render(call, [[0.5]], 3, "m"), replies.EmbeddingList)
     served = [openai_models.ServedModel("m", 1, 2)]
-    holds(openai_models.list_models(served), replies.ModelListing)
-    holds(openai_models.retrieve_model(served, "m"), replies.ModelEntry)
-    holds(tokenize.render(tokenize.parse(b'{"prompt":"a"}'), [1], ["a"], 9), replies.TokenizeReply)
+    check_schema(openai_models.list_models(served), replies.ModelListing)
+    check_schema(openai_models.retrieve_model(served, "m"), replies.ModelEntry)
+    check_schema(tokenize.render(tokenize.parse(b'{"prompt":"a"}'), [1], ["a"], 9), replies.TokenizeReply)
     for body in (b'{"tokens":[1]}', b'{"tokens":[1],"model":"m"}'):
-        holds(tokenize.render_detokenized(tokenize.parse_detokenize(body), "a"), replies.DetokenizeReply)
-    holds(anthropic.render_token_count(3), replies.TokenCount)
-    holds(openai_error(InvalidRequest("x")).body, replies.OpenAIError)
-    holds(anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)
+        check_schema(tokenize.render_detokenized(tokenize.parse_detokenize(body), "a"), replies.DetokenizeReply)
+    check_schema(anthropic.render_token_count(3), replies.TokenCount)
+    check_schema(openai_error(InvalidRequest("x")).body, replies.OpenAIError)
+    check_schema(anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)

@@ -1,4 +1,4 @@
-"""The shared decoder: every fault is a 400 that names its field."""
+"""The JSON decoder of all endpoints: every error is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -64,27 +64,27 @@ def nested(depth: int) -> bytes:
         (nested(MAX_JSON_DEPTH + 1), None),
     ],
 )
-def test_faults_name_their_field(body: bytes, param: str | None) -> None:
+def test_errors_name_the_field(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode(body, Outer)
     assert caught.value.param == param
     assert caught.value.status == 400
 
 
-def test_depth_counts_nesting_and_nothing_else() -> None:
+def test_depth_counts_nesting_only() -> None:
     decode(nested(MAX_JSON_DEPTH), Outer)
     decode(b'{"name":"a","anything":[' + b"[]," * 5000 + b"0]}", Outer)
     decode(b'{"name":"a","anything":"' + b'[{\\"' * 5000 + b'"}', Outer)
 
 
-def test_a_long_name_is_not_echoed_whole() -> None:
+def test_long_field_name_is_truncated_in_error() -> None:
     for body in (b'{"name":"a","%b":1}' % (b"x" * 100_000), b'{"name":"a","items":[{"text":%b}]}' % (b"9" * 100_000)):
         with pytest.raises(InvalidRequest) as caught:
             decode(body, Outer)
         assert len(str(caught.value)) < 1000
 
 
-def test_objects_inside_text() -> None:
+def test_decode_object_in_text() -> None:
     assert decode_object('{"a":[1]}', "x") == {"a": [1]}
     for text in ("", "[]", '"a"', "{", "[" * 5000, '{"a":' * 100 + "1" + "}" * 100):
         with pytest.raises(InvalidRequest) as caught:
@@ -92,7 +92,7 @@ def test_objects_inside_text() -> None:
         assert caught.value.param == "tool_calls[0].arguments"
 
 
-def test_large_integers_survive() -> None:
+def test_large_integers_are_preserved() -> None:
     huge = {"maximum": 10**30}
     assert decode_object(encode_text(huge), "x") == huge
 
@@ -121,19 +121,19 @@ JSON = st.recursive(
 
 @settings(deadline=None)
 @given(st.sampled_from(PARSERS), JSON | st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=8))
-def test_any_json_parses_or_is_refused(parse: Any, value: Any) -> None:
+def test_any_json_parses_or_is_rejected(parse: Any, value: Any) -> None:
     with contextlib.suppress(InvalidRequest):
         parse(encode_text(value).encode())
 
 
 @settings(deadline=None)
 @given(st.sampled_from(PARSERS), st.binary())
-def test_any_bytes_parse_or_are_refused(parse: Any, body: bytes) -> None:
+def test_any_bytes_parse_or_are_rejected(parse: Any, body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse(body)
 
 
-def test_parsers_are_prepared_before_the_first_request() -> None:
+def test_warm_up_fills_parser_caches() -> None:
     for cached in (fields._rules_of, fields._hints):
         cached.cache_clear()
     assembly.load_parts(ServerConfig({"m": "m"}, embedder=None), {})

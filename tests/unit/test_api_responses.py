@@ -1,4 +1,4 @@
-"""What a Responses request means: good bodies to calls, bad ones to a 400 naming the field."""
+"""Responses requests: valid bodies become calls, invalid ones a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "argume
 OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
 
 
-def ask(**fields: Any) -> ResponsesCall:
+def parse_request(**fields: Any) -> ResponsesCall:
     return parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
 
 
-def refusal(body: dict[str, Any] | bytes) -> InvalidRequest:
+def rejection(body: dict[str, Any] | bytes) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         parse(body if isinstance(body, bytes) else json.dumps(body).encode())
     return caught.value
 
 
-def test_the_least_request() -> None:
-    call = ask()
+def test_minimal_request() -> None:
+    call = parse_request()
     assert (call.common.model, call.messages, call.stream) == ("m", [USER], False)
     assert (call.params.max_tokens, call.params.temperature, call.params.logprobs) == (None, 1.0, None)
     assert (call.adds_generation_prompt, call.continues_last_message, call.parallel_tool_calls) == (True, False, True)
     assert call.template_args == {}
 
 
-def test_null_is_as_good_as_absent() -> None:
+def test_null_equals_absent() -> None:
     optional = {name: None for name in ResponsesRequest.__struct_fields__ if name not in ("model", "input")}
-    assert ask(**optional) == ask()
+    assert parse_request(**optional) == parse_request()
 
 
 SCHEMA = {"type": "object", "maximum": 10**30}
@@ -67,9 +67,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), PARAMS)
-def test_sampling_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(ask(**fields).params, name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), PARAMS)
+def test_sampling_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields).params, name) == expected
 
 
 CALLS = [
@@ -80,8 +80,8 @@ CALLS = [
     ({"reasoning": {"effort": "low"}}, "template_args", {"reasoning_effort": "low", "enable_thinking": True}),
     ({"reasoning": {"summary": "auto"}}, "template_args", {}),
     ({"chat_template_kwargs": {"a": 1}}, "template_args", {"a": 1}),
-    ({"include": ["reasoning.encrypted_content"]}, "seal_reasoning", True),
-    ({"include": []}, "seal_reasoning", False),
+    ({"include": ["reasoning.encrypted_content"]}, "includes_encrypted_reasoning", True),
+    ({"include": []}, "includes_encrypted_reasoning", False),
     ({"add_special_tokens": True}, "add_special_tokens", True),
     ({"tools": [WEATHER]}, "tool_choice", ToolChoice("auto")),
     ({"tools": [WEATHER], "tool_choice": "none"}, "tool_choice", ToolChoice("none")),
@@ -96,14 +96,14 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
-def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(ask(**fields), name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields), name) == expected
 
 
-def test_allowed_tools_leave_the_others_out() -> None:
+def test_allowed_tools_restrict_the_tools() -> None:
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
-    call = ask(tools=[WEATHER, TIME], tool_choice=allowed)
+    call = parse_request(tools=[WEATHER, TIME], tool_choice=allowed)
     assert ([tool.name for tool in call.tools], call.tool_choice) == (["time"], ToolChoice("required"))
     assert (call.echoed_fields["tool_choice"], len(call.echoed_fields["tools"])) == (allowed, 2)
 
@@ -111,15 +111,15 @@ def test_allowed_tools_leave_the_others_out() -> None:
 CALLER = [
     ({"user": "u"}, "user", "u"),
     ({"safety_identifier": "s"}, "user", "s"),
-    ({"cache_salt": "k"}, "salt", "k"),
+    ({"cache_salt": "k"}, "cache_salt", "k"),
     ({"service_tier": "default"}, "priority", Priority.INTERACTIVE),
     ({"service_tier": "flex"}, "priority", Priority.BATCH),
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
-def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert getattr(ask(**fields).common, name) == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), CALLER)
+def test_common_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(parse_request(**fields).common, name) == expected
 
 
 ECHO = [
@@ -141,13 +141,13 @@ ECHO = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "name", "meant"), ECHO)
-def test_the_reply_repeats_the_request(fields: dict[str, Any], name: str, meant: Any) -> None:
-    assert ask(**fields).echoed_fields[name] == meant
+@pytest.mark.parametrize(("fields", "name", "expected"), ECHO)
+def test_reply_repeats_request_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert parse_request(**fields).echoed_fields[name] == expected
 
 
-def said(*items: Any, **fields: Any) -> list[dict[str, Any]]:
-    return list(ask(input=list(items), **fields).messages)
+def messages_of(*items: Any, **fields: Any) -> list[dict[str, Any]]:
+    return list(parse_request(input=list(items), **fields).messages)
 
 
 MESSAGES = [
@@ -181,17 +181,17 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("item", "role", "text"), MESSAGES)
 def test_messages(item: dict[str, Any], role: str, text: str) -> None:
-    assert said(item) == [{"role": role, "content": text}]
+    assert messages_of(item) == [{"role": role, "content": text}]
 
 
 def test_instructions_come_first() -> None:
-    assert said({"role": "developer", "content": "d"}, USER, instructions="i") == [
+    assert messages_of({"role": "developer", "content": "d"}, USER, instructions="i") == [
         {"role": "system", "content": "i\nd"},
         USER,
     ]
 
 
-def test_a_call_and_its_output() -> None:
+def test_tool_call_and_its_output() -> None:
     reasoning = {
         "type": "reasoning",
         "id": "rs_1",
@@ -199,7 +199,7 @@ def test_a_call_and_its_output() -> None:
         "content": [{"type": "reasoning_text", "text": "hm"}],
     }
     text = {"role": "assistant", "content": "I look."}
-    assert said(USER, reasoning, text, CALL, OUTPUT) == [
+    assert messages_of(USER, reasoning, text, CALL, OUTPUT) == [
         USER,
         {
             "role": "assistant",
@@ -211,8 +211,8 @@ def test_a_call_and_its_output() -> None:
         },
         {"role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather"},
     ]
-    assert said(CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "sun"}]})[-1]["content"] == "sun"
-    assert said({**CALL, "arguments": ""}, OUTPUT)[0]["tool_calls"][0]["function"]["arguments"] == {}
+    assert messages_of(CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "sun"}]})[-1]["content"] == "sun"
+    assert messages_of({**CALL, "arguments": ""}, OUTPUT)[0]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 REASONING = [
@@ -224,16 +224,16 @@ REASONING = [
 
 
 @pytest.mark.parametrize(("fields", "text"), REASONING)
-def test_reasoning_given_back(fields: dict[str, Any], text: str | None) -> None:
+def test_returned_reasoning_item(fields: dict[str, Any], text: str | None) -> None:
     item = {"type": "reasoning", "id": "rs_1", **fields}
-    assert said(USER, item, {"role": "assistant", "content": "x"})[-1].get("reasoning_content") == text
+    assert messages_of(USER, item, {"role": "assistant", "content": "x"})[-1].get("reasoning_content") == text
 
 
-def test_an_unfinished_message_is_continued() -> None:
+def test_incomplete_message_is_continued() -> None:
     for status, continued in (("incomplete", True), ("in_progress", True), ("completed", False)):
-        call = ask(input=[USER, {"role": "assistant", "content": "a", "status": status}])
+        call = parse_request(input=[USER, {"role": "assistant", "content": "a", "status": status}])
         assert (call.continues_last_message, call.adds_generation_prompt) == (continued, not continued)
-    assert not ask(input=[{**USER, "status": "incomplete"}]).continues_last_message
+    assert not parse_request(input=[{**USER, "status": "incomplete"}]).continues_last_message
 
 
 def item(**fields: Any) -> dict[str, Any]:
@@ -314,21 +314,21 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD)
-def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    assert refusal({"model": "m", "input": "hi", **fields}).param == param
+def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
+    assert rejection({"model": "m", "input": "hi", **fields}).param == param
 
 
 STATEFUL = [{"conversation": "c"}, item(id="msg_1")]
 
 
 @pytest.mark.parametrize("fields", STATEFUL)
-def test_what_needs_a_memory_is_refused_with_the_way_out(fields: dict[str, Any]) -> None:
-    assert "whole conversation" in str(refusal({"model": "m", "input": "hi", **fields}))
+def test_stateful_items_are_rejected_with_a_hint(fields: dict[str, Any]) -> None:
+    assert "whole conversation" in str(rejection({"model": "m", "input": "hi", **fields}))
 
 
 DEEP = b'{"model":"m","input":"a","tools":[{"type":"function","name":"a","parameters":' + b'{"a":' * 100_000
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'{"model":"\xff"}', b"[" * 100_000, DEEP])
-def test_no_body_at_all(body: bytes) -> None:
-    assert refusal(body).param is None
+def test_invalid_json_body(body: bytes) -> None:
+    assert rejection(body).param is None

@@ -1,4 +1,4 @@
-"""Replies of the Responses API: goldens of the bytes, and what the vendor's own client makes of them."""
+"""Replies of the Responses API: golden bytes, and the results of the official client."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ SERVER = Answering(responses.parse, responses_stream.ResponsesReplyWriter, "resp
 CLIENT = openai.OpenAI(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def renderer(**fields: Any) -> responses_stream.ResponsesReplyWriter:
+def make_writer(**fields: Any) -> responses_stream.ResponsesReplyWriter:
     call = responses.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
     return responses_stream.ResponsesReplyWriter(call, "resp_1", 1700000000, "fp_1")
 
 
-def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
-    reply = renderer(**fields)
+def plain_reply(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
+    reply = make_writer(**fields)
     assert play(reply, deltas) == b""
     return reply.body()
 
 
-def test_goldens() -> None:
-    asked = {"top_logprobs": 2, "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
-    goldens.check("responses_stream.sse", play(renderer(stream=True, **asked), REPLY))
-    goldens.check("responses_body.json", sse.dumps(plain(REPLY, **asked)))
+def test_golden_replies() -> None:
+    options = {"top_logprobs": 2, "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
+    goldens.check("responses_stream.sse", play(make_writer(stream=True, **options), REPLY))
+    goldens.check("responses_body.json", sse.dumps(plain_reply(REPLY, **options)))
 
 
-def test_the_order_of_events() -> None:
+def test_event_order() -> None:
     added, part = "output_item.added", "content_part.added"
     part_done, done = "content_part.done", "output_item.done"
-    got = events(play(renderer(stream=True), REPLY))
+    got = events(play(make_writer(stream=True), REPLY))
     assert [event["type"].removeprefix("response.") for event in got] == [
         "created", "in_progress",
         added, part, "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", part_done, done,
@@ -81,7 +81,7 @@ def test_the_order_of_events() -> None:
 
 
 def test_usage() -> None:
-    assert plain(REPLY)["usage"] == {
+    assert plain_reply(REPLY)["usage"] == {
         "input_tokens": 9,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
         "output_tokens": 20,
@@ -100,29 +100,29 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("finish", "status", "details"), ENDINGS)
-def test_endings(finish: Finish, status: str, details: dict[str, str] | None) -> None:
+def test_final_status(finish: Finish, status: str, details: dict[str, str] | None) -> None:
     deltas: list[Delta] = [ReplyStart(1), ReasoningDelta(0, "a"), TextDelta(0, "b"), finish, TokenUsage(1, 1)]
-    body = plain(deltas)
+    body = plain_reply(deltas)
     assert (body["status"], body["incomplete_details"]) == (status, details)
     assert [item["status"] for item in body["output"]] == ["completed", status]
-    last = events(play(renderer(stream=True), deltas))[-1]
+    last = events(play(make_writer(stream=True), deltas))[-1]
     assert (last["type"], last["response"]) == (f"response.{status}", body)
 
 
-def test_nothing_said() -> None:
-    body = plain([ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 0)])
+def test_empty_output() -> None:
+    body = plain_reply([ReplyStart(1), Finish(0, "stop"), TokenUsage(1, 0)])
     assert (body["status"], body["output"]) == ("completed", [])
 
 
-def test_logprobs_of_a_token_without_text_are_not_lost() -> None:
+def test_logprobs_of_token_without_text_are_kept() -> None:
     half = TextDelta(0, "", [token("\ufffd")])
     rest: list[Delta] = [TextDelta(0, "é", [token("é")]), Finish(0, "stop"), TokenUsage(1, 2)]
-    [item] = plain([ReplyStart(1), half, *rest], top_logprobs=1)["output"]
+    [item] = plain_reply([ReplyStart(1), half, *rest], top_logprobs=1)["output"]
     assert [entry["token"] for entry in item["content"][0]["logprobs"]] == ["\ufffd", "é"]
 
 
-def test_sealed_reasoning_comes_back_open() -> None:
-    [reasoning, *_] = plain(REPLY, include=["reasoning.encrypted_content"])["output"]
+def test_encrypted_reasoning_round_trip() -> None:
+    [reasoning, *_] = plain_reply(REPLY, include=["reasoning.encrypted_content"])["output"]
     given_back = {
         "type": "reasoning",
         "id": reasoning["id"],
@@ -131,7 +131,7 @@ def test_sealed_reasoning_comes_back_open() -> None:
     }
     body = {"model": "m", "input": [given_back, {"role": "assistant", "content": "x"}]}
     assert responses.parse(json.dumps(body).encode()).messages[0]["reasoning_content"] == "hmm"
-    assert plain(REPLY)["output"][0]["encrypted_content"] is None
+    assert plain_reply(REPLY)["output"][0]["encrypted_content"] is None
 
 
 FAULTS = [
@@ -142,8 +142,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("error", "code", "message"), FAULTS)
-def test_a_broken_stream_ends_as_failed(error: Exception, code: str, message: str) -> None:
-    reply = renderer(stream=True)
+def test_failed_stream_ends_with_response_failed(error: Exception, code: str, message: str) -> None:
+    reply = make_writer(stream=True)
     reply.write_start()
     for delta in REPLY[:5]:
         reply.write(delta)
@@ -155,20 +155,20 @@ def test_a_broken_stream_ends_as_failed(error: Exception, code: str, message: st
     assert [item["status"] for item in event["response"]["output"]] == ["completed", "incomplete"]
 
 
-def test_a_fault_of_ours_tells_nothing() -> None:
-    assert b"secret" not in renderer(stream=True).write_error(KeyError("secret"))[0]
+def test_internal_error_has_no_details() -> None:
+    assert b"secret" not in make_writer(stream=True).write_error(KeyError("secret"))[0]
 
 
 @settings(deadline=None, max_examples=50)
 @given(replies(), st.booleans())
-def test_the_vendors_client_folds_the_stream_into_the_plain_reply(deltas: list[Delta], sealed: bool) -> None:
+def test_official_client_accumulates_stream_to_plain_reply(deltas: list[Delta], sealed: bool) -> None:
     SERVER.deltas = deltas
-    asked: dict[str, Any] = {"model": "m", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
+    options: dict[str, Any] = {"model": "m", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
     if sealed:
-        asked["include"] = ["reasoning.encrypted_content"]
-    response = CLIENT.responses.create(**asked)
+        options["include"] = ["reasoning.encrypted_content"]
+    response = CLIENT.responses.create(**options)
     Response.model_validate(response.to_dict())
-    got = list(CLIENT.responses.create(**asked, stream=True))
+    got = list(CLIENT.responses.create(**options, stream=True))
     for event in got:
         EVENT.validate_python(event.to_dict())
     assert got[-1].type in ("response.completed", "response.incomplete")
@@ -177,7 +177,7 @@ def test_the_vendors_client_folds_the_stream_into_the_plain_reply(deltas: list[D
 
 
 def fold(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output from its deltas alone, checked against what every done event claims."""
+    """Build the output from the deltas and check it against every done event."""
     output: list[dict[str, Any]] = []
     for event in stream:
         match event["type"].removeprefix("response."):
@@ -205,7 +205,7 @@ def fold(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return output
 
 
-def test_a_conversation_with_the_vendors_client() -> None:
+def test_conversation_with_official_client() -> None:
     SERVER.deltas = REPLY
     with CLIENT.responses.stream(model="m", input="hi", tools=[TOOL], top_logprobs=2) as stream:
         reply = stream.get_final_response()

@@ -1,4 +1,4 @@
-"""One completion's outputs as deltas: what its params say holds, and an echo's tokens are where it is said."""
+"""Choice converts outputs to deltas that follow the sampling parameters, and an echo has its tokens' offsets."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from emberline.server.worker.delta_assembler import DeltaAssembler
 from emberline.tokens.tokenizer import Tokenizer
 
 
-def told(params: SamplingParams, text: str) -> list[Delta]:
+def deltas_of(params: SamplingParams, text: str) -> list[Delta]:
     tokenizer = Tokenizer(build())
     choice = Choice(0, tokenizer, params, None, visible_special_tokens=frozenset(), continues_prompt=False)
     ids = [i for letter in text for i in tokenizer.encode(letter, add_special=False)]
     return [delta for i in ids for delta in choice.process_output(Output("a", 0, [i]))]
 
 
-def test_the_least_of_tokens_comes_before_stop_strings() -> None:
-    deltas = told(SamplingParams(stop=("b",), min_tokens=3), "abcabc")
+def test_stop_strings_apply_after_min_tokens() -> None:
+    deltas = deltas_of(SamplingParams(stop=("b",), min_tokens=3), "abcabc")
     assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == "abca"
     assert deltas[-1] == Finish(0, "stop", "b")
 
 
-def test_an_echos_tokens_are_where_it_is_said() -> None:
-    """A character may be several tokens, and these count once."""
+def test_echo_token_offsets() -> None:
+    """Several tokens of one character have the same offset."""
     tokenizer = Tokenizer(build())
     text = "a \U0001f600 b \xfc c"
     ids = tokenizer.encode(text, add_special=False)
@@ -46,7 +46,7 @@ def test_an_echos_tokens_are_where_it_is_said() -> None:
     assert echoed.tokens[-1].offset == len(text) - 1
 
 
-def test_the_head_of_a_call_that_max_tokens_cut_off_is_not_told() -> None:
+def test_cut_off_call_head_is_dropped() -> None:
     tokenizer = Tokenizer(build())
     for finish, text in ((FinishReason.LENGTH, "Well. "), (FinishReason.STOP, 'Well. <tool_call>{"name": "f')):
         splitter = OutputParser(0, lambda: "x" * 24, HERMES)

@@ -1,4 +1,4 @@
-"""Large bodies at the engine's server: parsed elsewhere, refused there when no context takes them."""
+"""Large request bodies are parsed in a child process, which rejects those that fit no context."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from emberline.server.worker.protocols import MAX_MESSAGES, parse_large
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def parsed(path: str, body: dict[str, Any], context: int = 1000) -> ChatCall | CompletionCall:
+def parse_in_child(path: str, body: dict[str, Any], context: int = 1000) -> ChatCall | CompletionCall:
     return parse_large(path, json.dumps({"model": "m", **body}).encode(), {"m": context})
 
 
-def test_a_large_call_is_the_same_wherever_it_is_parsed() -> None:
+def test_large_call_parses_the_same_in_child_process() -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 40_000}]}).encode()
     here = parse_large(CHAT, body, {"m": 100_000})
     assert asyncio.run(offload.run(len(body), parse_large, CHAT, body, {"m": 100_000})) == here
     assert asyncio.run(offload.run(len(body), RequestSummary.parse, body, "s")) == RequestSummary.parse(body, "s")
 
 
-def test_what_no_context_takes_is_refused_before_it_comes_back() -> None:
+def test_oversized_call_is_rejected_in_child_process() -> None:
     with pytest.raises(ContextLengthExceeded, match="messages has 128005 characters"):
-        parsed(CHAT, {"messages": [{"role": "user", "content": "x" * 128_001}]})
+        parse_in_child(CHAT, {"messages": [{"role": "user", "content": "x" * 128_001}]})
     with pytest.raises(ContextLengthExceeded, match="prompt has 1001 tokens"):
-        parsed(COMPLETIONS, {"prompt": [1] * 1001})
+        parse_in_child(COMPLETIONS, {"prompt": [1] * 1001})
     with pytest.raises(WorkTooLarge, match="the limit is 20000"):
-        parsed(CHAT, {"messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)}, 10**6)
-    assert parsed(COMPLETIONS, {"prompt": [1] * 1000}) is not None
+        parse_in_child(CHAT, {"messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)}, 10**6)
+    assert parse_in_child(COMPLETIONS, {"prompt": [1] * 1000}) is not None
     with pytest.raises(InvalidRequest):
-        parsed(CHAT, {"messages": [[]]})
+        parse_in_child(CHAT, {"messages": [[]]})

@@ -1,5 +1,4 @@
-"""The server against clients that write their bytes themselves: requests in every cut, one after the other and all at
-once, what is too large, how replies are framed, and what is under way when it is told to stop."""
+"""The HTTP server with clients that send raw bytes: split and pipelined requests, limits, framing and shutdown."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from net_served import CHUNKED, GET, POST, UPGRADE, all_left, answer, body_of, echo, run
+from raw_http import CHUNKED, GET, POST, UPGRADE, all_left, answer, body_of, echo, run
 
 from emberline.net import server_connection
 from emberline.net.request_response_cycle import ReplyInterrupted
@@ -15,20 +14,20 @@ from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
 
 
-@pytest.mark.parametrize("asked", [POST, CHUNKED])
-def test_every_cut_on_one_connection(asked: bytes) -> None:
+@pytest.mark.parametrize("raw_request", [POST, CHUNKED])
+def test_request_split_at_every_byte(raw_request: bytes) -> None:
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        for cut in range(1, len(asked)):
-            one.say(asked[:cut])
+        connection = await client()
+        for cut in range(1, len(raw_request)):
+            connection.send(raw_request[:cut])
             await asyncio.sleep(0)
-            one.say(asked[cut:])
-            assert await one.reply() == (b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n", b"/x hello")
+            connection.send(raw_request[cut:])
+            assert await connection.reply() == (b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n", b"/x hello")
 
     run(echo, work)
 
 
-def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     running = 0
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -36,21 +35,21 @@ def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
         running += 1
         assert running == 1
         await asyncio.sleep(0.01)
-        running -= 1  # the next may begin as soon as this one's reply is whole
+        running -= 1  # the next request may start once this reply is complete
         await echo(scope, receive, send)
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(b"".join(POST.replace(b"/x", b"/%d" % i) for i in range(5)))
-        assert [(await one.reply())[1] for _ in range(5)] == [b"/%d hello" % i for i in range(5)]
-        one.say(GET)
-        assert (await one.reply())[1] == b"/a b "
+        connection = await client()
+        connection.send(b"".join(POST.replace(b"/x", b"/%d" % i) for i in range(5)))
+        assert [(await connection.reply())[1] for _ in range(5)] == [b"/%d hello" % i for i in range(5)]
+        connection.send(GET)
+        assert (await connection.reply())[1] == b"/a b "
 
     run(app, work)
 
 
 @pytest.mark.parametrize(
-    ("asked", "status"),
+    ("raw_request", "status"),
     [
         (b"SSH-2.0-x\r\n\r\n", b"400"),
         (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
@@ -65,19 +64,19 @@ def test_what_comes_at_once_is_answered_one_after_the_other() -> None:
         (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 300 + b"\r\n", b"431"),
     ],
 )
-def test_what_is_no_request_is_refused(asked: bytes, status: bytes) -> None:
-    async def nobody(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        raise AssertionError("it was no request")
+def test_invalid_request_is_rejected(raw_request: bytes, status: bytes) -> None:
+    async def unreachable_app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        raise AssertionError("the request must not reach the application")
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(asked)
-        assert (await one.reply())[0].startswith(b"HTTP/1.1 " + status)
+        connection = await client()
+        connection.send(raw_request)
+        assert (await connection.reply())[0].startswith(b"HTTP/1.1 " + status)
 
-    run(nobody, work)
+    run(unreachable_app, work)
 
 
-def test_a_body_that_breaks_is_told_to_the_client_and_to_who_reads_it() -> None:
+def test_invalid_body_is_reported_to_client_and_application() -> None:
     seen = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -86,17 +85,17 @@ def test_a_body_that_breaks_is_told_to_the_client_and_to_who_reads_it() -> None:
         seen.append(b"gone")
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(CHUNKED[: CHUNKED.index(b"3\r\n")])
+        connection = await client()
+        connection.send(CHUNKED[: CHUNKED.index(b"3\r\n")])
         await asyncio.sleep(0.05)
-        one.say(b"zz\r\n")
-        assert (await one.reply())[0].startswith(b"HTTP/1.1 400 ")
-        assert await one.rest() == b"" and seen == [b"he", b"gone"]
+        connection.send(b"zz\r\n")
+        assert (await connection.reply())[0].startswith(b"HTTP/1.1 400 ")
+        assert await connection.rest() == b"" and seen == [b"he", b"gone"]
 
     run(app, work)
 
 
-def test_trailers_are_no_headers() -> None:
+def test_trailers_are_not_headers() -> None:
     seen = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -105,63 +104,63 @@ def test_trailers_are_no_headers() -> None:
         await answer(send, b"")
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
+        connection = await client()
         trailed = CHUNKED.removesuffix(b"\r\n") + b"authorization: me\r\nx: y\r\n\r\n"
-        for asked in (trailed, POST):
-            one.say(asked)
-            await one.reply()
+        for raw_request in (trailed, POST):
+            connection.send(raw_request)
+            await connection.reply()
 
     run(app, work)
     assert seen == [{b"host": b"x", b"transfer-encoding": b"chunked"}, {b"host": b"x", b"content-length": b"5"}]
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 9000, b"1;x="])
-def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
+def test_endless_chunk_framing_is_rejected(endless: bytes) -> None:
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(CHUNKED.removesuffix(b"0\r\n\r\n"))
+        connection = await client()
+        connection.send(CHUNKED.removesuffix(b"0\r\n\r\n"))
         await asyncio.sleep(0.05)
-        one.say(endless + b"a" * 2 * server_connection.MAX_HEAD_BYTES)
-        assert (await one.reply())[0].startswith(b"HTTP/1.1 431 ")
+        connection.send(endless + b"a" * 2 * server_connection.MAX_HEAD_BYTES)
+        assert (await connection.reply())[0].startswith(b"HTTP/1.1 431 ")
         await all_left(server)
 
     run(echo, work)
 
 
-def test_large_pieces_of_a_body_are_no_frame() -> None:
+def test_large_chunks_of_body_are_accepted() -> None:
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
+        connection = await client()
         body = b"x" * (1 << 20)
         for _ in range(2):
-            one.say(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            connection.send(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         for _ in range(2):
-            assert len((await one.reply())[1]) == len(body) + 3
+            assert len((await connection.reply())[1]) == len(body) + 3
 
     run(echo, work)
 
 
-def test_a_body_is_asked_for_when_somebody_reads_it() -> None:
-    wanted = True
+def test_continue_is_sent_when_body_is_read() -> None:
+    is_accepted = True
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await (echo(scope, receive, send) if wanted else answer(send, b"no", 401))
+        await (echo(scope, receive, send) if is_accepted else answer(send, b"no", 401))
 
     async def work(client: Any, server: HTTPServer) -> None:
-        nonlocal wanted
+        nonlocal is_accepted
         head, body = POST.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n").split(b"\r\n\r\n")
-        one = await client()
-        one.say(head + b"\r\n\r\n")
-        assert await one.reply() == (b"HTTP/1.1 100 Continue\r\n\r\n", b"")
-        one.say(body)
-        assert (await one.reply())[1] == b"/x hello"
-        wanted = False
-        one.say(head + b"\r\n\r\n")
-        assert (await one.reply())[0].startswith(b"HTTP/1.1 401 ")
+        connection = await client()
+        connection.send(head + b"\r\n\r\n")
+        assert await connection.reply() == (b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        connection.send(body)
+        assert (await connection.reply())[1] == b"/x hello"
+        is_accepted = False
+        connection.send(head + b"\r\n\r\n")
+        assert (await connection.reply())[0].startswith(b"HTTP/1.1 401 ")
 
     run(app, work)
 
 
-def test_how_replies_are_framed() -> None:
+def test_reply_framing() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["path"] == "/sized":
             await answer(send, b"hello")
@@ -175,7 +174,7 @@ def test_how_replies_are_framed() -> None:
             await send({"type": "http.response.body"})
 
     async def work(client: Any, server: HTTPServer) -> None:
-        for asked, expected in {
+        for raw_request, expected in {
             b"GET /parts HTTP/1.1": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
             b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
             b"GET /parts HTTP/1.0": b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhello",
@@ -187,14 +186,14 @@ def test_how_replies_are_framed() -> None:
             b"GET /sized HTTP/1.1\r\nupgrade: h2c": b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\n"
             b"hello",
         }.items():
-            one = await client()
-            one.say(asked + b"\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert await one.rest() == expected, asked
+            connection = await client()
+            connection.send(raw_request + b"\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert await connection.rest() == expected, raw_request
 
     run(app, work)
 
 
-def test_a_reply_of_one_piece_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_of_one_part_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
     write = server_connection.HTTPServerConnection.write
     monkeypatch.setattr(
@@ -202,15 +201,15 @@ def test_a_reply_of_one_piece_is_one_write(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(POST)
-        head, body = await one.reply()
+        connection = await client()
+        connection.send(POST)
+        head, body = await connection.reply()
         assert written == [head + body]
 
     run(echo, work)
 
 
-def test_an_application_that_fails() -> None:
+def test_failing_application() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["path"] == "/smuggled":
             await answer(send, b"", headers=[(b"x", b"y\r\nz: 1")])
@@ -230,16 +229,16 @@ def test_an_application_that_fails() -> None:
             ("/late", b"200", False),
             ("/short", b"200", False),
         ):
-            one = await client()
-            one.say(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
-            said = await one.rest()
-            assert said.startswith(b"HTTP/1.1 " + status), said
-            assert whole or not said.endswith(b"0\r\n\r\n")
+            connection = await client()
+            connection.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            reply = await connection.rest()
+            assert reply.startswith(b"HTTP/1.1 " + status), reply
+            assert whole or not reply.endswith(b"0\r\n\r\n")
 
     run(app, work)
 
 
-def test_what_is_under_way_is_ended_when_it_stops() -> None:
+def test_stop_finishes_requests_in_progress() -> None:
     begun, stopped = asyncio.Event(), []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -253,16 +252,16 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
 
     async def work(client: Any, server: HTTPServer) -> None:
         idle, busy, long = await client(), await client(), await client()
-        long.say(GET.replace(b"/a%20b", b"/long"))
-        busy.say(GET)
+        long.send(GET.replace(b"/a%20b", b"/long"))
+        busy.send(GET)
         await begun.wait()
         await asyncio.sleep(0.05)
         stopping = asyncio.create_task(server.stop(1.5))
         assert await idle.rest() == b""
         with pytest.raises(OSError):
             await client()
-        head, said = await busy.reply()
-        assert b"connection: close" in head and said == b"/a b " and await busy.rest() == b""
+        head, reply = await busy.reply()
+        assert b"connection: close" in head and reply == b"/a b " and await busy.rest() == b""
         assert await long.rest() == b"" and stopped == ["/long"]
         await stopping
         assert not server.state.connections and not server.state.tasks
@@ -270,7 +269,7 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
     run(app, work)
 
 
-def test_client_is_the_peer_of_the_connection_whatever_headers_say() -> None:
+def test_client_is_the_peer_of_the_connection() -> None:
     seen = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -278,9 +277,9 @@ def test_client_is_the_peer_of_the_connection_whatever_headers_say() -> None:
         await answer(send, b"")
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(b"GET / HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 9.9.9.9\r\n\r\n")
-        await one.reply()
+        connection = await client()
+        connection.send(b"GET / HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 9.9.9.9\r\n\r\n")
+        await connection.reply()
 
     run(app, work)
     assert seen == ["127.0.0.1"]

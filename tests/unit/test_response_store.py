@@ -1,4 +1,4 @@
-"""Stored responses: continued by previous_response_id, read, listed and deleted by the API key that made them alone."""
+"""Stored responses: only the API key that created them can continue, read, list and delete them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PATH = "/v1/responses"
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ResponseStore]:
-    made = ResponseStore(tmp_path / "new" / "responses.sqlite")
-    yield made
-    made.close()
+    worker = ResponseStore(tmp_path / "new" / "responses.sqlite")
+    yield worker
+    worker.close()
 
 
-def house(store: ResponseStore | None, *keys: str) -> House:
-    made = House(lambda before, index: before + "abc")
-    config = replace(made.app._config, api_keys=keys)
-    made.app = EngineApp(config, made.app.engine, made.catalog, None, {}, response_store=store)
-    return made
+def make_worker(store: ResponseStore | None, *keys: str) -> House:
+    worker = House(lambda before, index: before + "abc")
+    config = replace(worker.app._config, api_keys=keys)
+    worker.app = EngineApp(config, worker.app.engine, worker.catalog, None, {}, response_store=store)
+    return worker
 
 
-def call(made: House, method: str, path: str, key: str = "a", query: str = "") -> Answer:
-    async def asked() -> Answer:
+def call(worker: House, method: str, path: str, key: str = "a", query: str = "") -> Answer:
+    async def send_request() -> Answer:
         answer, inbox = Answer(), [{"type": "http.request", "body": b""}]
 
         async def receive() -> dict[str, Any]:
@@ -42,85 +42,85 @@ def call(made: House, method: str, path: str, key: str = "a", query: str = "") -
 
         headers = [(b"authorization", b"Bearer " + key.encode())]
         scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": query.encode()}
-        await made.app(scope, receive, answer.take)
+        await worker.app(scope, receive, answer.take)
         return answer
 
-    return asyncio.run(asked())
+    return asyncio.run(send_request())
 
 
-def ask(made: House, key: str = "a", **fields: Any) -> Answer:
-    return made.post(PATH, {"input": "hi", **fields}, authorization=f"Bearer {key}")
+def create_response(worker: House, key: str = "a", **fields: Any) -> Answer:
+    return worker.post(PATH, {"input": "hi", **fields}, authorization=f"Bearer {key}")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_goes_on(store: ResponseStore, stream: bool) -> None:
-    made = house(store)
-    first = ask(made, stream=stream, request_id="one")
+def test_previous_response_id_continues_conversation(store: ResponseStore, stream: bool) -> None:
+    worker = make_worker(store)
+    first = create_response(worker, stream=stream, request_id="one")
     assert first.status == 200
-    second = ask(made, input="and then?", previous_response_id="resp_one").json
+    second = create_response(worker, input="and then?", previous_response_id="resp_one").json
     assert (second["previous_response_id"], second["store"]) == ("resp_one", True)
-    listed = call(made, "GET", f"{PATH}/{second['id']}/input_items", query="order=asc").json
+    listed = call(worker, "GET", f"{PATH}/{second['id']}/input_items", query="order=asc").json
     assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
     assert listed["data"][1]["content"][0]["text"] == "abc" and listed["has_more"] is False
-    page = call(made, "GET", f"{PATH}/{second['id']}/input_items", query="limit=1").json
+    page = call(worker, "GET", f"{PATH}/{second['id']}/input_items", query="limit=1").json
     assert page["data"][0]["content"] == "and then?" and page["has_more"] is True
 
 
-def test_a_response_is_read_and_deleted(store: ResponseStore) -> None:
-    made = house(store)
-    said = ask(made).json
-    where = f"{PATH}/{said['id']}"
-    assert call(made, "GET", where).json == said
-    assert call(made, "POST", where).status == 405
-    assert call(made, "POST", f"{where}/cancel").status == 400
-    assert call(made, "POST", "/v1/responses/resp_other/cancel").status == 404
-    assert call(made, "DELETE", where).json == {"id": said["id"], "object": "response", "deleted": True}
-    assert call(made, "GET", where).status == call(made, "DELETE", where).status == 404
-    assert ask(made, previous_response_id=said["id"]).status == 404
+def test_read_and_delete_response(store: ResponseStore) -> None:
+    worker = make_worker(store)
+    response = create_response(worker).json
+    where = f"{PATH}/{response['id']}"
+    assert call(worker, "GET", where).json == response
+    assert call(worker, "POST", where).status == 405
+    assert call(worker, "POST", f"{where}/cancel").status == 400
+    assert call(worker, "POST", "/v1/responses/resp_other/cancel").status == 404
+    assert call(worker, "DELETE", where).json == {"id": response["id"], "object": "response", "deleted": True}
+    assert call(worker, "GET", where).status == call(worker, "DELETE", where).status == 404
+    assert create_response(worker, previous_response_id=response["id"]).status == 404
 
 
-def test_it_belongs_to_the_key_that_made_it(store: ResponseStore) -> None:
-    made = house(store, "a", "b")
-    said = ask(made).json
-    where = f"{PATH}/{said['id']}"
-    assert call(made, "GET", where, "b").status == call(made, "DELETE", where, "b").status == 404
-    assert ask(made, "b", previous_response_id=said["id"]).status == 404
-    assert call(made, "GET", where, "wrong").status == 401
-    assert call(made, "GET", where).status == 200
+def test_response_belongs_to_its_api_key(store: ResponseStore) -> None:
+    worker = make_worker(store, "a", "b")
+    response = create_response(worker).json
+    where = f"{PATH}/{response['id']}"
+    assert call(worker, "GET", where, "b").status == call(worker, "DELETE", where, "b").status == 404
+    assert create_response(worker, "b", previous_response_id=response["id"]).status == 404
+    assert call(worker, "GET", where, "wrong").status == 401
+    assert call(worker, "GET", where).status == 200
 
 
-def test_what_is_not_to_be_kept_is_not(store: ResponseStore) -> None:
-    said = ask(made := house(store), store=False)
-    assert said.json["store"] is False and "x-emberline-ignored" not in said.headers
-    assert call(made, "GET", f"{PATH}/{said.json['id']}").status == 404
+def test_store_false_is_not_stored(store: ResponseStore) -> None:
+    response = create_response(worker := make_worker(store), store=False)
+    assert response.json["store"] is False and "x-emberline-ignored" not in response.headers
+    assert call(worker, "GET", f"{PATH}/{response.json['id']}").status == 404
 
 
-def test_a_server_without_a_store_says_so() -> None:
-    made = house(None)
-    said = ask(made, store=True)
-    assert said.json["store"] is False and said.headers["x-emberline-ignored"] == "store"
-    refused = ask(made, previous_response_id=said.json["id"])
-    assert refused.status == 400 and refused.json["error"]["param"] == "previous_response_id"
-    assert "--response-store" in refused.json["error"]["message"]
+def test_server_without_store_rejects_previous_response_id() -> None:
+    worker = make_worker(None)
+    response = create_response(worker, store=True)
+    assert response.json["store"] is False and response.headers["x-emberline-ignored"] == "store"
+    rejected = create_response(worker, previous_response_id=response.json["id"])
+    assert rejected.status == 400 and rejected.json["error"]["param"] == "previous_response_id"
+    assert "--response-store" in rejected.json["error"]["message"]
 
 
-def test_the_file_is_its_owners_and_outlives_the_server(tmp_path: Path) -> None:
+def test_file_is_private_and_survives_restart(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite"
     path.write_bytes(b"")
     path.chmod(0o644)
     first = ResponseStore(path)
-    said = ask(house(first)).json
+    response = create_response(make_worker(first)).json
     for file in tmp_path.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
     first.close()
     again = ResponseStore(path)
-    assert call(house(again), "GET", f"{PATH}/{said['id']}").json == said
+    assert call(make_worker(again), "GET", f"{PATH}/{response['id']}").json == response
     again.close()
     with pytest.raises(InvalidRequest):
         ResponseStore(tmp_path)
 
 
-def test_the_oldest_make_room() -> None:
+def test_oldest_responses_are_evicted() -> None:
     store = ResponseStore(None, max_bytes=2000)
     for at in range(20):
         store.put("", {"id": str(at), "output": [], "text": "x" * 300}, [])

@@ -88,5 +88,5 @@ def test_a_queue_without_end_is_refused() -> None:
 def test_a_worker_that_no_router_would_take_is_told_before_it_loads() -> None:
     check_worker_address(WorkerConfig("http://router"), "::1", 8001)
     for bad in ({"url": "host:8001"}, {"url": "ftp://host"}, {"name": "n" * 200}, {"name": "w\u00f6rker"}):
-        with pytest.raises(InvalidRequest, match="no router would take"):
+        with pytest.raises(InvalidRequest, match="invalid worker name or URL"):
             check_worker_address(WorkerConfig("http://router", **bad), "127.0.0.1", 8001)

@@ -1,4 +1,4 @@
-"""A checkpoint's generation_config.json: what a request leaves out, and where it is shown."""
+"""Sampling defaults from a checkpoint's generation_config.json, in requests and in the model list."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ def write(folder: Path, config: Any) -> Path:
     return folder
 
 
-def test_its_settings_by_our_names(tmp_path: Path) -> None:
+def test_settings_get_sampling_param_names(tmp_path: Path) -> None:
     assert load_sampling_defaults(write(tmp_path, QWEN)) == MEANT
     assert load_sampling_defaults(tmp_path, "none") == {}
 
 
-def test_another_directory_may_have_them(tmp_path: Path) -> None:
+def test_generation_config_from_another_directory(tmp_path: Path) -> None:
     assert load_sampling_defaults(tmp_path / "model", str(write(tmp_path, QWEN))) == MEANT
     with pytest.raises(InvalidRequest) as caught:
         load_sampling_defaults(tmp_path, str(tmp_path / "nothing"))
     assert caught.value.param == "generation_config"
 
 
-def test_values_that_no_request_could_have_are_skipped(tmp_path: Path) -> None:
+def test_invalid_values_are_skipped(tmp_path: Path) -> None:
     config = {"temperature": -1, "top_k": True, "top_p": "a", "min_p": None, "repetition_penalty": 1.1}
     assert load_sampling_defaults(write(tmp_path, config)) == {"repetition_penalty": 1.1}
 
 
-def house() -> House:
-    made = House(lambda before, index: before + "abc")
-    (served,) = made.catalog
-    catalog = ModelCatalog([replace(served, sampling_defaults=MEANT)])
-    made.app._catalog = made.app._handler._catalog = catalog
-    return made
+def make_worker() -> House:
+    worker = House(lambda before, index: before + "abc")
+    (model,) = worker.catalog
+    catalog = ModelCatalog([replace(model, sampling_defaults=MEANT)])
+    worker.app._catalog = worker.app._handler._catalog = catalog
+    return worker
 
 
 def sampled(path: str, **fields: Any) -> tuple[float, int, float, int | None]:
-    made = house()
-    assert made.post(path, fields).status == 200
-    params = made.engine.submissions[0].params
+    worker = make_worker()
+    assert worker.post(path, fields).status == 200
+    params = worker.engine.submissions[0].params
     return params.temperature, params.top_k, params.top_p, params.max_tokens
 
 
-def test_requests_get_what_they_leave_out_and_keep_what_they_set() -> None:
+def test_defaults_fill_only_unset_fields() -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     assert sampled("/v1/chat/completions", **chat) == (0.6, 20, 0.95, 7)
     assert sampled("/v1/chat/completions", **chat, temperature=0, max_tokens=3) == (0.0, 20, 0.95, 3)
@@ -66,10 +66,10 @@ def test_requests_get_what_they_leave_out_and_keep_what_they_set() -> None:
     assert sampled("/v1/completions", prompt="hi") == (0.6, 20, 0.95, 16)  # OpenAI's default length
 
 
-def test_a_response_repeats_the_settings_it_was_made_with() -> None:
-    reply = house().post("/v1/responses", {"input": "hi"}).json
+def test_response_repeats_default_settings() -> None:
+    reply = make_worker().post("/v1/responses", {"input": "hi"}).json
     assert (reply["temperature"], reply["top_p"]) == (0.6, 0.95)
 
 
-def test_the_list_of_models_shows_them() -> None:
-    assert house().app.served_models()[0].sampling_defaults == MEANT
+def test_model_list_has_default_settings() -> None:
+    assert make_worker().app.served_models()[0].sampling_defaults == MEANT

@@ -52,12 +52,12 @@ def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFi
         await asyncio.gather(serving, return_exceptions=True)
 
     asyncio.run(run())
-    logged = next(each.getMessage() for each in caplog.records if each.getMessage().startswith("POST"))
+    logged = next(each.getMessage() for each in caplog.records if each.getMessage().startswith("Request: method=POST"))
     if leaves:
         assert b"shutting_down" not in answer.body and "gone" in logged
     else:
         assert answer.ended and b"server shut down" in answer.body and not worker.engine.open
-        assert f"{path} 503 " in logged and "shutting_down" in logged
+        assert f"path={path} status=503 " in logged and "shutting_down" in logged
 
 
 def test_the_router() -> None:

@@ -1,4 +1,4 @@
-"""Tools: styles found in templates, tools told to those that know none, and grammars that hold a model to calls."""
+"""Tools: detection of styles, tools for templates without support, and grammars that constrain tool calls."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), VOCAB_SIZE, [EOS])
 
 
-def takes(compiler: GrammarCompiler, grammar: GrammarSpec | None, text: str) -> bool:
+def accepts(compiler: GrammarCompiler, grammar: GrammarSpec | None, text: str) -> bool:
     assert grammar is not None
     matcher = compiler.compile(grammar)
     return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed_tokens()
 
 
-def special(style: ToolStyle) -> dict[str, int]:
+def special_ids(style: ToolStyle) -> dict[str, int]:
     return {marker: IDS[marker] for marker in style.markers if marker in IDS}
 
 
@@ -71,14 +71,14 @@ def special(style: ToolStyle) -> dict[str, int]:
         ("<|start_header_id|> <tool_call>", HERMES),
     ],
 )
-def test_a_style_is_found_by_its_markers(template: str, style: ToolStyle) -> None:
+def test_tool_style_is_detected_by_markers(template: str, style: ToolStyle) -> None:
     assert select_tool_style(template) is style
     assert select_tool_style(template, "mistral") is MISTRAL
     with pytest.raises(InvalidRequest, match="hermes"):
         select_tool_style(template, "klingon")
 
 
-def test_which_templates_know_tools_and_reasoning() -> None:
+def test_template_support_for_tools_and_reasoning() -> None:
     assert (
         not template_supports_tools(CHATML)
         and template_supports_tools("{% if tools %}")
@@ -89,7 +89,7 @@ def test_which_templates_know_tools_and_reasoning() -> None:
     assert THINK.is_opened_by("<|assistant|><think>\n") and not THINK.is_opened_by("<think>\n\n</think>\n\n")
 
 
-def test_tools_as_templates_take_them() -> None:
+def test_tools_for_template() -> None:
     assert tools_for_template([WEATHER, TIME]) == [
         {"type": "function", "function": {"name": "weather", "description": "Says the weather.", "parameters": PLACE}},
         {"type": "function", "function": {"name": "time", "description": "", "parameters": NOTHING}},
@@ -109,25 +109,25 @@ HISTORY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_inject_puts_tools_into_the_system_message_and_calls_into_text() -> None:
+def test_inject_describes_tools_in_system_message() -> None:
     before = json.dumps(HISTORY)
-    told = inject_tools(HISTORY, [WEATHER, TIME], HERMES)
-    assert json.dumps(HISTORY) == before, "the caller's messages stay as they were"
-    assert [m["role"] for m in told] == ["system", "user", "assistant", "user", "assistant"]
-    assert told[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in told[0]["content"]
-    assert HERMES.begin in told[0]["content"]
-    assert told[2] == {"role": "assistant", "content": format_tool_calls([ROME, NOW], HERMES)}
-    assert told[3]["content"].count("<tool_response>") == 2 and "answers" not in told[3]
+    injected = inject_tools(HISTORY, [WEATHER, TIME], HERMES)
+    assert json.dumps(HISTORY) == before, "the caller's messages were changed"
+    assert [m["role"] for m in injected] == ["system", "user", "assistant", "user", "assistant"]
+    assert injected[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in injected[0]["content"]
+    assert HERMES.begin in injected[0]["content"]
+    assert injected[2] == {"role": "assistant", "content": format_tool_calls([ROME, NOW], HERMES)}
+    assert injected[3]["content"].count("<tool_response>") == 2 and "answers" not in injected[3]
 
 
-def test_inject_makes_a_system_message_and_without_tools_says_nothing() -> None:
+def test_inject_adds_system_message_only_with_tools() -> None:
     question = [{"role": "user", "content": "Hi"}]
     assert [m["role"] for m in inject_tools(question, [TIME], HERMES)] == ["system", "user"]
     assert inject_tools(question, [], HERMES) == question
     assert inject_tools(HISTORY, [], HERMES)[0] == HISTORY[0]
 
 
-def test_mistral_gets_the_ids_its_templates_take() -> None:
+def test_mistral_call_ids_have_nine_characters() -> None:
     fitted = fit_call_ids(HISTORY, MISTRAL)
     ids = [call["id"] for call in fitted[2]["tool_calls"]]
     assert ids == ["000000abc", "000000def"] == [m["tool_call_id"] for m in fitted[3:5]]
@@ -137,31 +137,31 @@ def test_mistral_gets_the_ids_its_templates_take() -> None:
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_required_forces_calls(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("required"), style, True, special(style))
-    assert takes(compiler, grammar, format_tool_calls([ROME], style))
-    assert takes(compiler, grammar, format_tool_calls([ROME, NOW, ROME], style))
-    assert takes(compiler, grammar, format_tool_calls([NOW] * MAX_CALLS_PER_REPLY, style))
-    assert not takes(compiler, grammar, format_tool_calls([NOW] * (MAX_CALLS_PER_REPLY + 1), style))
+    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("required"), style, True, special_ids(style))
+    assert accepts(compiler, grammar, format_tool_calls([ROME], style))
+    assert accepts(compiler, grammar, format_tool_calls([ROME, NOW, ROME], style))
+    assert accepts(compiler, grammar, format_tool_calls([NOW] * MAX_CALLS_PER_REPLY, style))
+    assert not accepts(compiler, grammar, format_tool_calls([NOW] * (MAX_CALLS_PER_REPLY + 1), style))
     for wrong in (
         "Hello",
         "",
         format_tool_calls([("other", "{}")], style),
         format_tool_calls([("weather", '{"city": "Oslo"}')], style),
     ):
-        assert not takes(compiler, grammar, wrong)
-    assert not takes(compiler, grammar, format_tool_calls([("weather", "[]")], style))
+        assert not accepts(compiler, grammar, wrong)
+    assert not accepts(compiler, grammar, format_tool_calls([("weather", "[]")], style))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
-def test_one_call_where_only_one_is_wanted(compiler: GrammarCompiler, style: ToolStyle) -> None:
+def test_single_call_without_parallel(compiler: GrammarCompiler, style: ToolStyle) -> None:
     for choice, parallel in ((ToolChoice("required"), False), (ToolChoice("named", "weather"), True)):
-        grammar = tool_call_grammar([WEATHER, TIME], choice, style, parallel, special(style))
-        assert takes(compiler, grammar, format_tool_calls([ROME], style))
-        assert not takes(compiler, grammar, format_tool_calls([ROME, ROME], style))
-        assert takes(compiler, grammar, format_tool_calls([NOW], style)) == (choice.mode == "required")
+        grammar = tool_call_grammar([WEATHER, TIME], choice, style, parallel, special_ids(style))
+        assert accepts(compiler, grammar, format_tool_calls([ROME], style))
+        assert not accepts(compiler, grammar, format_tool_calls([ROME, ROME], style))
+        assert accepts(compiler, grammar, format_tool_calls([NOW], style)) == (choice.mode == "required")
 
 
-def test_a_call_that_is_complete_ends_the_request(compiler: GrammarCompiler) -> None:
+def test_complete_call_ends_the_output(compiler: GrammarCompiler) -> None:
     grammar = tool_call_grammar([TIME], ToolChoice("named", "time"), HERMES, True)
     assert grammar is not None
     matcher = compiler.compile(grammar)
@@ -172,27 +172,27 @@ def test_a_call_that_is_complete_ends_the_request(compiler: GrammarCompiler) -> 
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
-def test_auto_holds_calls_to_strict_tools_and_leaves_text_free(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special(style))
+def test_auto_enforces_strict_tools_and_allows_text(compiler: GrammarCompiler, style: ToolStyle) -> None:
+    grammar = tool_call_grammar([STRICT, TIME], ToolChoice("auto"), style, True, special_ids(style))
     text = "It is <tool_cal or {so} [x].\n"
     lead = "" if style.allows_bare_call else text
-    assert takes(compiler, grammar, text) and takes(compiler, grammar, "")
-    assert takes(compiler, grammar, lead + format_tool_calls([ROME], style))
-    assert takes(compiler, grammar, lead + format_tool_calls([ROME, NOW], style))
-    assert not takes(compiler, grammar, lead + format_tool_calls([("weather", '{"city": "Oslo"}')], style))
-    assert not takes(compiler, grammar, lead + format_tool_calls([("other", "{}")], style))
-    tagged = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True, special(LLAMA3))
-    assert takes(compiler, tagged, "Well. <|python_tag|>" + format_tool_calls([ROME], LLAMA3))
+    assert accepts(compiler, grammar, text) and accepts(compiler, grammar, "")
+    assert accepts(compiler, grammar, lead + format_tool_calls([ROME], style))
+    assert accepts(compiler, grammar, lead + format_tool_calls([ROME, NOW], style))
+    assert not accepts(compiler, grammar, lead + format_tool_calls([("weather", '{"city": "Oslo"}')], style))
+    assert not accepts(compiler, grammar, lead + format_tool_calls([("other", "{}")], style))
+    tagged = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True, special_ids(LLAMA3))
+    assert accepts(compiler, tagged, "Well. <|python_tag|>" + format_tool_calls([ROME], LLAMA3))
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 def test_auto_without_parallel_allows_one_call(compiler: GrammarCompiler, style: ToolStyle) -> None:
-    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("auto"), style, False, special(style))
-    assert takes(compiler, grammar, "Hello") and takes(compiler, grammar, format_tool_calls([NOW], style))
-    assert not takes(compiler, grammar, format_tool_calls([NOW, NOW], style))
+    grammar = tool_call_grammar([WEATHER, TIME], ToolChoice("auto"), style, False, special_ids(style))
+    assert accepts(compiler, grammar, "Hello") and accepts(compiler, grammar, format_tool_calls([NOW], style))
+    assert not accepts(compiler, grammar, format_tool_calls([NOW, NOW], style))
 
 
-def test_when_nothing_is_to_be_held() -> None:
+def test_no_grammar_without_constraint() -> None:
     assert tool_call_grammar([WEATHER], ToolChoice("none"), HERMES, True) is None
     assert tool_call_grammar([WEATHER], ToolChoice("auto"), HERMES, True) is None
     assert tool_call_grammar([], ToolChoice("auto"), HERMES, False) is None
@@ -201,15 +201,15 @@ def test_when_nothing_is_to_be_held() -> None:
     assert caught.value.param == "tool_choice"
 
 
-def test_only_strict_tools_insist_on_every_keyword(compiler: GrammarCompiler) -> None:
+def test_only_strict_tools_reject_unknown_keywords(compiler: GrammarCompiler) -> None:
     for strict in (False, True):
         tool = Tool("t", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, strict)
         grammar = tool_call_grammar([tool], ToolChoice("required"), HERMES, True)
         if strict:
             with pytest.raises(InvalidRequest, match="uniqueItems"):
-                takes(compiler, grammar, "")
+                accepts(compiler, grammar, "")
         else:
-            assert takes(compiler, grammar, format_tool_calls([("t", '{"a": []}')], HERMES))
+            assert accepts(compiler, grammar, format_tool_calls([("t", '{"a": []}')], HERMES))
 
 
 BOTH = [
@@ -224,35 +224,35 @@ BOTH = [
 
 @pytest.mark.parametrize("grammar", BOTH, ids=lambda g: f"{g.kind}-{g.text}")
 @pytest.mark.parametrize("style", [THINK, ReasoningStyle("[ARGS]", "[TOOL_CALLS]")], ids=["text", "special"])
-def test_a_constraint_holds_after_the_reasoning(
+def test_constraint_applies_after_reasoning(
     compiler: GrammarCompiler, grammar: GrammarSpec, style: ReasoningStyle
 ) -> None:
     ids = {marker: IDS[marker] for marker in style.markers if marker in IDS}
     thought = f"Hm.\n{{ {style.end}"
     free, inside = (constrain_after_reasoning(grammar, style, opened, ids) for opened in (False, True))
-    assert takes(compiler, free, f"{style.begin}{thought}\n\n{{}}") and takes(compiler, free, "{}")
-    assert takes(compiler, inside, thought + "{}") and not takes(compiler, inside, "{}")
+    assert accepts(compiler, free, f"{style.begin}{thought}\n\n{{}}") and accepts(compiler, free, "{}")
+    assert accepts(compiler, inside, thought + "{}") and not accepts(compiler, inside, "{}")
     for wrong in (f"{style.begin}{thought}y", "y", style.begin + "Hm. {}"):
-        assert not takes(compiler, free, wrong)
+        assert not accepts(compiler, free, wrong)
 
 
-def test_forced_calls_may_be_reasoned_about(compiler: GrammarCompiler) -> None:
+def test_forced_calls_allow_reasoning(compiler: GrammarCompiler) -> None:
     grammar = tool_call_grammar([WEATHER], ToolChoice("required"), HERMES, True)
     assert grammar is not None
-    held = constrain_after_reasoning(grammar, THINK, True, {})
-    assert takes(compiler, held, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
-    assert not takes(compiler, held, "Rome, I think.</think>\n\nRome")
+    constrained = constrain_after_reasoning(grammar, THINK, True, {})
+    assert accepts(compiler, constrained, "Rome, I think.</think>\n\n" + format_tool_calls([ROME], HERMES))
+    assert not accepts(compiler, constrained, "Rome, I think.</think>\n\nRome")
 
 
 @pytest.mark.parametrize("text", ["{", '{"grammars": 1}', '{"grammars": []}', '{"grammars": [1]}', '{"a":' * 9999])
-def test_what_cannot_be_read_is_left_to_the_compiler(text: str) -> None:
+def test_invalid_grammar_is_left_to_the_compiler(text: str) -> None:
     grammar = GrammarSpec("grammar", text)
     assert constrain_after_reasoning(grammar, THINK, True, {}) is grammar
 
 
 @pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
 @pytest.mark.parametrize("flagged", [True, False])
-def test_markers_may_be_tokens_flagged_special_or_not(tmp_path: Path, style: ToolStyle, flagged: bool) -> None:
+def test_markers_as_special_or_added_tokens(tmp_path: Path, style: ToolStyle, flagged: bool) -> None:
     """Qwen's <tool_call> is an added token, but not a special one."""
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken(marker, special=flagged) for marker in ("<|end|>", *style.markers)])
@@ -260,15 +260,15 @@ def test_markers_may_be_tokens_flagged_special_or_not(tmp_path: Path, style: Too
     ids = {marker: tokenizer.token_to_id(marker) for marker in style.markers}
     compiler = GrammarCompiler(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [EOS])
     for choice in (ToolChoice("required"), ToolChoice("auto")):
-        for said, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
+        for calls, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
             grammar = tool_call_grammar([STRICT, TIME], choice, style, True, ids)
             assert grammar is not None
             matcher = compiler.compile(grammar)
-            tokens = tokenizer.encode(format_tool_calls(said, style)).ids
+            tokens = tokenizer.encode(format_tool_calls(calls, style)).ids
             assert all(token in matcher.allowed_tokens() and matcher.accept(token) for token in tokens) == fits
 
 
-def test_a_style_whose_markers_are_no_tokens_is_held_by_their_text(compiler: GrammarCompiler) -> None:
+def test_markers_without_tokens_match_by_text(compiler: GrammarCompiler) -> None:
     grammar = tool_call_grammar([STRICT], ToolChoice("auto"), LLAMA3, True)
-    assert takes(compiler, grammar, format_tool_calls([ROME, ROME], LLAMA3)) and takes(compiler, grammar, "Well")
-    assert not takes(compiler, grammar, format_tool_calls([("weather", "{}")], LLAMA3))
+    assert accepts(compiler, grammar, format_tool_calls([ROME, ROME], LLAMA3)) and accepts(compiler, grammar, "Well")
+    assert not accepts(compiler, grammar, format_tool_calls([("weather", "{}")], LLAMA3))

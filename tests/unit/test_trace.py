@@ -1,4 +1,4 @@
-"""Traces: who says what in `traceparent`, which spans are told, and a collector that costs nothing but spans."""
+"""Tracing: `traceparent`, spans of requests and phases, and the OTLP exporter."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from emberline.router.upstream_request import UpstreamRequest
 from emberline.server.exchange import ClientDisconnected, Exchange
 from emberline.server.tracing import Handler, RequestTracing
 from emberline.server.worker.phase_spans import PhaseSpans
-from emberline.trace import otlp_exporter as place
+from emberline.trace import otlp_exporter
 from emberline.trace.context import TraceContext
 from emberline.trace.otlp_exporter import OTLPSpanExporter
 from emberline.trace.span import Span, SpanKind
 from emberline.trace.tracer import Tracer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-Said = tuple[int, Mapping[str, str], bytes]
+CollectorReply = tuple[int, Mapping[str, str], bytes]
 
 
-class Kept(list[Span]):
+class CollectedSpans(list[Span]):
     def put(self, span: Span) -> None:
         self.append(span)
 
@@ -44,7 +44,7 @@ class Kept(list[Span]):
 
 
 @pytest.mark.parametrize("flags,sampled", [("01", True), ("00", False), ("03", True), ("fe", False)])
-def test_a_context_is_read_and_written(flags: str, sampled: bool) -> None:
+def test_traceparent_round_trip(flags: str, sampled: bool) -> None:
     found = TraceContext.parse(f"00-{TRACE}-{SPAN}-{flags}")
     assert found == TraceContext(TRACE, SPAN, sampled)
     assert TraceContext.parse(str(found)) == found
@@ -63,15 +63,15 @@ def test_a_context_is_read_and_written(flags: str, sampled: bool) -> None:
         f"00-{TRACE[:-1]}-{SPAN}-01",
     ],
 )
-def test_what_is_no_context(header: str) -> None:
+def test_invalid_traceparent(header: str) -> None:
     assert TraceContext.parse(header) is None
 
 
-def test_versions_to_come_may_say_more() -> None:
+def test_later_traceparent_version_may_have_more_fields() -> None:
     assert TraceContext.parse(f"01-{TRACE}-{SPAN}-01-more") == TraceContext(TRACE, SPAN)
 
 
-def test_of_new_traces_a_share_is_wanted() -> None:
+def test_sample_rate_of_new_traces() -> None:
     assert not any(TraceContext.start_trace(0.0).is_sampled for _ in range(200))
     assert all(TraceContext.start_trace(1.0).is_sampled for _ in range(200))
     assert 300 < sum(TraceContext.start_trace(0.5).is_sampled for _ in range(1000)) < 700
@@ -80,116 +80,116 @@ def test_of_new_traces_a_share_is_wanted() -> None:
 # -- spans -----------------------------------------------------------------------------------------------------------
 
 
-def test_spans_hang_together_and_end_once() -> None:
-    kept, clock = Kept(), ManualClock(100.0)
-    root = Tracer(kept, clock).start_span("a request", SpanKind.SERVER, TraceContext(TRACE, SPAN))
+def test_child_spans_and_single_end() -> None:
+    collected, clock = CollectedSpans(), ManualClock(100.0)
+    root = Tracer(collected, clock).start_span("a request", SpanKind.SERVER, TraceContext(TRACE, SPAN))
     clock.advance(1.0)
-    leg = root.start_child("a leg", SpanKind.CLIENT)
-    assert TraceContext.parse(str(leg.context)) == leg.context
-    leg.attributes |= {"int": 1, "float": 0.5, "bool": True, "str": "x", "unknown": None}
-    leg.add_event("moved", reason="lost")
+    child = root.start_child("a leg", SpanKind.CLIENT)
+    assert TraceContext.parse(str(child.context)) == child.context
+    child.attributes |= {"int": 1, "float": 0.5, "bool": True, "str": "x", "unknown": None}
+    child.add_event("moved", reason="lost")
     clock.advance(1.0)
-    leg.end("worker_lost")
+    child.end("worker_lost")
     root.start_child("before", start_time=99.0).end(end_time=100.5)
     root.end()
-    assert [span.context.trace_id for span in kept] == [TRACE] * 3
-    assert [span.parent_id for span in kept] == [root.context.span_id, root.context.span_id, SPAN]
-    told = leg.to_otlp(epoch=1000.0)
-    assert (told["startTimeUnixNano"], told["endTimeUnixNano"]) == ("1101000000000", "1102000000000")
-    assert told["status"] == {"code": 2, "message": "worker_lost"} and told["events"][0]["name"] == "moved"
+    assert [span.context.trace_id for span in collected] == [TRACE] * 3
+    assert [span.parent_id for span in collected] == [root.context.span_id, root.context.span_id, SPAN]
+    exported = child.to_otlp(epoch=1000.0)
+    assert (exported["startTimeUnixNano"], exported["endTimeUnixNano"]) == ("1101000000000", "1102000000000")
+    assert exported["status"] == {"code": 2, "message": "worker_lost"} and exported["events"][0]["name"] == "moved"
     values = [{"intValue": "1"}, {"doubleValue": 0.5}, {"boolValue": True}, {"stringValue": "x"}]
-    assert [each["value"] for each in told["attributes"]] == [*values, {"stringValue": "worker_lost"}]
+    assert [each["value"] for each in exported["attributes"]] == [*values, {"stringValue": "worker_lost"}]
     with pytest.raises(AssertionError, match="once"):
         root.end()
 
 
-def test_who_asks_decides_whether_it_is_told() -> None:
-    kept = Kept()
-    never, always = Tracer(kept, ManualClock(), 0.0), Tracer(kept, ManualClock(), 1.0)
+def test_client_decides_sampling() -> None:
+    collected = CollectedSpans()
+    never, always = Tracer(collected, ManualClock(), 0.0), Tracer(collected, ManualClock(), 1.0)
     for tracer, parent in ((never, None), (always, TraceContext(TRACE, SPAN, False))):
         span = tracer.start_span("x", SpanKind.SERVER, parent)
         child = span.start_child("y")
         child.end()
         span.end()
-        assert str(child.context).endswith("-00")  # and so nobody behind us begins a trace of its own
-    assert not kept
+        assert str(child.context).endswith("-00")  # so that no process behind starts a trace of its own
+    assert not collected
     never.start_span("x", SpanKind.SERVER, TraceContext(TRACE, SPAN)).end()
-    assert [span.context.trace_id for span in kept] == [TRACE]
+    assert [span.context.trace_id for span in collected] == [TRACE]
 
 
 # -- exchanges -------------------------------------------------------------------------------------------------------
 
 
-async def answered(x: Exchange) -> None:
-    await x.reply_json({})
+async def reply_ok(exchange: Exchange) -> None:
+    await exchange.reply_json({})
 
 
-async def refused(x: Exchange) -> None:
-    await x.reply_json({}, 404)
+async def reply_rejected(exchange: Exchange) -> None:
+    await exchange.reply_json({}, 404)
 
 
-async def broke(x: Exchange) -> None:
-    await x.start_event_stream()
-    x.log_fields["error"] = "worker_lost"
+async def reply_interrupted(exchange: Exchange) -> None:
+    await exchange.start_event_stream()
+    exchange.log_fields["error"] = "worker_lost"
 
 
-async def overloaded(x: Exchange) -> None:
+async def reply_overloaded(exchange: Exchange) -> None:
     raise Overloaded("full")
 
 
-async def buggy(x: Exchange) -> None:
+async def reply_bug(exchange: Exchange) -> None:
     raise KeyError("x")
 
 
-async def left(x: Exchange) -> None:
+async def client_left(exchange: Exchange) -> None:
     raise ClientDisconnected
 
 
 @pytest.mark.parametrize(
     "handler,error",
     [
-        (answered, ""),
-        (refused, "404"),
-        (broke, "worker_lost"),
-        (overloaded, "queue_full"),
-        (buggy, "internal_error"),
-        (left, "client_gone"),
+        (reply_ok, ""),
+        (reply_rejected, "404"),
+        (reply_interrupted, "worker_lost"),
+        (reply_overloaded, "queue_full"),
+        (reply_bug, "internal_error"),
+        (client_left, "client_gone"),
     ],
 )
-def test_an_exchange_is_a_span_however_it_ends(handler: Handler, error: str) -> None:
-    async def nobody(*message: Any) -> Any: ...
+def test_every_request_outcome_ends_its_span(handler: Handler, error: str) -> None:
+    async def unused(*message: Any) -> Any: ...
 
-    kept = Kept()
-    tracing = RequestTracing(Tracer(kept, ManualClock()), cast("OTLPSpanExporter", None))
+    collected = CollectedSpans()
+    tracing = RequestTracing(Tracer(collected, ManualClock()), cast("OTLPSpanExporter", None))
     headers = [(b"traceparent", b"not one"), (b"tracestate", b"vendor=1")]
-    x = Exchange({"method": "POST", "path": "/v1/completions", "headers": headers}, nobody, nobody)
+    exchange = Exchange({"method": "POST", "path": "/v1/completions", "headers": headers}, unused, unused)
 
     async def work() -> None:
         with contextlib.suppress(Exception):
-            await tracing.trace_handler(handler)(x)
+            await tracing.trace_handler(handler)(exchange)
 
     asyncio.run(work())
-    (span,) = kept
+    (span,) = collected
     assert (span.error_code, span.parent_id, span.name) == (error, "", "text_completion")
-    assert x.span is span and b"tracestate" not in x.headers
+    assert exchange.span is span and b"tracestate" not in exchange.headers
 
 
 # -- a worker's phases -----------------------------------------------------------------------------------------------
 
 
 def phases(*outputs: tuple[int, Output]) -> tuple[Span, dict[str, Span]]:
-    """The request's span, and those below it by name; outputs come with their choice. It is over at 9."""
-    kept = Kept()
-    request = Tracer(kept, ManualClock()).start_span("x", SpanKind.SERVER, None)
-    told = PhaseSpans(request, "m", [10, 7])
+    """Return the request's span and its child spans by name, for outputs with their choice; it ends at time 9."""
+    collected = CollectedSpans()
+    request = Tracer(collected, ManualClock()).start_span("x", SpanKind.SERVER, None)
+    exported = PhaseSpans(request, "m", [10, 7])
     for index, output in outputs:
-        told.record_output(index, output)
-    told.close(9.0)
-    assert len({span.name for span in kept}) == len(kept)
-    return request, {span.name: span for span in kept}
+        exported.record_output(index, output)
+    exported.close(9.0)
+    assert len({span.name for span in collected}) == len(collected)
+    return request, {span.name: span for span in collected}
 
 
-def test_phases_are_by_the_engines_clock() -> None:
+def test_phase_spans_use_engine_times() -> None:
     pulled = BlockPull("peer", 2.0, 3.0, 0.5, 4096, "ticket_over")
     whole = Timing(1.0, 2.0, 4.0, 8.0, pulled)
     request, found = phases(
@@ -208,24 +208,24 @@ def test_phases_are_by_the_engines_clock() -> None:
     assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 6
 
 
-def test_what_was_cut_off_ends_too() -> None:
+def test_cut_off_phase_has_an_end() -> None:
     _, found = phases((0, Output("", 0, [1], timing=Timing(1.0, 2.0, 4.0))))
     assert (found["decode"].end_time, found["decode"].error_code) == (9.0, "cut_off")
     _, found = phases(
         (0, Output("", error="deadline_exceeded", finish=FinishReason.ERROR, timing=Timing(1.0, finished=5.0)))
     )
     assert [(span.name, span.end_time, span.error_code) for span in found.values()] == [("queue", 5.0, "cut_off")]
-    assert not phases()[1]  # it never came to an output: nobody knows more than the request's own span tells
+    assert not phases()[1]  # without an output there is only the request's own span
 
 
 # -- the collector ---------------------------------------------------------------------------------------------------
 
 
 def span(text: str = "") -> Span:
-    made = Tracer(Kept(), ManualClock()).start_span("x", SpanKind.SERVER, None)
-    made.attributes["text"] = text
-    made.end()
-    return made
+    ended = Tracer(CollectedSpans(), ManualClock()).start_span("x", SpanKind.SERVER, None)
+    ended.attributes["text"] = text
+    ended.end()
+    return ended
 
 
 @dataclass
@@ -234,59 +234,59 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
-    async def whole(self, seconds: float, limit: int) -> bytes:
+    async def read_all(self, timeout_s: float, max_bytes: int) -> bytes:
         return self.body
 
     def close(self) -> None:
         pass
 
 
-class Peer:
-    """A collector that says what it is told to, and then takes everything."""
+class ScriptedCollector:
+    """A collector with scripted replies, which then accepts everything."""
 
-    def __init__(self, *script: Said | None) -> None:
+    def __init__(self, *script: CollectorReply | None) -> None:
         self.script = list(script)
 
-    async def ask(self, *request: Any) -> Answer:
-        said = self.script.pop(0) if self.script else (200, {}, b"{}")
-        if said is None:
-            raise UpstreamUnreachable("nobody there")
-        return Answer(*said)
+    async def request(self, *request: Any) -> Answer:
+        reply = self.script.pop(0) if self.script else (200, {}, b"{}")
+        if reply is None:
+            raise UpstreamUnreachable("connection refused")
+        return Answer(*reply)
 
 
-class Silent(Peer):
-    async def ask(self, *request: Any) -> Answer:
+class SilentCollector(ScriptedCollector):
+    async def request(self, *request: Any) -> Answer:
         await asyncio.sleep(3600)
         raise AssertionError
 
 
-def made(peer: Peer) -> OTLPSpanExporter:
+def make_exporter(peer: ScriptedCollector) -> OTLPSpanExporter:
     config = TraceConfig("http://127.0.0.1:1/v1/traces")
     return OTLPSpanExporter(
         cast("HTTPConnectionPool", peer), config, {"service.name": "x"}, ManualClock(), ManualClock()
     )
 
 
-def test_what_waits_is_bounded() -> None:
+def test_queue_is_bounded() -> None:
     async def work() -> None:
-        collector = made(Silent())
-        for _ in range(place.MAX_QUEUED_SPANS + 5):
+        collector = make_exporter(SilentCollector())
+        for _ in range(otlp_exporter.MAX_QUEUED_SPANS + 5):
             collector.put(span())
         assert collector.dropped == 5
-        large = made(Silent())
-        large.put(span("x" * place.MAX_QUEUED_BYTES))
+        large = make_exporter(SilentCollector())
+        large.put(span("x" * otlp_exporter.MAX_QUEUED_BYTES))
         large.put(span("x"))
         assert large.dropped == 1
 
     asyncio.run(work())
 
 
-def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "BATCH_DELAY_S", 0.0)
-    monkeypatch.setattr(place, "MAX_QUEUED_BYTES", 1000)
+def test_sent_spans_free_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp_exporter, "BATCH_DELAY_S", 0.0)
+    monkeypatch.setattr(otlp_exporter, "MAX_QUEUED_BYTES", 1000)
 
     async def work() -> OTLPSpanExporter:
-        async with asyncio.timeout(20), made(Peer()) as collector:
+        async with asyncio.timeout(20), make_exporter(ScriptedCollector()) as collector:
             for sent in range(3):
                 collector.put(span("x" * 600))
                 while collector.sent == sent and not collector.dropped:
@@ -297,14 +297,14 @@ def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (collector.sent, collector.dropped) == (3, 0)
 
 
-def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "SHUTDOWN_TIMEOUT_S", 0.05)
+def test_shutdown_does_not_wait_for_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp_exporter, "SHUTDOWN_TIMEOUT_S", 0.05)
 
     async def work() -> None:
-        async with asyncio.timeout(20), made(Silent()) as collector:
-            for _ in range(place.MAX_BATCH_SPANS + 1):  # one batch is under way then, the rest waits
+        async with asyncio.timeout(20), make_exporter(SilentCollector()) as collector:
+            for _ in range(otlp_exporter.MAX_BATCH_SPANS + 1):  # one batch is being sent, the rest waits
                 collector.put(span())
-        assert collector.sent == 0 and collector.dropped == place.MAX_BATCH_SPANS + 1
+        assert collector.sent == 0 and collector.dropped == otlp_exporter.MAX_BATCH_SPANS + 1
 
     asyncio.run(work())
 
@@ -312,16 +312,19 @@ def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "script,sent,dropped",
     [
-        ([(503, {"retry-after": "1"}, b""), None], 3, 0),  # it may have been taken twice, but is there
+        ([(503, {"retry-after": "1"}, b""), None], 3, 0),  # it may have been received twice
         ([(400, {}, b"no")], 0, 3),
         ([None] * 4, 0, 3),
         ([(200, {}, b'{"partialSuccess":{"rejectedSpans":"2"}}')], 1, 2),
         ([(200, {}, b"not JSON")], 3, 0),
     ],
 )
-def test_all_are_sent_or_counted(script: list[Said | None], sent: int, dropped: int) -> None:
+def test_every_span_is_sent_or_counted_as_dropped(script: list[CollectorReply | None], sent: int, dropped: int) -> None:
     async def work() -> OTLPSpanExporter:
-        async with asyncio.timeout(20), made(Peer(*script)) as collector:  # who leaves makes it hurry
+        async with (
+            asyncio.timeout(20),
+            make_exporter(ScriptedCollector(*script)) as collector,
+        ):  # leaving the context skips the delays
             for _ in range(3):
                 collector.put(span())
         return collector
@@ -333,7 +336,7 @@ def test_all_are_sent_or_counted(script: list[Said | None], sent: int, dropped: 
 # -- where to --------------------------------------------------------------------------------------------------------
 
 
-def test_an_address_that_is_none() -> None:
+def test_invalid_collector_url() -> None:
     for url in ("collector:4318", "ftp://collector", "http://"):
         with pytest.raises(InvalidRequest, match="otlp"):
             TraceConfig.from_options(url, 1.0)
@@ -341,7 +344,7 @@ def test_an_address_that_is_none() -> None:
         TraceConfig.from_options("http://collector:4318", 1.5)
 
 
-def test_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_url_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TraceConfig.from_options(None, 1.0) is None
     assert TraceConfig.from_options("http://c:4318", 0.5) == TraceConfig("http://c:4318/v1/traces", {}, 0.5)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4318/base/")
@@ -352,7 +355,7 @@ def test_where_spans_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TraceConfig.from_options("", 1.0) is None
 
 
-def test_a_cluster_is_traced_as_one() -> None:
+def test_cluster_shares_trace_settings() -> None:
     parser = argparse.ArgumentParser()
     cluster.add_arguments(parser)
     args = parser.parse_args(["up", "--otlp", "http://c:4318", "--trace-share", "0.5"])
@@ -361,7 +364,7 @@ def test_a_cluster_is_traced_as_one() -> None:
         cluster._trace_options(parser.parse_args(["up", "--otlp", "c:4318"]))
 
 
-def test_what_is_not_traced_here_is_passed_on_as_it_came() -> None:
+def test_untraced_process_forwards_trace_headers() -> None:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1", "x-other": "1"}
     spoken = NativeDialect(UpstreamRequest("POST", "/v1/completions", headers, b"{}"), 1, None)
     for call in (

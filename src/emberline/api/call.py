@@ -41,9 +41,7 @@ class GenerationCall:
     """The fields that chats and text completions share."""
 
     bad_words: Sequence[str] = ()  # texts that the output must not contain
-    truncate_prompt_tokens: int | None = (
-        None  # number of prompt tokens to keep, the last ones; -1: as many as the context holds
-    )
+    truncate_prompt_tokens: int | None = None  # number of last prompt tokens to keep; -1: as the context holds
     keeps_first_tokens: bool = False  # truncation keeps the first tokens instead of the last
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs write each token as "token_id:N"

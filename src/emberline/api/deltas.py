@@ -129,8 +129,8 @@ Delta = (
 class ReplyWriter(Protocol):
     """Writes one reply in one protocol.
 
-    The server pushes every delta. A stream sends the events that start, push and end return; a plain reply sends
-    `body()` after the last push.
+    The server passes every delta to `write`. A stream sends the events that the write methods return; a plain reply
+    sends `body()` after the last delta.
     """
 
     def write_start(self) -> list[bytes]: ...

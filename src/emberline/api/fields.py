@@ -47,8 +47,8 @@ def find_ignored_fields(request: msgspec.Struct, path: str = "") -> list[str]:
         if accepted is None:
             found.append(path + name)
         elif not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
-            shown = " or ".join(msgspec.json.encode(each).decode() for each in accepted)
-            hint = f"remove {path}{name}, or send {shown}"
+            values = " or ".join(msgspec.json.encode(each).decode() for each in accepted)
+            hint = f"remove {path}{name}, or send {values}"
             given = msgspec.json.encode(value).decode()[:100]
             raise InvalidRequest(f"{path}{name} is {given}, which is not supported", param=path + name, hint=hint)
     for attribute, name in nested:
@@ -70,13 +70,13 @@ def remove_nulls(value: Any, declared_type: Any) -> Any:
     if not isinstance(value, dict) or (struct := _select_struct(value, declared_type)) is None:
         return value
     fields, hints = {field.encode_name: field for field in msgspec.structs.fields(struct)}, _hints(struct)
-    kept = {}
+    result = {}
     for name, inner in value.items():
         field = fields.get(name)
         if inner is None and (field is None or not field.required):
             continue
-        kept[name] = inner if field is None else remove_nulls(inner, hints[field.name])
-    return kept
+        result[name] = inner if field is None else remove_nulls(inner, hints[field.name])
+    return result
 
 
 FieldRules = tuple[list[tuple[str, str, tuple[Any, ...] | None]], list[tuple[str, str]]]

@@ -37,17 +37,17 @@ def find_ignored_settings(settings: Sequence[TemplateSetting], known: frozenset[
     states the same is not ignored. Raises InvalidRequest for any other variable that the template does not use.
     """
     ignored = []
-    for wish in settings:
-        if not known.isdisjoint(wish.variables) or wish.enables_reasoning is model_reasons:
+    for setting in settings:
+        if not known.isdisjoint(setting.variables) or setting.enables_reasoning is model_reasons:
             continue
-        if REASONING_VARIABLES.isdisjoint(wish.variables):
-            names, others = " or ".join(wish.variables)[:200], ", ".join(sorted(known))
+        if REASONING_VARIABLES.isdisjoint(setting.variables):
+            names, others = " or ".join(setting.variables)[:200], ", ".join(sorted(known))
             raise InvalidRequest(
-                f"{wish.field} has no effect: this model's chat template does not use {names}",
-                param=wish.field,
-                hint=f"remove {wish.field}" + (f"; variables that the template uses: {others}" if others else ""),
+                f"{setting.field} has no effect: this model's chat template does not use {names}",
+                param=setting.field,
+                hint=f"remove {setting.field}" + (f"; variables that the template uses: {others}" if others else ""),
             )
-        ignored.append(wish.field)
+        ignored.append(setting.field)
     return ignored
 
 

@@ -70,12 +70,12 @@ def parse(body: bytes) -> TokenizeCall:
     except InvalidRequest as error:
         raise add_text_only_hint(error) from None
     find_ignored_fields(request)
-    if sum(each is not None for each in (request.prompt, request.content, request.messages)) != 1:
-        given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
-        found = " and ".join(given) or "none of them"
-        raise InvalidRequest(
-            f"exactly one of prompt, content and messages is required; the request has {found}", param="prompt"
+    given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        what = (
+            f"exactly one of prompt, content and messages is required; the request has {' and '.join(given) or 'none'}"
         )
+        raise InvalidRequest(what, param="prompt", hint="send one of them")
     if request.content is not None:
         _plain_text(request)
         return TokenizeCall(

@@ -270,11 +270,11 @@ class HTTPClientConnection(asyncio.Protocol):
     def _inflate(self) -> None:
         assert self._inflater is not None
         if self._inflater.eof:
-            raise UpstreamBroken("more follows what the reply had packed")
+            raise UpstreamBroken("extra data follows the compressed body of the reply")
         data = self._inflater.decompress(self._compressed, MAX_INFLATE_BYTES)
         self._compressed = self._inflater.unconsumed_tail
         if self._inflater.unused_data:
-            raise UpstreamBroken("more follows what the reply had packed")
+            raise UpstreamBroken("extra data follows the compressed body of the reply")
         if data:
             self._chunks.append(data)
             self._size += len(data)

@@ -30,7 +30,7 @@ class HTTPConnectionPool:
     ) -> None:
         """`idle_timeout_s`: how long an unused connection is kept.
 
-        `retries_stale`: if a kept connection is closed shortly after the request and before any byte of the reply, the
+        `retries_stale`: if an idle connection is closed shortly after the request and before any byte of the reply, the
         server had closed it already, and the request is sent once more on a new connection. `dial` connects to hosts
         whose addresses are to be checked.
         """
@@ -65,9 +65,9 @@ class HTTPConnectionPool:
         target = self._origins.get((origin, checks_address)) or self._origin(origin, checks_address)
         head = _head(method, path, target.host_header, headers, body)
         deadline = self._loop.time() + timeout_s
-        kept = target.take_idle(self._loop.time() - self._idle_timeout_s)
+        idle = target.take_idle(self._loop.time() - self._idle_timeout_s)
         while True:
-            connection = kept or await self._open_connection(target, timeout_s)
+            connection = idle or await self._open_connection(target, timeout_s)
             self._open.add(connection)
             stale_until = self._loop.time() + STALE_RETRY_WINDOW_S
             try:
@@ -75,10 +75,10 @@ class HTTPConnectionPool:
                 await connection.wait_for_head(deadline - self._loop.time())
             except BaseException as e:
                 self._release(target, connection)
-                was_stale = isinstance(e, UpstreamBroken) and kept is not None and connection.is_silent
+                was_stale = isinstance(e, UpstreamBroken) and idle is not None and connection.is_silent
                 if not (was_stale and self._retries_stale) or self._loop.time() > stale_until:
                     raise
-                kept = None
+                idle = None
             else:
                 return HTTPClientResponse(connection, partial(self._release, target))
 

@@ -3,7 +3,7 @@
 EmberlineError
 └── UpstreamFailed              502  upstream_failed         any failure
     ├── UpstreamUnreachable     502  upstream_unreached      no connection (refused, DNS, TLS): the request was not sent
-    ├── UpstreamTimeout         504  upstream_timeout        no reply, or a pause within a reply, within the time limit
+    ├── UpstreamTimeout         504  upstream_timeout        no reply, or no more data of it, within the time limit
     └── UpstreamBroken          502  upstream_broken         a reply that is cut off, malformed or empty
 """
 

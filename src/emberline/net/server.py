@@ -19,9 +19,9 @@ class HTTPServer:
         self._listener: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        host = self.state
-        self._listener = await host.loop.create_server(
-            lambda: HTTPServerConnection(host), sock=listener, backlog=LISTEN_BACKLOG
+        state = self.state
+        self._listener = await state.loop.create_server(
+            lambda: HTTPServerConnection(state), sock=listener, backlog=LISTEN_BACKLOG
         )
 
     @property
@@ -30,17 +30,17 @@ class HTTPServer:
 
     async def stop(self, timeout_s: float) -> None:
         """Stop accepting connections, let open requests finish within this time, then abort the rest."""
-        host = self.state
+        state = self.state
         if self._listener is not None:
             self._listener.close()
-        for connection in list(host.connections):
+        for connection in list(state.connections):
             connection.close_when_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while host.connections or host.tasks:
+                while state.connections or state.tasks:
                     await asyncio.sleep(0.02)
-        for task in host.tasks:
+        for task in state.tasks:
             task.cancel()
-        await asyncio.gather(*host.tasks, return_exceptions=True)
-        for connection in list(host.connections):
+        await asyncio.gather(*state.tasks, return_exceptions=True)
+        for connection in list(state.connections):
             connection.abort()

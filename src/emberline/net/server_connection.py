@@ -84,9 +84,8 @@ class HTTPServerConnection(asyncio.Protocol):
             self._start(self._queue.popleft())
         else:
             self.resume_reading()
-            self._close_after(
-                KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S
-            )  # the rest of an unread body is discarded
+            # The rest of an unread body is discarded; the client has HEAD_TIMEOUT_S to send it.
+            self._close_after(KEEP_ALIVE_TIMEOUT_S if cycle.has_whole_body else HEAD_TIMEOUT_S)
 
     def send_error(self, status: int) -> None:
         """Send an error reply without the application and close the connection."""

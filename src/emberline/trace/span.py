@@ -79,8 +79,8 @@ class Span:
             return self
         return Span(self._sink, self._clock, name, kind, self.context, start_time)
 
-    def add_event(self, name: str, **about: AttributeValue | None) -> None:
-        self.events.append(SpanEvent(name, self._clock.now(), about))
+    def add_event(self, name: str, **attributes: AttributeValue | None) -> None:
+        self.events.append(SpanEvent(name, self._clock.now(), attributes))
 
     def end(self, error_code: str = "", end_time: float | None = None) -> None:
         if not self.context.is_sampled:
@@ -108,8 +108,8 @@ class Span:
             "endTimeUnixNano": _nanoseconds(max(self.start_time, self.end_time) + epoch),
             "attributes": encode_attributes({**self.attributes, "error.type": self.error_code or None}),
             "events": [
-                {"name": name, "timeUnixNano": _nanoseconds(at + epoch), "attributes": encode_attributes(about)}
-                for name, at, about in self.events
+                {"name": name, "timeUnixNano": _nanoseconds(time + epoch), "attributes": encode_attributes(attributes)}
+                for name, time, attributes in self.events
             ],
             "status": {"code": STATUS_ERROR, "message": self.error_code} if self.error_code else {"code": STATUS_OK},
         }

@@ -1,1 +1,1 @@
-"""Anthropic's messages."""
+"""Anthropic's protocol: messages and token counts."""

@@ -165,7 +165,7 @@ def _decode(body: bytes, into: type[T]) -> T:
 
 
 def _build_call(
-    request: CountTokensRequest, caller: CommonFields, params: SamplingParams, stream: bool
+    request: CountTokensRequest, common: CommonFields, params: SamplingParams, stream: bool
 ) -> MessagesCall:
     ignored = find_ignored_fields(request)
     tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in request.tools or ()]
@@ -174,7 +174,7 @@ def _build_call(
     messages = build_transcript(request.system, request.messages).to_messages(param="messages")
     continues_last = messages[-1]["role"] == "assistant"
     return MessagesCall(
-        common=caller,
+        common=common,
         messages=messages,
         params=params,
         tools=tools,
@@ -237,13 +237,13 @@ def _template_args(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _template_settings(request: CountTokensRequest) -> list[TemplateSetting]:
-    wishes = []
+    settings = []
     if request.thinking is not None:
-        wishes.append(
+        settings.append(
             TemplateSetting(
                 "thinking", ("enable_thinking",), enables_reasoning=not isinstance(request.thinking, ThinkingDisabled)
             )
         )
     if request.output_config and request.output_config.effort:
-        wishes.append(TemplateSetting("output_config.effort", ("reasoning_effort",)))
-    return wishes
+        settings.append(TemplateSetting("output_config.effort", ("reasoning_effort",)))
+    return settings

@@ -28,9 +28,7 @@ class AcceptedFields(WireStruct, kw_only=True):
     length_penalty: OnlyOne = None
     early_stopping: OnlyFalse = None
     detokenize: OnlyTrue = None
-    spaces_between_special_tokens: Annotated[Any, accepts_only(True, False)] = (
-        None  # no supported tokenizer writes such spaces
-    )
+    spaces_between_special_tokens: Annotated[Any, accepts_only(True, False)] = None  # no tokenizer writes such spaces
     logits_processors: OnlyEmpty = None
     kv_transfer_params: OnlyEmpty = None
     vllm_xargs: OnlyEmpty = None

@@ -57,7 +57,8 @@ def parse(body: bytes) -> OpenAICompletionCall:
         what = f"best_of is {request.best_of} and n is {n}; they must be equal"
         raise InvalidRequest(what, param="best_of", hint="remove best_of")
     if len(prompts) * n > MAX_INPUTS_PER_REQUEST:
-        what = f"prompt has {len(prompts)} entries, with n={n} {len(prompts) * n} choices; the limit is {MAX_INPUTS_PER_REQUEST}"
+        choices = f"prompt has {len(prompts)} entries and n is {n}: {len(prompts) * n} choices"
+        what = f"{choices}; the limit is {MAX_INPUTS_PER_REQUEST}"
         raise InvalidRequest(what, param="prompt", hint="split the request")
     max_tokens = request.resolve_max_tokens(("max_tokens", request.max_tokens))
     if max_tokens is None and request.n_predict is None:  # n_predict: -1 means no limit

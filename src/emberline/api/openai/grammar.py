@@ -103,7 +103,8 @@ def _from_format(response_format: ResponseFormat | None) -> GrammarSpec | None:
     match response_format:
         case JsonSchemaFormat(json_schema=None, schema=None):
             param = "response_format.json_schema"
-            raise InvalidRequest(f"{param} is required with type json_schema", param=param)
+            hint = 'send {"schema": {...}} in it'
+            raise InvalidRequest(f"{param} is required with type json_schema", param=param, hint=hint)
         case (
             JsonSchemaFormat(json_schema=NamedSchema(schema=dict(schema)))
             | JsonSchemaFormat(schema=dict(schema))

@@ -165,11 +165,11 @@ class SamplingFields(GrammarFields, kw_only=True):
         return bool(self.stream_options.include_usage)
 
 
-def _parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
+def _parse_logit_bias(biases: dict[str, float]) -> dict[int, float]:
     """Return the biases by token id. Raises InvalidRequest that lists the keys which are not token ids."""
-    wrong = [key[:40] for key in given if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
+    wrong = [key[:40] for key in biases if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
     if wrong:
         listed = ", ".join(map(repr, wrong[:8]))
         hint = f"use ids in [0, {MAX_TOKEN_ID}]; POST /tokenize returns the ids of a text"
         raise InvalidRequest(f"logit_bias has keys that are not token ids: {listed}", param="logit_bias", hint=hint)
-    return {int(key): bias for key, bias in given.items()}
+    return {int(key): bias for key, bias in biases.items()}

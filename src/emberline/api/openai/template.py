@@ -55,8 +55,8 @@ def list_template_settings(
     """
     args = kwargs or {}
     settings = [
-        replace(wish, field=renamed[1]) if wish.variables[0] in renamed[0] else wish
-        for wish in settings_from_kwargs(args)
+        replace(setting, field=renamed[1]) if setting.variables[0] in renamed[0] else setting
+        for setting in settings_from_kwargs(args)
     ]
     if effort is None:
         return settings

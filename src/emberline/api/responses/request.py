@@ -161,13 +161,13 @@ def parse(body: bytes) -> ResponsesCall:
     ignored = find_ignored_fields(request)
     request.returns_usage()
     tools, choice = _tools(request)
-    caller = request.common_fields(user=request.safety_identifier)
+    common = request.common_fields(user=request.safety_identifier)
     effort = request.reasoning.effort if request.reasoning else None
     params = request.sampling_params(
         max_tokens=request.max_output_tokens, logprobs=_logprobs(request), prompt_logprobs=None
     )
     return ResponsesCall(
-        common=caller,
+        common=common,
         messages=build_transcript(request.instructions, request.input).to_messages(param="input"),
         params=params,
         tools=tools,
@@ -188,7 +188,7 @@ def parse(body: bytes) -> ResponsesCall:
         includes_encrypted_reasoning=INCLUDE_ENCRYPTED_REASONING in (request.include or ()),
         echoed_fields={
             **_echoed_fields(request),
-            "service_tier": "flex" if caller.priority is Priority.BATCH else "default",
+            "service_tier": "flex" if common.priority is Priority.BATCH else "default",
         },
     )
 

@@ -113,16 +113,16 @@ def _open_response_store(config: ServerConfig) -> ResponseStore | None:
 
 
 def _assemble_model(
-    config: ServerConfig, name: str, text: ModelTextFiles, engine: AsyncEngine, facts: LoadedModelInfo
+    config: ServerConfig, name: str, text: ModelTextFiles, engine: AsyncEngine, info: LoadedModelInfo
 ) -> LoadedModel:
     sources = "".join(text.template.sources.values()) if text.template else ""
     tool_style = toolstyle.select_tool_style(sources, config.tool_style)
     tokenizer_file = text.directory / "tokenizer.json"
-    guard = GrammarGuard(tokenizer_file, facts.vocab_size, facts.eos)
+    guard = GrammarGuard(tokenizer_file, info.vocab_size, info.eos)
     metrics = ModelMetrics(name)
     generator = Generator(
         engine,
-        PromptBuilder(text.tokenizer, text.template, tool_style, facts.max_context),
+        PromptBuilder(text.tokenizer, text.template, tool_style, info.max_context),
         guard,
         metrics,
         served_name=name,
@@ -130,7 +130,7 @@ def _assemble_model(
         reasoning=reasoning.select_reasoning_style(sources),
         timeout=config.request_timeout,
         token_timeout=config.token_timeout,
-        eos_token_ids=frozenset(facts.eos),
+        eos_token_ids=frozenset(info.eos),
     )
     fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
     defaults = load_sampling_defaults(text.directory, config.generation_config)

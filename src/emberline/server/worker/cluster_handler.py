@@ -62,22 +62,22 @@ class ClusterHandler:
         """Continue a reply that another worker has started."""
         forwarded, body = await self._read(exchange)
         tenant = tenant_from_router(exchange, self._has_api_keys)
-        journey = replace(
+        context = replace(
             forwarded.to_context(),
             reports_chain=exchange.header(CHAIN_HEADER) == "1",
             span=exchange.span,
             tenant=tenant,
         )
-        await self._handler.handle(exchange, forwarded.path, body, journey)
+        await self._handler.handle(exchange, forwarded.path, body, context)
 
     async def prefill(self, exchange: Exchange) -> None:
         """Compute a prompt and stream JSON lines: the ticket for pulling its KV blocks, then the result or an error."""
         forwarded, body = await self._read(exchange)
-        journey = replace(
+        context = replace(
             forwarded.to_context(), span=exchange.span, tenant=tenant_from_router(exchange, self._has_api_keys)
         )
-        call, model = await self._handler.parse(forwarded.path, body, journey)
-        await exchange.run_while_connected(_stream_lines(exchange, model.generator.prefill(call, journey)))
+        call, model = await self._handler.parse(forwarded.path, body, context)
+        await exchange.run_while_connected(_stream_lines(exchange, model.generator.prefill(call, context)))
 
     async def _read(self, exchange: Exchange) -> tuple[ForwardedRequest, bytes]:
         """Read the forwarded request and the client's body in it. Raises InvalidRequest or BodyTooLarge."""

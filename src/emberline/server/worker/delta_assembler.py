@@ -50,7 +50,7 @@ class DeltaAssembler:
         tokenizer: Tokenizer,
         metrics: ModelMetrics,
         handoff: Handoff,
-        phases: PhaseSpans | None,
+        phase_spans: PhaseSpans | None,
     ) -> None:
         self.choices = [
             Choice(
@@ -68,13 +68,13 @@ class DeltaAssembler:
         self._call = call
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._phases = phases
+        self._phase_spans = phase_spans
         self._cached_tokens = handoff.cached_tokens or 0
         self._counts_cached = handoff.cached_tokens is None or len(call.prompts) > 1
         self._started_prompts: set[int] = set()  # first choices of the prompts that have output
         self._has_started = False
-        for job in call.prompts:
-            metrics.record_request(len(job.token_ids), call.params.n, call.params.max_tokens)
+        for prompt in call.prompts:
+            metrics.record_request(len(prompt.token_ids), call.params.n, call.params.max_tokens)
 
     def replay_start(self) -> DeltaGroup:
         """Return the start of a reply that another worker has sent without any output after it."""
@@ -82,19 +82,19 @@ class DeltaAssembler:
         return DeltaGroup([ReplyStart(self._call.prompt_tokens, self._cached_tokens)], is_replayed=True)
 
     def process_output(self, prompt_output: PromptOutput, now: float) -> DeltaGroup:
-        job, output, is_replayed = prompt_output
-        choice = self.choices[job.first_choice + output.index]
+        prompt, output, is_replayed = prompt_output
+        choice = self.choices[prompt.first_choice + output.index]
         group = DeltaGroup([], is_replayed)
-        if self._phases is not None and not is_replayed:
-            self._phases.record_output(choice.index, output)
-        if job.first_choice not in self._started_prompts and output.index == 0:
+        if self._phase_spans is not None and not is_replayed:
+            self._phase_spans.record_output(choice.index, output)
+        if prompt.first_choice not in self._started_prompts and output.index == 0:
             self._start_prompt(prompt_output, group)
         if not self._has_started:
             self._has_started = True
             group.cached_tokens = self._cached_tokens
             group.deltas.append(ReplyStart(self._call.prompt_tokens, self._cached_tokens))
-        if job.echo and choice.num_tokens == 0 and output.tokens:
-            group.deltas.append(self._prompt_delta(choice.index, job.token_ids, output.prompt_logprobs))
+        if prompt.echo and choice.num_tokens == 0 and output.tokens:
+            group.deltas.append(self._prompt_delta(choice.index, prompt.token_ids, output.prompt_logprobs))
         if not choice.is_finished:
             group.index, group.output = choice.index, output
         finished_elsewhere = choice.is_finished and choice.num_replayed_tokens == choice.num_tokens
@@ -112,12 +112,13 @@ class DeltaAssembler:
         tokens, reasoning_tokens = self._count_tokens()
         return DeltaGroup([TokenUsage(self._call.prompt_tokens, tokens, self._cached_tokens, reasoning_tokens)])
 
-    def _start_prompt(self, step: PromptOutput, group: DeltaGroup) -> None:
-        self._started_prompts.add(step.prompt.first_choice)
-        if step.is_replayed:
+    def _start_prompt(self, prompt_output: PromptOutput, group: DeltaGroup) -> None:
+        self._started_prompts.add(prompt_output.prompt.first_choice)
+        if prompt_output.is_replayed:
             return
-        cached = min(step.output.cached_tokens, len(step.prompt.token_ids))  # resumed output may be cached too
-        self._metrics.record_admission(len(step.prompt.token_ids), cached)
+        # Resumed output may be cached too.
+        cached = min(prompt_output.output.cached_tokens, len(prompt_output.prompt.token_ids))
+        self._metrics.record_admission(len(prompt_output.prompt.token_ids), cached)
         if self._counts_cached and cached:
             self._cached_tokens += cached
             group.cached_tokens = self._cached_tokens

@@ -96,15 +96,16 @@ class EngineApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         exchange = Exchange(scope, receive, send)
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             await self._site.handle(exchange)
         finally:
             level = logging.INFO if exchange.log_fields else logging.DEBUG
             note = " ".join(f"{name}={value!r}" for name, value in exchange.log_fields.items() if value)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             status = exchange.logged_status or exchange.status
-            log.log(level, "%s %s status=%s seconds=%.3f %s", exchange.method, exchange.path, status, seconds, note)
+            facts = (exchange.method, exchange.path, status, seconds, note)
+            log.log(level, "Request: method=%s path=%s status=%s seconds=%.3f %s", *facts)
 
     async def _generate(self, exchange: Exchange) -> None:
         await self._handler.handle(
@@ -219,14 +220,14 @@ class EngineApp:
         await exchange.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _metric_families(self, model: LoadedModel) -> Iterator[MetricFamily]:
-        engine, facts = self._engine, self._engine.model_info[model.name]
-        model.metrics.record_engine_start(facts.seconds, facts.weight_bytes, facts.kv_bytes)
+        engine, info = self._engine, self._engine.model_info[model.name]
+        model.metrics.record_engine_start(info.seconds, info.weight_bytes, info.kv_bytes)
         yield from model.metrics.families(
             engine.stats[model.name],
             restarts=engine.restarts,
             ready=engine.state is EngineState.READY,
-            block_size=facts.block_size,
-            cache=CacheInfo(facts.device, facts.kv_dtype, facts.prefix_cache),
+            block_size=info.block_size,
+            cache=CacheInfo(info.device, info.kv_dtype, info.prefix_cache),
         )
         if (transfer := engine.stats[model.name].transfer) is not None:
             yield from transfer_families(model.metrics.labels, transfer)
@@ -272,5 +273,6 @@ class EngineApp:
 def _detokenize_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     if any(not 0 <= i < tokenizer.vocab_size for i in ids):
         wrong = next(i for i in ids if not 0 <= i < tokenizer.vocab_size)
-        raise InvalidRequest(f"tokens has {wrong}; token ids are in [0, {tokenizer.vocab_size})", param="tokens")
+        what = f"tokens has {wrong}; token ids are in [0, {tokenizer.vocab_size})"
+        raise InvalidRequest(what, param="tokens", hint="POST /tokenize returns the ids of a text")
     return tokenizer.decode(ids, skip_special=False)

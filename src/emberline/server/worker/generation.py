@@ -72,8 +72,8 @@ class Generation:
         publish: bool = False,
         merging: bool = False,
     ) -> AsyncGenerator[Output, None]:
-        caller, time_left = self._call.common, max(0.0, self._deadline - self._engine.now())
-        head = (uuid.uuid4().hex, ids, params, caller.priority, caller.cache_salt, time_left, self._model)
+        common, time_left = self._call.common, max(0.0, self._deadline - self._engine.now())
+        head = (uuid.uuid4().hex, ids, params, common.priority, common.cache_salt, time_left, self._model)
         submission = Submission(*head, resumed, source, publish, self._token_timeout)
         return self._engine.submit(submission, merges=merging)
 
@@ -114,9 +114,9 @@ class Generation:
                 async for output in outputs:
                     yield PromptOutput(unfinished[0], output)
             return
-        async with aclosing(self._concurrent_outputs(unfinished, merging)) as steps:
-            async for step in steps:
-                yield step
+        async with aclosing(self._concurrent_outputs(unfinished, merging)) as prompt_outputs:
+            async for prompt_output in prompt_outputs:
+                yield prompt_output
 
     async def _concurrent_outputs(
         self, prompts: Sequence[PreparedPrompt], merging: bool
@@ -172,31 +172,35 @@ class Generation:
         tokens, timing = list[int](), None
         max_tokens = self._max_context - len(prompt.token_ids)
         max_tokens = max_tokens if params.max_tokens is None else min(max_tokens, params.max_tokens)
-        async with aclosing(self._request_outputs(prompt, prompt.token_ids, params, choice)) as steps:
-            async for step in steps:
-                timing = timing or step.output.timing
-                tokens += step.output.tokens
-                yield step
-                if step.output.finish is not None or not budget.is_spent(choice, tokens):
+        async with aclosing(self._request_outputs(prompt, prompt.token_ids, params, choice)) as prompt_outputs:
+            async for prompt_output in prompt_outputs:
+                timing = timing or prompt_output.output.timing
+                tokens += prompt_output.output.tokens
+                yield prompt_output
+                if prompt_output.output.finish is not None or not budget.is_spent(choice, tokens):
                     continue
                 left = max_tokens - len(tokens) - len(budget.closing_tokens)
                 if left < 1:  # no token could follow the marker
-                    ended = _with_finished(timing, self._engine.now())
-                    yield self._own_output(prompt, Output(step.output.id, finish=FinishReason.LENGTH, timing=ended))
+                    final_timing = _with_finished(timing, self._engine.now())
+                    yield self._own_output(
+                        prompt, Output(prompt_output.output.id, finish=FinishReason.LENGTH, timing=final_timing)
+                    )
                     return
                 tokens += budget.closing_tokens
-                yield self._own_output(prompt, Output(step.output.id, tokens=budget.closing_tokens))
+                yield self._own_output(prompt, Output(prompt_output.output.id, tokens=budget.closing_tokens))
                 if not choice.is_finished:  # by a stop string in the marker
                     break
             else:
                 return
         min_tokens = min(left, max(0, params.min_tokens - len(tokens)))
         after = replace(budget.params_after, max_tokens=left, min_tokens=min_tokens, prompt_logprobs=None)
-        async with aclosing(self._request_outputs(prompt, [*prompt.token_ids, *tokens], after, choice)) as steps:
-            async for step in steps:
-                if (last := step.output.timing) is not None:
-                    step.output.timing = _with_finished(timing or last, last.finished)
-                yield step
+        async with aclosing(
+            self._request_outputs(prompt, [*prompt.token_ids, *tokens], after, choice)
+        ) as prompt_outputs:
+            async for prompt_output in prompt_outputs:
+                if (last := prompt_output.output.timing) is not None:
+                    prompt_output.output.timing = _with_finished(timing or last, last.finished)
+                yield prompt_output
 
     def _own_output(self, prompt: PreparedPrompt, output: Output) -> PromptOutput:
         """Return an output made here in place of the engine, or its replay if another worker has sent it."""

@@ -69,13 +69,13 @@ class Generator:
         if context.handoff.started and not context.handoff.groups:
             yield assembler.replay_start()
         try:
-            async with aclosing(generation.outputs(assembler.choices)) as steps:
-                async for step in steps:
-                    group = assembler.process_output(step, self.engine.now())
-                    choice = assembler.choices[step.prompt.first_choice + step.output.index]
-                    if choice.needs_engine_abort and not step.is_replayed:
+            async with aclosing(generation.outputs(assembler.choices)) as prompt_outputs:
+                async for prompt_output in prompt_outputs:
+                    group = assembler.process_output(prompt_output, self.engine.now())
+                    choice = assembler.choices[prompt_output.prompt.first_choice + prompt_output.output.index]
+                    if choice.needs_engine_abort and not prompt_output.is_replayed:
                         choice.needs_engine_abort = False
-                        self.engine.abort_completion(step.output.id, step.output.index)
+                        self.engine.abort_completion(prompt_output.output.id, prompt_output.output.index)
                     if chain and not group.is_replayed:
                         group.chain, chain = chain, ""
                     if group.deltas or group.output:
@@ -109,29 +109,29 @@ class Generator:
             if phase_spans is not None:
                 phase_spans.close(self.engine.now())
 
-    def _phase_spans(self, prepared: PreparedCall, journey: RequestContext) -> PhaseSpans | None:
-        if journey.span is None:
+    def _phase_spans(self, prepared: PreparedCall, context: RequestContext) -> PhaseSpans | None:
+        if context.span is None:
             return None
-        return PhaseSpans(journey.span, self.served_name, [len(prompt.token_ids) for prompt in prepared.prompts])
+        return PhaseSpans(context.span, self.served_name, [len(prompt.token_ids) for prompt in prepared.prompts])
 
     def _last_block(self, prepared: PreparedCall) -> str:
         """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
-        facts = self.engine.model_info[self.served_name]
+        info = self.engine.model_info[self.served_name]
         end = last_full_block(
-            root_hash(facts.layout, prepared.common.cache_salt), prepared.prompts[0].token_ids, facts.block_size
+            root_hash(info.layout, prepared.common.cache_salt), prepared.prompts[0].token_ids, info.block_size
         )
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
-    def _generation(self, prepared: PreparedCall, journey: RequestContext) -> Generation:
-        tokenizer, handoff = self.prompt_builder.tokenizer, journey.handoff
+    def _generation(self, prepared: PreparedCall, context: RequestContext) -> Generation:
+        tokenizer, handoff = self.prompt_builder.tokenizer, context.handoff
         return Generation(
             self.engine,
             prepared,
             model=self.served_name,
             max_context=self.prompt_builder.max_context,
-            timeout=min(self._timeout, journey.timeout),
+            timeout=min(self._timeout, context.timeout),
             token_timeout=self._token_timeout,
             resumed=ResumedOutput(handoff.groups, len(prepared.prompts) * prepared.params.n, tokenizer.vocab_size),
             source=handoff.source,
-            merges_outputs=not journey.is_tracked,  # a router that may move the stream relies on one event for each token
+            merges_outputs=not context.is_tracked,  # a router that may move the stream needs one event per token
         )

@@ -47,25 +47,28 @@ class PhaseSpans:
 
     def _record_phases(self, timing: Timing, now: float) -> None:
         end_time = now if timing.finished is None else timing.finished
-        prompt: Attributes = {"emberline.prompt_tokens": self._prompt_tokens, "emberline.cached_tokens": self._cached}
+        prompt_attributes: Attributes = {
+            "emberline.prompt_tokens": self._prompt_tokens,
+            "emberline.cached_tokens": self._cached,
+        }
         itl = timing.decode / (self._generated - 1) if timing.decode is not None and self._generated > 1 else None
-        tokens: Attributes = {
+        decode_attributes: Attributes = {
             "emberline.tokens": self._generated,
             "emberline.ttft": timing.ttft,
             "emberline.itl_mean": itl,
         }
-        for name, began, ended, about in (
+        for name, start, end, attributes in (
             ("queue", timing.arrival, timing.admitted, {}),
-            ("prefill", timing.admitted, timing.first_token, prompt),
-            ("decode", timing.first_token, timing.finished, tokens),
+            ("prefill", timing.admitted, timing.first_token, prompt_attributes),
+            ("decode", timing.first_token, timing.finished, decode_attributes),
         ):
-            if began is None:
+            if start is None:
                 break
-            span = self._span.start_child(name, start_time=began)
-            span.attributes |= about
+            span = self._span.start_child(name, start_time=start)
+            span.attributes |= attributes
             if name == "prefill" and timing.pulled is not None:
                 _record_pull(span, timing.pulled)
-            span.end(end_time=ended) if ended is not None else span.end(CUT_OFF_ERROR, end_time=end_time)
+            span.end(end_time=end) if end is not None else span.end(CUT_OFF_ERROR, end_time=end_time)
 
 
 def _record_pull(prefill: Span, pulled: BlockPull) -> None:

@@ -36,9 +36,8 @@ class PromptBuilder:
         sources = list(template.sources.values()) if template is not None else []
         self._supports_tools = any(tools.template_supports_tools(source) for source in sources)
         self._reasoning = reasoning.select_reasoning_style("".join(sources))
-        self.reasoning_end_tokens = _reasoning_end_tokens(
-            tokenizer, self._reasoning
-        )  # empty if no marker ends the reasoning
+        # Empty if no marker ends the reasoning.
+        self.reasoning_end_tokens = _reasoning_end_tokens(tokenizer, self._reasoning)
 
     async def render_off_loop(self, call: ChatCall, created: int | None = None) -> str:
         """Render the call; a long one in a thread, so that the event loop keeps running. Raises as `render` does."""
@@ -131,7 +130,7 @@ class PromptBuilder:
             param = "allowed_token_ids"
             wrong = max(call.params.allowed_token_ids)
             what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
-            raise InvalidRequest(what, param=param)
+            raise InvalidRequest(what, param=param, hint="POST /tokenize returns the ids of a text")
         words: dict[tuple[int, ...], None] = {}
         for word in call.bad_words:
             for text in (word.lstrip(), " " + word.lstrip()):

@@ -202,23 +202,25 @@ def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
 
 
 def _log_models(ready: Mapping[str, LoadedModelInfo]) -> None:
-    for name, facts in ready.items():
+    for name, info in ready.items():
         log.info(
             "Model loaded: model=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
             name,
-            facts.max_context,
-            facts.kv_tokens,
-            facts.weight_bytes / 1e6,
-            facts.kv_bytes / 1e6,
-            facts.kernels,
+            info.max_context,
+            info.kv_tokens,
+            info.weight_bytes / 1e6,
+            info.kv_bytes / 1e6,
+            info.kernels,
         )
 
 
-def _log_ready(host: str, port: int, ready: Mapping[str, LoadedModelInfo], began: float) -> None:
+def _log_ready(host: str, port: int, ready: Mapping[str, LoadedModelInfo], start_time: float) -> None:
     """Log that the server is ready, with the time of each phase over all models; imports happen once."""
     phases: dict[str, float] = {}
-    for facts in ready.values():
-        for phase, seconds in facts.seconds.items():
+    for info in ready.values():
+        for phase, seconds in info.seconds.items():
             phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
-    listed = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-    log.info("Ready: url=http://%s:%d seconds=%.2f (%s)", host, port, time.monotonic() - began, listed)
+    phase_list = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
+    log.info(
+        "Server ready: url=http://%s:%d seconds=%.2f phases=%r", host, port, time.monotonic() - start_time, phase_list
+    )

@@ -1,4 +1,4 @@
-"""StoredResponses: stores replies of the Responses API, and the endpoints that read and delete them."""
+"""StoredResponses: stores replies of the Responses API and handles the requests that read and delete them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StorageFields(msgspec.Struct):
 
 class StoredResponses:
     def __init__(self, store: ResponseStore | None, tenant_of: Callable[[Exchange], str]) -> None:
-        """`store`: None if responses are not stored. `tenant_id` returns the tenant of a request with an API key."""
+        """`store`: None if responses are not stored. `tenant_of` returns the tenant of a request with an API key."""
         self._store = store
         self._tenant_of = tenant_of
 
@@ -145,7 +145,8 @@ def _list_items(items: list[dict[str, Any]], query: str) -> dict[str, Any]:
     if (after := given.get("after")) is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise InvalidRequest(f"after is {after[:100]!r}, which is not the id of an input item", param="after")
+            hint = "use the id of an item from the list without after"
+            raise InvalidRequest(f"after is {after[:100]!r}, which is not an input item's id", param="after", hint=hint)
         ordered = ordered[ids.index(after) + 1 :]
     page = ordered[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}

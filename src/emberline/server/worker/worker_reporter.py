@@ -36,23 +36,27 @@ class WorkerReporter:
 
     def build_registration(self) -> WorkerRegistration:
         return WorkerRegistration(
-            self._name, self._incarnation, self._url, tuple(map(self._model, self._served_models())), self._role
+            self._name,
+            self._incarnation,
+            self._url,
+            tuple(map(self._register_model, self._served_models())),
+            self._role,
         )
 
-    def _model(self, served: ServedModel) -> ModelRegistration:
-        facts = self._engine.model_info.get(served.id)
-        if facts is None:  # the embedding model
-            return ModelRegistration(served.id, max_context=served.max_context)
+    def _register_model(self, model: ServedModel) -> ModelRegistration:
+        info = self._engine.model_info.get(model.id)
+        if info is None:  # the embedding model
+            return ModelRegistration(model.id, max_context=model.max_context)
         return ModelRegistration(
-            served.id,
-            facts.layout,
-            facts.max_context,
-            facts.max_running,
-            kv_tokens=facts.kv_tokens,
-            block_size=facts.block_size,
-            peer=facts.peer,
-            sampling=dict(served.sampling_defaults),
-            numerics=facts.numerics,
+            model.id,
+            info.layout,
+            info.max_context,
+            info.max_running,
+            kv_tokens=info.kv_tokens,
+            block_size=info.block_size,
+            peer=info.peer,
+            sampling=dict(model.sampling_defaults),
+            numerics=info.numerics,
         )
 
     def build_heartbeat(self) -> Heartbeat:
@@ -84,9 +88,9 @@ class WorkerReporter:
             self._awaited_peers = {str(peer.get("incarnation")) for listed in peers.values() for peer in listed}
             self._pairing_deadline = self._engine.now() + PAIRING_TIMEOUT_S
         known = self._peers or {}
-        for model, facts in self._engine.model_info.items():
+        for model, info in self._engine.model_info.items():
             listed = peers.get(model, [])
-            if facts.peer is not None and listed != known.get(model, []):
+            if info.peer is not None and listed != known.get(model, []):
                 self._engine.set_peers(model, listed)
         self._peers = peers
 

@@ -1,4 +1,4 @@
-"""Where the output is cut must not matter: any document, cut anywhere, folds into the same pieces as uncut."""
+"""The result of OutputParser does not depend on where the output is cut, for random documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_splitter import splitter
+from test_output_parser import make_parser
 
 from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from emberline.api.output_parser import Piece, merge_pieces
@@ -49,7 +49,7 @@ SCRAPS = [
 styles = st.sampled_from([None, *TOOL_STYLES.values()])
 reasonings = st.sampled_from([None, THINK, MAGISTRAL])
 cuts = st.lists(st.integers(0, 500), max_size=6)
-lengths = st.sampled_from([999, 999, 999, 1, 3, 9, 20])  # a part may be cut short: near-markers, truncated calls
+lengths = st.sampled_from([999, 999, 999, 1, 3, 9, 20])  # a part may be truncated: incomplete markers and calls
 parts = st.builds(lambda text, n: text[:n], st.sampled_from(MARKERS) | st.sampled_from(CALLS), lengths)
 documents = st.lists(parts | st.sampled_from(SCRAPS) | st.text(max_size=4), max_size=6).map("".join)
 
@@ -57,30 +57,30 @@ documents = st.lists(parts | st.sampled_from(SCRAPS) | st.text(max_size=4), max_
 def pieces_of(
     chunks: list[str], style: ToolStyle | None, reasoning: ReasoningStyle | None, inside: bool
 ) -> list[Piece]:
-    one = splitter(style, reasoning, inside)
-    return merge_pieces([*(piece for chunk in chunks for piece in one.push(chunk)), *one.flush()])
+    parser = make_parser(style, reasoning, inside)
+    return merge_pieces([*(piece for chunk in chunks for piece in parser.push(chunk)), *parser.flush()])
 
 
-def chunked(text: str, cuts: list[int]) -> list[str]:
+def split_at(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(c % (len(text) + 1) for c in cuts), len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
 
 
 @settings(max_examples=400, deadline=None)
 @given(documents, cuts, styles, reasonings, st.booleans())
-def test_cuts_do_not_matter(
+def test_result_does_not_depend_on_cuts(
     text: str, cuts: list[int], style: ToolStyle | None, reasoning: ReasoningStyle | None, inside: bool
 ) -> None:
     if reasoning is not None and not inside:
         text = reasoning.begin + text
     whole = pieces_of([text], style, reasoning, inside)
-    assert pieces_of(chunked(text, cuts), style, reasoning, inside) == whole
+    assert pieces_of(split_at(text, cuts), style, reasoning, inside) == whole
     assert pieces_of(list(text), style, reasoning, inside) == whole
 
 
 @settings(max_examples=200, deadline=None)
 @given(documents, styles, reasonings)
-def test_nothing_is_invented_and_starts_come_before_arguments(
+def test_starts_precede_arguments_and_text_is_preserved(
     text: str, style: ToolStyle | None, reasoning: ReasoningStyle | None
 ) -> None:
     at, slot = 0, -1
@@ -91,19 +91,19 @@ def test_nothing_is_invented_and_starts_come_before_arguments(
                 assert piece.slot == slot and piece.name
             case ToolCallArguments():
                 assert piece.slot == slot
-            case TextDelta() | ReasoningDelta():  # a part of the input, in order
+            case TextDelta() | ReasoningDelta():  # a subsequence of the input
                 at = text.index(piece.text, at) + len(piece.text)
 
 
-said = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS)), min_size=1, max_size=3)
+calls = st.lists(st.tuples(st.sampled_from(NAMES[:3]), st.sampled_from(ARGUMENTS)), min_size=1, max_size=3)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from(["", "Well: ", "é {} \n"]), said, st.sampled_from(list(TOOL_STYLES.values())))
-def test_what_a_style_writes_is_read_back(text: str, said: list[tuple[str, Any]], style: ToolStyle) -> None:
+@given(st.sampled_from(["", "Well: ", "é {} \n"]), calls, st.sampled_from(list(TOOL_STYLES.values())))
+def test_formatted_calls_are_parsed_back(text: str, calls: list[tuple[str, Any]], style: ToolStyle) -> None:
     lead = "" if style.allows_bare_call else text
-    document = lead + format_tool_calls([(name, json.dumps(args)) for name, args in said], style)
+    document = lead + format_tool_calls([(name, json.dumps(args)) for name, args in calls], style)
     pieces = pieces_of([document], style, None, inside=False)
-    assert [p.name for p in pieces if isinstance(p, ToolCallStart)] == [name for name, _ in said]
-    assert [json.loads(p.text) for p in pieces if isinstance(p, ToolCallArguments)] == [args for _, args in said]
+    assert [p.name for p in pieces if isinstance(p, ToolCallStart)] == [name for name, _ in calls]
+    assert [json.loads(p.text) for p in pieces if isinstance(p, ToolCallArguments)] == [args for _, args in calls]
     assert "".join(p.text for p in pieces if isinstance(p, TextDelta)) == lead

@@ -1,5 +1,7 @@
-"""thinking.budget_tokens: reasoning that goes on is closed, and the client sees one reply. With the real engine loop,
-and a model that thinks until it is told to stop."""
+"""thinking.budget_tokens: longer reasoning is closed, and the client sees one reply.
+
+The tests use the real engine loop and a fake model that reasons until its reasoning is closed.
+"""
 
 from __future__ import annotations
 
@@ -45,30 +47,32 @@ FREE = "{{ messages[0].content }}|{{ '</think>' if enable_thinking is none }}"
 ANSWER = "\n\nParis, as ever."
 
 
-class Thinker(FakeRunner):
-    """Writes `lead`, then thinks, for ever or for `patience` characters; then answers."""
+class ReasoningRunner(FakeRunner):
+    """Writes `lead`, then reasoning without end or of `reasoning_chars` characters, then an answer."""
 
-    def __init__(self, tokenizer: Tokenizer, lead: str = "", patience: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, lead: str = "", reasoning_chars: int | None = None) -> None:
         super().__init__(vocab_size=tokenizer.vocab_size, eos=frozenset({EOS}))
-        self._tokenizer, self._lead, self._patience = tokenizer, lead, patience
+        self._tokenizer, self._lead, self._reasoning_chars = tokenizer, lead, reasoning_chars
 
     def _sample(self, work: WorkItem) -> int:
         length = work.start + len(work.tokens)
         flat = [t for block in work.blocks for t in self._memory[self._slots(block)]][:length]
         reply = self._tokenizer.decode(flat, skip_special=False).partition("|")[2]
-        thought, closed, answer = reply.partition("</think>")
-        thought = thought.removeprefix("<think>") if reply.startswith("<think>") else thought
+        reasoning_text, closed, answer = reply.partition("</think>")
+        reasoning_text = reasoning_text.removeprefix("<think>") if reply.startswith("<think>") else reasoning_text
         if not closed and len(reply) < len(self._lead):
             return self._tokenizer.encode(self._lead[len(reply) :], add_special=False)[0]
-        if not closed and self._patience is not None and len(thought) >= self._patience:
-            return self._tokenizer.encode("</think>"[thought.count("<") and len(thought) - self._patience :], False)[0]
+        if not closed and self._reasoning_chars is not None and len(reasoning_text) >= self._reasoning_chars:
+            return self._tokenizer.encode(
+                "</think>"[reasoning_text.count("<") and len(reasoning_text) - self._reasoning_chars :], False
+            )[0]
         if not closed:
-            return self._tokenizer.encode("abcdefghij"[len(thought) % 10], add_special=False)[0]
+            return self._tokenizer.encode("abcdefghij"[len(reasoning_text) % 10], add_special=False)[0]
         return self._tokenizer.encode(ANSWER[len(answer)], add_special=False)[0] if len(answer) < len(ANSWER) else EOS
 
 
-class Local:
-    """An AsyncEngine without the process: whoever waits for an output makes the steps."""
+class InProcessEngine:
+    """An AsyncEngine without the engine process: waiting for an output runs the engine's steps."""
 
     def __init__(self, engine: Engine, clock: ManualClock) -> None:
         self.engine, self.clock = engine, clock
@@ -79,7 +83,7 @@ class Local:
     def now(self) -> float:
         return self.clock.now()
 
-    async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
+    async def submit(self, submission: Submission, *, merges: bool = False) -> AsyncGenerator[Output, None]:
         self.engine.add(submission)
         self.submissions.append(submission)
         inbox = self._open[submission.id] = deque()
@@ -100,12 +104,12 @@ class Local:
             if not ended:
                 self.engine.abort(submission.id)
 
-    def abort_one(self, submission_id: str, index: int) -> None:
+    def abort_completion(self, submission_id: str, index: int) -> None:
         self.engine.abort_completion(submission_id, index)
 
 
-class House:
-    def __init__(self, *, template: str = OPENED, marked: bool = True, context: int = 500, **thinker: Any) -> None:
+class BudgetHarness:
+    def __init__(self, *, template: str = OPENED, marked: bool = True, context: int = 500, **runner: Any) -> None:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         if marked:
@@ -114,7 +118,7 @@ class House:
         self.clock, self.metrics = ManualClock(100.0), ModelMetrics("m")
         self.checked: list[GrammarSpec] = []
         config = SchedulerConfig(max_context=context, max_running=1, max_waiting=1)
-        self.engine = Local(Engine(config, Thinker(self.tokenizer, **thinker), self.clock), self.clock)
+        self.engine = InProcessEngine(Engine(config, ReasoningRunner(self.tokenizer, **runner), self.clock), self.clock)
         self.prompts = PromptBuilder(self.tokenizer, ChatTemplate({"default": template}, {}), HERMES, context)
         self.generator = Generator(
             cast("AsyncEngine", self.engine),
@@ -128,7 +132,7 @@ class House:
         )
 
     def check(self, grammar: GrammarSpec, param: str) -> None:
-        """The guard's."""
+        """Record the grammar, in place of GrammarGuard."""
         self.checked.append(grammar)
 
     def ask(self, budget: int, **fields: Any) -> anthropic.MessagesCall:
@@ -168,7 +172,7 @@ class House:
         return sum(int(line.rpartition(" ")[2]) for line in lines)
 
 
-def thought(deltas: list[Delta]) -> str:
+def reasoning_text(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
 
@@ -176,7 +180,7 @@ def text(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
 
-def ending(deltas: list[Delta]) -> tuple[str, str | None]:
+def finish_of(deltas: list[Delta]) -> tuple[str, str | None]:
     finish = deltas[-2]
     assert isinstance(finish, Finish)
     return finish.reason, finish.stop_sequence
@@ -184,15 +188,15 @@ def ending(deltas: list[Delta]) -> tuple[str, str | None]:
 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("template", [OPENED, FREE])
-def test_reasoning_is_closed_and_the_reply_goes_on(marked: bool, template: str) -> None:
-    house = House(template=template, marked=marked, lead="" if template == OPENED else "<think>")
-    deltas = house.reply(23, temperature=0.5, top_k=7)
+def test_budget_closes_reasoning_and_reply_continues(marked: bool, template: str) -> None:
+    harness = BudgetHarness(template=template, marked=marked, lead="" if template == OPENED else "<think>")
+    deltas = harness.reply(23, temperature=0.5, top_k=7)
     lead = 0 if template == OPENED else 1 if marked else len("<think>")
-    assert thought(deltas) == "abcdefghijabcdefghijabc" and text(deltas) == ANSWER.strip()
-    assert ending(deltas) == ("stop", None)
-    first, second = house.engine.submissions
+    assert reasoning_text(deltas) == "abcdefghijabcdefghijabc" and text(deltas) == ANSWER.strip()
+    assert finish_of(deltas) == ("stop", None)
+    first, second = harness.engine.submissions
     closing = 1 if marked else len("</think>")
-    tail = house.tokenizer.decode(second.prompt[len(first.prompt) :], skip_special=False)
+    tail = harness.tokenizer.decode(second.prompt[len(first.prompt) :], skip_special=False)
     assert second.prompt[: len(first.prompt)] == first.prompt
     assert tail == ("<think>" if lead else "") + "abcdefghijabcdefghijabc</think>"
     assert second.params.max_tokens == 300 - lead - 23 - closing
@@ -200,17 +204,17 @@ def test_reasoning_is_closed_and_the_reply_goes_on(marked: bool, template: str) 
     assert deltas[0] == ReplyStart(len(first.prompt))
     written = lead + 23 + closing + len(ANSWER) + 1
     assert deltas[-1] == TokenUsage(len(first.prompt), written, 0, 23)
-    assert house.engine.engine.stats().prefix_hits > 0  # the second did not compute the prompt again
-    assert house.finished() == 1
+    assert harness.engine.engine.stats().prefix_hits > 0  # the second part did not compute the prompt again
+    assert harness.finished() == 1
 
 
-def test_the_message_has_one_thinking_block_and_one_text_block() -> None:
-    house = House()
+def test_message_has_one_thinking_and_one_text_block() -> None:
+    harness = BudgetHarness()
     for stream in (False, True):
-        call = house.ask(12, stream=stream)
-        renderer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
-        events = b"".join(event for delta in house.reply(12) for event in renderer.write(delta))
-        body = renderer.body()
+        call = harness.ask(12, stream=stream)
+        writer = anthropic_stream.MessagesReplyWriter(call, "id", 1, "fp")
+        events = b"".join(event for delta in harness.reply(12) for event in writer.write(delta))
+        body = writer.body()
         assert [block["type"] for block in body["content"]] == ["thinking", "text"]
         assert body["content"][0]["thinking"] == "abcdefghijab" and body["content"][1]["text"] == ANSWER.strip()
         assert body["stop_reason"] == "end_turn"
@@ -219,40 +223,46 @@ def test_the_message_has_one_thinking_block_and_one_text_block() -> None:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_a_model_that_closes_in_time_is_left_alone(marked: bool) -> None:
-    house = House(marked=marked, patience=9)
-    deltas = house.reply(30)
-    assert thought(deltas) == "abcdefghi" and text(deltas) == ANSWER.strip() and len(house.engine.submissions) == 1
+def test_reasoning_within_budget_is_unchanged(marked: bool) -> None:
+    harness = BudgetHarness(marked=marked, reasoning_chars=9)
+    deltas = harness.reply(30)
+    assert (
+        reasoning_text(deltas) == "abcdefghi"
+        and text(deltas) == ANSWER.strip()
+        and len(harness.engine.submissions) == 1
+    )
 
 
-def test_a_model_that_does_not_reason_is_left_alone() -> None:
-    house = House(template=FREE, lead="Plain words, and then more and more of them: ")
-    deltas = house.reply(1, max_tokens=60)
-    assert thought(deltas) == "" and ending(deltas) == ("length", None) and len(house.engine.submissions) == 1
+def test_output_without_reasoning_is_unchanged() -> None:
+    harness = BudgetHarness(template=FREE, lead="Plain words, and then more and more of them: ")
+    deltas = harness.reply(1, max_tokens=60)
+    assert (
+        reasoning_text(deltas) == "" and finish_of(deltas) == ("length", None) and len(harness.engine.submissions) == 1
+    )
 
 
-def test_a_marker_held_back_as_a_stop_string_is_not_written_twice() -> None:
-    house = House(patience=9)
-    deltas = house.reply(9, stop_sequences=["</think>!"])
-    assert len(house.engine.submissions) == 2  # the budget is spent before the model could close
+def test_marker_held_back_as_stop_string_is_not_repeated() -> None:
+    harness = BudgetHarness(reasoning_chars=9)
+    deltas = harness.reply(9, stop_sequences=["</think>!"])
+    assert len(harness.engine.submissions) == 2  # the budget is spent before the model closes the reasoning
     assert text(deltas) == ANSWER.strip()
-    house = House(patience=9)
-    deltas = house.reply(10, stop_sequences=["</think>!"])
-    assert len(house.engine.submissions) == 1 and text(deltas) == ANSWER.strip()
+    harness = BudgetHarness(reasoning_chars=9)
+    deltas = harness.reply(10, stop_sequences=["</think>!"])
+    assert len(harness.engine.submissions) == 1 and text(deltas) == ANSWER.strip()
 
 
 @pytest.mark.parametrize(("most", "context"), [(21, 500), (300, len(QUESTION) + 2 + 21)])
-def test_without_room_for_an_answer_it_ends_at_the_budget(most: int, context: int) -> None:
-    house = House(context=context)
-    deltas = house.reply(20, max_tokens=most)
-    assert thought(deltas) == "abcdefghij" * 2 and text(deltas) == "" and ending(deltas) == ("length", None)
-    assert len(house.engine.submissions) == 1 and house.finished() == 1
+def test_reply_ends_at_budget_without_tokens_for_answer(most: int, context: int) -> None:
+    harness = BudgetHarness(context=context)
+    deltas = harness.reply(20, max_tokens=most)
+    assert reasoning_text(deltas) == "abcdefghij" * 2 and text(deltas) == "" and finish_of(deltas) == ("length", None)
+    assert len(harness.engine.submissions) == 1 and harness.finished() == 1
 
 
-def test_what_is_left_of_max_tokens_ends_the_answer() -> None:
-    house = House()
-    deltas = house.reply(20, max_tokens=20 + 1 + 7)
-    assert text(deltas) == "Paris" and ending(deltas) == ("length", None)
+def test_remaining_max_tokens_limit_the_answer() -> None:
+    harness = BudgetHarness()
+    deltas = harness.reply(20, max_tokens=20 + 1 + 7)
+    assert text(deltas) == "Paris" and finish_of(deltas) == ("length", None)
     assert isinstance(deltas[-1], TokenUsage) and deltas[-1].completion_tokens == 28
 
 
@@ -265,95 +275,95 @@ def test_what_is_left_of_max_tokens_ends_the_answer() -> None:
         ("ghi", 1, "abcdef", ""),
     ],
 )
-def test_stop_strings_are_found_before_at_and_after_the_marker(stop: str, parts: int, thinks: str, says: str) -> None:
-    house = House()
-    deltas = house.reply(12, stop_sequences=[stop])
-    assert (thought(deltas), text(deltas), ending(deltas)) == (thinks, says, ("stop", stop))
-    assert len(house.engine.submissions) == parts and house.finished() == 1
+def test_stop_strings_before_within_and_after_marker(stop: str, parts: int, thinks: str, says: str) -> None:
+    harness = BudgetHarness()
+    deltas = harness.reply(12, stop_sequences=[stop])
+    assert (reasoning_text(deltas), text(deltas), finish_of(deltas)) == (thinks, says, ("stop", stop))
+    assert len(harness.engine.submissions) == parts and harness.finished() == 1
 
 
-@pytest.mark.parametrize("taken", [1, 8, 13, 15, 17])
-def test_a_client_that_leaves_frees_everything(taken: int) -> None:
-    house = House()
+@pytest.mark.parametrize("num_deltas", [1, 8, 13, 15, 17])
+def test_client_disconnect_frees_all_requests(num_deltas: int) -> None:
+    harness = BudgetHarness()
 
     async def leave() -> None:
-        async with aclosing(house.deltas(12)) as deltas:
-            for _ in range(taken):
+        async with aclosing(harness.deltas(12)) as deltas:
+            for _ in range(num_deltas):
                 await anext(deltas)
 
     asyncio.run(leave())
-    house.check_empty()
-    assert len(house.engine.submissions) == (2 if taken > 14 else 1)
+    harness.check_empty()
+    assert len(harness.engine.submissions) == (2 if num_deltas > 14 else 1)
 
 
-def test_the_time_limit_is_one_for_both_parts() -> None:
-    house = House()
-    house.engine.before_step = lambda: house.clock.advance(2.0)
+def test_both_parts_share_the_time_limit() -> None:
+    harness = BudgetHarness()
+    harness.engine.before_step = lambda: harness.clock.advance(2.0)
     with pytest.raises(DeadlineExceeded):
-        house.reply(25)
-    house.check_empty()
-    first, second = house.engine.submissions
+        harness.reply(25)
+    harness.check_empty()
+    first, second = harness.engine.submissions
     assert first.timeout == 60.0 and second.timeout == 10.0
 
 
-def test_times_are_those_of_the_whole() -> None:
-    house = House()
-    house.engine.before_step = lambda: house.clock.advance(1.0)
-    house.reply(12)
-    text = render_exposition(house.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
-    told = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
+def test_timing_covers_both_parts() -> None:
+    harness = BudgetHarness()
+    harness.engine.before_step = lambda: harness.clock.advance(1.0)
+    harness.reply(12)
+    text = render_exposition(harness.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
+    sums = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
     steps = 12 + len(ANSWER) + 1
-    assert told["vllm:e2e_request_latency_seconds_sum"] == steps and told["vllm:time_to_first_token_seconds_sum"] == 1.0
+    assert sums["vllm:e2e_request_latency_seconds_sum"] == steps and sums["vllm:time_to_first_token_seconds_sum"] == 1.0
 
 
-def test_a_second_part_that_is_refused_ends_the_reply_with_the_error() -> None:
-    house = House()
+def test_rejected_second_part_fails_the_reply() -> None:
+    harness = BudgetHarness()
 
-    async def refused() -> None:
-        async with aclosing(house.deltas(12)) as deltas:
+    async def collect_rejected() -> None:
+        async with aclosing(harness.deltas(12)) as deltas:
             async for delta in deltas:
-                if isinstance(delta, ReasoningDelta) and len(house.engine.submissions) == 1:
-                    house.engine.engine.config = SchedulerConfig(max_running=1, max_waiting=1)
-                    object.__setattr__(house.engine.engine.config, "max_running", -1)
+                if isinstance(delta, ReasoningDelta) and len(harness.engine.submissions) == 1:
+                    harness.engine.engine.config = SchedulerConfig(max_running=1, max_waiting=1)
+                    object.__setattr__(harness.engine.engine.config, "max_running", -1)
 
     with pytest.raises(Overloaded):
-        asyncio.run(refused())
-    house.check_empty()
+        asyncio.run(collect_rejected())
+    harness.check_empty()
 
 
-def test_a_full_queue_does_not_keep_the_second_part_out() -> None:
-    """Its place is the one that the first part leaves."""
-    house = House()
+def test_full_queue_accepts_the_second_part() -> None:
+    """The second part takes the place of the first in the queue."""
+    harness = BudgetHarness()
 
     async def crowd() -> None:
-        ours = house.deltas(12)
-        await anext(ours)
-        theirs = [house.deltas(12) for _ in range(2)]
-        waiting = [asyncio.ensure_future(anext(each)) for each in theirs]
-        deltas = [delta async for delta in ours]
+        first = harness.deltas(12)
+        await anext(first)
+        others = [harness.deltas(12) for _ in range(2)]
+        waiting = [asyncio.ensure_future(anext(each)) for each in others]
+        deltas = [delta async for delta in first]
         assert isinstance(deltas[-1], TokenUsage) and text(deltas) == ANSWER.strip()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert sum(isinstance(result, Overloaded) for result in results) == 1
-        for each in theirs:
+        for each in others:
             await each.aclose()
 
     asyncio.run(crowd())
-    house.check_empty()
+    harness.check_empty()
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
 
 
-def test_a_format_holds_for_what_follows_the_marker() -> None:
-    house = House()
-    house.reply(12, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
-    asked = GrammarSpec("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
-    special = {marker: house.tokenizer.token_id(marker) or 0 for marker in THINK.markers}
-    grammars = [constrain_after_reasoning(asked, THINK, True, special), constrain_answer(asked)]
-    assert [submission.params.grammar for submission in house.engine.submissions] == grammars == house.checked
+def test_format_applies_after_the_marker() -> None:
+    harness = BudgetHarness()
+    harness.reply(12, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    schema_grammar = GrammarSpec("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
+    special = {marker: harness.tokenizer.token_id(marker) or 0 for marker in THINK.markers}
+    grammars = [constrain_after_reasoning(schema_grammar, THINK, True, special), constrain_answer(schema_grammar)]
+    assert [submission.params.grammar for submission in harness.engine.submissions] == grammars == harness.checked
 
 
-def test_the_format_after_the_marker(tmp_path: Path) -> None:
+def test_grammar_after_the_marker(tmp_path: Path) -> None:
     compiler = GrammarCompiler(tokenizer_file(tmp_path), VOCAB_SIZE, [EOS])
 
     def takes(text: str) -> bool:

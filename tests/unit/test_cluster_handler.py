@@ -1,4 +1,4 @@
-"""What a router asks of a worker: who may ask, what is refused and how, and a prompt computed for another."""
+"""A worker's endpoints for routers: access, errors, and prefill for another worker."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ TICKET = {"id": "abc", "peer": {"name": "p"}, "blocks": [1, 2]}
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 
 
-def house(**worker: Any) -> House:
-    return House(lambda before, index: before + "Because.", **worker)
+def make_worker(**settings: Any) -> House:
+    return House(lambda before, index: before + "Because.", **settings)
 
 
-def envelope(body: Any = CHAT, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
+def forwarded(body: Any = CHAT, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
     return {"path": path, "body": body, "seed": 1, "handoff": {}, "timeout": 9.0, **fields}
 
 
 @pytest.mark.parametrize("path", [RESUME, PREFILL])
-def test_only_the_cluster_may_ask(path: str) -> None:
-    ours = {"authorization": "Bearer secret"}
-    for worker, client, headers, status in (
+def test_cluster_endpoints_require_cluster_key(path: str) -> None:
+    cluster_key = {"authorization": "Bearer secret"}
+    for settings, client, headers, status in (
         ({}, "127.0.0.1", {}, 200),
         ({}, "::1", {}, 200),
         ({}, "::ffff:127.0.0.1", {}, 200),
@@ -39,22 +39,22 @@ def test_only_the_cluster_may_ask(path: str) -> None:
         ({}, "127.0.0.1", {"x-forwarded-for": "127.0.0.1"}, 403),
         ({}, "127.0.0.1", {"via": "1.1 emberline-gateway"}, 403),
         ({}, "127.0.0.1", {"forwarded": "for=127.0.0.1"}, 403),
-        ({"cluster_key": "secret"}, "10.0.0.7", ours, 200),
+        ({"cluster_key": "secret"}, "10.0.0.7", cluster_key, 200),
         ({"cluster_key": "secret"}, "127.0.0.1", {}, 401),
         ({"cluster_key": "secret"}, "127.0.0.1", {"authorization": "Bearer wrong"}, 401),
-        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "origin": "http://evil"}, 403),
-        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "via": "1.1 emberline-gateway"}, 403),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "origin": "http://evil"}, 403),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**cluster_key, "via": "1.1 emberline-gateway"}, 403),
     ):
-        made = house(**worker)
-        answer = asyncio.run(made.posted(path, envelope(), client=client, **headers))
-        assert answer.status == status and bool(made.engine.submissions) == (status == 200)
+        worker = make_worker(**settings)
+        answer = asyncio.run(worker.posted(path, forwarded(), client=client, **headers))
+        assert answer.status == status and bool(worker.engine.submissions) == (status == 200)
 
 
-def test_a_server_that_is_no_worker_has_no_such_thing() -> None:
-    made = house()
+def test_server_without_router_has_no_cluster_endpoints() -> None:
+    worker = make_worker()
     alone = ServerConfig(models={"m": "m"}, embedder=None)
-    made.app = EngineApp(alone, made.app.engine, made.catalog, None, {})
-    assert made.post(RESUME, envelope()).status == made.post(PREFILL, envelope()).status == 404
+    worker.app = EngineApp(alone, worker.app.engine, worker.catalog, None, {})
+    assert worker.post(RESUME, forwarded()).status == worker.post(PREFILL, forwarded()).status == 404
 
 
 @pytest.mark.parametrize("call", [RESUME, PREFILL])
@@ -70,12 +70,12 @@ def test_a_server_that_is_no_worker_has_no_such_thing() -> None:
         ("/v1/responses", b'{"model": "m", "input": 7}'),
     ],
 )
-def test_a_bad_call_is_refused_in_its_clients_words(call: str, path: str, body: bytes) -> None:
-    made = house()
-    told = made.post(path, body)
+def test_invalid_call_gets_error_in_client_protocol(call: str, path: str, body: bytes) -> None:
+    worker = make_worker()
+    direct = worker.post(path, body)
     wrapped = b'{"path": "%b", "seed": 1, "handoff": {}, "timeout": 5, "body": %b}' % (path.encode(), body)
-    again = made.post(call, wrapped)
-    assert told.status in (400, 404) and (again.status, again.body) == (told.status, told.body)
+    again = worker.post(call, wrapped)
+    assert direct.status in (400, 404) and (again.status, again.body) == (direct.status, direct.body)
 
 
 @pytest.mark.parametrize(
@@ -93,34 +93,34 @@ def test_a_bad_call_is_refused_in_its_clients_words(call: str, path: str, body: 
         {"handoff": []},
     ],
 )
-def test_a_bad_envelope_is_a_bad_request(wrong: dict[str, Any]) -> None:
-    made = house()
-    answer = made.post(RESUME, envelope() | wrong)
+def test_invalid_forwarded_request_is_rejected(wrong: dict[str, Any]) -> None:
+    worker = make_worker()
+    answer = worker.post(RESUME, forwarded() | wrong)
     assert answer.status == 400 and answer.json["error"]["code"] == "invalid_value"
-    assert not made.engine.submissions
+    assert not worker.engine.submissions
 
 
-def test_a_source_reaches_the_engine() -> None:
-    made = house()
-    assert made.post(RESUME, envelope(handoff={"source": TICKET})).status == 200
-    assert made.engine.submissions[0].source == TICKET and not made.engine.submissions[0].publish
+def test_kv_source_reaches_engine() -> None:
+    worker = make_worker()
+    assert worker.post(RESUME, forwarded(handoff={"source": TICKET})).status == 200
+    assert worker.engine.submissions[0].source == TICKET and not worker.engine.submissions[0].publish
 
 
-def test_a_prompt_for_another() -> None:
-    made = house()
-    made.engine.ticket = TICKET
-    answer = made.post(PREFILL, envelope())
+def test_prefill_for_another_worker() -> None:
+    worker = make_worker()
+    worker.engine.ticket = TICKET
+    answer = worker.post(PREFILL, forwarded())
     assert answer.status == 200 and answer.headers["content-type"] == "application/x-ndjson" and answer.ended
     ticket, done = map(json.loads, answer.body.splitlines())
-    first = made.tokenizer.encode("B", add_special=False)[0]
+    first = worker.tokenizer.encode("B", add_special=False)[0]
     assert ticket == {"ticket": TICKET} and done == {"done": {"token": first, "cached": 3, "seconds": 0.5}}
-    assert answer.writes[0].count(b"\n") == 1  # as soon as it is known
-    asked = made.engine.submissions[0]
-    assert asked.publish and asked.params.seed == 1 and 8.9 < asked.timeout <= 9.0
+    assert answer.writes[0].count(b"\n") == 1  # sent before the prompt is computed
+    submission = worker.engine.submissions[0]
+    assert submission.publish and submission.params.seed == 1 and 8.9 < submission.timeout <= 9.0
 
 
-def test_a_prompt_too_short_for_a_ticket() -> None:
-    assert list(house().post(PREFILL, envelope()).json) == ["done"]
+def test_short_prompt_has_no_ticket() -> None:
+    assert list(make_worker().post(PREFILL, forwarded()).json) == ["done"]
 
 
 @pytest.mark.parametrize(
@@ -131,20 +131,20 @@ def test_a_prompt_too_short_for_a_ticket() -> None:
         ("/v1/completions", {"model": "m", "prompt": "a", "echo": True}),
     ],
 )
-def test_what_cannot_be_split_is_refused(path: str, body: dict[str, Any]) -> None:
-    made = house()
-    assert made.post(PREFILL, envelope(body, path)).status == 400 and not made.engine.submissions
+def test_prefill_rejects_several_choices(path: str, body: dict[str, Any]) -> None:
+    worker = make_worker()
+    assert worker.post(PREFILL, forwarded(body, path)).status == 400 and not worker.engine.submissions
 
 
-def test_a_prefill_that_fails_says_so_in_its_place() -> None:
-    """Before the first line with a status, after it with a line."""
+def test_failed_prefill_reports_error() -> None:
+    """An error before the first line has a status, a later one is a line."""
     for error, after, status in ((Overloaded("full"), 0, 429), (EngineUnavailable("starting"), 0, 503)):
-        made = house()
-        made.engine.fail_after, made.engine.error = after, error
-        assert made.post(PREFILL, envelope()).status == status
-    made = house()
-    made.engine.ticket, made.engine.fail_after, made.engine.error = TICKET, 1, EngineFailed("it died")
-    answer = made.post(PREFILL, envelope())
+        worker = make_worker()
+        worker.engine.fail_after, worker.engine.error = after, error
+        assert worker.post(PREFILL, forwarded()).status == status
+    worker = make_worker()
+    worker.engine.ticket, worker.engine.fail_after, worker.engine.error = TICKET, 1, EngineFailed("it died")
+    answer = worker.post(PREFILL, forwarded())
     lines = [json.loads(line) for line in answer.body.splitlines()]
     assert answer.status == 200 and answer.ended and [list(line) for line in lines] == [["ticket"], ["error"]]
     assert lines[1]["error"] == {"code": "engine_failed", "message": "it died", "status": 500}

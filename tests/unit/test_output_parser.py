@@ -1,4 +1,4 @@
-"""What each style's output becomes: tables of whole outputs and the pieces they fold into."""
+"""OutputParser for each tool style: whole outputs and the deltas they become."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emberline.api.tool_style import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, Tool
 from emberline.api.tools import format_tool_calls
 
 
-def splitter(
+def make_parser(
     style: ToolStyle | None = None, reasoning: ReasoningStyle | None = None, inside: bool = False
 ) -> OutputParser:
     ids = count()
@@ -22,7 +22,7 @@ def splitter(
 
 
 def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
-    """Pieces as short tuples, ids left out."""
+    """Return the pieces as short tuples without ids."""
     short: list[tuple[str, ...]] = []
     for piece in merge_pieces(pieces):
         match piece:
@@ -37,10 +37,10 @@ def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
     return short
 
 
-def split(text: str, one: OutputParser, size: int = 0) -> list[tuple[str, ...]]:
+def split(text: str, parser: OutputParser, size: int = 0) -> list[tuple[str, ...]]:
     chunks = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
-    pieces = [piece for chunk in chunks for piece in one.push(chunk)]
-    return brief([*pieces, *one.flush()])
+    pieces = [piece for chunk in chunks for piece in parser.push(chunk)]
+    return brief([*pieces, *parser.flush()])
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -139,8 +139,8 @@ CASES = [
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize(("style", "name", "text", "expected"), CASES, ids=[case[1] for case in CASES])
-def test_calls(style: ToolStyle, name: str, text: str, expected: list[tuple[str, ...]], size: int) -> None:
-    assert split(text, splitter(style), size) == expected
+def test_tool_calls(style: ToolStyle, name: str, text: str, expected: list[tuple[str, ...]], size: int) -> None:
+    assert split(text, make_parser(style), size) == expected
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
@@ -161,22 +161,22 @@ def test_calls(style: ToolStyle, name: str, text: str, expected: list[tuple[str,
     ],
 )
 def test_reasoning(text: str, inside: bool, expected: list[tuple[str, ...]], size: int) -> None:
-    assert split(text, splitter(HERMES, THINK, inside), size) == expected
+    assert split(text, make_parser(HERMES, THINK, inside), size) == expected
 
 
 def test_reasoning_without_tools_and_with_other_markers() -> None:
-    assert split("[THINK]a[/THINK]" + CALL, splitter(None, MAGISTRAL)) == [("thought", "a"), ("text", CALL)]
+    assert split("[THINK]a[/THINK]" + CALL, make_parser(None, MAGISTRAL)) == [("thought", "a"), ("text", CALL)]
 
 
-def test_without_style_or_reasoning_all_is_text_at_once() -> None:
-    one = splitter()
-    assert brief(one.push(CALL + " <")) == [("text", CALL + " <")]
+def test_plain_text_is_not_held_back() -> None:
+    parser = make_parser()
+    assert brief(parser.push(CALL + " <")) == [("text", CALL + " <")]
 
 
-def test_arguments_come_as_they_are_written_and_names_only_when_complete() -> None:
-    one = splitter(HERMES)
+def test_arguments_stream_after_complete_name() -> None:
+    parser = make_parser(HERMES)
     pushes = ["Hi <tool", '_call>{"name": "ge', 't", "arguments": ', '{"a": ', '"b', '"}', "}</tool_call>", " end"]
-    assert [brief(one.push(text)) for text in pushes] == [
+    assert [brief(parser.push(text)) for text in pushes] == [
         [("text", "Hi ")],
         [],
         [],
@@ -186,41 +186,41 @@ def test_arguments_come_as_they_are_written_and_names_only_when_complete() -> No
         [],
         [("text", " end")],
     ]
-    assert one.flush() == [] and one.num_calls == 1
+    assert parser.flush() == [] and parser.num_calls == 1
 
 
 def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
-    one = splitter(HERMES)
-    assert [brief(one.push(text)) for text in ["a", "<", "b", " <tool", "s"]] == [
+    parser = make_parser(HERMES)
+    assert [brief(parser.push(text)) for text in ["a", "<", "b", " <tool", "s"]] == [
         [("text", "a")], [], [("text", "<b")], [("text", " ")], [("text", "<tools")],
     ]  # fmt: skip
 
 
-def test_slots_and_ids() -> None:
-    starts = [p for p in splitter(HERMES).push(CALL + CALL) if isinstance(p, ToolCallStart)]
+def test_call_slots_and_ids() -> None:
+    starts = [p for p in make_parser(HERMES).push(CALL + CALL) if isinstance(p, ToolCallStart)]
     assert [(p.slot, p.id) for p in starts] == [(0, "call_" + "0" * 24), (1, "call_" + "0" * 23 + "1")]
 
 
-def test_an_endless_head_becomes_text() -> None:
+def test_endless_call_head_becomes_text() -> None:
     for head in ('<tool_call>{"name": "', "<tool_call>" + " " * MAX_HEAD_CHARS, '<tool_call>{"name": "f", "x": "'):
         text = head + "x" * (3 * MAX_HEAD_CHARS)
-        one = splitter(HERMES)
-        assert brief(one.push(text)) == [("text", text)]
+        parser = make_parser(HERMES)
+        assert brief(parser.push(text)) == [("text", text)]
 
 
 @pytest.mark.parametrize("style", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS], ids=lambda style: style.name)
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_call_cut_off_anywhere_leaves_no_text(style: ToolStyle, size: int) -> None:
-    """But for a piece of a marker too short to tell, and the first brace of a bare call."""
+def test_cut_off_call_leaves_no_text(style: ToolStyle, size: int) -> None:
+    """Exceptions: a beginning of a marker shorter than MIN_MARKER_CHARS, and the first brace of a bare call."""
     calls = format_tool_calls([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')], style)
     first = calls if style.allows_bare_call else calls[MIN_MARKER_CHARS:]
     for end in range(len(calls) - len(first) + 1 if not style.allows_bare_call else len('{"name":'), len(calls) + 1):
-        one = splitter(style)
-        pieces = [p for at in range(0, end, size or end) for p in one.push(calls[at : min(end, at + (size or end))])]
-        pieces = merge_pieces([*pieces, *one.flush(was_cut_off=True)])
+        parser = make_parser(style)
+        pieces = [p for at in range(0, end, size or end) for p in parser.push(calls[at : min(end, at + (size or end))])]
+        pieces = merge_pieces([*pieces, *parser.flush(was_cut_off=True)])
         assert not [p for p in pieces if isinstance(p, TextDelta)], (calls[:end], pieces)
         names = [p.name for p in pieces if isinstance(p, ToolCallStart)]
-        assert names == ["get_weather", "f"][: len(names)], "none is repeated"
+        assert names == ["get_weather", "f"][: len(names)], "a call is repeated"
     assert names == ["get_weather", "f"]
 
 
@@ -234,10 +234,10 @@ def test_a_call_cut_off_anywhere_leaves_no_text(style: ToolStyle, size: int) -> 
         (MISTRAL, "a list: ["),
     ],
 )
-def test_text_that_was_cut_off_stays(style: ToolStyle, text: str) -> None:
-    one = splitter(style)
-    assert merge_pieces([*one.push(text), *one.flush(was_cut_off=True)]) == [TextDelta(0, text)]
+def test_cut_off_text_is_kept(style: ToolStyle, text: str) -> None:
+    parser = make_parser(style)
+    assert merge_pieces([*parser.push(text), *parser.flush(was_cut_off=True)]) == [TextDelta(0, text)]
 
 
-def test_a_head_that_the_model_ended_itself_is_text() -> None:
-    assert split('<tool_call>{"name": "f"', splitter(HERMES)) == [("text", '<tool_call>{"name": "f"')]
+def test_call_head_ended_by_model_is_text() -> None:
+    assert split('<tool_call>{"name": "f"', make_parser(HERMES)) == [("text", '<tool_call>{"name": "f"')]

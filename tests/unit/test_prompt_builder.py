@@ -1,4 +1,4 @@
-"""A message that is continued: the prompt ends where its content does, whatever the template makes of it."""
+"""Continued messages: the prompt ends with the message's content for every template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIMS = CHATML.replace("m.content", "m.content | trim")
 MUTE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 
-def continued(template: str, content: str, question: str = "q") -> str:
+def render_continued(template: str, content: str, question: str = "q") -> str:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
     call = ChatCall(CommonFields("m"), messages, SamplingParams(), continues_last_message=True)
     return PromptBuilder(Tokenizer(build()), ChatTemplate({"default": template}, {}), HERMES, 1000).render(call)
@@ -26,13 +26,13 @@ def continued(template: str, content: str, question: str = "q") -> str:
 
 @pytest.mark.parametrize("content", ["<", "|", "e", "end", " foo", "foo \n", END_MARK, f"a{END_MARK * 3}"])
 @pytest.mark.parametrize("question", ["q", "end", END_MARK])
-def test_it_ends_with_the_content(content: str, question: str) -> None:
+def test_continued_prompt_ends_with_the_content(content: str, question: str) -> None:
     before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    assert continued(CHATML, content, question) == before + content.rstrip()
-    assert continued(TRIMS, content, question) == before + content.strip()
+    assert render_continued(CHATML, content, question) == before + content.rstrip()
+    assert render_continued(TRIMS, content, question) == before + content.strip()
 
 
 @pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, END_MARK)])
-def test_what_is_not_shown_cannot_be_continued(template: str, content: str) -> None:
+def test_message_without_rendered_text_is_rejected(template: str, content: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot be continued"):
-        continued(template, content, content)
+        render_continued(template, content, content)

@@ -1,4 +1,4 @@
-"""Fields that speak to the chat template: each has an effect on the prompt, or is refused by its name."""
+"""Fields for the chat template: each has an effect on the prompt or is rejected by its name."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TEMPLATES = {
     "reasons": TEXT + "{% if add_generation_prompt %}<think>{% endif %}{{ '</think>' if false }}",
     "switch": TEXT + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
     "effort": TEXT + "{% set effort = reasoning_effort | default('some') %}{{ effort }}{{ '</think>' if false }}",
-    "mute": TEXT + "{{ enable_thinking }}",  # it is asked to reason, but not known how that ends
+    "mute": TEXT + "{{ enable_thinking }}",  # the template can turn reasoning on but has no end marker
     "own": "{% set x = 1 %}" + TEXT + "{{ x }}{{ style }}",
 }
 Parse = Callable[[dict[str, Any]], ChatCall]
 
 
 def prompts(template: str, inner: Inner | None = None) -> PromptBuilder:
-    made = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
-    return PromptBuilder(Tokenizer(inner or build()), made, HERMES, 1000)
+    chat_template = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
+    return PromptBuilder(Tokenizer(inner or build()), chat_template, HERMES, 1000)
 
 
 def of_chat(fields: dict[str, Any]) -> ChatCall:
@@ -72,7 +72,7 @@ def kwargs(**given: Any) -> dict[str, Any]:
     return {"chat_template_kwargs": given}
 
 
-# what is asked, and for each template the field that has no effect: hints about reasoning are ignored, others refused
+# a request, and for each template the field without effect: reasoning hints are ignored, others rejected
 CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
     (of_messages, ON, {"plain": "thinking", "own": "thinking", "mute": BUDGET}),
     (of_count, ON, {"plain": "thinking", "own": "thinking", "mute": BUDGET}),
@@ -91,11 +91,15 @@ CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
     ),
     (of_responses, {"reasoning": {"summary": "auto"}}, {}),
     *(
-        (parse, asked, dict.fromkeys(refusing, f"chat_template_kwargs.{name}"))
+        (parse, builder, dict.fromkeys(refusing, f"chat_template_kwargs.{name}"))
         for parse in (of_chat, of_responses, of_tokenize)
-        for name, asked, refusing in (
+        for name, builder, refusing in (
             ("style", kwargs(style=1), ("plain", "reasons", "switch", "effort", "mute")),
-            ("x", kwargs(x=1), tuple(TEMPLATES)),  # it has one of its own, which this one would not change
+            (
+                "x",
+                kwargs(x=1),
+                tuple(TEMPLATES),
+            ),  # the template has a budget of its own, which the field would not change
             ("enable_thinking", kwargs(enable_thinking=False), ("reasons", "effort")),
             ("enable_thinking", kwargs(enable_thinking=True), ("plain", "own")),
             ("reasoning_effort", kwargs(reasoning_effort="none"), ("reasons", "switch")),
@@ -104,44 +108,48 @@ CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "fields", "refused"), CASES)
-def test_every_field_has_an_effect_or_is_named(parse: Parse, fields: dict[str, Any], refused: dict[str, str]) -> None:
+@pytest.mark.parametrize(("parse", "fields", "without_effect"), CASES)
+def test_field_has_an_effect_or_is_rejected_by_name(
+    parse: Parse, fields: dict[str, Any], without_effect: dict[str, str]
+) -> None:
     for name in TEMPLATES:
         call = parse(fields)
-        if name not in refused:
+        if name not in without_effect:
             assert prompts(name).render(call), name
             continue
-        if not refused[name].endswith((".style", ".x")):
-            assert prompts(name).find_ignored_fields(call) == [refused[name]] and prompts(name).render(call), name
+        if not without_effect[name].endswith((".style", ".x")):
+            assert prompts(name).find_ignored_fields(call) == [without_effect[name]] and prompts(name).render(call), (
+                name
+            )
             continue
         with pytest.raises(InvalidRequest) as caught:
             prompts(name).find_ignored_fields(call)
-        assert caught.value.param == refused[name], name
-        assert refused[name] in caught.value.message and caught.value.hint
+        assert caught.value.param == without_effect[name], name
+        assert without_effect[name] in caught.value.message and caught.value.hint
 
 
-def test_the_hint_names_what_the_template_does_use() -> None:
+def test_hint_lists_variables_of_the_template() -> None:
     with pytest.raises(InvalidRequest) as caught:
         prompts("{{ b }}{{ bos_token }}{{ a }}" + TEXT).render(of_chat(kwargs(c=1)))
     assert caught.value.hint is not None and caught.value.hint.endswith("a, b")
 
 
-def test_kwargs_may_not_take_all_meaning_from_the_effort() -> None:
+def test_effort_that_contradicts_kwargs_is_rejected() -> None:
     with pytest.raises(InvalidRequest) as caught:
         of_chat({"reasoning_effort": "low", **kwargs(reasoning_effort="high", enable_thinking=False)})
     assert caught.value.param == "reasoning_effort"
     both = of_chat({"reasoning_effort": "low", **kwargs(enable_thinking=False)})
     assert both.template_args == {"reasoning_effort": "low", "enable_thinking": False}
-    # This template reads enable_thinking only, and there the other value.
+    # This template reads enable_thinking only, for which kwargs give the other value.
     assert prompts("switch").find_ignored_fields(both) == ["reasoning_effort"]
 
 
-def test_a_date_is_that_of_the_reply() -> None:
+def test_template_sees_the_creation_date() -> None:
     dated = prompts("{{ strftime_now('%Y') }}" + TEXT)
     assert dated.render(of_chat({}), 1_000_000_000) == "2001q" and dated.render(of_chat({})) > "2025q"
 
 
-def test_a_budget_needs_a_marker_that_can_be_written() -> None:
+def test_thinking_budget_needs_an_end_marker() -> None:
     call = of_messages(ON)
     assert prompts("switch").reasoning_end_tokens == byte_level().encode("</think>").ids
     assert prompts("switch").render(call) == "q"
@@ -150,9 +158,11 @@ def test_a_budget_needs_a_marker_that_can_be_written() -> None:
     assert prompts("switch").find_ignored_fields(call) == []
 
 
-def test_the_template_for_tools_is_asked_where_it_is_used() -> None:
+def test_tool_template_is_checked_for_variables() -> None:
     template = ChatTemplate({"default": TEXT, "tool_use": TEXT + "{{ tools }}{{ enable_thinking }}"}, {})
-    asked = PromptBuilder(Tokenizer(build()), template, HERMES, 1000)
+    builder = PromptBuilder(Tokenizer(build()), template, HERMES, 1000)
     tool = {"type": "function", "function": {"name": "f"}}
-    assert asked.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
-    assert asked.find_ignored_fields(of_chat(kwargs(enable_thinking=True))) == ["chat_template_kwargs.enable_thinking"]
+    assert builder.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
+    assert builder.find_ignored_fields(of_chat(kwargs(enable_thinking=True))) == [
+        "chat_template_kwargs.enable_thinking"
+    ]

@@ -1,4 +1,4 @@
-"""What a server reads beside its engine."""
+"""Parts of a server that are loaded beside its engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from emberline.core.errors import DownloadError
 from emberline.server.worker import assembly
 
 
-def test_without_a_network_all_but_embeddings_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_starts_without_network_except_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(name: str) -> None:
-        raise DownloadError(f"{name} cannot be had")
+        raise DownloadError(f"{name} cannot be downloaded")
 
     monkeypatch.setattr(assembly, "resolve_model", resolve)
     assert assembly.load_parts(ServerConfig(embedder=None), {}).embedding_model is None
     assert assembly.load_parts(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embedding_model is None
     with pytest.raises(DownloadError):
-        assembly.load_parts(ServerConfig(embedder="hf:org/asked-for"), {})
+        assembly.load_parts(ServerConfig(embedder="hf:org/requested"), {})

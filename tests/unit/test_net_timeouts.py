@@ -1,4 +1,4 @@
-"""The server and those who are slow, silent or gone: who lives is waited for, and nobody for ever."""
+"""Timeouts of the HTTP server for slow, idle and disconnected clients."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from net_served import GET, POST, UPGRADE, all_left, answer, body_of, echo, run
+from raw_http import GET, POST, UPGRADE, all_left, answer, body_of, echo, run
 
 from emberline.net import server_connection, websocket
 from emberline.net.server import HTTPServer
 from emberline.net.server_state import Receive, Send
 
 
-def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_is_closed_but_not_during_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_connection, "HEAD_TIMEOUT_S", 0.1)
     monkeypatch.setattr(server_connection, "KEEP_ALIVE_TIMEOUT_S", 0.1)
 
@@ -23,90 +23,90 @@ def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypa
 
     async def work(client: Any, server: HTTPServer) -> None:
         for beginning in (b"", GET[:10]):
-            one = await client()
-            one.say(beginning)
-            assert await one.rest() == b""
-        one = await client()
-        one.say(GET)
-        assert (await one.reply())[1] == b"/a b "
-        assert await one.rest() == b""
+            connection = await client()
+            connection.send(beginning)
+            assert await connection.rest() == b""
+        connection = await client()
+        connection.send(GET)
+        assert (await connection.reply())[1] == b"/a b "
+        assert await connection.rest() == b""
         assert not server.state.connections
 
     run(slow, work)
 
 
-def test_who_leaves_is_told_of() -> None:
-    heard: list[str] = []
+def test_application_sees_client_disconnect() -> None:
+    received: list[str] = []
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await body_of(receive)
-        heard.append((await receive())["type"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})  # to nobody
+        received.append((await receive())["type"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})  # the client has disconnected
         await send({"type": "http.response.body", "body": b"x"})
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(POST)
+        connection = await client()
+        connection.send(POST)
         await asyncio.sleep(0.05)
-        one.writer.transport.abort()
-        while not heard:
+        connection.writer.transport.abort()
+        while not received:
             await asyncio.sleep(0.01)
 
     run(app, work)
-    assert heard == ["http.disconnect"]
+    assert received == ["http.disconnect"]
 
 
-def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() -> None:
+def test_backpressure_in_both_directions() -> None:
     piece, many = b"x" * 65_536, 1000
-    given = 0
+    num_sent = 0
     may = asyncio.Event()
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        nonlocal given
+        nonlocal num_sent
         await may.wait()
         size = len(await body_of(receive))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(many):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-            given += 1
+            num_sent += 1
         await send({"type": "http.response.body", "body": b"%d" % size})
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.say(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (many * len(piece)))
-        one.say(piece * many)
-        size, before = one.writer.transport.get_write_buffer_size, -1
+        connection = await client()
+        connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (many * len(piece)))
+        connection.send(piece * many)
+        size, before = connection.writer.transport.get_write_buffer_size, -1
         while before != size():
             before = size()
             await asyncio.sleep(0.1)
-        assert size() > many * len(piece) // 2, "nobody has read it"
+        assert size() > many * len(piece) // 2, "the application has not read it"
         may.set()
-        await one.writer.drain()
+        await connection.writer.drain()
         before = -1
-        while before != given or not given:
-            before = given
+        while before != num_sent or not num_sent:
+            before = num_sent
             await asyncio.sleep(0.1)
-        assert given < many // 2
+        assert num_sent < many // 2
         got = b""
         while not got.endswith(b"\r\n0\r\n\r\n"):
-            got = got[-100:] + await one.reader.read(1 << 20)
+            got = got[-100:] + await connection.reader.read(1 << 20)
         assert b"\r\n%x\r\n%d\r\n0\r\n" % (8, many * len(piece)) in got
 
     run(app, work)
 
 
-@pytest.mark.parametrize("asked", [GET, GET.replace(b"Host: x", b"Connection: close")])
-def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch, asked: bytes) -> None:
+@pytest.mark.parametrize("raw_request", [GET, GET.replace(b"Host: x", b"Connection: close")])
+def test_client_that_never_reads_is_disconnected(monkeypatch: pytest.MonkeyPatch, raw_request: bytes) -> None:
     monkeypatch.setattr(server_connection, "KEEP_ALIVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(server_connection, "CLOSE_TIMEOUT_S", 0.05)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await answer(send, b"x" * (32 << 20))  # more than systems keep for one who does not read
+        await answer(send, b"x" * (32 << 20))  # more than the kernel buffers for a client that does not read
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
-        one.writer.transport.pause_reading()
-        one.say(asked)
+        connection = await client()
+        connection.writer.transport.pause_reading()
+        connection.send(raw_request)
         while not server.state.connections:
             await asyncio.sleep(0.01)
         await all_left(server)
@@ -115,74 +115,72 @@ def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
-    monkeypatch: pytest.MonkeyPatch, reads: bool
-) -> None:
+def test_stalled_client_is_disconnected_and_slow_client_is_not(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
     monkeypatch.setattr(server_connection, "WRITE_STALL_TIMEOUT_S", 0.3)
-    body = b"x" * (8 << 20)  # more than systems keep for one who does not read
+    body = b"x" * (8 << 20)  # more than the kernel buffers for a client that does not read
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await answer(send, body)
 
     async def work(client: Any, server: HTTPServer) -> None:
-        one = await client()
+        connection = await client()
         if not reads:
-            one.writer.transport.pause_reading()
-        one.say(GET * 3)
+            connection.writer.transport.pause_reading()
+        connection.send(GET * 3)
         while not server.state.connections:
             await asyncio.sleep(0.01)
         if not reads:
             await all_left(server)
             return
         got = 0
-        for _ in range(10):  # for longer than nothing may be taken
-            got += len(await one.reader.readexactly(1 << 18))
+        for _ in range(10):  # longer than WRITE_STALL_TIMEOUT_S
+            got += len(await connection.reader.readexactly(1 << 18))
             await asyncio.sleep(0.1)
         while got < 3 * len(body):
-            got += len(data := await one.reader.read(1 << 20))
-            assert data, "it was cut"
+            got += len(data := await connection.reader.read(1 << 20))
+            assert data, "the connection was closed"
 
     run(app, work)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "raw_request",
     [
         UPGRADE.replace(b"GET /", b"GET /" + b"x" * 9000),
         UPGRADE.replace(b"Host: x", b"Host: x\r\ny: " + b"z" * 9000),
         UPGRADE.replace(b"Host: x", b"Host: x" + b"\r\ny: z" * 150),
-        UPGRADE.replace(b"Host: x", b"Host: x\r\nContent-Length: 5"),  # which never comes
+        UPGRADE.replace(b"Host: x", b"Host: x\r\nContent-Length: 5"),  # the body never arrives
         UPGRADE.replace(b"Host: x", b"Host: x\r\nTransfer-Encoding: chunked"),
     ],
 )
-def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes) -> None:
+def test_websocket_request_with_large_head_or_body_is_rejected(raw_request: bytes) -> None:
     async def work(client: Any, server: HTTPServer) -> None:
         server.state.max_message_bytes = 1 << 20
-        one = await client()
-        one.say(asked)
-        assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request\r\n")
-        assert await one.rest() == b""
+        connection = await client()
+        connection.send(raw_request)
+        assert (await connection.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert await connection.rest() == b""
         await all_left(server)
 
     run(echo, work)
 
 
-def test_a_socket_is_refused_with_any_number() -> None:
+def test_websocket_is_rejected_with_any_status() -> None:
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.http.response.start", "status": 529, "headers": []})
         await send({"type": "websocket.http.response.body", "body": b"busy"})
 
     async def work(client: Any, server: HTTPServer) -> None:
         server.state.max_message_bytes = 1 << 20
-        one = await client()
-        one.say(UPGRADE)
-        said = await one.rest()
-        assert said.startswith(b"HTTP/1.1 529 \r\n") and said.endswith(b"\r\n\r\nbusy")
+        connection = await client()
+        connection.send(UPGRADE)
+        reply = await connection.rest()
+        assert reply.startswith(b"HTTP/1.1 529 \r\n") and reply.endswith(b"\r\n\r\nbusy")
 
     run(app, work)
 
 
-def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websocket_client_that_never_reads_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(websocket, "PING_INTERVAL_S", 0.05)
 
@@ -192,16 +190,16 @@ def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.Mon
 
     async def work(client: Any, server: HTTPServer) -> None:
         server.state.max_message_bytes = 1 << 20
-        one = await client()
-        one.say(UPGRADE)
-        assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
-        one.writer.transport.pause_reading()
+        connection = await client()
+        connection.send(UPGRADE)
+        assert (await connection.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        connection.writer.transport.pause_reading()
         await all_left(server)
 
     run(app, work)
 
 
-def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_websocket_message_is_sent_in_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "MAX_FRAGMENT_BYTES", 4)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -211,16 +209,16 @@ def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(mon
 
     async def work(client: Any, server: HTTPServer) -> None:
         server.state.max_message_bytes = 1 << 20
-        one = await client()
-        one.say(UPGRADE)
-        await one.reader.readuntil(b"\r\n\r\n")
-        frames = [await one.reader.readexactly(size) for size in (6, 6, 4, 4)]
+        connection = await client()
+        connection.send(UPGRADE)
+        await connection.reader.readuntil(b"\r\n\r\n")
+        frames = [await connection.reader.readexactly(size) for size in (6, 6, 4, 4)]
         assert frames == [b"\x01\x040123", b"\x00\x044567", b"\x80\x0289", b"\x82\x02ab"]
 
     run(app, work)
 
 
-def test_a_socket_whose_large_message_was_stopped_half_way_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websocket_is_closed_after_cancelled_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "MAX_FRAGMENT_BYTES", 4)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -232,10 +230,12 @@ def test_a_socket_whose_large_message_was_stopped_half_way_is_closed(monkeypatch
 
     async def work(client: Any, server: HTTPServer) -> None:
         server.state.max_message_bytes = 1 << 20
-        one = await client()
-        one.say(UPGRADE)
-        await one.reader.readuntil(b"\r\n\r\n")
-        assert await one.reader.readexactly(6) == b"\x02\x040123"
-        assert (await one.reader.readexactly(4))[0] == 0x88, "no message follows: the rest of this one is missing"
+        connection = await client()
+        connection.send(UPGRADE)
+        await connection.reader.readuntil(b"\r\n\r\n")
+        assert await connection.reader.readexactly(6) == b"\x02\x040123"
+        assert (await connection.reader.readexactly(4))[0] == 0x88, (
+            "no message follows: the rest of this one is missing"
+        )
 
     run(app, work)

@@ -1,5 +1,8 @@
-"""Fields that have no effect: hints are accepted and named in the reply's header, defaults and nulls are accepted, and
-what would change the answer is refused by name. The same rule in all four protocols."""
+"""Fields without effect, in all four protocols.
+
+Hints are accepted and listed in a reply header, default values and nulls are accepted, and any other value is rejected
+by the field's name.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
 OPENAI = ("chat", "completions", "responses")
 
 
-def parsed(protocol: str, **fields: Any) -> Any:
+def parse_request(protocol: str, **fields: Any) -> Any:
     parse, least = LEAST[protocol]
     return parse(json.dumps({**least, **fields}).encode())
 
@@ -57,9 +60,9 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("protocols", "fields", "ignored"), HINTS)
-def test_hints_are_accepted_and_named(protocols: tuple[str, ...], fields: dict[str, Any], ignored: list[str]) -> None:
+def test_ignored_fields_are_listed(protocols: tuple[str, ...], fields: dict[str, Any], ignored: list[str]) -> None:
     for protocol in protocols:
-        assert parsed(protocol, **fields).ignored == ignored, protocol
+        assert parse_request(protocol, **fields).ignored_fields == ignored, protocol
 
 
 DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
@@ -83,32 +86,32 @@ DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("protocols", "default", "other"), DEFAULTS)
-def test_a_default_is_accepted_and_another_value_refused_by_name(
+def test_default_value_is_accepted_and_any_other_rejected(
     protocols: tuple[str, ...], default: dict[str, Any], other: dict[str, Any]
 ) -> None:
     for protocol in protocols:
-        assert parsed(protocol, **default) == parsed(protocol), protocol
+        assert parse_request(protocol, **default) == parse_request(protocol), protocol
         with pytest.raises(InvalidRequest) as caught:
-            parsed(protocol, **other)
+            parse_request(protocol, **other)
         assert (caught.value.param or "").startswith(next(iter(other))), protocol
 
 
-def test_any_null_is_accepted_and_anything_else_unknown_is_refused() -> None:
+def test_null_is_accepted_for_optional_and_unknown_fields() -> None:
     for protocol in LEAST:
-        assert parsed(protocol, whatever=None) == parsed(protocol)
+        assert parse_request(protocol, whatever=None) == parse_request(protocol)
         with pytest.raises(InvalidRequest) as caught:
-            parsed(protocol, whatever=0)
+            parse_request(protocol, whatever=0)
         assert caught.value.param == "whatever"
     noted = {**USER, "note": None}
-    assert parsed("chat", messages=[noted]).messages == parsed("chat").messages
-    assert parsed("messages", messages=[noted], tool_choice={"type": "auto", "disable_parallel_tool_use": None})
+    assert parse_request("chat", messages=[noted]).messages == parse_request("chat").messages
+    assert parse_request("messages", messages=[noted], tool_choice={"type": "auto", "disable_parallel_tool_use": None})
     with pytest.raises(InvalidRequest):
-        parsed("chat", messages=None)
+        parse_request("chat", messages=None)
 
 
-def test_a_null_inside_a_schema_stays() -> None:
+def test_null_inside_schema_is_kept() -> None:
     schema = {"type": "object", "properties": {"a": {"default": None}}}
-    call = parsed("chat", unknown=None, response_format={"type": "json_object", "schema": schema})
+    call = parse_request("chat", unknown=None, response_format={"type": "json_object", "schema": schema})
     assert json.loads(call.params.grammar.text) == schema
 
 
@@ -122,29 +125,29 @@ GRAMMARS: list[tuple[dict[str, Any], tuple[str, str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
-def test_formats_as_sglang_and_llama_cpp_spell_them(fields: dict[str, Any], grammar: tuple[str, str]) -> None:
+def test_format_fields_of_sglang_and_llama_cpp(fields: dict[str, Any], grammar: tuple[str, str]) -> None:
     for protocol in OPENAI:
-        made = parsed(protocol, **fields).params.grammar
-        assert (made.kind, made.text) == grammar, protocol
+        found = parse_request(protocol, **fields).params.grammar
+        assert (found.kind, found.text) == grammar, protocol
 
 
-def test_formats_in_llama_cpps_places() -> None:
+def test_schema_fields_of_llama_cpp() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
-    assert parsed("chat", response_format=form).params.grammar.kind == "json_schema"
+    assert parse_request("chat", response_format=form).params.grammar.kind == "json_schema"
     with pytest.raises(InvalidRequest) as caught:
-        parsed("chat", response_format={"type": "json_schema"})
+        parse_request("chat", response_format={"type": "json_schema"})
     assert caught.value.param == "response_format.json_schema"
 
 
-def test_the_limit_as_llama_cpp_names_it() -> None:
+def test_n_predict_limits_tokens() -> None:
     for protocol in ("chat", "completions"):
-        assert parsed(protocol, n_predict=7) == parsed(protocol, max_tokens=7)
-        assert parsed(protocol, n_predict=-1, max_tokens=7).params.max_tokens == 7
-        assert parsed(protocol, n_predict=-1).params.max_tokens is None
+        assert parse_request(protocol, n_predict=7) == parse_request(protocol, max_tokens=7)
+        assert parse_request(protocol, n_predict=-1, max_tokens=7).params.max_tokens == 7
+        assert parse_request(protocol, n_predict=-1).params.max_tokens is None
         with pytest.raises(InvalidRequest, match="max_tokens is 8 and n_predict is 7"):
-            parsed(protocol, n_predict=7, max_tokens=8)
+            parse_request(protocol, n_predict=7, max_tokens=8)
     with pytest.raises(InvalidRequest) as caught:
-        parsed("chat", n_predict=0)
+        parse_request("chat", n_predict=0)
     assert caught.value.param == "n_predict"
 
 
@@ -170,14 +173,14 @@ RESENT = {
 }
 
 
-def test_messages_come_back_as_clients_resend_them() -> None:
+def test_resent_messages_are_accepted() -> None:
     answer = {"role": "tool", "tool_call_id": "c1", "content": "1"}
-    call = parsed("chat", messages=[USER, RESENT, answer])
+    call = parse_request("chat", messages=[USER, RESENT, answer])
     function = {"name": "f", "arguments": {"a": 1}}
-    said = {"role": "assistant", "content": "", "reasoning_content": "why"}
-    assert call.messages[1] == {**said, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    message = {"role": "assistant", "content": "", "reasoning_content": "why"}
+    assert call.messages[1] == {**message, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
     with pytest.raises(InvalidRequest) as caught:
-        parsed("chat", messages=[USER, {**RESENT, "audio": {"id": "a"}}])
+        parse_request("chat", messages=[USER, {**RESENT, "audio": {"id": "a"}}])
     assert caught.value.param == "messages[1].audio"
 
 
@@ -185,7 +188,7 @@ def chunks_of(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
 
 
-def written(before: str, index: int) -> str:
+def script(before: str, index: int) -> str:
     return before + "abcdefgh"
 
 
@@ -200,82 +203,82 @@ EXPECTED = ("store, reasoning_effort", "store", "betas, thinking", "prompt_cache
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "expected"), list(zip(PATHS, EXPECTED, strict=True)))
-def test_the_reply_names_what_had_no_effect(path: str, expected: str, stream: bool) -> None:
-    house = House(written)
-    answer = house.post(path, {**PATHS[path], "model": "m", "stream": stream})
+def test_reply_header_lists_ignored_fields(path: str, expected: str, stream: bool) -> None:
+    worker = House(script)
+    answer = worker.post(path, {**PATHS[path], "model": "m", "stream": stream})
     assert answer.status == 200, answer.body
     assert answer.headers[IGNORED_FIELDS_HEADER] == expected
     plain = {
         name: value for name, value in PATHS[path].items() if name in ("messages", "prompt", "input", "max_tokens")
     }
-    assert IGNORED_FIELDS_HEADER not in house.post(path, plain).headers
+    assert IGNORED_FIELDS_HEADER not in worker.post(path, plain).headers
 
 
-def test_the_only_model_need_not_be_named() -> None:
+def test_model_is_optional_with_one_model() -> None:
     for fields in ({}, {"model": ""}, {"model": None}):
-        answer = House(written).post("/v1/chat/completions", {"messages": [USER], **fields})
+        answer = House(script).post("/v1/chat/completions", {"messages": [USER], **fields})
         assert answer.status == 200 and answer.json["model"] == "m"
 
 
-def test_a_request_names_its_reply() -> None:
+def test_request_id_becomes_reply_id() -> None:
     for name in ("request_id", "rid"):
         body = {"messages": [USER], name: "mine-1"}
-        assert House(written).post("/v1/chat/completions", body).json["id"] == "chatcmpl-mine-1"
+        assert House(script).post("/v1/chat/completions", body).json["id"] == "chatcmpl-mine-1"
 
 
-def test_a_prompt_is_cut_to_its_last_or_first_tokens() -> None:
-    house = House(written)
-    reply = house.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
+def test_prompt_is_truncated_on_either_side() -> None:
+    worker = House(script)
+    reply = worker.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
     assert reply["usage"]["prompt_tokens"] == 4
-    assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "6789"
+    assert worker.tokenizer.decode(worker.engine.submissions[-1].prompt) == "6789"
     cut = {"truncate_prompt_tokens": 4, "truncation_side": "right"}
-    assert house.post("/v1/completions", {"prompt": "0123456789", **cut}).json["usage"]["prompt_tokens"] == 4
-    assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "0123"
+    assert worker.post("/v1/completions", {"prompt": "0123456789", **cut}).json["usage"]["prompt_tokens"] == 4
+    assert worker.tokenizer.decode(worker.engine.submissions[-1].prompt) == "0123"
     long = {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 1}
-    assert house.post("/v1/completions", long).json["usage"]["prompt_tokens"] == 3999
+    assert worker.post("/v1/completions", long).json["usage"]["prompt_tokens"] == 3999
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_those_of_the_text(stream: bool) -> None:
-    house = House(written)
-    asked = {"return_token_ids": True, "stream": stream, "skip_special_tokens": False}
-    answer = house.post("/v1/chat/completions", {"messages": [USER], **asked})
+def test_returned_token_ids_match_text(stream: bool) -> None:
+    worker = House(script)
+    options = {"return_token_ids": True, "stream": stream, "skip_special_tokens": False}
+    answer = worker.post("/v1/chat/completions", {"messages": [USER], **options})
     if stream:
         chunks = chunks_of(answer.body)
         ids = [i for chunk in chunks for choice in chunk["choices"] for i in choice.get("token_ids", ())]
         prompts = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
     else:
         ids, prompts = answer.json["choices"][0]["token_ids"], [answer.json["prompt_token_ids"]]
-    assert house.tokenizer.decode(ids).startswith("abcdefgh") and prompts == [house.engine.submissions[0].prompt]
-    body = {"prompt": "hi|", **asked}
-    answer = house.post("/v1/completions", body)
+    assert worker.tokenizer.decode(ids).startswith("abcdefgh") and prompts == [worker.engine.submissions[0].prompt]
+    body = {"prompt": "hi|", **options}
+    answer = worker.post("/v1/completions", body)
     choices = [c for chunk in chunks_of(answer.body) for c in chunk["choices"]] if stream else answer.json["choices"]
     ids = [i for choice in choices for i in choice["token_ids"]]
-    assert house.tokenizer.decode(ids).startswith("abcdefgh")
-    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [house.engine.submissions[1].prompt]
+    assert worker.tokenizer.decode(ids).startswith("abcdefgh")
+    assert [c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c] == [worker.engine.submissions[1].prompt]
 
 
-def test_bad_words_become_tokens_with_and_without_a_space() -> None:
-    house = House(written)
-    assert house.post("/v1/completions", {"prompt": "hi", "bad_words": ["ab"]}).status == 200
-    encode = house.tokenizer.encode
-    assert house.engine.submissions[0].params.bad_words == (tuple(encode("ab", False)), tuple(encode(" ab", False)))
-    refused = house.post("/v1/completions", {"prompt": "hi", "allowed_token_ids": [1 << 30]})
-    assert refused.status == 400 and refused.json["error"]["param"] == "allowed_token_ids"
+def test_bad_words_are_tokenized_with_and_without_space() -> None:
+    worker = House(script)
+    assert worker.post("/v1/completions", {"prompt": "hi", "bad_words": ["ab"]}).status == 200
+    encode = worker.tokenizer.encode
+    assert worker.engine.submissions[0].params.bad_words == (tuple(encode("ab", False)), tuple(encode(" ab", False)))
+    rejected = worker.post("/v1/completions", {"prompt": "hi", "allowed_token_ids": [1 << 30]})
+    assert rejected.status == 400 and rejected.json["error"]["param"] == "allowed_token_ids"
 
 
-def test_what_ended_a_reply() -> None:
-    reply = House(written).post("/v1/completions", {"prompt": "hi", "stop": ["d"]}).json["choices"][0]
+def test_stop_reason_and_matched_stop() -> None:
+    reply = House(script).post("/v1/completions", {"prompt": "hi", "stop": ["d"]}).json["choices"][0]
     assert (reply["stop_reason"], reply["matched_stop"]) == ("d", "d")
 
 
-def test_a_prompt_too_long_is_refused_in_the_words_that_clients_look_for() -> None:
-    refused = House(written).post("/v1/completions", {"prompt": "x" * 5000})
-    assert refused.status == 400 and refused.json["error"]["code"] == "context_length_exceeded"
-    assert "this model's maximum context length is 4000 tokens" in refused.json["error"]["message"]
+def test_long_prompt_error_has_the_message_that_clients_match() -> None:
+    rejected = House(script).post("/v1/completions", {"prompt": "x" * 5000})
+    assert rejected.status == 400 and rejected.json["error"]["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 4000 tokens" in rejected.json["error"]["message"]
 
 
-def test_routers_and_gateways_pass_the_header_on() -> None:
+def test_router_and_gateway_forward_ignored_header() -> None:
     assert _reply_headers({IGNORED_FIELDS_HEADER: "store", "connection": "close"})[1] == {
         IGNORED_FIELDS_HEADER: "store"
     }

@@ -1,4 +1,4 @@
-"""A server, and clients that write their bytes themselves."""
+"""An HTTP server for tests, and clients that send raw bytes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    def say(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         self.writer.write(data)
 
     async def reply(self) -> tuple[bytes, bytes]:
-        """Head and body."""
+        """Return head and body."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = next((int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"content-length: ")), 0)
         return head, await self.reader.readexactly(length)
