@@ -1,4 +1,4 @@
-"""A real gateway for tests, in a thread of this process: HTTP in front, fake providers behind, a real store inside."""
+"""A real gateway in a thread of the test process, with HTTP, fake providers and a real store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TIMEOUTS = {
     "first_byte": 10.0,
     "between_events": 10.0,
     "total": 30.0,
-}  # longer than one is busy
-HASTY = {**TIMEOUTS, "first_byte": 1.2, "between_events": 1.2}  # where being late is what is tested
+}  # longer than any test takes
+HASTY = {**TIMEOUTS, "first_byte": 1.2, "between_events": 1.2}  # for tests of timeouts
 
 
 class Loop:
@@ -62,7 +62,7 @@ class Gateways:
         self._process = process or {}
         self._loop = Loop()
         self.home = home
-        self.fakes = {name: self._loop.run(_started()) for name in fakes}
+        self.fakes = {name: self._loop.run(_start_gateway()) for name in fakes}
         tables = providers({name: fake.url for name, fake in self.fakes.items()})
         default = {"timeouts": TIMEOUTS, "retries": {"attempts": 2, "delay": 0.01}, "providers": tables}
         self._found = {"gateways": {"default": {**default, **settings}}}
@@ -74,7 +74,7 @@ class Gateways:
             store=f"sqlite:{self.home / 'store'}",
             master_key=str(self.home / "master"),
             api_keys=("a-key-of-the-tests",),
-            engine="http://127.0.0.1:1",  # where nobody is,
+            engine="http://127.0.0.1:1",  # an unused port,
             **self._process,
         )
         app = await build_gateway(config, self._found, self._stack)
@@ -119,30 +119,30 @@ class Gateways:
             return e.code, {k.lower(): v for k, v in e.headers.items()}, e.read()
 
     def record(self, id: str) -> LogRecord:
-        """Of the log, once it is written."""
+        """Return the log record, waiting until it is written."""
         deadline = time.monotonic() + 10
         while (found := self._loop.run(self._look(id))) is None:
             assert time.monotonic() < deadline, f"no record {id}"
             time.sleep(0.02)
-        self._loop.run(self._store._writer.run(lambda lane: None))  # its payload is written after it
+        self._loop.run(self._store._writer.run(lambda lane: None))  # the payload is written after the record
         return found
 
     async def _look(self, id: str) -> LogRecord | None:
         return await self._store.record("default", "default", id)
 
     def has_no_record(self, id: str) -> bool:
-        """Asked when later ones are written."""
+        """Return whether the record is missing although later ones are written."""
         return self._loop.run(self._look(id)) is None
 
     def payload(self, id: str) -> LogPayload | None:
         return self._loop.run(self._store.payload("default", "default", id))
 
     def append(self, records: Sequence[LogRecord]) -> None:
-        """As if they had been logged."""
+        """Append records to the store directly."""
         self._loop.run(self._store.append([(record, None) for record in records]))
 
     def newest(self) -> LogRecord | None:
-        """The last one written."""
+        """Return the last record written."""
 
         async def look() -> list[LogRecord]:
             return (await self._store.page(LogFilters(account="default", gateway="default"), limit=1)).records
@@ -151,5 +151,5 @@ class Gateways:
         return found[0] if found else None
 
 
-async def _started() -> FakeProvider:
+async def _start_gateway() -> FakeProvider:
     return await FakeProvider().start()

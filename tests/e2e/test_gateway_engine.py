@@ -1,4 +1,4 @@
-"""`emberline gateway` as a user runs it, with nothing but the local engine: the real clients, on the real model."""
+"""`emberline gateway` with only the local engine: real clients and a real model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_chat(gateway: str, server: str) -> None:
     assert through.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError) as caught:
         through.chat.completions.create(model="no-such-model", messages=FRANCE)
-    assert caught.value.code == "model_not_found", "the engine's own words"
+    assert caught.value.code == "model_not_found", "the engine's own message"
 
 
 def test_responses_and_embeddings(gateway: str) -> None:
@@ -83,8 +83,8 @@ def test_messages_and_tools(gateway: str) -> None:
     assert counted.input_tokens > 5
 
 
-def test_cloudflares_examples_as_they_are(gateway: str) -> None:
-    """The raw HTTP of its documentation, with our names in it."""
+def test_examples_of_cloudflares_docs_work(gateway: str) -> None:
+    """Send the HTTP requests of Cloudflare's documentation, with this gateway's names."""
     compat = {"model": f"emberline/{MODEL}", "messages": FRANCE, "max_tokens": 12, **GREEDY}
     assert (
         "Paris"

@@ -1,4 +1,4 @@
-"""What the log says of a call."""
+"""Fields of log records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emberline.gateway.store.rollup import COUNTERS, count_records
 from emberline.gateway.streams.meter import RawReplyMeter, check_reply
 
 
-def test_a_request_cannot_say_otherwise_what_its_key_or_gateway_says() -> None:
+def test_metadata_of_key_and_gateway_overrides_the_request() -> None:
     who = Identity("k", "k", "virtual", metadata={"team": "core"})
     said = {"cf-aig-metadata": '{"team": "forged", "stage": "forged", "age": 7}'}
     asked = call(headers=said, identity=who, settings={"metadata": {"stage": "live"}})
@@ -23,20 +23,20 @@ def test_a_request_cannot_say_otherwise_what_its_key_or_gateway_says() -> None:
     assert make_record(asked, GatewayReply(200, {}, b""), 1.0).metadata == {"team": "core", "stage": "live", "age": 7}
 
 
-def test_a_turn_can_be_searched_for() -> None:
+def test_turn_id_is_searchable() -> None:
     asked = call(headers={"cf-aig-turn-id": "t7", "cf-aig-session-id": "s1"})
     asked.id = "0" * 32
     made = make_record(asked, GatewayReply(200, {}, b""), 1.0)
     assert made.metadata == {"turn_id": "t7"} and made.session_id == "s1"
 
 
-def test_a_key_in_a_query_is_not_kept() -> None:
+def test_key_in_query_is_not_logged() -> None:
     asked = call()
     asked.id, asked.endpoint = "0" * 32, "v1beta/models/m:generateContent?key=a-secret"
     assert make_record(asked, GatewayReply(200, {}, b""), 1.0).path == "v1beta/models/m:generateContent"
 
 
-def test_what_tells_no_usage_has_no_cost() -> None:
+def test_reply_without_usage_has_no_cost() -> None:
     asked, prices = call(dialect="raw"), PriceList(CatalogueFiles())
     asked.id = "0" * 32
     assert prices.price(asked.settings, asked.provider, asked.model) is not None

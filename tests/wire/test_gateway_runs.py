@@ -1,4 +1,4 @@
-"""/ai/run over any provider: the envelope, streams, no room, and requests that wait in a queue, also for a restart."""
+"""/ai/run with any provider: envelope, streams, busy providers, and batches that survive a restart."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def providers(urls: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def started(home: Path, **settings: Any) -> Gateways:
+def start_gateway(home: Path, **settings: Any) -> Gateways:
     return Gateways(home, ("fake",), providers, default_provider="oai", **settings)
 
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    with started(tmp_path_factory.mktemp("runs")) as made:
+    with start_gateway(tmp_path_factory.mktemp("runs")) as made:
         yield made
 
 
@@ -43,7 +43,7 @@ def run(gateway: Gateways, path: str, body: Any) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", ["oai/@cf/some/model", "ant/claude", "@cf/meta/llama"])
-def test_a_prompt(gateway: Gateways, model: str) -> None:
+def test_run_answers_prompt(gateway: Gateways, model: str) -> None:
     status, said = run(gateway, f"/{model}", {"prompt": "What is it?", "max_tokens": 8})
     assert status == 200 and said["success"] and said["errors"] == said["messages"] == []
     assert said["result"]["response"] == TEXT and said["result"]["usage"]["completion_tokens"] == 8
@@ -52,13 +52,13 @@ def test_a_prompt(gateway: Gateways, model: str) -> None:
     assert asked.json["model"] == model.removeprefix("oai/").removeprefix("ant/")
 
 
-def test_the_model_in_the_body(gateway: Gateways) -> None:
+def test_model_may_be_in_the_body(gateway: Gateways) -> None:
     status, said = run(gateway, "", {"model": "oai/m", "input": {"messages": [{"role": "user", "content": "x"}]}})
     assert status == 200 and said["result"]["response"] == TEXT
     assert run(gateway, "", {"model": "oai/m"})[0] == 400
 
 
-def test_tools_and_schemas(gateway: Gateways) -> None:
+def test_tools_and_schemas_are_translated(gateway: Gateways) -> None:
     tool = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
     form = {"type": "json_schema", "json_schema": {"type": "object"}}
     body = {"prompt": "x", "tools": [tool], "response_format": form}
@@ -69,12 +69,12 @@ def test_tools_and_schemas(gateway: Gateways) -> None:
     assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
-def test_a_text_is_embedded(gateway: Gateways) -> None:
+def test_text_is_embedded(gateway: Gateways) -> None:
     _, said = run(gateway, "/m", {"text": ["a"]})
     assert said["result"]["shape"] == [1, 2] and said["result"]["data"] == [[0.25, -0.5]]
 
 
-def test_a_stream(gateway: Gateways) -> None:
+def test_run_streams(gateway: Gateways) -> None:
     tools = [{"name": "weather", "parameters": {}}]
     status, headers, said = gateway.post(f"{RUN}/m", {"prompt": "x", "stream": True, "tools": tools}, KEY)
     events = [line.removeprefix("data: ") for line in said.decode().split("\n\n") if line]
@@ -87,8 +87,8 @@ def test_a_stream(gateway: Gateways) -> None:
     assert found[-1]["usage"]["completion_tokens"] == 8
 
 
-def test_a_run_and_a_chat_share_what_is_kept(tmp_path: Path) -> None:
-    with started(tmp_path, cache_ttl=60) as gateway:
+def test_run_and_chat_share_the_cache(tmp_path: Path) -> None:
+    with start_gateway(tmp_path, cache_ttl=60) as gateway:
         told = [run(gateway, "/m", {"prompt": "x"}) for _ in range(2)]
         chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         status, headers, said = gateway.post("/accounts/default/ai/v1/chat/completions", chat, KEY)
@@ -104,24 +104,24 @@ def is_idle(gateway: Gateways) -> bool:
     return b"gateway_open_requests 0" in gateway.post("/metrics", b"", KEY, method="GET")[2]
 
 
-def test_json_that_is_nested_too_deep_stays_text(gateway: Gateways) -> None:
+def test_deeply_nested_json_stays_text(gateway: Gateways) -> None:
     gateway.fakes["fake"].text = "[" * 1500
     status, headers, said = gateway.post(f"{RUN}/m", FORM, KEY)
     assert status == 200 and json.loads(said)["result"]["response"] == "[" * 1500
     assert gateway.record(headers["cf-aig-log-id"]).success and is_idle(gateway)
-    [row] = fetched(gateway, queued(gateway, [FORM]))["responses"]
+    [row] = fetch_results(gateway, queue_batch(gateway, [FORM]))["responses"]
     assert row["success"] and row["result"]["response"] == "[" * 1500 and gateway.fakes["fake"].count == 2
 
 
-def test_json_that_can_just_be_read_holds_nobody_up(gateway: Gateways) -> None:
+def test_result_too_deep_for_a_batch_fails_alone(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.text = "[" * 900 + "]" * 900
     assert gateway.post(f"{RUN}/m", FORM, KEY)[0] == 200 and is_idle(gateway)
-    [row] = fetched(gateway, queued(gateway, [FORM]))["responses"]
-    assert row["error"]["code"] == 3043 and fake.count == 2, "there is no room for it among others"
+    [row] = fetch_results(gateway, queue_batch(gateway, [FORM]))["responses"]
+    assert row["error"]["code"] == 3043 and fake.count == 2, "the result is too deep to be stored"
 
 
-def test_a_reply_that_cannot_be_told_is_closed(gateway: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_is_closed_if_conversion_fails(gateway: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(*_: Any) -> Any:
         raise RuntimeError("as told")
 
@@ -131,7 +131,7 @@ def test_a_reply_that_cannot_be_told_is_closed(gateway: Gateways, monkeypatch: p
     assert is_idle(gateway)
 
 
-def test_no_room(gateway: Gateways) -> None:
+def test_busy_provider_is_retried_or_rejected(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.fault = "429"
     status, said = run(gateway, "/m?rejectIfBusy=true", {"prompt": "x"})
@@ -140,7 +140,7 @@ def test_no_room(gateway: Gateways) -> None:
     status, said = run(gateway, "", {"model": "m", "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
     assert status == 429 and said["errors"][0]["code"] == 3040
     fake.fault, fake.script = "", ["429"] * 5
-    assert run(gateway, "/m", {"prompt": "x"})[0] == 200, "it waits for room"
+    assert run(gateway, "/m", {"prompt": "x"})[0] == 200, "the request waits for capacity"
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_no_room(gateway: Gateways) -> None:
         ("", {"model": "m", "input": {"prompt": "x"}, "gateway": {"id": "x"}}, 400),
     ],
 )
-def test_bad_requests(gateway: Gateways, path: str, body: Any, status: int) -> None:
+def test_invalid_runs_are_refused(gateway: Gateways, path: str, body: Any, status: int) -> None:
     got, said = run(gateway, path, body)
     assert got == status and said["success"] is False and said["errors"][0]["message"]
 
 
-def test_workers_ai_answers_itself(gateway: Gateways) -> None:
+def test_workers_ai_models_are_forwarded(gateway: Gateways) -> None:
     status, _ = run(gateway, "/workers-ai/@cf/meta/llama-3.1-8b-instruct", {"prompt": "x"})
     asked = gateway.fakes["fake"].requests[-1]
     assert status == 200 and asked.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
@@ -175,16 +175,16 @@ def test_workers_ai_answers_itself(gateway: Gateways) -> None:
     assert gateway.fakes["fake"].requests[-1].path.endswith("-instruct?rejectIfBusy=true")
 
 
-# -- queued ------------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def queued(gateway: Gateways, requests: list[dict[str, Any]]) -> str:
+def queue_batch(gateway: Gateways, requests: list[dict[str, Any]]) -> str:
     status, said = run(gateway, "/m?queueRequest=true", {"requests": requests})
     assert status == 200 and said["result"]["status"] == "queued" and said["result"]["model"] == "m"
     return str(said["result"]["request_id"])
 
 
-def fetched(gateway: Gateways, id: str) -> dict[str, Any]:
+def fetch_results(gateway: Gateways, id: str) -> dict[str, Any]:
     deadline = time.monotonic() + 30
     while True:
         status, said = run(gateway, "/m", {"request_id": id})
@@ -195,9 +195,9 @@ def fetched(gateway: Gateways, id: str) -> dict[str, Any]:
         time.sleep(0.05)
 
 
-def test_a_batch(gateway: Gateways) -> None:
+def test_batch_is_answered(gateway: Gateways) -> None:
     given = [{"prompt": f"number {i}", "max_tokens": 8, "external_reference": f"r{i}"} for i in range(9)]
-    found = fetched(gateway, queued(gateway, given))
+    found = fetch_results(gateway, queue_batch(gateway, given))
     assert [each["id"] for each in found["responses"]] == list(range(9))
     assert [each["external_reference"] for each in found["responses"]] == [f"r{i}" for i in range(9)]
     assert all(each["success"] and each["result"]["response"] == TEXT for each in found["responses"])
@@ -206,38 +206,38 @@ def test_a_batch(gateway: Gateways) -> None:
     assert prompts == {f"number {i}" for i in range(9)}
 
 
-def test_what_a_batch_asks_of_the_gateway_holds_for_each(gateway: Gateways) -> None:
+def test_options_of_a_batch_apply_to_each_request(gateway: Gateways) -> None:
     headers = {**KEY, "cf-aig-metadata": '{"team": "red"}', "cf-aig-custom-cost": '{"total_cost": 0.5}'}
     status, _, said = gateway.post(f"{RUN}/m?queueRequest=true", {"requests": [{"prompt": "x"}]}, headers)
     assert status == 200
-    fetched(gateway, json.loads(said)["result"]["request_id"])
+    fetch_results(gateway, json.loads(said)["result"]["request_id"])
     until(lambda: (record := gateway.newest()) is not None and record.metadata.get("team") == "red", 10)
     record = gateway.newest()
     assert record is not None and record.micros == 500_000
 
 
-def test_one_that_fails_fails_alone(gateway: Gateways) -> None:
+def test_failed_request_of_a_batch_fails_alone(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.script = ["empty"] * 2
-    found = fetched(gateway, queued(gateway, [{"prompt": "x"}]))
+    found = fetch_results(gateway, queue_batch(gateway, [{"prompt": "x"}]))
     [row] = found["responses"]
     assert row["success"] is False and "empty" in row["error"]["message"] and "result" not in row
 
 
-def test_strangers_see_nothing(gateway: Gateways) -> None:
-    id = queued(gateway, [{"prompt": "x"}])
+def test_batch_is_hidden_from_other_keys(gateway: Gateways) -> None:
+    id = queue_batch(gateway, [{"prompt": "x"}])
     status, _, said = gateway.post(f"{RUN}/m", {"request_id": id})
     assert status == 404 and json.loads(said)["success"] is False
-    fetched(gateway, id)
+    fetch_results(gateway, id)
 
 
 @pytest.mark.parametrize("narrowed", [{"disabled": True}, {"allowed_models": ["other"]}])
-def test_what_a_key_may_no_longer_is_not_done_for_it(
+def test_revoked_permission_stops_queued_requests(
     gateway: Gateways, monkeypatch: pytest.MonkeyPatch, narrowed: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(batch_queue, "RETRY_DELAYS_S", (0.05,))
     fake = gateway.fakes["fake"]
-    fake.script, fake.fault = ["", ""], "429"  # two are answered, the others wait for room
+    fake.script, fake.fault = ["", ""], "429"  # two are answered, the others wait for capacity
     status, _, made = gateway.post("/admin/accounts/default/keys", {"name": "k", "kind": "virtual"}, KEY)
     assert status == 201
     key = json.loads(made)
@@ -247,26 +247,26 @@ def test_what_a_key_may_no_longer_is_not_done_for_it(
     assert status == 200, said
     until(lambda: fake.count > 4, 10)
     assert gateway.post(f"/admin/accounts/default/keys/{key['id']}", narrowed, KEY, "PATCH")[0] == 200
-    rows = fetched(gateway, json.loads(said)["result"]["request_id"])["responses"]
+    rows = fetch_results(gateway, json.loads(said)["result"]["request_id"])["responses"]
     assert [row["success"] for row in rows].count(True) == 2
     assert [row["error"]["code"] for row in rows if not row["success"]] == [10000] * 5
 
 
-def test_a_batch_survives_a_restart(tmp_path: Path) -> None:
-    first = started(tmp_path, timeouts={"first_byte": 20.0, "between_events": 20.0, "total": 60.0})
+def test_batch_survives_restart(tmp_path: Path) -> None:
+    first = start_gateway(tmp_path, timeouts={"first_byte": 20.0, "between_events": 20.0, "total": 60.0})
     try:
         first.fakes["fake"].script = ["", ""] + ["silent"] * 20
-        id = queued(first, [{"prompt": f"number {i}"} for i in range(6)])
+        id = queue_batch(first, [{"prompt": f"number {i}"} for i in range(6)])
         deadline = time.monotonic() + 20
         while first.fakes["fake"].count < 6:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
         first.close()
-    second = started(tmp_path)
+    second = start_gateway(tmp_path)
     try:
-        found = fetched(second, id)
+        found = fetch_results(second, id)
         assert all(each["success"] for each in found["responses"]) and len(found["responses"]) == 6
-        assert second.fakes["fake"].count == 4, "what was answered before is not asked again"
+        assert second.fakes["fake"].count == 4, "answered requests are not sent again"
     finally:
         second.close()
