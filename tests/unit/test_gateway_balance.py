@@ -167,7 +167,7 @@ def test_key_uses_only_allowed_members_of_a_pool() -> None:
         return GatewayReply(200, {}, b"{}")
 
     asked = pool_request(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).with_changes(
-        cleared=True
+        access_granted=True
     )
     asyncio.run(balance_pools(Costs(), ManualClock())(every)(asked))
     assert seen == [{"a", "b"}], "a route grants access"
@@ -219,7 +219,7 @@ def race(
         steps = balance_pools(Costs(), ManualClock())
 
         async def with_hedge(call: GatewayRequest) -> GatewayReply:
-            return await hedge_slow_calls(Prices(), ManualClock())(racers)(call.with_changes(hedge=hedge))
+            return await hedge_slow_calls(Prices(), ManualClock())(racers)(call.with_changes(hedge_delay_s=hedge))
 
         task = asyncio.ensure_future(steps(with_hedge)(asked))
         for name in go:
@@ -269,7 +269,7 @@ def test_both_answer_and_one_is_closed_and_billed() -> None:
         asked = pool_request()
         layer = hedge_slow_calls(Prices(), ManualClock())(racers)
         steps = balance_pools(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge=0.0)))(asked))
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge_delay_s=0.0)))(asked))
         await asyncio.sleep(0.01)
         for go in racers.go.values():
             go.set()
@@ -286,7 +286,7 @@ def test_client_disconnect_cancels_both() -> None:
         racers = RacingProviders(b=b"1", a=b"2")
         layer = hedge_slow_calls(Prices(), ManualClock())(racers)
         steps = balance_pools(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge=0.0)))(pool_request()))
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge_delay_s=0.0)))(pool_request()))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -104,8 +104,8 @@ class GatewayRequest(msgspec.Struct):
     def with_changes(self, **changes: Any) -> GatewayRequest:
         """Return a copy with some fields changed; it shares `attempts` and `reply_headers`."""
         if "body" in changes and changes["body"] is not self.body:
-            changes.setdefault("seen", None)
-            changes.setdefault("surveyed", None)
+            changes.setdefault("body_fields", None)
+            changes.setdefault("body_summary", None)
         return msgspec.structs.replace(self, **changes)
 
 
