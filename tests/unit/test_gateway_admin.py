@@ -139,7 +139,7 @@ def test_key_is_shown_once_works_and_is_revoked(api: AdminClient) -> None:
     assert secret not in str(shown) and "hash" not in str(shown)
     keys = KeyStore(api.store, api.watch, api.wall)
     who = api.run(keys.identify(secret))
-    assert (who.account, who.user, who.limits, who.admin) == ("acme", "bot", ("small",), False)
+    assert (who.account, who.user, who.limits, who.is_admin) == ("acme", "bot", ("small",), False)
     patched = api.ok("PATCH", f"{A}/keys/{id}", {"disabled": True, "metadata": {"team": None, "x": "y"}})
     assert patched["disabled"] and patched["metadata"] == {"x": "y"} and patched["user"] == "bot"
     api.clock.advance(1.0)

@@ -84,7 +84,7 @@ def test_key_identifies_its_user(env: KeyEnvironment) -> None:
     secret = new_secret("virtual")
     env.put(make_key(secret, user="ann", scopes=("use",), allowed_models=("gpt-*",), allowed_providers=("openai",)))
     who = env.run(env.keys().identify(secret))
-    assert (who.user, who.kind, who.admin, who.account) == ("ann", "virtual", False, "acme")
+    assert (who.user, who.kind, who.is_admin, who.account) == ("ann", "virtual", False, "acme")
     assert (
         who.may_use_model("openai", "gpt-4o")
         and not who.may_use_model("openai", "o3")

@@ -250,7 +250,7 @@ PARTS: list[tuple[str, Any]] = [
     ("tokens_out", NumberRange(3)),
     *(("tokens", each) for each in (NumberRange(3), NumberRange(1, 4))),
     *(
-        ("unlike", each)
+        ("excluded", each)
         for each in (
             (ExcludeFilter("model", ("a", "b")),),
             (ExcludeFilter("user", ("ann",)), ExcludeFilter("status", (429, 500))),  # most have no user
@@ -259,7 +259,7 @@ PARTS: list[tuple[str, Any]] = [
         )
     ),
     *(
-        ("containing", each)
+        ("contains", each)
         for each in (
             (ContainsFilter(("provider",), ("PEN", "gr")),),
             (ContainsFilter(("provider", "user"), ("a",)), ContainsFilter(("model",), ("b", "c"))),
@@ -302,8 +302,8 @@ def matches(record: LogRecord, f: LogFilters) -> bool:
         and within(record.usage.output, f.tokens_out)
         and within(record.duration_ms, f.duration_ms)
         and within(has("tokens"), f.tokens)
-        and all(has(each.field) not in each.values for each in f.unlike)
-        and all(any(t.lower() in has(name) for name in each.fields for t in each.texts) for each in f.containing)
+        and all(has(each.field) not in each.values for each in f.excluded)
+        and all(any(t.lower() in has(name) for name in each.fields for t in each.texts) for each in f.contains)
         and all(key in record.metadata and texts[key] == value for key, value in f.metadata.items())
     )
 
@@ -355,10 +355,10 @@ def test_filters_match_the_oracle(store: GatewayStore, run: Run[Any]) -> None:
     check_together()
     by_id = LogFilters("acme", id=(records[3].id, records[80].id, new_record_id(NOON)))
     assert all_records(store, by_id, run) == [records[80], records[3]]
-    others = LogFilters("acme", unlike=(ExcludeFilter("id", tuple(each.id for each in records[1:])),))
+    others = LogFilters("acme", excluded=(ExcludeFilter("id", tuple(each.id for each in records[1:])),))
     assert all_records(store, others, run) == records[:1]
     for wild in ("%", "_", "\\"):
-        assert all_records(store, LogFilters("acme", containing=(ContainsFilter(("provider",), (wild,)),)), run) == []
+        assert all_records(store, LogFilters("acme", contains=(ContainsFilter(("provider",), (wild,)),)), run) == []
 
 
 def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) -> None:

@@ -18,10 +18,8 @@ from emberline.gateway.settings import GatewaySettings
 
 Dialect = Literal["openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini", "raw"]
 
-DYNAMIC, POOL = VIRTUAL_PROVIDERS = (
-    "dynamic",
-    "pool",
-)  # in place of a provider's name: a route or a pool chooses the provider
+# In place of a provider's name: a route or a pool chooses the provider.
+DYNAMIC, POOL = VIRTUAL_PROVIDERS = ("dynamic", "pool")
 
 
 class ProviderAttempt(msgspec.Struct, frozen=True):
