@@ -19,7 +19,7 @@ EXPORT = "/admin/accounts/default/logs/export"
 
 
 class Gateway:
-    async def who(self, headers: dict[str, str]) -> Identity:
+    async def identify(self, headers: dict[str, str]) -> Identity:
         return ANONYMOUS
 
 
@@ -29,7 +29,7 @@ class Admin:
     def __init__(self) -> None:
         self.lines = 0
 
-    def exports(self, method: str, path: str) -> bool:
+    def is_export(self, method: str, path: str) -> bool:
         return path == EXPORT
 
     async def export(self, *asked: Any) -> AsyncIterator[bytes]:
@@ -45,11 +45,11 @@ class Client:
     def __init__(self, method: str, path: str) -> None:
         self.scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": []}
         self.sent: list[Message] = []
-        self.leaves = asyncio.Event()
+        self.disconnects = asyncio.Event()
         self.reads = True
 
     async def receive(self) -> Message:
-        await self.leaves.wait()
+        await self.disconnects.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -83,7 +83,7 @@ def test_client_disconnect_ends_export() -> None:
         task = client.send_request(admin)
         while admin.lines < 3:
             await asyncio.sleep(0)
-        client.leaves.set()
+        client.disconnects.set()
         await task
         assert client.sent[0]["status"] == 200
 
