@@ -211,10 +211,10 @@ def test_reading_the_version_times_out(env: KeyEnvironment, monkeypatch: pytest.
 
 def test_configured_keys_are_known(env: KeyEnvironment) -> None:
     root = Identity("root", "root", "token", is_admin=True)
-    keys = env.keys(fixed={"a-long-secret-of-the-operator": root})
+    keys = env.keys(configured={"a-long-secret-of-the-operator": root})
     assert env.run(keys.identify("a-long-secret-of-the-operator")) is root
     with pytest.raises(InvalidRequest, match="short"):
-        env.keys(fixed={"short": root})
+        env.keys(configured={"short": root})
 
 
 def read_secret(file: Path) -> str:
@@ -226,7 +226,7 @@ def test_operator_token_is_created_once(env: KeyEnvironment, tmp_path: Path) -> 
     token = read_secret(file)
     assert read_secret(file) == token and file.stat().st_mode & 0o777 == 0o600
     root = Identity("operator", "operator", "token", is_admin=True)
-    assert env.run(env.keys(fixed={token: root}).identify(token)) is root
+    assert env.run(env.keys(configured={token: root}).identify(token)) is root
 
 
 def test_concurrent_creation_of_a_secret_has_one_winner(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_master_keys_from_the_environment(env: KeyEnvironment) -> None:
 
 def test_identity_of_key_id_is_current(env: KeyEnvironment) -> None:
     secret, fixed = new_secret("virtual"), Identity("configured-0", "c", "token")
-    key, keys = make_key(secret, allowed_models=("a",), expires=1_000_060_000), env.keys(fixed={"x" * 16: fixed})
+    key, keys = make_key(secret, allowed_models=("a",), expires=1_000_060_000), env.keys(configured={"x" * 16: fixed})
     env.put(key)
     assert env.run(keys.identity_of(key.id)) == env.run(keys.identify(secret)) == key.identity
     assert env.run(keys.identity_of("configured-0")) is fixed and env.run(keys.identity_of("f" * 16)) is None
