@@ -37,15 +37,15 @@ def gateway(running: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_chat(gateway: str, server: str) -> None:
     through = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0)
     direct = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
-    said = [
+    answer = [
         c.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=12, temperature=0).choices[0].message.content
         for c in (through, direct)
     ]
-    assert said[0] == said[1] and "Paris" in str(said[0])
+    assert answer[0] == answer[1] and "Paris" in str(answer[0])
     with through.chat.completions.create(
         model=MODEL, messages=FRANCE, max_tokens=12, temperature=0, stream=True
     ) as stream:
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said[0]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer[0]
     assert MODEL in [model.id for model in through.models.list()]
     assert through.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError) as caught:

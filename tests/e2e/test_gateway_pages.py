@@ -106,23 +106,23 @@ def chart_total(page: Chromium, title: str) -> str:
 
 def manage(gateway: Gateways, path: str, method: str = "GET", body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
-    status, _, told = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
-    assert status in (200, 201), told
-    return json.loads(told)
+    status, _, error = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
+    assert status in (200, 201), error
+    return json.loads(error)
 
 
 def chat(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> tuple[int, dict[str, str]]:
     headers = more.pop("headers", ADMIN)
     body = {"model": model, "messages": [{"role": "user", "content": text}], **more}
-    status, told, _ = gateway.post("/v1/chat/completions", body, headers)
-    return status, told
+    status, error, _ = gateway.post("/v1/chat/completions", body, headers)
+    return status, error
 
 
 def send_prompt(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> int:
     """Send a prompt and wait until the request is in the log."""
-    status, told = chat(gateway, model, text, **more)
+    status, error = chat(gateway, model, text, **more)
     if status != 401:
-        gateway.record(told["cf-aig-log-id"])
+        gateway.record(error["cf-aig-log-id"])
     return status
 
 
@@ -193,8 +193,8 @@ def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium,
     marked = {**ADMIN, "cf-aig-metadata": json.dumps({"team": "blue"})}
     assert send_prompt(gateway, "priced", f"say {HOSTILE}", headers=marked, stream=True) == 200
     id = gateway.newest().id
-    told = [chat(gateway, f"many-{i:02}") for i in range(55)]
-    gateway.record(told[-1][1]["cf-aig-log-id"])
+    error = [chat(gateway, f"many-{i:02}") for i in range(55)]
+    gateway.record(error[-1][1]["cf-aig-log-id"])
     open_page(page, "logs", "#records tbody tr")
     assert page.js("document.querySelectorAll('#records tbody tr').length") == 50
     press(page, "Older")
@@ -263,8 +263,8 @@ def test_keys_page_shows_which_gateways_need_no_key(page: Chromium, gateway: Gat
     open_page(page, "overview", "#charts")
     open_page(page, "keys", "#keys-found")
     page.wait(f"!{hidden}")
-    told = page.text("#keys-warning")
-    assert "Authentication is off for open-to-all" in told and "without a key are answered" in told
+    error = page.text("#keys-warning")
+    assert "Authentication is off for open-to-all" in error and "without a key are answered" in error
     assert "only" not in page.text("#keys-found .empty")
     manage(gateway, "gateways/open-to-all", "DELETE")
 
@@ -443,8 +443,8 @@ def test_playground_streams_through_the_gateway(page: Chromium, gateway: Gateway
     page.type("#prompt", "at last")
     page.press("Enter")
     page.until(lambda: len(fake.requests) > before + 1 and fake.requests[-1].json["model"] == "priced", "it is asked")
-    said = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
-    assert said == [HOSTILE, "more", "and again", "at last"], "a failed prompt is not sent again"
+    answer = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
+    assert answer == [HOSTILE, "more", "and again", "at last"], "a failed prompt is not sent again"
 
 
 def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: Gateways) -> None:
@@ -512,9 +512,13 @@ def test_month_is_read_from_rollups_only(page: Chromium, gateway: Gateways) -> N
     columns = page.js("document.querySelector('.timechart .column').getAttribute('d')").count("M")
     assert 28 <= columns <= 30, "a column for each day"
     assert page.js("document.querySelectorAll('#breakdown tbody tr').length") >= 4
-    asked = page.js("performance.getEntriesByType('resource').map(e => e.name).filter(n => n.includes('/admin/'))")
-    kinds = {path.partition("?")[0].rpartition("/")[2] for path in asked}
-    assert kinds == {"gateways", "rollups", "logs"} and all("limit=50" in path for path in asked if "/logs" in path)
+    sent_request = page.js(
+        "performance.getEntriesByType('resource').map(e => e.name).filter(n => n.includes('/admin/'))"
+    )
+    kinds = {path.partition("?")[0].rpartition("/")[2] for path in sent_request}
+    assert kinds == {"gateways", "rollups", "logs"} and all(
+        "limit=50" in path for path in sent_request if "/logs" in path
+    )
     page.wait("document.querySelector('#live tbody tr')")
     page.screenshot(SHOTS / "gateway-month.png")
     if not PICTURE.exists():

@@ -90,14 +90,14 @@ def test_usage_is_translated(source: ChatDialect, target: ChatDialect) -> None:
     """OpenAI's and Gemini's input includes cached tokens, Anthropic's does not; Gemini's output excludes reasoning."""
     body, changed = translate(REPLIES[source], source, target)
     assert Usage.find_in(target, body) == Usage(30, 10, 0, 20, 5) and not changed
-    said = body.get("usage") or body["usageMetadata"]
+    usage = body.get("usage") or body["usageMetadata"]
     first, last = {
         "openai-chat": ("prompt_tokens", "completion_tokens"),
         "openai-responses": ("input_tokens", "output_tokens"),
         "anthropic": ("input_tokens", "output_tokens"),
         "gemini": ("promptTokenCount", "candidatesTokenCount"),
     }[target]
-    assert (said[first], said[last]) == ((20 if target == "anthropic" else 30), (15 if target == "gemini" else 20))
+    assert (usage[first], usage[last]) == ((20 if target == "anthropic" else 30), (15 if target == "gemini" else 20))
 
 
 def test_refusals_are_translated() -> None:
@@ -197,9 +197,9 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("said", ERRORS.values(), ids=ERRORS)
-def test_errors_are_translated(said: Any) -> None:
-    body = json.dumps(said).encode()
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_errors_are_translated(error: Any) -> None:
+    body = json.dumps(error).encode()
     chat = json.loads(translate_error(body, 400, "openai-chat"))["error"]
     assert (chat["message"], chat["type"]) == ("no", "invalid_request_error")
     assert json.loads(translate_error(body, 400, "anthropic")) == ERRORS["anthropic"]
@@ -214,8 +214,8 @@ def test_error_code_is_kept() -> None:
 
 def test_reply_repeats_fields_of_its_request() -> None:
     body = json.dumps(REQUESTS["openai-responses"]).encode()
-    asked = read_reply_context(body, "openai-responses", model="m", created=5, id="resp_9")
-    made, _ = translate_reply(json.dumps(REPLIES["gemini"]).encode(), "gemini", "openai-responses", asked)
+    request = read_reply_context(body, "openai-responses", model="m", created=5, id="resp_9")
+    made, _ = translate_reply(json.dumps(REPLIES["gemini"]).encode(), "gemini", "openai-responses", request)
     reply = json.loads(made)
     assert reply["instructions"] == "Be brief." and reply["tools"][0]["name"] == "weather" and reply["created_at"] == 5
     assert "input" not in reply and reply["model"] == "m"

@@ -51,10 +51,10 @@ class AdminClient:
         self.admin = AdminAPI(AdminContext(self.store, self.vault, self.wall, self.limiter, configured=fixed), "1.0")
 
     def __call__(
-        self, method: str, path: str, body: Any = None, query: str = "", who: Identity = ACME
+        self, method: str, path: str, body: Any = None, query: str = "", caller: Identity = ACME
     ) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
-        status, found = self.run(self.admin.handle(method, path, query, raw, who))
+        status, found = self.run(self.admin.handle(method, path, query, raw, caller))
         return status, msgspec.json.decode(msgspec.json.encode(found))
 
     def ok(self, method: str, path: str, body: Any = None, query: str = "") -> Any:
@@ -87,20 +87,20 @@ def api(tmp_path: Path) -> Iterator[AdminClient]:
 
 def test_only_admin_keys_of_the_account_are_allowed(api: AdminClient) -> None:
     for path in (f"{A}/keys", f"{CF}/gateways"):
-        assert api("GET", path, who=ANONYMOUS)[0] == 401
-        assert api("GET", path, who=USER)[0] == 403
-        assert api("GET", path.replace("acme", "other"), who=ACME)[0] == 403
-        assert api("GET", path, who=ACME)[0] == 200
-        assert api("GET", path.replace("acme", "other"), who=ROOT)[0] == 200
-    for who in (ANONYMOUS, USER):
+        assert api("GET", path, caller=ANONYMOUS)[0] == 401
+        assert api("GET", path, caller=USER)[0] == 403
+        assert api("GET", path.replace("acme", "other"), caller=ACME)[0] == 403
+        assert api("GET", path, caller=ACME)[0] == 200
+        assert api("GET", path.replace("acme", "other"), caller=ROOT)[0] == 200
+    for caller in (ANONYMOUS, USER):
         with pytest.raises(EmberlineError):
-            api.admin.export("GET", f"{A}/logs/export", "", who)
-    assert api("GET", "/admin/openapi.json", who=ANONYMOUS)[0] == 200
+            api.admin.export("GET", f"{A}/logs/export", "", caller)
+    assert api("GET", "/admin/openapi.json", caller=ANONYMOUS)[0] == 200
 
 
 def test_account_in_path_is_a_name_not_a_pattern(api: AdminClient) -> None:
     for account in ("*", "a*", "..", "a%2Fb", "a" * 65, "%ff"):
-        assert api("GET", f"/admin/accounts/{account}/keys", who=ROOT)[0] in (400, 404), account
+        assert api("GET", f"/admin/accounts/{account}/keys", caller=ROOT)[0] in (400, 404), account
 
 
 def test_unknown_paths_methods_and_parameters_are_refused(api: AdminClient) -> None:
@@ -138,8 +138,8 @@ def test_key_is_shown_once_works_and_is_revoked(api: AdminClient) -> None:
     shown = [api.ok("GET", f"{A}/keys/{id}"), api.ok("GET", f"{A}/keys"), api.ok("GET", f"{A}/audit")]
     assert secret not in str(shown) and "hash" not in str(shown)
     keys = KeyStore(api.store, api.watch, api.wall)
-    who = api.run(keys.identify(secret))
-    assert (who.account, who.user, who.limits, who.is_admin) == ("acme", "bot", ("small",), False)
+    caller = api.run(keys.identify(secret))
+    assert (caller.account, caller.user, caller.limits, caller.is_admin) == ("acme", "bot", ("small",), False)
     patched = api.ok("PATCH", f"{A}/keys/{id}", {"disabled": True, "metadata": {"team": None, "x": "y"}})
     assert patched["disabled"] and patched["metadata"] == {"x": "y"} and patched["user"] == "bot"
     api.clock.advance(1.0)
@@ -186,7 +186,7 @@ def test_fixed_fields_of_a_key_cannot_be_changed(api: AdminClient) -> None:
 def test_key_of_another_account_is_not_found(api: AdminClient) -> None:
     id = api.ok("POST", f"{A}/keys", {"name": "a"})["id"]
     for method in ("GET", "DELETE"):
-        assert api(method, f"/admin/accounts/other/keys/{id}", who=ROOT)[0] == 404
+        assert api(method, f"/admin/accounts/other/keys/{id}", caller=ROOT)[0] == 404
 
 
 # Provider keys
@@ -288,9 +288,9 @@ def test_budgets_are_stored_and_checked(api: AdminClient) -> None:
     made = api.ok("PUT", f"{A}/budgets/month", {"rule": rule, "gateways": ["main"]})
     assert made["value"]["rule"]["limit"] == 5_000_000
     api.expect_error(400, "PUT", f"{A}/budgets/other", {"rule": rule})
-    twice = {"limits": [{"name": "month", "limit": 1}]}
-    api.expect_error(400, "PUT", f"{A}/gateways/main", twice)  # both apply to that gateway
-    api.ok("PUT", f"{A}/gateways/side", twice)
+    duplicate = {"limits": [{"name": "month", "limit": 1}]}
+    api.expect_error(400, "PUT", f"{A}/gateways/main", duplicate)  # both apply to that gateway
+    api.ok("PUT", f"{A}/gateways/side", duplicate)
     api.expect_error(400, "PATCH", f"{A}/budgets/month", {"gateways": ["*"]})
     api.expect_error(400, "PUT", f"{A}/budgets/month", {"rule": {**rule, "limit": "much"}})
 
@@ -318,10 +318,10 @@ def test_budget_usage_is_listed(api: AdminClient) -> None:
         api.limiter.settle(made, {"micros": micros, "tokens": tokens})
 
     metadata: list[dict[str, Any]] = [{"n": 1}, {"n": True}, {"n": "quiet"}, {}]
-    records = [made(NOON + i, gateway="main", metadata=said) for i, said in enumerate(metadata)]
+    records = [made(NOON + i, gateway="main", metadata=entry) for i, entry in enumerate(metadata)]
     api.run(api.store.append([(record, None) for record in [*records, made(gateway="side")]]))
-    for said, micros, tokens in (("1", 70, 400), ("true", 30, 20), ("unseen", 5, 10)):
-        api.run(use(said, micros, tokens))
+    for team, micros, tokens in (("1", 70, 400), ("true", 30, 20), ("unseen", 5, 10)):
+        api.run(use(team, micros, tokens))
     found = api.ok("GET", f"{A}/spent")["items"]
     shown = [(each["budget"], each["gateway"], each["split"], each["used"], each["limit"]) for each in found]
     assert shown == [
@@ -883,4 +883,4 @@ def test_catalogue_listing_is_paged(api: AdminClient) -> None:
     price = known.price("openai", "gpt-4o-mini")
     assert price is not None and (mini["price"]["input"], mini["price"]["output"]) == (price.input, price.output)
     assert mini["kind"] == "chat" and mini["context"] == 128_000 and mini["source"].startswith("https://")
-    assert api("GET", f"{A}/catalogue", who=USER)[0] == 403
+    assert api("GET", f"{A}/catalogue", caller=USER)[0] == 403

@@ -17,8 +17,8 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_admin_key_is_created_once_and_is_admin(cache: Path) -> None:
-    (token, who), *others = _configured_keys(GatewayConfig()).items()
-    assert who.is_admin and not others and len(token) >= 24
+    (token, identity), *others = _configured_keys(GatewayConfig()).items()
+    assert identity.is_admin and not others and len(token) >= 24
     assert list(_configured_keys(GatewayConfig())) == [token]
     file = cache / "gateway" / "admin.key"
     assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600

@@ -32,7 +32,7 @@ class Admin:
     def is_export(self, method: str, path: str) -> bool:
         return path == EXPORT
 
-    async def export(self, *asked: Any) -> AsyncIterator[bytes]:
+    async def export(self, *request: Any) -> AsyncIterator[bytes]:
         while True:
             await asyncio.sleep(0)
             self.lines += 1

@@ -122,9 +122,9 @@ def test_number_of_waiting_batches_is_limited(tmp_path: Path, monkeypatch: pytes
         for wrong in ([], "x", [1], [{"prompt": "x", "stream": True}], [{}], [{"prompt": "x"}] * 10_001):
             with pytest.raises(InvalidRequest):
                 check_requests("m", wrong)
-        for account, who in (("b", WHO), ("a", ANONYMOUS)):
+        for account, caller in (("b", WHO), ("a", ANONYMOUS)):
             with pytest.raises(NotFound):
-                await queue.read_result(account, batch.id, who)
+                await queue.read_result(account, batch.id, caller)
 
     run_async(tmp_path, play)
 

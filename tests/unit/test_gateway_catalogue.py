@@ -62,8 +62,8 @@ def test_prices_are_exact() -> None:
 
 
 def test_names_are_resolved() -> None:
-    def name(provider: str, asked: str) -> str | None:
-        model = OURS.model(provider, asked)
+    def name(provider: str, request: str) -> str | None:
+        model = OURS.model(provider, request)
         return model and f"{model.provider}/{model.name}"
 
     assert name("openai", "gpt-4o-2024-08-06") == "openai/gpt-4o"

@@ -83,14 +83,14 @@ def make_key(secret: str, **fields: Any) -> StoredKey:
 def test_key_identifies_its_user(env: KeyEnvironment) -> None:
     secret = new_secret("virtual")
     env.put(make_key(secret, user="ann", scopes=("use",), allowed_models=("gpt-*",), allowed_providers=("openai",)))
-    who = env.run(env.keys().identify(secret))
-    assert (who.user, who.kind, who.is_admin, who.account) == ("ann", "virtual", False, "acme")
+    caller = env.run(env.keys().identify(secret))
+    assert (caller.user, caller.kind, caller.is_admin, caller.account) == ("ann", "virtual", False, "acme")
     assert (
-        who.may_use_model("openai", "gpt-4o")
-        and not who.may_use_model("openai", "o3")
-        and not who.may_use_model("groq", "gpt-4o")
+        caller.may_use_model("openai", "gpt-4o")
+        and not caller.may_use_model("openai", "o3")
+        and not caller.may_use_model("groq", "gpt-4o")
     )
-    assert who.may_use_gateway("acme", "any") and not who.may_use_gateway("other", "any")
+    assert caller.may_use_gateway("acme", "any") and not caller.may_use_gateway("other", "any")
     stored = env.run(env.store.documents("key", "acme"))[0].body.decode()
     assert secret not in stored and secret[12:] not in stored
 
@@ -171,11 +171,11 @@ def test_callers_share_one_read_of_the_version(
     if slept:
         assert env.run(keys.identify(secret))
         env.clock.advance(31.0)
-    version, asked, awake = env.store.version, 0, asyncio.Event()
+    version, request, awake = env.store.version, 0, asyncio.Event()
 
     async def sleepy() -> int:
-        nonlocal asked
-        asked += 1
+        nonlocal request
+        request += 1
         await awake.wait()
         return await version()
 
@@ -185,7 +185,7 @@ def test_callers_share_one_read_of_the_version(
         await asyncio.sleep(0.05)
         who_leaves.cancel()
         awake.set()
-        assert all(await asyncio.gather(*others)) and asked == 1
+        assert all(await asyncio.gather(*others)) and request == 1
 
     env.run(do())
 

@@ -122,16 +122,16 @@ def test_every_choice_is_reserved() -> None:
 
 
 @pytest.mark.parametrize(("kind", "reserved"), [("virtual", 600), ("anonymous", 600), ("token", 0)])
-@pytest.mark.parametrize("said", ['{"total_cost": 0}', '{"per_token_in": 0, "per_token_out": 0}'])
-def test_only_gateway_tokens_can_lower_the_cost(kind: Any, reserved: int, said: str) -> None:
+@pytest.mark.parametrize("custom_cost", ['{"total_cost": 0}', '{"per_token_in": 0, "per_token_out": 0}'])
+def test_only_gateway_tokens_can_lower_the_cost(kind: Any, reserved: int, custom_cost: str) -> None:
     bench, settings = LimitedGateway(), {"budgets": [{"name": "b", "limit": 1_000}]}
-    who = Identity("k", "k", kind)
-    made = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": said}, max_output=1000)
+    caller = Identity("k", "k", kind)
+    made = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": custom_cost}, max_output=1000)
     assert remaining(made, "micros") == 1_000 - reserved
     reply = GatewayReply(200, {}, b"", usage=Usage(input=0, output=1000), provider="openai")
     set_cost(made, reply, Prices())  # type: ignore[arg-type]
     assert reply.micros == reserved
-    dear = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
+    dear = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
     assert remaining(dear, "micros") == 1_000 - 7 - 900, "a higher cost is accepted"
 
 
@@ -184,12 +184,12 @@ def test_limits_split_by_dimension() -> None:
     spoof = {"cf-aig-metadata": '{"team": "red"}'}
     bench.ask(identity=ada, settings=settings, headers=spoof)
     bench.ask(identity=ada, settings=settings)
-    for who, model, rule in [
+    for caller, model, rule in [
         (ada, "gpt-4o-mini", "user"),
         (bob, "forbidden", "other"),
     ]:
         with pytest.raises(LimitExceeded) as refused:
-            bench.ask(identity=who, settings=settings, model=model)
+            bench.ask(identity=caller, settings=settings, model=model)
         assert refused.value.rule == rule
     bench.ask(identity=bob, settings=settings)
     with pytest.raises(LimitExceeded) as refused:

@@ -166,10 +166,10 @@ def test_key_uses_only_allowed_members_of_a_pool() -> None:
         seen.append({step.provider for step in call.steps})
         return GatewayReply(200, {}, b"{}")
 
-    asked = pool_request(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).with_changes(
+    sent_request = pool_request(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).with_changes(
         access_granted=True
     )
-    asyncio.run(balance_pools(Costs(), ManualClock())(every)(asked))
+    asyncio.run(balance_pools(Costs(), ManualClock())(every)(sent_request))
     assert seen == [{"a", "b"}], "a route grants access"
 
 
@@ -187,9 +187,9 @@ class Prices:
 class RacingProviders:
     """Providers that wait for their event, then answer or fail."""
 
-    def __init__(self, **does: Any) -> None:
-        self.does = does
-        self.go = {name: asyncio.Event() for name in does}
+    def __init__(self, **behaviour: Any) -> None:
+        self.does = behaviour
+        self.go = {name: asyncio.Event() for name in behaviour}
         self.begun: list[str] = []
         self.cancelled: list[str] = []
 
@@ -200,28 +200,28 @@ class RacingProviders:
         except asyncio.CancelledError:
             self.cancelled.append(call.provider)
             raise
-        does = self.does[call.provider]
-        if isinstance(does, Exception):
-            raise does
-        reply = GatewayReply(200, {}, does, provider=call.provider, step_index=call.step_index)
+        behaviour = self.does[call.provider]
+        if isinstance(behaviour, Exception):
+            raise behaviour
+        reply = GatewayReply(200, {}, behaviour, provider=call.provider, step_index=call.step_index)
         reply.usage, reply.micros = Usage(input=10, output=5), 20
         return reply
 
 
 def race(
-    does: dict[str, Any], go: list[str], hedge: float = 0.0
+    behaviour: dict[str, Any], go: list[str], hedge: float = 0.0
 ) -> tuple[GatewayReply, RacingProviders, GatewayRequest]:
     """`go`: providers that may answer, in this order."""
 
     async def run() -> tuple[GatewayReply, RacingProviders, GatewayRequest]:
-        racers = RacingProviders(**does)
-        asked = pool_request()
+        racers = RacingProviders(**behaviour)
+        sent_request = pool_request()
         steps = balance_pools(Costs(), ManualClock())
 
         async def with_hedge(call: GatewayRequest) -> GatewayReply:
             return await hedge_slow_calls(Prices(), ManualClock())(racers)(call.with_changes(hedge_delay_s=hedge))
 
-        task = asyncio.ensure_future(steps(with_hedge)(asked))
+        task = asyncio.ensure_future(steps(with_hedge)(sent_request))
         for name in go:
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -229,7 +229,7 @@ def race(
             racers.go[name].set()
         reply = await asyncio.wait_for(task, 5)
         await reply.close()
-        return reply, racers, asked
+        return reply, racers, sent_request
 
     return asyncio.run(run())
 
@@ -238,10 +238,12 @@ INPUT = estimate_input_tokens(pool_request().body)
 
 
 def test_hedge_wins_and_first_is_cancelled_and_billed() -> None:
-    reply, racers, asked = race({"b": b"1", "a": b"2"}, ["a"])
+    reply, racers, sent_request = race({"b": b"1", "a": b"2"}, ["a"])
     assert (reply.body, reply.step_index, racers.begun, racers.cancelled) == (b"2", 1, ["b", "a"], ["b"])
     assert (reply.micros, reply.usage, reply.estimated) == (20 + INPUT, Usage(input=10 + INPUT, output=5), True)
-    assert [(tried.provider, tried.outcome, tried.key) for tried in asked.attempts] == [("b", "outrun", "second")]
+    assert [(tried.provider, tried.outcome, tried.key) for tried in sent_request.attempts] == [
+        ("b", "outrun", "second")
+    ]
 
 
 def test_first_wins_after_hedge_started() -> None:
@@ -266,10 +268,10 @@ def test_both_answer_and_one_is_closed_and_billed() -> None:
 
     async def run() -> GatewayReply:
         racers = RacingProviders(**streams)
-        asked = pool_request()
+        sent_request = pool_request()
         layer = hedge_slow_calls(Prices(), ManualClock())(racers)
         steps = balance_pools(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge_delay_s=0.0)))(asked))
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge_delay_s=0.0)))(sent_request))
         await asyncio.sleep(0.01)
         for go in racers.go.values():
             go.set()

@@ -40,14 +40,14 @@ def provider(slug: str) -> Provider:
     ],
 )  # fmt: skip
 def test_native_request_has_provider_url_and_key(slug: str, endpoint: str, url: str, key: dict[str, str]) -> None:
-    asked = call(
+    request = call(
         b"\xff sound", headers={"content-type": "audio/wav"}, provider=slug, dialect="raw", endpoint=endpoint, model=""
     )
-    out = provider(slug).build_request(asked, "K")
+    out = provider(slug).build_request(request, "K")
     assert (out.method, out.url, out.body) == ("POST", url, b"\xff sound")
     assert out.headers == {"content-type": "audio/wav", **key}
     # A stored key replaces credentials in all other headers.
-    other = asked.with_changes(
+    other = request.with_changes(
         headers={"xi-api-key": "x", "x-api-key": "x", "api-key": "x", "authorization": "Bearer x"}
     )
     assert provider(slug).build_request(other, "K").headers == key

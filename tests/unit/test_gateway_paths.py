@@ -100,10 +100,10 @@ def test_encoded_slash_before_bedrock_path_is_refused() -> None:
     assert read.model == "arn:aws:bedrock:us-east-1:1:profile/x"
 
 
-@pytest.mark.parametrize("twice", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
-def test_duplicate_key_is_refused_by_name(twice: bytes) -> None:
+@pytest.mark.parametrize("duplicate", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
+def test_duplicate_key_is_refused_by_name(duplicate: bytes) -> None:
     with pytest.raises(InvalidRequest, match="'model' twice") as refused:
-        read_body_fields(b"{%b}" % twice)
+        read_body_fields(b"{%b}" % duplicate)
     assert refused.value.param == "model" and refused.value.status == 400
     assert read_body_fields(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
 

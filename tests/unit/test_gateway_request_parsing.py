@@ -65,7 +65,7 @@ def test_unknown_paths_are_not_found(path: str) -> None:
 
 
 def test_option_headers_are_read() -> None:
-    asked = RequestOptions.from_headers(
+    request = RequestOptions.from_headers(
         {
             "cf-aig-cache-ttl": "3600",
             "cf-aig-skip-cache": "true",
@@ -79,10 +79,15 @@ def test_option_headers_are_read() -> None:
             "authorization": "Bearer x",
         }
     )
-    assert (asked.cache_ttl, asked.skip_cache, asked.request_timeout, asked.retry_delay) == (3600, True, 1.5, 0.25)
-    assert (asked.max_attempts, asked.backoff) == (5, "linear") and asked.allowed_models == ("gpt-*", "claude-*")
-    assert asked.metadata == {"a": "x", "b": 2, "c": True}
-    assert asked.custom_cost == CustomCost(Price(1_000_000, 2_500_000))
+    assert (request.cache_ttl, request.skip_cache, request.request_timeout, request.retry_delay) == (
+        3600,
+        True,
+        1.5,
+        0.25,
+    )
+    assert (request.max_attempts, request.backoff) == (5, "linear") and request.allowed_models == ("gpt-*", "claude-*")
+    assert request.metadata == {"a": "x", "b": 2, "c": True}
+    assert request.custom_cost == CustomCost(Price(1_000_000, 2_500_000))
     assert RequestOptions.from_headers({"accept": "*/*"}) is NO_OPTIONS
     assert RequestOptions.from_headers({"cf-cache-ttl": "60000"}).cache_ttl == 60, "the older header is in milliseconds"
     assert RequestOptions.from_headers({"cf-aig-cache-ttl": "90", "cf-cache-ttl": "60000"}).cache_ttl == 90
@@ -222,8 +227,8 @@ def test_errors_in_every_dialect() -> None:
     for dialect in ("openai-chat", "openai-responses", "anthropic", "gemini", "raw"):
         reply = error_reply(dialect, error)  # type: ignore[arg-type]
         assert isinstance(reply.body, bytes)
-        told = json.loads(reply.body)["error"]
-        assert reply.status == 504 and reply.error == "upstream_timeout" and "it was silent" in told["message"]
+        failure = json.loads(reply.body)["error"]
+        assert reply.status == 504 and reply.error == "upstream_timeout" and "it was silent" in failure["message"]
     own = ProviderErrorReply(
         "x", reason="busy", status=429, headers={"Retry-After": "3", "x": "y"}, body=b"own", dialect="anthropic"
     )
@@ -273,9 +278,9 @@ def test_settings_are_read_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
             read_configured_gateways({"gateways": {"team": wrong}}, "")
     later = {"fallbacks": [{"model": "*", "to": ["custom-mine/m"]}]}  # a custom provider may be in the store
     assert read_configured_gateways({"gateways": {"team": later}}, "")["default", "team"].fallbacks
-    with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names an unknown") as told:
+    with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names an unknown") as failure:
         read_configured_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, "")
-    assert "openai" in (told.value.hint or "")
+    assert "openai" in (failure.value.hint or "")
     with pytest.raises(InvalidRequest):
         read_configured_gateways({"gateways": {"team": 5}}, "")
     assert GatewaySettings().retries.attempts == 2

@@ -43,7 +43,7 @@ GEMINI = {
 
 
 @pytest.mark.parametrize(
-    ("dialect", "said", "usage"),
+    ("dialect", "data", "usage"),
     [
         ("openai-chat", OPENAI, Usage(input=2006, cached_read=1920, output=300, reasoning=192, audio=40)),
         ("openai-responses", RESPONSES, Usage(input=328, cached_read=128, output=52, reasoning=20)),
@@ -56,12 +56,12 @@ GEMINI = {
         ("gemini", GEMINI, Usage(input=1530, cached_read=1024, output=1047, reasoning=967, audio=300)),
     ],
 )
-def test_usage_of_each_dialect_is_parsed(dialect: str, said: dict[str, Any], usage: Usage) -> None:
-    assert Usage.parse(dialect, said) == usage
+def test_usage_of_each_dialect_is_parsed(dialect: str, data: dict[str, Any], usage: Usage) -> None:
+    assert Usage.parse(dialect, data) == usage
 
 
 @pytest.mark.parametrize(
-    ("said", "usage"),
+    ("data", "usage"),
     [
         # DeepSeek has hits and misses beside the prompt's tokens
         (
@@ -102,8 +102,8 @@ def test_usage_of_each_dialect_is_parsed(dialect: str, said: dict[str, Any], usa
         ),
     ],
 )
-def test_usage_variants_of_openai_compatible_providers(said: dict[str, Any], usage: Usage) -> None:
-    assert Usage.parse("openai-chat", said) == usage
+def test_usage_variants_of_openai_compatible_providers(data: dict[str, Any], usage: Usage) -> None:
+    assert Usage.parse("openai-chat", data) == usage
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_impossible_counts_are_ignored(absurd: float) -> None:
     assert Usage.parse("gemini", {"promptTokenCount": absurd, "totalTokenCount": absurd}) == Usage()
 
 
-@pytest.mark.parametrize("said", [None, [], "usage", 3, {}, {"prompt_cache_hit_tokens": 4}])
+@pytest.mark.parametrize("data", [None, [], "usage", 3, {}, {"prompt_cache_hit_tokens": 4}])
 @pytest.mark.parametrize("dialect", sorted(USAGE_READERS))
-def test_missing_usage_is_none(dialect: str, said: object) -> None:
-    assert Usage.parse(dialect, said) is None
+def test_missing_usage_is_none(dialect: str, data: object) -> None:
+    assert Usage.parse(dialect, data) is None
 
 
 NAMES = [

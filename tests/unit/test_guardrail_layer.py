@@ -39,7 +39,7 @@ class Judge:
 
 
 def run_layer(
-    rails: Any, judge: Judge, asked: GatewayRequest, answer: bytes | list[bytes] = b"{}"
+    rails: Any, judge: Judge, sent_request: GatewayRequest, answer: bytes | list[bytes] = b"{}"
 ) -> tuple[GatewayReply, bytes, list[GatewayRequest]]:
     """Return the reply, its bytes, and the bodies sent to the model."""
     sent: list[GatewayRequest] = []
@@ -58,8 +58,8 @@ def run_layer(
         return reply
 
     async def run() -> tuple[GatewayReply, bytes]:
-        asked.settings = GatewaySettings.parse({"guardrails": rails})
-        reply = await GuardrailLayer(judge, ManualClock()).wrap(inner)(asked)
+        sent_request.settings = GatewaySettings.parse({"guardrails": rails})
+        reply = await GuardrailLayer(judge, ManualClock()).wrap(inner)(sent_request)
         body = reply.body if isinstance(reply.body, bytes) else b"".join([chunk async for chunk in reply.body])
         await reply.close()
         return reply, body
@@ -83,9 +83,9 @@ def whole(text: str) -> bytes:
     ("says", "blocked"), [("safe", False), ("unsafe\nS3", False), ("unsafe\nS2", True), ("?", True)]
 )
 def test_judge_blocks_reply(says: str, blocked: bool, stream: bool) -> None:
-    judge, asked = Judge(says), call({"messages": []}, stream=stream)
+    judge, sent_request = Judge(says), call({"messages": []}, stream=stream)
     answer = chunks("Hello ", "there.") if stream else whole("Hello there.")
-    reply, body, _ = run_layer({"judges": [{**JUDGE, "reply": {"S2": "block"}}]}, judge, asked, answer)
+    reply, body, _ = run_layer({"judges": [{**JUDGE, "reply": {"S2": "block"}}]}, judge, sent_request, answer)
     assert "Hello there." in judge.asked[0]
     assert reply.micros == 108, "both judgements are billed"
     if not blocked:
@@ -99,21 +99,23 @@ def test_judge_blocks_reply(says: str, blocked: bool, stream: bool) -> None:
 
 @pytest.mark.parametrize("says", ["unsafe\nS2", "?"])
 def test_flagging_judge_passes_and_reports(says: str) -> None:
-    asked = call({"messages": []}, stream=True)
-    reply, body, _ = run_layer({"judges": [{**JUDGE, "reply": {"S2": "flag"}}]}, Judge(says), asked, chunks("Hello"))
+    sent_request = call({"messages": []}, stream=True)
+    reply, body, _ = run_layer(
+        {"judges": [{**JUDGE, "reply": {"S2": "flag"}}]}, Judge(says), sent_request, chunks("Hello")
+    )
     assert body == b"".join(chunks("Hello")) and reply.ended == "complete"
     entry = "S2" if "S2" in says else "unchecked"
-    assert list(map(str, asked.findings)) == [f"response:{entry}:flag"]
+    assert list(map(str, sent_request.findings)) == [f"response:{entry}:flag"]
 
 
 def test_long_text_is_judged_in_parts_up_to_a_limit() -> None:
     rails = {"judges": [{**JUDGE, "prompt": {"S1": "block"}, "instructions": ""}]}
     judge = Judge("safe", "safe", "unsafe\nS1")
-    asked = call({"messages": [{"role": "user", "content": "x " * (MAX_PART_CHARS + 1)}]})
-    assert run_layer(rails, judge, asked)[0].status == 400 and len(judge.asked) == 3
+    sent_request = call({"messages": [{"role": "user", "content": "x " * (MAX_PART_CHARS + 1)}]})
+    assert run_layer(rails, judge, sent_request)[0].status == 400 and len(judge.asked) == 3
     judge = Judge("safe")
-    asked = call({"messages": [{"role": "user", "content": "x" * (MAX_PART_CHARS * MAX_PARTS + 1)}]})
-    reply, body, sent = run_layer(rails, judge, asked)
+    sent_request = call({"messages": [{"role": "user", "content": "x" * (MAX_PART_CHARS * MAX_PARTS + 1)}]})
+    reply, body, sent = run_layer(rails, judge, sent_request)
     assert reply.status == 400 and not judge.asked and not sent and b"could not be checked" in body
 
 
@@ -126,8 +128,8 @@ def test_every_judged_part_is_billed() -> None:
 
     rails = {"judges": [{**JUDGE, "prompt": {"S1": "block"}, "instructions": ""}]}
     judge = Slow("?", "safe")
-    asked = call({"messages": [{"role": "user", "content": "x" * (MAX_PART_CHARS + OVERLAP_CHARS + 1)}]})
-    reply, body, _ = run_layer(rails, judge, asked)
+    sent_request = call({"messages": [{"role": "user", "content": "x" * (MAX_PART_CHARS + OVERLAP_CHARS + 1)}]})
+    reply, body, _ = run_layer(rails, judge, sent_request)
     assert (reply.status, reply.micros, len(judge.asked)) == (400, 16, 2) and b"could not be checked" in body
 
 
@@ -147,10 +149,10 @@ def test_judged_text_cannot_escape_its_delimiters() -> None:
     assert judge.asked[0].count("</text>") == 1
 
 
-@pytest.mark.parametrize("said", ["", "unsafe", "safe\nS1", "Sure! safe", "unsafe\nS14", None, "unsafe S1"])
-def test_invalid_verdicts_are_refused(said: Any) -> None:
+@pytest.mark.parametrize("verdict", ["", "unsafe", "safe\nS1", "Sure! safe", "unsafe\nS14", None, "unsafe S1"])
+def test_invalid_verdicts_are_refused(verdict: Any) -> None:
     with pytest.raises(UpstreamBroken):
-        parse_verdict(said)
+        parse_verdict(verdict)
 
 
 def test_verdicts_are_parsed() -> None:
@@ -163,8 +165,8 @@ BLOCK = {"patterns": [{"name": "b", "find": ["email"], "action": "block"}]}
 
 def test_redaction_removes_duplicate_keys() -> None:
     """Of a duplicate key one parser uses the first value, another the last."""
-    asked = call(b'{"messages": [{"content": "%b"}], "messages": [{"content": "x"}]}' % MAIL.encode())
-    _, _, sent = run_layer(REDACT, Judge(""), asked)
+    sent_request = call(b'{"messages": [{"content": "%b"}], "messages": [{"content": "x"}]}' % MAIL.encode())
+    _, _, sent = run_layer(REDACT, Judge(""), sent_request)
     assert json.loads(sent[0].body) == {"messages": [{"content": "x"}]} and MAIL.encode() not in sent[0].body
 
 
@@ -189,9 +191,9 @@ def nest(depth: int, text: str) -> bytes:
 @pytest.mark.parametrize("rails", [BLOCK, {"judges": [{**JUDGE, "prompt": {"S1": "block"}}]}])
 def test_nested_texts_are_inspected(rails: Any, depth: int) -> None:
     """A nested text is either inspected or refused."""
-    asked = call(nest(depth, f"write to {MAIL}"))
+    sent_request = call(nest(depth, f"write to {MAIL}"))
     try:
-        reply, _, sent = run_layer(rails, Judge("unsafe\nS1"), asked)
+        reply, _, sent = run_layer(rails, Judge("unsafe\nS1"), sent_request)
     except InvalidRequest as refused:
         assert depth > 400 and "nested too deep" in refused.message
         return
@@ -207,10 +209,10 @@ def test_deeply_nested_reply_is_blocked(depth: int) -> None:
 
 def test_findings_header_escapes_names() -> None:
     rule = {"name": "Überweisung 中", "find": ["email"], "action": "flag"}
-    asked = call({"messages": [{"content": MAIL}]})
-    run_layer({"patterns": [rule]}, Judge(""), asked)
-    assert asked.reply_headers["cf-aig-dlp"].isascii()
-    assert json.loads(asked.reply_headers["cf-aig-dlp"])["findings"][0]["policy_ids"] == ["Überweisung 中"]
+    sent_request = call({"messages": [{"content": MAIL}]})
+    run_layer({"patterns": [rule]}, Judge(""), sent_request)
+    assert sent_request.reply_headers["cf-aig-dlp"].isascii()
+    assert json.loads(sent_request.reply_headers["cf-aig-dlp"])["findings"][0]["policy_ids"] == ["Überweisung 中"]
 
 
 def test_names_and_images_are_not_inspected() -> None:
@@ -220,15 +222,15 @@ def test_names_and_images_are_not_inspected() -> None:
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x;base64,YWRhQGV4YW1wbGU="}}]}
         ],
     }
-    asked = call(body)
-    _, _, sent = run_layer(REDACT, Judge(""), asked)
-    assert sent[0].body is asked.body and not asked.findings
+    sent_request = call(body)
+    _, _, sent = run_layer(REDACT, Judge(""), sent_request)
+    assert sent[0].body is sent_request.body and not sent_request.findings
 
 
 def test_request_without_guardrails_is_unchanged() -> None:
-    asked = call({"messages": [{"content": MAIL}]})
-    reply, _, sent = run_layer({}, Judge(""), asked)
-    assert sent[0] is asked and not reply.close_callbacks
+    sent_request = call({"messages": [{"content": MAIL}]})
+    reply, _, sent = run_layer({}, Judge(""), sent_request)
+    assert sent[0] is sent_request and not reply.close_callbacks
 
 
 @pytest.mark.parametrize(

@@ -38,23 +38,23 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 
 
 def run(gateway: Gateways, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-    status, _, said = gateway.post(f"{RUN}{path}", body, KEY)
-    return status, json.loads(said)
+    status, _, answer = gateway.post(f"{RUN}{path}", body, KEY)
+    return status, json.loads(answer)
 
 
 @pytest.mark.parametrize("model", ["oai/@cf/some/model", "ant/claude", "@cf/meta/llama"])
 def test_run_answers_prompt(gateway: Gateways, model: str) -> None:
-    status, said = run(gateway, f"/{model}", {"prompt": "What is it?", "max_tokens": 8})
-    assert status == 200 and said["success"] and said["errors"] == said["messages"] == []
-    assert said["result"]["response"] == TEXT and said["result"]["usage"]["completion_tokens"] == 8
-    asked = gateway.fakes["fake"].requests[-1]
-    assert asked.json["messages"] == [{"role": "user", "content": "What is it?"}]
-    assert asked.json["model"] == model.removeprefix("oai/").removeprefix("ant/")
+    status, answer = run(gateway, f"/{model}", {"prompt": "What is it?", "max_tokens": 8})
+    assert status == 200 and answer["success"] and answer["errors"] == answer["messages"] == []
+    assert answer["result"]["response"] == TEXT and answer["result"]["usage"]["completion_tokens"] == 8
+    request = gateway.fakes["fake"].requests[-1]
+    assert request.json["messages"] == [{"role": "user", "content": "What is it?"}]
+    assert request.json["model"] == model.removeprefix("oai/").removeprefix("ant/")
 
 
 def test_model_may_be_in_the_body(gateway: Gateways) -> None:
-    status, said = run(gateway, "", {"model": "oai/m", "input": {"messages": [{"role": "user", "content": "x"}]}})
-    assert status == 200 and said["result"]["response"] == TEXT
+    status, answer = run(gateway, "", {"model": "oai/m", "input": {"messages": [{"role": "user", "content": "x"}]}})
+    assert status == 200 and answer["result"]["response"] == TEXT
     assert run(gateway, "", {"model": "oai/m"})[0] == 400
 
 
@@ -62,22 +62,22 @@ def test_tools_and_schemas_are_translated(gateway: Gateways) -> None:
     tool = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
     form = {"type": "json_schema", "json_schema": {"type": "object"}}
     body = {"prompt": "x", "tools": [tool], "response_format": form}
-    _, said = run(gateway, "/m", body)
-    assert said["result"]["tool_calls"] == [{"name": "weather", "arguments": {"city": "Paris"}}]
-    asked = gateway.fakes["fake"].requests[-1].json
-    assert asked["tools"] == [{"type": "function", "function": tool}]
-    assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    _, answer = run(gateway, "/m", body)
+    assert answer["result"]["tool_calls"] == [{"name": "weather", "arguments": {"city": "Paris"}}]
+    request = gateway.fakes["fake"].requests[-1].json
+    assert request["tools"] == [{"type": "function", "function": tool}]
+    assert request["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
 def test_text_is_embedded(gateway: Gateways) -> None:
-    _, said = run(gateway, "/m", {"text": ["a"]})
-    assert said["result"]["shape"] == [1, 2] and said["result"]["data"] == [[0.25, -0.5]]
+    _, answer = run(gateway, "/m", {"text": ["a"]})
+    assert answer["result"]["shape"] == [1, 2] and answer["result"]["data"] == [[0.25, -0.5]]
 
 
 def test_run_streams(gateway: Gateways) -> None:
     tools = [{"name": "weather", "parameters": {}}]
-    status, headers, said = gateway.post(f"{RUN}/m", {"prompt": "x", "stream": True, "tools": tools}, KEY)
-    events = [line.removeprefix("data: ") for line in said.decode().split("\n\n") if line]
+    status, headers, answer = gateway.post(f"{RUN}/m", {"prompt": "x", "stream": True, "tools": tools}, KEY)
+    events = [line.removeprefix("data: ") for line in answer.decode().split("\n\n") if line]
     assert status == 200 and headers["content-type"].startswith("text/event-stream") and events[-1] == "[DONE]"
     found = [json.loads(event) for event in events[:-1]]
     assert "".join(each["response"] for each in found) == TEXT
@@ -89,11 +89,11 @@ def test_run_streams(gateway: Gateways) -> None:
 
 def test_run_and_chat_share_the_cache(tmp_path: Path) -> None:
     with start_gateway(tmp_path, cache_ttl=60) as gateway:
-        told = [run(gateway, "/m", {"prompt": "x"}) for _ in range(2)]
+        error = [run(gateway, "/m", {"prompt": "x"}) for _ in range(2)]
         chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        status, headers, said = gateway.post("/accounts/default/ai/v1/chat/completions", chat, KEY)
-        assert [each[0] for each in told] == [200, 200] and told[0] == told[1]
-        assert status == 200 and headers["cf-aig-cache-status"] == "HIT" and "choices" in json.loads(said)
+        status, headers, answer = gateway.post("/accounts/default/ai/v1/chat/completions", chat, KEY)
+        assert [each[0] for each in error] == [200, 200] and error[0] == error[1]
+        assert status == 200 and headers["cf-aig-cache-status"] == "HIT" and "choices" in json.loads(answer)
         assert gateway.fakes["fake"].count == 1
 
 
@@ -106,8 +106,8 @@ def is_idle(gateway: Gateways) -> bool:
 
 def test_deeply_nested_json_stays_text(gateway: Gateways) -> None:
     gateway.fakes["fake"].text = "[" * 1500
-    status, headers, said = gateway.post(f"{RUN}/m", FORM, KEY)
-    assert status == 200 and json.loads(said)["result"]["response"] == "[" * 1500
+    status, headers, answer = gateway.post(f"{RUN}/m", FORM, KEY)
+    assert status == 200 and json.loads(answer)["result"]["response"] == "[" * 1500
     assert gateway.record(headers["cf-aig-log-id"]).success and is_idle(gateway)
     [row] = fetch_results(gateway, queue_batch(gateway, [FORM]))["responses"]
     assert row["success"] and row["result"]["response"] == "[" * 1500 and gateway.fakes["fake"].count == 2
@@ -134,11 +134,11 @@ def test_reply_is_closed_if_conversion_fails(gateway: Gateways, monkeypatch: pyt
 def test_busy_provider_is_retried_or_rejected(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.fault = "429"
-    status, said = run(gateway, "/m?rejectIfBusy=true", {"prompt": "x"})
-    assert status == 429 and said["success"] is False and fake.count == 1
-    assert said["errors"] == [{"code": 3040, "message": "Capacity temporarily exceeded, please try again."}]
-    status, said = run(gateway, "", {"model": "m", "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
-    assert status == 429 and said["errors"][0]["code"] == 3040
+    status, answer = run(gateway, "/m?rejectIfBusy=true", {"prompt": "x"})
+    assert status == 429 and answer["success"] is False and fake.count == 1
+    assert answer["errors"] == [{"code": 3040, "message": "Capacity temporarily exceeded, please try again."}]
+    status, answer = run(gateway, "", {"model": "m", "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
+    assert status == 429 and answer["errors"][0]["code"] == 3040
     fake.fault, fake.script = "", ["429"] * 5
     assert run(gateway, "/m", {"prompt": "x"})[0] == 200, "the request waits for capacity"
 
@@ -161,15 +161,15 @@ def test_busy_provider_is_retried_or_rejected(gateway: Gateways) -> None:
     ],
 )
 def test_invalid_runs_are_refused(gateway: Gateways, path: str, body: Any, status: int) -> None:
-    got, said = run(gateway, path, body)
-    assert got == status and said["success"] is False and said["errors"][0]["message"]
+    got, answer = run(gateway, path, body)
+    assert got == status and answer["success"] is False and answer["errors"][0]["message"]
 
 
 def test_workers_ai_models_are_forwarded(gateway: Gateways) -> None:
     status, _ = run(gateway, "/workers-ai/@cf/meta/llama-3.1-8b-instruct", {"prompt": "x"})
-    asked = gateway.fakes["fake"].requests[-1]
-    assert status == 200 and asked.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
-    assert asked.headers["authorization"] == "Bearer of-workers"
+    request = gateway.fakes["fake"].requests[-1]
+    assert status == 200 and request.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
+    assert request.headers["authorization"] == "Bearer of-workers"
     model = "workers-ai/@cf/meta/llama-3.1-8b-instruct"
     run(gateway, "", {"model": model, "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
     assert gateway.fakes["fake"].requests[-1].path.endswith("-instruct?rejectIfBusy=true")
@@ -179,19 +179,19 @@ def test_workers_ai_models_are_forwarded(gateway: Gateways) -> None:
 
 
 def queue_batch(gateway: Gateways, requests: list[dict[str, Any]]) -> str:
-    status, said = run(gateway, "/m?queueRequest=true", {"requests": requests})
-    assert status == 200 and said["result"]["status"] == "queued" and said["result"]["model"] == "m"
-    return str(said["result"]["request_id"])
+    status, answer = run(gateway, "/m?queueRequest=true", {"requests": requests})
+    assert status == 200 and answer["result"]["status"] == "queued" and answer["result"]["model"] == "m"
+    return str(answer["result"]["request_id"])
 
 
 def fetch_results(gateway: Gateways, id: str) -> dict[str, Any]:
     deadline = time.monotonic() + 30
     while True:
-        status, said = run(gateway, "/m", {"request_id": id})
-        assert status == 200 and time.monotonic() < deadline, said
-        if "responses" in said["result"]:
-            return dict(said["result"])
-        assert said["result"]["status"] in ("queued", "running")
+        status, answer = run(gateway, "/m", {"request_id": id})
+        assert status == 200 and time.monotonic() < deadline, answer
+        if "responses" in answer["result"]:
+            return dict(answer["result"])
+        assert answer["result"]["status"] in ("queued", "running")
         time.sleep(0.05)
 
 
@@ -202,15 +202,15 @@ def test_batch_is_answered(gateway: Gateways) -> None:
     assert [each["external_reference"] for each in found["responses"]] == [f"r{i}" for i in range(9)]
     assert all(each["success"] and each["result"]["response"] == TEXT for each in found["responses"])
     assert found["usage"] == {"prompt_tokens": 99, "completion_tokens": 72, "total_tokens": 171}
-    prompts = {asked.json["messages"][0]["content"] for asked in gateway.fakes["fake"].requests}
+    prompts = {request.json["messages"][0]["content"] for request in gateway.fakes["fake"].requests}
     assert prompts == {f"number {i}" for i in range(9)}
 
 
 def test_options_of_a_batch_apply_to_each_request(gateway: Gateways) -> None:
     headers = {**KEY, "cf-aig-metadata": '{"team": "red"}', "cf-aig-custom-cost": '{"total_cost": 0.5}'}
-    status, _, said = gateway.post(f"{RUN}/m?queueRequest=true", {"requests": [{"prompt": "x"}]}, headers)
+    status, _, answer = gateway.post(f"{RUN}/m?queueRequest=true", {"requests": [{"prompt": "x"}]}, headers)
     assert status == 200
-    fetch_results(gateway, json.loads(said)["result"]["request_id"])
+    fetch_results(gateway, json.loads(answer)["result"]["request_id"])
     until(lambda: (record := gateway.newest()) is not None and record.metadata.get("team") == "red", 10)
     record = gateway.newest()
     assert record is not None and record.micros == 500_000
@@ -226,8 +226,8 @@ def test_failed_request_of_a_batch_fails_alone(gateway: Gateways) -> None:
 
 def test_batch_is_hidden_from_other_keys(gateway: Gateways) -> None:
     id = queue_batch(gateway, [{"prompt": "x"}])
-    status, _, said = gateway.post(f"{RUN}/m", {"request_id": id})
-    assert status == 404 and json.loads(said)["success"] is False
+    status, _, answer = gateway.post(f"{RUN}/m", {"request_id": id})
+    assert status == 404 and json.loads(answer)["success"] is False
     fetch_results(gateway, id)
 
 
@@ -243,11 +243,11 @@ def test_revoked_permission_stops_queued_requests(
     key = json.loads(made)
     own = {"authorization": f"Bearer {key['secret']}"}
     given = {"requests": [{"prompt": str(i)} for i in range(7)]}
-    status, _, said = gateway.post(f"{RUN}/m?queueRequest=true", given, own)
-    assert status == 200, said
+    status, _, answer = gateway.post(f"{RUN}/m?queueRequest=true", given, own)
+    assert status == 200, answer
     until(lambda: fake.count > 4, 10)
     assert gateway.post(f"/admin/accounts/default/keys/{key['id']}", narrowed, KEY, "PATCH")[0] == 200
-    rows = fetch_results(gateway, json.loads(said)["result"]["request_id"])["responses"]
+    rows = fetch_results(gateway, json.loads(answer)["result"]["request_id"])["responses"]
     assert [row["success"] for row in rows].count(True) == 2
     assert [row["error"]["code"] for row in rows if not row["success"]] == [10000] * 5
 

@@ -161,9 +161,14 @@ def test_messages_pass_both_ways(gateway: Gateways, provider: Provider) -> None:
         for _ in range(2):
             socket.send("done")
             assert json.loads(socket.recv(timeout=5))["type"] == "response.done"
-    asked = provider.requests[-1]
-    assert asked.path == "/v1/realtime?model=gpt-realtime" and asked.headers["authorization"] == "Bearer sk-stored"
-    assert asked.headers["openai-beta"] == "realtime=v1" and not any("cf-aig" in name for name in asked.headers)
+    sent_request = provider.requests[-1]
+    assert (
+        sent_request.path == "/v1/realtime?model=gpt-realtime"
+        and sent_request.headers["authorization"] == "Bearer sk-stored"
+    )
+    assert sent_request.headers["openai-beta"] == "realtime=v1" and not any(
+        "cf-aig" in name for name in sent_request.headers
+    )
     log = row(gateway, socket)
     assert (log.status, log.ended, log.success, log.model, log.provider) == (
         101,
@@ -194,12 +199,12 @@ def test_openai_client_connects(gateway: Gateways) -> None:
 
 
 def test_browser_sends_keys_as_subprotocols(gateway: Gateways, provider: Provider) -> None:
-    said = [f"cf-aig-authorization.{KEY}", "realtime", "openai-insecure-api-key.sk-mine", "openai-beta.realtime-v1"]
-    with open_socket(gateway, additional_headers={}, subprotocols=[Subprotocol(each) for each in said]) as socket:
+    answer = [f"cf-aig-authorization.{KEY}", "realtime", "openai-insecure-api-key.sk-mine", "openai-beta.realtime-v1"]
+    with open_socket(gateway, additional_headers={}, subprotocols=[Subprotocol(each) for each in answer]) as socket:
         assert socket.subprotocol == "realtime"
-    asked = provider.requests[-1].headers
-    assert asked["authorization"] == "Bearer sk-mine" and KEY not in str(asked)
-    assert asked["sec-websocket-protocol"] == "realtime, openai-beta.realtime-v1"
+    sent_request = provider.requests[-1].headers
+    assert sent_request["authorization"] == "Bearer sk-mine" and KEY not in str(sent_request)
+    assert sent_request["sec-websocket-protocol"] == "realtime, openai-beta.realtime-v1"
 
 
 def test_gemini_model_is_in_first_message(gateway: Gateways, provider: Provider) -> None:
@@ -207,9 +212,9 @@ def test_gemini_model_is_in_first_message(gateway: Gateways, provider: Provider)
     with open_socket(gateway, path) as socket:
         socket.send(json.dumps({"setup": {"model": "models/gemini-live"}}))
         assert "setup" in json.loads(socket.recv(timeout=5))
-    asked = provider.requests[-1]
-    assert asked.path == "/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
-    assert asked.headers["x-goog-api-key"] == "g-stored"
+    sent_request = provider.requests[-1]
+    assert sent_request.path == "/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
+    assert sent_request.headers["x-goog-api-key"] == "g-stored"
     with open_socket(gateway, path) as socket, pytest.raises(ConnectionClosed) as closed:
         socket.send(json.dumps({"setup": {"model": "models/gemini-dear"}}).encode())
         socket.recv(timeout=5)
@@ -264,12 +269,12 @@ def test_failing_provider_opens_circuit_breaker(gateway: Gateways) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "ended"),
+    ("failure", "code", "ended"),
     [("close 1000", 1000, "complete"), ("close 4003", 4003, "cut"), ("break", 1014, "cut"), ("large", 1009, "cut")],
 )
-def test_provider_close_is_passed_on(gateway: Gateways, told: str, code: int, ended: str) -> None:
+def test_provider_close_is_passed_on(gateway: Gateways, failure: str, code: int, ended: str) -> None:
     with open_socket(gateway) as socket:
-        socket.send(told)
+        socket.send(failure)
         with pytest.raises(ConnectionClosed) as closed:
             socket.recv(timeout=5)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == code

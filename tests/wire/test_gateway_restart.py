@@ -87,9 +87,9 @@ def _gateway(home: Path, store: str, more: str = "") -> Iterator[tuple[subproces
 def _call(url: str) -> tuple[int, str]:
     """Return status and log id of a request, which fails because there is no engine."""
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-    asked = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
+    sent_request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=10)
+        urllib.request.urlopen(sent_request, timeout=10)
     return refused.value.code, refused.value.headers["cf-aig-log-id"]
 
 

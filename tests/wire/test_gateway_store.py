@@ -293,9 +293,9 @@ def matches(record: LogRecord, f: LogFilters) -> bool:
         and (f.cached is None or record.cached == f.cached)
         and (f.rescued is None or (record.success and record.step > 0) == f.rescued)
         and all(
-            not asked or getattr(record, name) in asked
+            not request or getattr(record, name) in request
             for name in ("status", "provider", "model", "key_id", "user", "event_id", "feedback")
-            for asked in [getattr(f, name)]
+            for request in [getattr(f, name)]
         )
         and within(record.micros, f.micros)
         and within(record.usage.input, f.tokens_in)
@@ -388,8 +388,8 @@ def test_nul_characters_are_stored(store: GatewayStore, run: Run[Any]) -> None:
 def totals(
     store: GatewayStore, run: Run[Any], dimension: Any = "all", unit: Any = "day", **more: Any
 ) -> dict[str, int]:
-    asked = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
-    return {cell.value: cell["requests"] for cell in run(store.rollups(asked))}
+    request = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
+    return {cell.value: cell["requests"] for cell in run(store.rollups(request))}
 
 
 def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> None:
@@ -458,8 +458,8 @@ def test_daily_users_are_bounded_and_sums_exact(
     run(both())
 
     def read_spends(at: int) -> dict[str, tuple[int, int]]:
-        asked = RollupQuery("acme", "day", at, at + 1, dimension="user", over_time=False)
-        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.rollups(asked))}
+        request = RollupQuery("acme", "day", at, at + 1, dimension="user", over_time=False)
+        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.rollups(request))}
 
     assert read_spends(NOON - DAY) == {r.user: (1, 1) for r in few}, "up to this number cells are exact"
     found = read_spends(NOON)
