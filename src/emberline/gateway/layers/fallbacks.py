@@ -75,7 +75,7 @@ def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bo
         dialect=step.dialect or call.dialect,
         headers=headers,
         body=call.body if step.body is None else step.body,
-        **({} if step.body is None else {"seen": step.body_fields, "surveyed": step.body_summary}),
+        **({} if step.body is None else {"body_fields": step.body_fields, "body_summary": step.body_summary}),
         stream=call.stream if step.stream is None else step.stream,
         options=step.options or call.options,
         is_dialect_endpoint=step.endpoint is None or step.is_dialect_endpoint,
