@@ -588,7 +588,7 @@ def test_migrations_apply_once_and_newer_schema_is_refused(
     run(with_store(lambda s: s.append([(kept, None)])))
     module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:
-        newer.setattr(module, "LOGS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
+        newer.setattr(module, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
         assert run(with_store(lambda s: s.record("acme", "main", kept.id))) == kept
         assert run(with_store(lambda s: s.days())) == [day_of(NOON)]  # one try is enough
     with pytest.raises(StoreFailed, match="newer version"):
