@@ -1,4 +1,4 @@
-"""Calls and handlers for tests of the gateway's layers."""
+"""Requests and streams for tests of the gateway's layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def call(
 
 
 class Pieces:
-    """A stream that gives what it is told to, and says how it ended."""
+    """A stream of given chunks that records how it ended."""
 
     def __init__(self, *chunks: bytes, reply: GatewayReply | None = None, error: Exception | None = None) -> None:
         self._chunks = list(chunks)

@@ -6,7 +6,7 @@ from typing import Any
 
 from emberline.gateway.logs.record import LogRecord, new_record_id
 
-NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # of some day
+NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # some day
 DAY = 86_400_000
 
 

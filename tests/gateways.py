@@ -1,4 +1,4 @@
-"""A real gateway for tests, in a thread of this process: HTTP in front, fake providers behind, a real store inside."""
+"""A real gateway in a thread of the test process, with HTTP, fake providers and a real store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TIMEOUTS = {
     "first_byte": 10.0,
     "between_events": 10.0,
     "total": 30.0,
-}  # longer than one is busy
-HASTY = {**TIMEOUTS, "first_byte": 1.2, "between_events": 1.2}  # where being late is what is tested
+}
+HASTY = {**TIMEOUTS, "first_byte": 1.2, "between_events": 1.2}  # for tests of timeouts
 
 
 class Loop:
@@ -48,8 +48,11 @@ class Loop:
 
 
 class Gateways:
-    """`settings` are of the default gateway, `process` of what it runs in. `providers` gets the fakes' URLs by name,
-    and gives all settings."""
+    """A running gateway with fake providers.
+
+    `settings` are those of the default gateway, `process` those of the process. `providers` returns the settings of all
+    providers for the URLs of the fakes.
+    """
 
     def __init__(
         self,
@@ -62,10 +65,10 @@ class Gateways:
         self._process = process or {}
         self._loop = Loop()
         self.home = home
-        self.fakes = {name: self._loop.run(_started()) for name in fakes}
+        self.fakes = {name: self._loop.run(_start_fake()) for name in fakes}
         tables = providers({name: fake.url for name, fake in self.fakes.items()})
         default = {"timeouts": TIMEOUTS, "retries": {"attempts": 2, "delay": 0.01}, "providers": tables}
-        self._found = {"gateways": {"default": {**default, **settings}}}
+        self._config_file = {"gateways": {"default": {**default, **settings}}}
         self._loop.run(self._start())
 
     async def _start(self) -> None:
@@ -74,10 +77,10 @@ class Gateways:
             store=f"sqlite:{self.home / 'store'}",
             master_key=str(self.home / "master"),
             api_keys=("a-key-of-the-tests",),
-            engine="http://127.0.0.1:1",  # where nobody is,
+            engine="http://127.0.0.1:1",  # an unused port
             **self._process,
         )
-        app = await build_gateway(config, self._found, self._stack)
+        app = await build_gateway(config, self._config_file, self._stack)
         self._store = app.store
         listener = bind_listener("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -109,47 +112,47 @@ class Gateways:
         self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST"
     ) -> tuple[int, dict[str, str], bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             self.url + path, data, {"content-type": "application/json", **(headers or {})}, method=method
         )
         try:
-            with urllib.request.urlopen(asked, timeout=30) as reply:
+            with urllib.request.urlopen(request, timeout=30) as reply:
                 return reply.status, {k.lower(): v for k, v in reply.headers.items()}, reply.read()
         except urllib.error.HTTPError as e:
             return e.code, {k.lower(): v for k, v in e.headers.items()}, e.read()
 
     def record(self, id: str) -> LogRecord:
-        """Of the log, once it is written."""
+        """Return the log record, waiting until it is written."""
         deadline = time.monotonic() + 10
-        while (found := self._loop.run(self._look(id))) is None:
+        while (found := self._loop.run(self._find(id))) is None:
             assert time.monotonic() < deadline, f"no record {id}"
             time.sleep(0.02)
-        self._loop.run(self._store._writer.run(lambda lane: None))  # its payload is written after it
+        self._loop.run(self._store._writer.run(lambda thread: None))  # the payload is written after the record
         return found
 
-    async def _look(self, id: str) -> LogRecord | None:
+    async def _find(self, id: str) -> LogRecord | None:
         return await self._store.record("default", "default", id)
 
     def has_no_record(self, id: str) -> bool:
-        """Asked when later ones are written."""
-        return self._loop.run(self._look(id)) is None
+        """Return whether the record is missing although later ones are written."""
+        return self._loop.run(self._find(id)) is None
 
     def payload(self, id: str) -> LogPayload | None:
         return self._loop.run(self._store.payload("default", "default", id))
 
     def append(self, records: Sequence[LogRecord]) -> None:
-        """As if they had been logged."""
+        """Append records to the store directly."""
         self._loop.run(self._store.append([(record, None) for record in records]))
 
     def newest(self) -> LogRecord | None:
-        """The last one written."""
+        """Return the last record written."""
 
-        async def look() -> list[LogRecord]:
+        async def read() -> list[LogRecord]:
             return (await self._store.page(LogFilters(account="default", gateway="default"), limit=1)).records
 
-        found = self._loop.run(look())
+        found = self._loop.run(read())
         return found[0] if found else None
 
 
-async def _started() -> FakeProvider:
+async def _start_fake() -> FakeProvider:
     return await FakeProvider().start()

@@ -1,4 +1,4 @@
-"""One replica of a gateway, as far as limits go: many clients at once against one rule. Prints what came of it.
+"""One replica's limiter: many concurrent clients against one rule. It prints the outcome.
 
 python limit_replica.py URL CLIENTS RULE(JSON) AMOUNT
 """
@@ -21,7 +21,7 @@ from emberline.gateway.redis_client import RedisClient
 
 
 async def main(url: str, clients: int, rule: LimitRule, amount: int) -> None:
-    link = RedisClient(url, SystemClock(), timeout_s=20.0)  # so that a loaded machine does not decide
+    link = RedisClient(url, SystemClock(), timeout_s=20.0)  # so that a loaded machine does not change the outcome
     assert await link.start(20.0)
     limiter = RedisLimiter(link, degraded="closed")
     passed = used = 0

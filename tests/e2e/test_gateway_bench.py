@@ -1,4 +1,4 @@
-"""`emberline bench gateway` runs to its end and says what it measured."""
+"""`emberline bench gateway` runs to its end and reports its measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from routers import SRC
 
 
-def test_it_reports() -> None:
+def test_gateway_bench_reports_all_figures() -> None:
     small = ["--requests", "40", "--clients", "2", "--streams", "2", "--events", "6", "--rounds", "1", "--soak", "500"]
     command = [sys.executable, "-m", "emberline.cli", "bench", "gateway", *small]
     done = subprocess.run(

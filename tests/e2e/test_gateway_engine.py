@@ -1,4 +1,4 @@
-"""`emberline gateway` as a user runs it, with nothing but the local engine: the real clients, on the real model."""
+"""`emberline gateway` with only the local engine: real clients and a real model."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def gateway(running: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_chat(gateway: str, server: str) -> None:
     through = openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0)
     direct = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
-    said = [
+    answer = [
         c.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=12, temperature=0).choices[0].message.content
         for c in (through, direct)
     ]
-    assert said[0] == said[1] and "Paris" in str(said[0])
+    assert answer[0] == answer[1] and "Paris" in str(answer[0])
     with through.chat.completions.create(
         model=MODEL, messages=FRANCE, max_tokens=12, temperature=0, stream=True
     ) as stream:
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said[0]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == answer[0]
     assert MODEL in [model.id for model in through.models.list()]
     assert through.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError) as caught:
         through.chat.completions.create(model="no-such-model", messages=FRANCE)
-    assert caught.value.code == "model_not_found", "the engine's own words"
+    assert caught.value.code == "model_not_found", "the engine's own message"
 
 
 def test_responses_and_embeddings(gateway: str) -> None:
@@ -83,8 +83,8 @@ def test_messages_and_tools(gateway: str) -> None:
     assert counted.input_tokens > 5
 
 
-def test_cloudflares_examples_as_they_are(gateway: str) -> None:
-    """The raw HTTP of its documentation, with our names in it."""
+def test_examples_of_cloudflares_docs_work(gateway: str) -> None:
+    """Send the HTTP requests of Cloudflare's documentation, with this gateway's names."""
     compat = {"model": f"emberline/{MODEL}", "messages": FRANCE, "max_tokens": 12, **GREEDY}
     assert (
         "Paris"

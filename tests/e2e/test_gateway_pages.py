@@ -23,15 +23,15 @@ from emberline.gateway.providers.registry import PROVIDERS_BY_SLUG
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "tests" / ".artifacts"
-PICTURE = ROOT / "docs" / "gateway.png"  # to renew it, delete it and run this file
+PICTURE = ROOT / "docs" / "gateway.png"  # to renew the file, delete it and run these tests
 KEY = "a-key-of-the-tests"
 ADMIN = {"authorization": f"Bearer {KEY}"}
 HOSTILE = "<img src=x onerror=window.hacked=1>"
-ROOMS = ("overview", "logs", "playground", "keys", "budgets", "routes", "gateways", "providers", "prices", "audit")
-PRICE = {"input": 1_000_000_000, "output": 2_000_000_000}  # a tenth of a cent for a token, so that sums are seen
+TABS = ("overview", "logs", "playground", "keys", "budgets", "routes", "gateways", "providers", "prices", "audit")
+PRICE = {"input": 1_000_000_000, "output": 2_000_000_000}  # a tenth of a cent per token, so that sums are visible
 
 
-def places(urls: dict[str, str]) -> dict[str, Any]:
+def write_config(urls: dict[str, str]) -> dict[str, Any]:
     return {"oai": {"base_url": urls["fake"]}, "spare": {"base_url": urls["spare"]}}
 
 
@@ -40,7 +40,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     with Gateways(
         tmp_path_factory.mktemp("pages"),
         ("fake", "spare"),
-        places,
+        write_config,
         default_provider="oai",
         authentication=True,
         prices={"oai/priced": PRICE},
@@ -58,9 +58,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def page(browser: Chromium, gateway: Gateways) -> Iterator[Chromium]:
-    """Signed in. Nothing is hacked afterwards, and the console is quiet but for what the network panel says."""
+    """A signed-in page. At the end, no script was injected and the console has no errors but failed requests."""
     browser.complaints.clear()
-    forget(browser, gateway)
+    sign_out(browser, gateway)
     browser.open(gateway.url)
     sign_in(browser, KEY)
     browser.wait("document.body.dataset.signed === 'in' && document.querySelector('#charts')")
@@ -69,8 +69,8 @@ def page(browser: Chromium, gateway: Gateways) -> Iterator[Chromium]:
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
 
 
-def forget(browser: Chromium, gateway: Gateways) -> None:
-    browser.open(f"{gateway.url}/static/ember.svg")  # of the same origin, and without a script that could remember
+def sign_out(browser: Chromium, gateway: Gateways) -> None:
+    browser.open(f"{gateway.url}/static/ember.svg")  # a page of the same origin without scripts that keep state
     browser.js("localStorage.clear(); sessionStorage.clear()")
 
 
@@ -79,8 +79,8 @@ def sign_in(page: Chromium, token: str) -> None:
     page.press("Enter")
 
 
-def go(page: Chromium, room: str, until: str) -> None:
-    page.js(f"location.hash = {json.dumps('#/' + room)}")
+def open_page(page: Chromium, tab: str, until: str) -> None:
+    page.js(f"location.hash = {json.dumps('#/' + tab)}")
     page.wait(f"document.querySelector({json.dumps(until)})")
 
 
@@ -90,15 +90,15 @@ def fill(page: Chromium, **values: str) -> None:
 
 
 def press(page: Chromium, text: str, within: str = "main") -> None:
-    """The button that says so."""
+    """Click the button with this text."""
     buttons = json.dumps(f"{within} button")
     found = f"[...document.querySelectorAll({buttons})].find(b => b.textContent === {json.dumps(text)})"
     page.wait(found)
     page.js(f"{found}.click()")
 
 
-def total(page: Chromium, title: str) -> str:
-    """The figure of a chart."""
+def chart_total(page: Chromium, title: str) -> str:
+    """Return the total of a chart."""
     charts = "[...document.querySelectorAll('.timechart')]"
     found = f"{charts}.find(chart => chart.querySelector('.name').textContent === '{title}')"
     return str(page.js(f"{found}.querySelector('.total').textContent"))
@@ -106,33 +106,33 @@ def total(page: Chromium, title: str) -> str:
 
 def manage(gateway: Gateways, path: str, method: str = "GET", body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
-    status, _, told = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
-    assert status in (200, 201), told
-    return json.loads(told)
+    status, _, error = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
+    assert status in (200, 201), error
+    return json.loads(error)
 
 
 def chat(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> tuple[int, dict[str, str]]:
     headers = more.pop("headers", ADMIN)
     body = {"model": model, "messages": [{"role": "user", "content": text}], **more}
-    status, told, _ = gateway.post("/v1/chat/completions", body, headers)
-    return status, told
+    status, error, _ = gateway.post("/v1/chat/completions", body, headers)
+    return status, error
 
 
-def ask(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> int:
-    """Until it is in the log."""
-    status, told = chat(gateway, model, text, **more)
+def send_prompt(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> int:
+    """Send a prompt and wait until the request is in the log."""
+    status, error = chat(gateway, model, text, **more)
     if status != 401:
-        gateway.record(told["cf-aig-log-id"])
+        gateway.record(error["cf-aig-log-id"])
     return status
 
 
-def test_the_door_opens_to_admins_only(browser: Chromium, gateway: Gateways) -> None:
+def test_sign_in_requires_admin_key(browser: Chromium, gateway: Gateways) -> None:
     with urllib.request.urlopen(gateway.url) as reply:
         policy = reply.headers["content-security-policy"]
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
-    forget(browser, gateway)
+    sign_out(browser, gateway)
     browser.open(f"{gateway.url}/#/keys")
-    assert "gateway/admin.key" in browser.text("#sign-in"), "it says where the key is"
+    assert "gateway/admin.key" in browser.text("#sign-in"), "the page shows where the key is"
     sign_in(browser, "egt_somebody-elses")
     browser.wait("!document.querySelector('#sign-in-error').hidden")
     assert (
@@ -154,30 +154,30 @@ def test_the_door_opens_to_admins_only(browser: Chromium, gateway: Gateways) -> 
     assert browser.js("sessionStorage.length") == 0 and browser.text("#main") == ""
 
 
-def test_charts_show_what_has_passed(page: Chromium, gateway: Gateways) -> None:
-    def counted() -> dict[str, int]:
+def test_charts_show_past_requests(page: Chromium, gateway: Gateways) -> None:
+    def read_counts() -> dict[str, int]:
         found: list[dict[str, int]] = manage(gateway, "rollups?over_time=false")["items"]
         return found[0] if found else {}
 
-    before = counted()
-    assert [ask(gateway, "priced") for _ in range(4)] == [200] * 4
-    assert ask(gateway, "500") == 200 and gateway.newest().provider == "spare"
-    assert ask(gateway, "bad-json") == 502
+    before = read_counts()
+    assert [send_prompt(gateway, "priced") for _ in range(4)] == [200] * 4
+    assert send_prompt(gateway, "500") == 200 and gateway.newest().provider == "spare"
+    assert send_prompt(gateway, "bad-json") == 502
     expected = {"requests": 6, "errors": 1, "micros": 4 * (11 * 1000 + 8 * 2000), "tokens_out": 5 * 8}
-    after = counted()
+    after = read_counts()
     assert {name: after[name] - before.get(name, 0) for name in expected} == expected
 
-    go(page, "overview?range=1h&by=model", "[data-id='oai/priced']")
-    page.until(lambda: total(page, "Requests") == str(after["requests"]), "requests")
-    assert total(page, "Cost") == f"${after['micros'] / 1e6:.2f}"
-    assert total(page, "Tokens") == str(after["tokens_in"] + after["tokens_out"])
-    assert total(page, "Latency").endswith((" ms", " s")) and total(page, "Errors").endswith("%")
+    open_page(page, "overview?range=1h&by=model", "[data-id='oai/priced']")
+    page.until(lambda: chart_total(page, "Requests") == str(after["requests"]), "requests")
+    assert chart_total(page, "Cost") == f"${after['micros'] / 1e6:.2f}"
+    assert chart_total(page, "Tokens") == str(after["tokens_in"] + after["tokens_out"])
+    assert chart_total(page, "Latency").endswith((" ms", " s")) and chart_total(page, "Errors").endswith("%")
     assert page.js("document.querySelector('.timechart .column').getAttribute('d').length") > 10
     assert "$0.11" in page.text("[data-id='oai/priced']")
     page.wait("!document.querySelector('#fallback-alert').hidden")
     assert "spare/rescuer" in page.text("#fallback-alert") and after["rescued"] - before.get("rescued", 0) == 1
     page.wait("document.querySelector('#live tbody tr')")
-    ask(gateway, "a-late-one")
+    send_prompt(gateway, "a-late-one")
     page.wait("document.querySelector('#live tbody tr').textContent.includes('a-late-one')")  # by itself
     page.js("document.querySelector('.timechart svg').focus()")
     page.press("ArrowLeft")
@@ -189,13 +189,13 @@ def test_charts_show_what_has_passed(page: Chromium, gateway: Gateways) -> None:
     assert {"rescuer"} == set(page.js("[...document.querySelectorAll('#records .entry b')].map(e => e.textContent)"))
 
 
-def test_the_explorer_finds_opens_and_judges(page: Chromium, gateway: Gateways) -> None:
+def test_log_explorer_finds_and_opens_records_and_saves_feedback(page: Chromium, gateway: Gateways) -> None:
     marked = {**ADMIN, "cf-aig-metadata": json.dumps({"team": "blue"})}
-    assert ask(gateway, "priced", f"say {HOSTILE}", headers=marked, stream=True) == 200
+    assert send_prompt(gateway, "priced", f"say {HOSTILE}", headers=marked, stream=True) == 200
     id = gateway.newest().id
-    told = [chat(gateway, f"many-{i:02}") for i in range(55)]
-    gateway.record(told[-1][1]["cf-aig-log-id"])
-    go(page, "logs", "#records tbody tr")
+    error = [chat(gateway, f"many-{i:02}") for i in range(55)]
+    gateway.record(error[-1][1]["cf-aig-log-id"])
+    open_page(page, "logs", "#records tbody tr")
     assert page.js("document.querySelectorAll('#records tbody tr').length") == 50
     press(page, "Older")
     page.wait("document.querySelector('#records').textContent.includes('many-04')")
@@ -225,26 +225,26 @@ def test_the_explorer_finds_opens_and_judges(page: Chromium, gateway: Gateways) 
     page.screenshot(SHOTS / "gateway-record.png")
 
 
-def test_a_key_is_made_shown_once_and_disabled(page: Chromium, gateway: Gateways) -> None:
-    go(page, "keys", "#new-key")
+def test_key_is_created_shown_once_and_disabled(page: Chromium, gateway: Gateways) -> None:
+    open_page(page, "keys", "#new-key")
     page.click("#new-key")
     fill(page, name=HOSTILE, user="ada", allowed_models="small-*")
     page.js("document.querySelector('#key-form').requestSubmit()")
     secret = page.wait("document.querySelector('#secret')?.textContent")
     key = {"authorization": f"Bearer {secret}"}
-    assert ask(gateway, "small-1", headers=key) == 200 and ask(gateway, "large", headers=key) == 403
+    assert send_prompt(gateway, "small-1", headers=key) == 200 and send_prompt(gateway, "large", headers=key) == 403
     press(page, "I have copied it", "dialog")
     page.wait("!document.querySelector('dialog').open")
     assert HOSTILE in page.text("#keys-found")
-    go(page, "audit", "#changes")
-    go(page, "keys", "#new-key")
+    open_page(page, "audit", "#changes")
+    open_page(page, "keys", "#new-key")
     assert secret not in page.js("document.documentElement.innerHTML")
 
     made = next(each for each in manage(gateway, "keys")["items"] if each["name"] == HOSTILE)
     row = f"[data-id='{made['id']}']"
     page.click(f"{row} button")
     page.wait(f"document.querySelector({json.dumps(row)}).textContent.includes('disabled')")
-    page.until(lambda: ask(gateway, "small-1", headers=key) == 401, "it works no more")
+    page.until(lambda: send_prompt(gateway, "small-1", headers=key) == 401, "it works no more")
     press(page, "Change", row)
     fill(page, limits="per-user")
     page.js("document.querySelector('dialog form').requestSubmit()")
@@ -255,26 +255,26 @@ def test_a_key_is_made_shown_once_and_disabled(page: Chromium, gateway: Gateways
     page.wait(f"!document.querySelector({json.dumps(row)})")
 
 
-def test_the_keys_page_says_where_no_key_is_needed(page: Chromium, gateway: Gateways) -> None:
+def test_keys_page_shows_which_gateways_need_no_key(page: Chromium, gateway: Gateways) -> None:
     hidden = "document.querySelector('#keys-warning').hidden"
-    go(page, "keys", "#keys-found")
+    open_page(page, "keys", "#keys-found")
     assert page.js(hidden), "every gateway needs a key"
     manage(gateway, "gateways/open-to-all", "PUT", {"authentication": False})
-    go(page, "overview", "#charts")
-    go(page, "keys", "#keys-found")
+    open_page(page, "overview", "#charts")
+    open_page(page, "keys", "#keys-found")
     page.wait(f"!{hidden}")
-    told = page.text("#keys-warning")
-    assert "Authentication is off for open-to-all" in told and "without a key are answered" in told
+    error = page.text("#keys-warning")
+    assert "Authentication is off for open-to-all" in error and "without a key are answered" in error
     assert "only" not in page.text("#keys-found .empty")
     manage(gateway, "gateways/open-to-all", "DELETE")
 
 
-def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) -> None:
-    go(page, "budgets", "#new-budget")
+def test_budgets_prices_and_provider_keys_are_stored(page: Chromium, gateway: Gateways) -> None:
+    open_page(page, "budgets", "#new-budget")
     page.click("#new-budget")
     fill(page, name="team", limit="-1", split="metadata.team")
     page.js("document.querySelector('#budget-form').requestSubmit()")
-    assert page.js("document.querySelector('dialog').open"), "less than nothing is refused"
+    assert page.js("document.querySelector('dialog').open"), "negative amounts are refused"
     fill(page, limit="12.5", split="nonsense")
     page.js("document.querySelector('#budget-form').requestSubmit()")
     page.wait("document.querySelector('dialog .form-error').textContent.includes('do not support')")
@@ -287,7 +287,7 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
     press(page, "Turn off", "[data-id=team]")
     page.until(lambda: not manage(gateway, "budgets/team")["value"]["enabled"], "it is off")
 
-    go(page, "prices", "#new-price")
+    open_page(page, "prices", "#new-price")
     page.click("#new-price")
     fill(page, id="oai/org/own", input="1.25", output="10")
     page.js("document.querySelector('#price-form').requestSubmit()")
@@ -304,7 +304,7 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
     assert (overridden["input"], overridden["output"]) == (1_250_000, 11_000_000)
     manage(gateway, "prices/openai/gpt-5", "DELETE")
 
-    go(page, "providers", "#store-key")
+    open_page(page, "providers", "#store-key")
     known = page.text("#known-providers")
     assert all(slug in known for slug in PROVIDERS_BY_SLUG) and "api.anthropic.com" in known
     page.click("#store-key")
@@ -315,20 +315,20 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
     assert [each["provider"] for each in manage(gateway, "provider-keys")["items"]] == ["openai"]
 
 
-def test_budgets_show_what_was_spent_as_it_happens(page: Chromium, gateway: Gateways) -> None:
+def test_budgets_page_updates_usage(page: Chromium, gateway: Gateways) -> None:
     day = {"name": "day", "limit": 70, "amount": "tokens", "per": "day"}
     team = {"name": "teams", "limit": 10, "per": "hour", "split": ["metadata.team"]}
     for rule in (day, team):
         manage(gateway, f"budgets/{rule['name']}", "PUT", {"rule": rule})
     page.until(lambda: "x-ratelimit-limit-tokens" in chat(gateway, "priced", headers=of("blue"))[1], "they hold")
-    go(page, "budgets", "[data-spent=day] .meter")
-    page.until(lambda: "blue" in page.text("[data-spent=teams]"), "who was seen is shown")
+    open_page(page, "budgets", "[data-spent=day] .meter")
+    page.until(lambda: "blue" in page.text("[data-spent=teams]"), "the users of recent requests are shown")
     spent = manage(gateway, "spent")["items"]
     assert {item["budget"] for item in spent} == {"day", "teams", "house"} and "house" in page.text(
         "#budgets-configured"
     )
     used = next(item["used"] for item in spent if item["budget"] == "day")
-    ask(gateway, "priced", headers=of("red"))
+    send_prompt(gateway, "priced", headers=of("red"))
     assert used > 0
     page.until(lambda: f"{used + 11 + 8} of 70 tokens" in page.text("[data-spent=day]"), "by itself")
     page.until(lambda: "red" in page.text("[data-spent=teams]"), "each team has its own")
@@ -336,15 +336,15 @@ def test_budgets_show_what_was_spent_as_it_happens(page: Chromium, gateway: Gate
     page.screenshot(SHOTS / "gateway-budgets.png")
     for rule in (day, team):
         manage(gateway, f"budgets/{rule['name']}", "DELETE")
-    page.until(lambda: ask(gateway, "unpriced") == 200, "they hold no more")
+    page.until(lambda: send_prompt(gateway, "unpriced") == 200, "they hold no more")
 
 
 def of(team: str) -> dict[str, str]:
     return {**ADMIN, "cf-aig-metadata": json.dumps({"team": team})}
 
 
-def test_a_gateway_is_made_and_chosen(page: Chromium, gateway: Gateways) -> None:
-    go(page, "gateways", "#new-gateway")
+def test_gateway_is_created_and_selected(page: Chromium, gateway: Gateways) -> None:
+    open_page(page, "gateways", "#new-gateway")
     assert "configuration file" in page.text("[data-id=default]")
     page.click("#new-gateway")
     fill(page, name="team-b", settings='{"providers": {"oai": {"key": "sk-x"}}}')
@@ -357,15 +357,15 @@ def test_a_gateway_is_made_and_chosen(page: Chromium, gateway: Gateways) -> None
     page.wait("[...document.querySelector('#gateway').options].some(each => each.value === 'team-b')")
     choose = "const s = document.querySelector('#gateway'); s.value = 'team-b'; s.dispatchEvent(new Event('change'))"
     page.js(f"{{ {choose} }}")
-    go(page, "logs", "#records .empty")  # it has answered nothing yet
-    go(page, "gateways", "#new-gateway")
+    open_page(page, "logs", "#records .empty")  # no request has been answered yet
+    open_page(page, "gateways", "#new-gateway")
     press(page, "Delete", "[data-id=team-b]")
     press(page, "Delete", "dialog")
     page.wait("document.querySelector('#gateway').value === ''")
 
 
-def test_a_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Gateways) -> None:
-    go(page, "routes", "#new-route")
+def test_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Gateways) -> None:
+    open_page(page, "routes", "#new-route")
     page.click("#new-route")
     fill(page, name="support")
     page.press("Enter")
@@ -381,21 +381,21 @@ def test_a_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Ga
     press(page, "Save and deploy")
     assert manage(gateway, "routes")["items"] == []
 
-    def written(first: str) -> str:
+    def graph_json(first: str) -> str:
         elements[1]["properties"] = {"provider": "oai", "model": first}
         elements[2]["properties"] = {"provider": "spare", "model": "rescuer"}
         return json.dumps(elements)
 
     def answers() -> str:
-        return gateway.newest().provider if ask(gateway, "dynamic/support") == 200 else ""
+        return gateway.newest().provider if send_prompt(gateway, "dynamic/support") == 200 else ""
 
-    page.type("#elements", written("priced"))
+    page.type("#elements", graph_json("priced"))
     press(page, "Check")
     page.wait("document.querySelector('#result').dataset.good === 'true'")
     press(page, "Save and deploy")
     page.wait("document.querySelector('.head').textContent.includes('version 1 deployed')")
     page.until(lambda: answers() == "oai", "it is in force")
-    page.type("#elements", written("bad-json"))
+    page.type("#elements", graph_json("bad-json"))
     press(page, "Save a version")
     page.wait("document.querySelectorAll('#versions tbody tr').length === 2")
     press(page, "Deploy", "#versions tbody tr")
@@ -407,16 +407,16 @@ def test_a_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Ga
     page.until(lambda: answers() == "oai", "the first is in force again")
 
 
-def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gateways) -> None:
+def test_playground_streams_through_the_gateway(page: Chromium, gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.pace = 0.05
-    go(page, "playground", "#prompt")
+    open_page(page, "playground", "#prompt")
     page.js("document.querySelector('[name=max_tokens]').value = 30")
     page.type("#model", "priced")
     page.type("#prompt", HOSTILE)
     page.press("Enter")
     page.wait("document.querySelector('#messages .assistant p')?.textContent.includes('word3')")
-    assert "word29" not in page.text("#messages"), "it is shown as it comes"
+    assert "word29" not in page.text("#messages"), "text is shown while it streams"
     page.wait("document.querySelector('#messages .assistant .foot')?.textContent.includes('$0.071')")
     assert page.text("#messages .assistant p").strip().endswith("word29") and HOSTILE in page.text("#messages .user")
     assert "oai/priced" in page.text("#messages .assistant .foot")
@@ -443,34 +443,34 @@ def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gat
     page.type("#prompt", "at last")
     page.press("Enter")
     page.until(lambda: len(fake.requests) > before + 1 and fake.requests[-1].json["model"] == "priced", "it is asked")
-    said = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
-    assert said == [HOSTILE, "more", "and again", "at last"], "a question that failed is not sent again"
+    answer = [m["content"] for m in fake.requests[-1].json["messages"] if m["role"] == "user"]
+    assert answer == [HOSTILE, "more", "and again", "at last"], "a failed prompt is not sent again"
 
 
-def test_every_room_fits_a_phone_and_the_night(page: Chromium, gateway: Gateways) -> None:
-    ask(gateway, "a-model-with-a-name-that-is-far-too-long-for-the-width-of-a-telephone-" + "x" * 60)
+def test_every_page_fits_small_screens_and_dark_mode(page: Chromium, gateway: Gateways) -> None:
+    send_prompt(gateway, "a-model-with-a-name-that-is-far-too-long-for-the-width-of-a-telephone-" + "x" * 60)
     page.resize(390, 844, 2)
     page.prefer("dark")
-    for room in ROOMS:
+    for tab in TABS:
         page.js("document.querySelector('#main').replaceChildren()")
-        go(page, room, "#main h2")
-        assert page.js("document.documentElement.scrollWidth") == 390, room
+        open_page(page, tab, "#main h2")
+        assert page.js("document.documentElement.scrollWidth") == 390, tab
         wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
-        assert page.js(wide), room
-        assert page.js(f"document.querySelector('#pages [data-page={room}]').ariaCurrent") == "page"
+        assert page.js(wide), tab
+        assert page.js(f"document.querySelector('#pages [data-page={tab}]').ariaCurrent") == "page"
         for width in (320, 390):
             page.resize(width, 844, 2)
             sight = "(r => r.left >= 0 && r.right <= innerWidth && r.top >= 0 && r.bottom <= innerHeight)"
             shown = f"[...document.querySelectorAll('#pages a')].filter(a => {sight}(a.getBoundingClientRect())).length"
-            assert page.js(shown) == len(ROOMS), f"every tab is in sight at {width} px"
-    go(page, "overview", "#charts")
+            assert page.js(shown) == len(TABS), f"every tab is visible at {width} px"
+    open_page(page, "overview", "#charts")
     page.screenshot(SHOTS / "gateway-phone.png")
     page.resize(1360, 960)
     page.prefer("light")
 
 
 def month(records: int) -> list[LogRecord]:
-    """Made up, with days and nights."""
+    """Return records of a month with a daily cycle."""
     chance, now = random.Random(7), round(time.time() * 1e3)
     models = [("openai", "gpt-5-mini"), ("anthropic", "claude-sonnet-4-5"), ("emberline", "smollm2"), ("groq", "llama")]
     found = []
@@ -501,20 +501,24 @@ def month(records: int) -> list[LogRecord]:
     return sorted(found, key=lambda record: record.id)
 
 
-def test_a_month_is_read_from_rollups_alone(page: Chromium, gateway: Gateways) -> None:
-    assert ask(gateway, "priced") == 200
+def test_month_is_read_from_rollups_only(page: Chromium, gateway: Gateways) -> None:
+    assert send_prompt(gateway, "priced") == 200
     before = manage(gateway, "rollups?over_time=false")["items"][0]["requests"]
     gateway.append(month(3000))
-    go(page, "overview?range=7d&by=model", "[data-id='openai/gpt-5-mini']")
-    page.until(lambda: total(page, "Latency").endswith(" ms"), "percentiles are shown")
-    go(page, "overview?range=30d&by=model", "[href='#/overview?range=30d&by=model'][aria-current]")
-    page.until(lambda: total(page, "Requests") == f"{3000 + before:,}", "a month is counted")
+    open_page(page, "overview?range=7d&by=model", "[data-id='openai/gpt-5-mini']")
+    page.until(lambda: chart_total(page, "Latency").endswith(" ms"), "percentiles are shown")
+    open_page(page, "overview?range=30d&by=model", "[href='#/overview?range=30d&by=model'][aria-current]")
+    page.until(lambda: chart_total(page, "Requests") == f"{3000 + before:,}", "a month is counted")
     columns = page.js("document.querySelector('.timechart .column').getAttribute('d')").count("M")
     assert 28 <= columns <= 30, "a column for each day"
     assert page.js("document.querySelectorAll('#breakdown tbody tr').length") >= 4
-    asked = page.js("performance.getEntriesByType('resource').map(e => e.name).filter(n => n.includes('/admin/'))")
-    kinds = {path.partition("?")[0].rpartition("/")[2] for path in asked}
-    assert kinds == {"gateways", "rollups", "logs"} and all("limit=50" in path for path in asked if "/logs" in path)
+    sent_request = page.js(
+        "performance.getEntriesByType('resource').map(e => e.name).filter(n => n.includes('/admin/'))"
+    )
+    kinds = {path.partition("?")[0].rpartition("/")[2] for path in sent_request}
+    assert kinds == {"gateways", "rollups", "logs"} and all(
+        "limit=50" in path for path in sent_request if "/logs" in path
+    )
     page.wait("document.querySelector('#live tbody tr')")
     page.screenshot(SHOTS / "gateway-month.png")
     if not PICTURE.exists():

@@ -1,4 +1,4 @@
-"""`emberline bench gateway-logs`: it asks to the end, and a copied day is like the one it was made of."""
+"""`emberline bench gateway-logs`: it completes all queries, and a copied day equals its original."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import RollupQuery
 
 
-def test_it_reports() -> None:
+def test_log_bench_reports_all_figures() -> None:
     results = bench(LogBenchPlan(rows=1200, days=3, payload_every=20, rounds=1), None).results
     assert {"append", "filled", "overview_30d_by_user", "rescued", "one_record", "drop_a_day", "disk"} <= set(results)
     assert results["slowest_of_all"].value == max(r.value for r in results.values() if r.unit == "ms")
 
 
-def test_a_copied_day_is_like_the_first(tmp_path: Path) -> None:
+def test_copied_day_equals_the_first(tmp_path: Path) -> None:
     records = [made(NOON + i, metadata={"n": i % 2}, user=f"u{i % 3}", micros=i) for i in range(20)]
 
     async def go() -> None:

@@ -1,4 +1,4 @@
-"""Whole replies and errors between all dialects, rule by rule; the whole of one reply is among the streams' tests."""
+"""Translation of replies and errors between all dialects, rule by rule."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def translate(reply: dict[str, Any], source: ChatDialect, target: ChatDialect) -
     return json.loads(body), {change.field for change in changed}
 
 
-def edited(dialect: ChatDialect, **fields: Any) -> dict[str, Any]:
-    """The reply with fields of its one answer replaced."""
+def with_changes(dialect: ChatDialect, **fields: Any) -> dict[str, Any]:
+    """Return the reply with fields of its choice replaced."""
     reply = json.loads(json.dumps(REPLIES[dialect]))
     place = {"openai-chat": "choices", "gemini": "candidates"}.get(dialect)
     (reply[place][0] if place else reply).update(fields)
@@ -47,7 +47,7 @@ def stop_of(reply: dict[str, Any], dialect: ChatDialect) -> str | None:
 STOPS: list[tuple[ChatDialect, dict[str, Any], tuple[str | None, ...]]] = [  # chat, responses, anthropic, gemini
     ("openai-chat", {"finish_reason": "length"}, ("length", "max_output_tokens", "max_tokens", "MAX_TOKENS")),
     ("openai-chat", {"finish_reason": "content_filter"}, ("content_filter", "content_filter", "refusal", "SAFETY")),
-    ("openai-chat", {"finish_reason": "stop"}, ("tool_calls", None, "tool_use", "STOP")),  # it has calls
+    ("openai-chat", {"finish_reason": "stop"}, ("tool_calls", None, "tool_use", "STOP")),  # the reply has tool calls
     ("anthropic", {"stop_reason": "end_turn"}, ("stop", None, "end_turn", "STOP")),
     ("anthropic", {"stop_reason": "max_tokens"}, ("length", "max_output_tokens", "max_tokens", "MAX_TOKENS")),
     ("anthropic", {"stop_reason": "refusal"}, ("content_filter", "content_filter", "refusal", "SAFETY")),
@@ -75,31 +75,35 @@ STOPS: list[tuple[ChatDialect, dict[str, Any], tuple[str | None, ...]]] = [  # c
 
 
 @pytest.mark.parametrize(("source", "fields", "row"), STOPS)
-def test_why_it_ended(source: ChatDialect, fields: dict[str, Any], row: tuple[str | None, ...]) -> None:
+def test_finish_reasons_are_translated(
+    source: ChatDialect, fields: dict[str, Any], row: tuple[str | None, ...]
+) -> None:
     for target, want in zip(DIALECTS, row, strict=True):
-        body, _ = translate(edited(source, **fields), source, target)
+        body, _ = translate(with_changes(source, **fields), source, target)
         assert stop_of(body, target) == want, target
         if target == "openai-responses":
             assert body["status"] == ("incomplete" if want else "completed")
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_usage(source: ChatDialect, target: ChatDialect) -> None:
-    """Cached tokens are in OpenAI's and Gemini's input and beside Anthropic's; thoughts are beside Gemini's output."""
+def test_usage_is_translated(source: ChatDialect, target: ChatDialect) -> None:
+    """OpenAI's and Gemini's input includes cached tokens, Anthropic's does not; Gemini's output excludes reasoning."""
     body, changed = translate(REPLIES[source], source, target)
     assert Usage.find_in(target, body) == Usage(30, 10, 0, 20, 5) and not changed
-    said = body.get("usage") or body["usageMetadata"]
+    usage = body.get("usage") or body["usageMetadata"]
     first, last = {
         "openai-chat": ("prompt_tokens", "completion_tokens"),
         "openai-responses": ("input_tokens", "output_tokens"),
         "anthropic": ("input_tokens", "output_tokens"),
         "gemini": ("promptTokenCount", "candidatesTokenCount"),
     }[target]
-    assert (said[first], said[last]) == ((20 if target == "anthropic" else 30), (15 if target == "gemini" else 20))
+    assert (usage[first], usage[last]) == ((20 if target == "anthropic" else 30), (15 if target == "gemini" else 20))
 
 
-def test_refusals() -> None:
-    chat = edited("openai-chat", message={"role": "assistant", "content": None, "refusal": "No."}, finish_reason="stop")
+def test_refusals_are_translated() -> None:
+    chat = with_changes(
+        "openai-chat", message={"role": "assistant", "content": None, "refusal": "No."}, finish_reason="stop"
+    )
     body, _ = translate(chat, "openai-chat", "anthropic")
     assert body["content"][0]["text"] == "No." and body["stop_reason"] == "refusal"
     body, _ = translate(chat, "openai-chat", "openai-responses")
@@ -108,7 +112,7 @@ def test_refusals() -> None:
     assert body["candidates"][0]["finishReason"] == "SAFETY"
     details = {"type": "refusal", "category": "cyber", "explanation": "Not this."}
     body, _ = translate(
-        edited("anthropic", content=[], stop_reason="refusal", stop_details=details), "anthropic", "openai-chat"
+        with_changes("anthropic", content=[], stop_reason="refusal", stop_details=details), "anthropic", "openai-chat"
     )
     assert body["choices"][0]["message"]["refusal"] == "Not this." and body["choices"][0]["message"]["content"] is None
     blocked = {"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 3}}
@@ -122,8 +126,8 @@ TOKENS = [
 ]
 
 
-def test_logprobs() -> None:
-    chat = edited("openai-chat", logprobs={"content": TOKENS, "refusal": None})
+def test_logprobs_are_translated() -> None:
+    chat = with_changes("openai-chat", logprobs={"content": TOKENS, "refusal": None})
     body, _ = translate(chat, "openai-chat", "openai-responses")
     assert next(item for item in body["output"] if item["type"] == "message")["content"][0]["logprobs"] == TOKENS
     body, _ = translate(body, "openai-responses", "gemini")
@@ -134,7 +138,7 @@ def test_logprobs() -> None:
     assert body["choices"][0]["logprobs"]["content"] == TOKENS
 
 
-def test_several_answers() -> None:
+def test_several_choices_are_translated() -> None:
     reply = json.loads(json.dumps(REPLIES["openai-chat"]))
     reply["choices"].append({"index": 1, "message": {"role": "assistant", "content": "b"}, "finish_reason": "stop"})
     body, _ = translate(reply, "openai-chat", "gemini")
@@ -142,41 +146,41 @@ def test_several_answers() -> None:
     assert body["candidates"][1]["content"]["parts"] == [{"text": "b"}]
 
 
-def test_thinking_of_mistral_and_groq() -> None:
+def test_reasoning_of_mistral_and_groq_is_translated() -> None:
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "so"}]
     body, changed = translate(
-        edited("openai-chat", message={"role": "assistant", "content": parts}), "openai-chat", "anthropic"
+        with_changes("openai-chat", message={"role": "assistant", "content": parts}), "openai-chat", "anthropic"
     )
     assert [block["type"] for block in body["content"]] == ["thinking", "text"] and not changed
-    groq = edited("openai-chat", message={"role": "assistant", "content": "so", "reasoning": "hm"})
+    groq = with_changes("openai-chat", message={"role": "assistant", "content": "so", "reasoning": "hm"})
     assert translate(groq, "openai-chat", "anthropic")[0]["content"][0]["thinking"] == "hm"
 
 
-def test_what_has_no_place_is_told() -> None:
+def test_dropped_fields_are_reported() -> None:
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     cited = {"type": "text", "text": "x", "citations": [{"type": "char_location"}]}
-    body, changed = translate(edited("anthropic", content=[search, cited]), "anthropic", "openai-chat")
+    body, changed = translate(with_changes("anthropic", content=[search, cited]), "anthropic", "openai-chat")
     assert changed == {"reply.server_tool_use", "reply.citations"} and body["choices"][0]["message"]["content"] == "x"
-    grounded = edited("gemini", groundingMetadata={"webSearchQueries": ["x"]})
+    grounded = with_changes("gemini", groundingMetadata={"webSearchQueries": ["x"]})
     assert translate(grounded, "gemini", "anthropic")[1] == {"reply.groundingMetadata.webSearchQueries"}
 
 
 @pytest.mark.parametrize("source", DIALECTS)
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"choices":5,"output":5,"content":5,"candidates":5}'])
-def test_what_is_no_reply_is_broken(source: ChatDialect, body: bytes) -> None:
+def test_invalid_reply_raises_broken(source: ChatDialect, body: bytes) -> None:
     for target in DIALECTS:
         if target != source:
             with pytest.raises(UpstreamBroken):
                 translate_reply(body, source, target, ASKED)
 
 
-def test_no_answer_in_a_reply_is_broken() -> None:
+def test_reply_without_choices_raises_broken() -> None:
     for target in ("anthropic", "openai-responses"):
         with pytest.raises(UpstreamBroken):
-            translate(edited("openai-chat") | {"choices": []}, "openai-chat", target)  # type: ignore[arg-type]
+            translate(with_changes("openai-chat") | {"choices": []}, "openai-chat", target)  # type: ignore[arg-type]
     with pytest.raises(UpstreamFailed, match="out of luck"):
         translate(
-            edited("openai-responses", status="failed", error={"message": "out of luck"}),
+            with_changes("openai-responses", status="failed", error={"message": "out of luck"}),
             "openai-responses",
             "anthropic",
         )
@@ -193,25 +197,25 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("said", ERRORS.values(), ids=ERRORS)
-def test_errors(said: Any) -> None:
-    body = json.dumps(said).encode()
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+def test_errors_are_translated(error: Any) -> None:
+    body = json.dumps(error).encode()
     chat = json.loads(translate_error(body, 400, "openai-chat"))["error"]
     assert (chat["message"], chat["type"]) == ("no", "invalid_request_error")
     assert json.loads(translate_error(body, 400, "anthropic")) == ERRORS["anthropic"]
     assert json.loads(translate_error(body, 400, "gemini")) == ERRORS["gemini"]
 
 
-def test_an_errors_code_is_kept() -> None:
+def test_error_code_is_kept() -> None:
     body = json.dumps(ERRORS["openai"]).encode()
     assert json.loads(translate_error(body, 400, "openai-responses"))["error"]["code"] == "context_length_exceeded"
     assert "Bad Gateway" in json.loads(translate_error(b"Bad Gateway", 502, "anthropic"))["error"]["message"]
 
 
-def test_what_a_reply_knows_of_its_request() -> None:
+def test_reply_repeats_fields_of_its_request() -> None:
     body = json.dumps(REQUESTS["openai-responses"]).encode()
-    asked = read_reply_context(body, "openai-responses", model="m", created=5, id="resp_9")
-    made, _ = translate_reply(json.dumps(REPLIES["gemini"]).encode(), "gemini", "openai-responses", asked)
+    request = read_reply_context(body, "openai-responses", model="m", created=5, id="resp_9")
+    made, _ = translate_reply(json.dumps(REPLIES["gemini"]).encode(), "gemini", "openai-responses", request)
     reply = json.loads(made)
     assert reply["instructions"] == "Be brief." and reply["tools"][0]["name"] == "weather" and reply["created_at"] == 5
     assert "input" not in reply and reply["model"] == "m"
@@ -220,7 +224,7 @@ def test_what_a_reply_knows_of_its_request() -> None:
 
 
 def test_dialects_are_pure() -> None:
-    """No clock, no network, no randomness."""
+    """Dialects use no clock, no network and no randomness."""
     folder = Path(dialects.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""The management API towards clients that hang or leave."""
+"""The management API with clients that hang or disconnect."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ EXPORT = "/admin/accounts/default/logs/export"
 
 
 class Gateway:
-    async def who(self, headers: dict[str, str]) -> Identity:
+    async def identify(self, headers: dict[str, str]) -> Identity:
         return ANONYMOUS
 
 
 class Admin:
-    """Whose log never ends."""
+    """A management API whose export never ends."""
 
     def __init__(self) -> None:
         self.lines = 0
 
-    def exports(self, method: str, path: str) -> bool:
+    def is_export(self, method: str, path: str) -> bool:
         return path == EXPORT
 
-    async def export(self, *asked: Any) -> AsyncIterator[bytes]:
+    async def export(self, *request: Any) -> AsyncIterator[bytes]:
         while True:
             await asyncio.sleep(0)
             self.lines += 1
@@ -40,24 +40,24 @@ class Admin:
 
 
 class Client:
-    """Of one request."""
+    """An ASGI client that sends one request."""
 
     def __init__(self, method: str, path: str) -> None:
         self.scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": []}
-        self.heard: list[Message] = []
-        self.leaves = asyncio.Event()
+        self.sent: list[Message] = []
+        self.disconnects = asyncio.Event()
         self.reads = True
 
     async def receive(self) -> Message:
-        await self.leaves.wait()
+        await self.disconnects.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         if not self.reads:
             await asyncio.sleep(3600)
-        self.heard.append(message)
+        self.sent.append(message)
 
-    def asks(self, admin: Admin) -> asyncio.Task[None]:
+    def send_request(self, admin: Admin) -> asyncio.Task[None]:
         about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, {})
         return asyncio.ensure_future(GatewayApp(*about)(self.scope, self.receive, self.send))
 
@@ -66,37 +66,37 @@ def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work(), 20))
 
 
-def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_timeout_answers_400(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_app, "BODY_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         client = Client("POST", "/admin/accounts/default/keys")
-        await client.asks(Admin())
-        assert client.heard[0]["status"] == 400 and b"was not received" in client.heard[1]["body"]
+        await client.send_request(Admin())
+        assert client.sent[0]["status"] == 400 and b"was not received" in client.sent[1]["body"]
 
     run(work)
 
 
-def test_who_leaves_ends_its_export() -> None:
+def test_client_disconnect_ends_export() -> None:
     async def work() -> None:
         client, admin = Client("GET", EXPORT), Admin()
-        task = client.asks(admin)
+        task = client.send_request(admin)
         while admin.lines < 3:
             await asyncio.sleep(0)
-        client.leaves.set()
+        client.disconnects.set()
         await task
-        assert client.heard[0]["status"] == 200
+        assert client.sent[0]["status"] == 200
 
     run(work)
 
 
-def test_who_does_not_take_its_export_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_of_export_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_app, "EXPORT_SEND_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         client = Client("GET", EXPORT)
-        task = client.asks(Admin())
-        while len(client.heard) < 3:
+        task = client.send_request(Admin())
+        while len(client.sent) < 3:
             await asyncio.sleep(0)
         client.reads = False
         with pytest.raises(ReplyInterrupted):

@@ -1,4 +1,4 @@
-"""The catalogue: every row of ours is sane, users' rows lie over it, files are followed, and nothing is guessed."""
+"""The catalogue: plausible built-in rows, overriding rows, reloaded files, and no guessed prices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prices(price: Price) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("model", OURS.models(), ids=lambda model: f"{model.provider}/{model.name}")
-def test_every_row_is_sane(model: CatalogueModel) -> None:
+def test_every_row_is_plausible(model: CatalogueModel) -> None:
     assert model.kind in ("chat", "embedding")
     assert model.source.startswith("https://") or model.source == "self-hosted"
     assert date(2026, 1, 1) <= model.as_of <= date(2026, 12, 31)
@@ -48,7 +48,7 @@ def test_every_row_is_sane(model: CatalogueModel) -> None:
             assert dear >= cheap, name
 
 
-def test_enough_of_them() -> None:
+def test_catalogue_has_enough_models() -> None:
     priced = [model for model in OURS.models() if model.price is not None]
     assert len(priced) >= 100 and {model.provider for model in OURS.models()} == PROVIDERS
 
@@ -61,9 +61,9 @@ def test_prices_are_exact() -> None:
     assert OURS.price("cohere", "command-r7b-12-2024") == Price(37_500, 150_000)
 
 
-def test_names() -> None:
-    def name(provider: str, asked: str) -> str | None:
-        model = OURS.model(provider, asked)
+def test_names_are_resolved() -> None:
+    def name(provider: str, request: str) -> str | None:
+        model = OURS.model(provider, request)
         return model and f"{model.provider}/{model.name}"
 
     assert name("openai", "gpt-4o-2024-08-06") == "openai/gpt-4o"
@@ -82,7 +82,7 @@ def test_unknown_prices_are_absent() -> None:
     assert OURS.price("openai", "unheard-of") is None
 
 
-def test_a_users_file_lies_over_ours(tmp_path: Path) -> None:
+def test_user_file_overrides_builtin_rows(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text(
         HEAD + '"rocket" = { input = 1.5, output = 2, context = 10 }\n'
@@ -114,20 +114,20 @@ def test_a_users_file_lies_over_ours(tmp_path: Path) -> None:
         "not toml",
     ],
 )
-def test_a_wrong_row_is_a_clear_error(tmp_path: Path, row: str) -> None:
+def test_invalid_row_raises_clear_error(tmp_path: Path, row: str) -> None:
     (tmp_path / "bad.toml").write_text(HEAD + row)
     with pytest.raises(InvalidRequest, match="catalogue"):
         Catalogue.load(tmp_path / "bad.toml")
 
 
-def test_a_row_says_where_it_is_from(tmp_path: Path) -> None:
+def test_row_needs_source_and_date(tmp_path: Path) -> None:
     for head in ("", 'source = "x"\n', "as_of = 2026-01-01\n"):
         (tmp_path / "bad.toml").write_text(f'[acme]\n{head}[acme.chat]\n"m" = {{ input = 1 }}')
         with pytest.raises(InvalidRequest, match="source"):
             Catalogue.load(tmp_path / "bad.toml")
 
 
-def test_files_are_followed_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_changed_files_are_reloaded_and_invalid_ones_ignored(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text(HEAD + '"m" = { input = 1 }')
     files = CatalogueFiles(mine)
@@ -150,7 +150,7 @@ def test_files_are_followed_and_a_broken_one_changes_nothing(tmp_path: Path) -> 
         files.refresh()
 
 
-def test_names_that_callers_make_up_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.gateway.costs.catalogue.MAX_CACHED_LOOKUPS", 8)
     found = Catalogue.load()
     known = found.model("openai", "gpt-4o")

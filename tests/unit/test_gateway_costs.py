@@ -1,4 +1,4 @@
-"""Money is exact: integers, each token billed once, rounded once, and what is not known is None."""
+"""Costs are exact integers: each token is billed once, rounded once, and an unknown cost is None."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from emberline.gateway.costs.usage import Usage
 MINI = Price(input=750_000, cached_read=75_000, output=4_500_000)
 
 
-def test_a_cache_hit_costs_less_than_a_miss() -> None:
-    """The case of cloudflare/ai#550, where a hit was billed 2,007.3 micro-dollars against 1,834.5 for the miss."""
+def test_cached_tokens_cost_less() -> None:
+    """In cloudflare/ai#550 a cache hit was billed 2,007.3 micro-dollars and a miss 1,834.5."""
     miss = Usage(input=2422, output=4)
     hit = Usage(input=2422, cached_read=2304, output=4)
     assert miss.input * MINI.input + miss.output * MINI.output == 1_834_500_000
-    assert compute_cost(miss, MINI) == 1835  # 1,834.5, half up
+    assert compute_cost(miss, MINI) == 1835  # 1,834.5, rounded half up
     assert (2422 - 2304) * 750_000 + 2304 * 75_000 + 4 * 4_500_000 == 279_300_000
     assert compute_cost(hit, MINI) == 279
 
 
-def test_unknown_is_not_free() -> None:
+def test_unknown_price_has_no_cost() -> None:
     assert compute_cost(Usage(input=10**9), None) is None
     assert compute_cost(Usage(input=10**9, output=5), Price(input=0, output=0)) == 0
 
 
-def test_a_kind_without_its_own_price_is_input() -> None:
+def test_kind_without_price_costs_input_price() -> None:
     usage = Usage(input=1000, cached_read=100, cache_write=200, audio=300, image=400)
     assert compute_cost(usage, Price(input=1_000_000, output=0)) == 1000
 
 
-def test_every_kind_has_its_price() -> None:
+def test_every_kind_has_its_own_price() -> None:
     price = Price(
         input=3_000_000,
         output=15_000_000,
@@ -50,10 +50,10 @@ def test_every_kind_has_its_price() -> None:
     assert compute_cost(usage, price) == by_hand
 
 
-def test_a_long_prompt_has_the_long_price() -> None:
+def test_long_prompt_has_long_price() -> None:
     price = Price(input=1_250_000, output=10_000_000, long=LongPrice(200_000, Price(2_500_000, 15_000_000)))
     assert compute_cost(Usage(input=200_000, output=100), price) == 250_000 + 1000
-    assert compute_cost(Usage(input=200_001, output=100), price) == 500_003 + 1500  # 500,002.5 half up
+    assert compute_cost(Usage(input=200_001, output=100), price) == 500_003 + 1500  # 500,002.5, rounded half up
 
 
 COUNTS = st.integers(0, 10**7)
@@ -61,8 +61,10 @@ PRICES = st.integers(0, 10**9)
 
 
 @given(st.tuples(*[COUNTS] * 6), st.tuples(PRICES, PRICES), st.tuples(*[st.none() | PRICES] * 5))
-def test_equal_to_fractions(counts: tuple[int, ...], plain: tuple[int, int], own: tuple[int | None, ...]) -> None:
-    """Against exact fractions, with parts that do not overlap."""
+def test_cost_equals_exact_fractions(
+    counts: tuple[int, ...], plain: tuple[int, int], own: tuple[int | None, ...]
+) -> None:
+    """Compare with exact fractions, for parts that do not overlap."""
     text, read, short, long, audio, output = counts
     usage = Usage(
         input=text + read + short + long + audio,
@@ -87,7 +89,7 @@ def test_equal_to_fractions(counts: tuple[int, ...], plain: tuple[int, int], own
 
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS)
-def test_overlapping_parts_never_bill_more_tokens_than_came(input: int, read: int, audio: int, image: int) -> None:
+def test_overlapping_parts_are_billed_once(input: int, read: int, audio: int, image: int) -> None:
     usage = Usage(input=input, cached_read=min(read, input), audio=min(audio, input), image=min(image, input))
     price = Price(1_000_000, 0, cached_read=1_000_000, audio=1_000_000, image=1_000_000)
     assert compute_cost(usage, price) == input

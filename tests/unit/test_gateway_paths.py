@@ -1,4 +1,4 @@
-"""Paths and bodies that a gateway and a provider might read differently, and files that others must not read."""
+"""Paths and bodies that gateway and provider could read differently, and private files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ODD = ["../x", "..%2fx", "..%2Fx", "%2e%2e/x", "%2E%2e%2fx", "..\\x", "..%5cx", 
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
+def test_ambiguous_path_is_refused(odd: str) -> None:
     for path in (f"/v1/default/default/openai/{odd}", f"/v1/default/{odd}/openai/chat/completions"):
         with pytest.raises(InvalidRequest, match="the path"):
             parse_path(path)
@@ -37,7 +37,7 @@ def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
         asyncio.run(read_steps(body, RequestOptions(), GatewaySettings.parse({}), ProviderRegistry()))
 
 
-def test_geminis_paths_have_the_model_in_them() -> None:
+def test_gemini_path_names_the_model() -> None:
     for path, model, stream in (
         ("/v1/models/openrouter/openai/gpt-5:generateContent", "openrouter/openai/gpt-5", False),
         (
@@ -48,14 +48,14 @@ def test_geminis_paths_have_the_model_in_them() -> None:
     ):
         target = parse_path(path)
         assert (target.kind, target.dialect, target.model, target.stream) == ("plain", "gemini", model, stream)
-        assert not is_native_path(path)  # so that the body must be called JSON
+        assert not is_native_path(path)  # requires a JSON content type
     assert is_native_path("/v1/a/g/google-ai-studio/v1/models/m:generateContent")
     for path in ("/v1beta/models/:generateContent", f"/v1beta/models/{'m' * 257}:generateContent"):
         with pytest.raises(InvalidRequest, match="model"):
             parse_path(path)
 
 
-def test_other_encoded_paths_are_forwarded_as_they_are() -> None:
+def test_other_encoded_paths_are_forwarded_unchanged() -> None:
     for endpoint in ("models/gemini%3AgenerateContent", "v1/files/a..b", "@cf/meta/llama", "x/.hidden"):
         assert parse_path(f"/v1/default/default/openai/{endpoint}").endpoint == endpoint
     arn = "bedrock-runtime/us-east-1/model/arn%3Aaws%3Abedrock%3Aprofile%2Fx/converse"
@@ -77,7 +77,7 @@ ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Aprofile%2Fx"
         f"../aws-bedrock/{ARN}",
     ],
 )
-def test_encoded_slashes_are_for_arns_of_bedrock_alone(path: str) -> None:
+def test_encoded_slashes_are_for_bedrock_arns_only(path: str) -> None:
     for place in ("default/default", f"default/{ARN}", f"{ARN}/default", "aws-bedrock/default", "default/aws-bedrock"):
         with pytest.raises(InvalidRequest, match="the path"):
             parse_path(f"/v1/{place}/{path}")
@@ -89,7 +89,7 @@ def test_encoded_slashes_are_for_arns_of_bedrock_alone(path: str) -> None:
         )
 
 
-def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
+def test_encoded_slash_before_bedrock_path_is_refused() -> None:
     for place in (f"default/{ARN}", f"{ARN}/default"):
         with pytest.raises(InvalidRequest, match="an encoded slash"):
             parse_path(f"/v1/{place}/aws-bedrock/model/{ARN}/converse")
@@ -100,10 +100,10 @@ def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
     assert read.model == "arn:aws:bedrock:us-east-1:1:profile/x"
 
 
-@pytest.mark.parametrize("twice", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
-def test_a_key_that_comes_twice_is_refused_by_name(twice: bytes) -> None:
+@pytest.mark.parametrize("duplicate", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
+def test_duplicate_key_is_refused_by_name(duplicate: bytes) -> None:
     with pytest.raises(InvalidRequest, match="'model' twice") as refused:
-        read_body_fields(b"{%b}" % twice)
+        read_body_fields(b"{%b}" % duplicate)
     assert refused.value.param == "model" and refused.value.status == 400
     assert read_body_fields(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
 
@@ -114,7 +114,7 @@ _SPELLINGS = [("a", "a"), ("a", r"\u0061"), ("b", "b"), ("\u00e9", "\u00e9"), ("
 
 
 @given(st.lists(st.tuples(st.sampled_from(_SPELLINGS), st.sampled_from(["1", "[ 1]", r'"\u0041"'])), max_size=6))
-def test_keys_that_come_twice_are_found_however_they_are_written(fields: list[tuple[tuple[str, str], str]]) -> None:
+def test_duplicate_keys_are_found_in_any_spelling(fields: list[tuple[tuple[str, str], str]]) -> None:
     body = "{" + ",".join(f'"{written}":{value}' for (_, written), value in fields) + "}"
     if len({key for (key, _), _ in fields}) < len(fields):
         with pytest.raises(InvalidRequest, match="twice"):
@@ -123,11 +123,11 @@ def test_keys_that_come_twice_are_found_however_they_are_written(fields: list[tu
         check_duplicate_keys(body.encode())
 
 
-def test_databases_are_their_owners_alone(tmp_path: Path) -> None:
+def test_databases_are_private_to_their_owner(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         (tmp_path / "store").mkdir()
-        (tmp_path / "store" / "gateway.db").touch(0o644)  # as earlier releases made it
+        (tmp_path / "store" / "gateway.db").touch(0o644)  # as earlier releases created it
         asyncio.run(_use(tmp_path))
     finally:
         os.umask(old)
@@ -148,6 +148,6 @@ async def _use(home: Path) -> None:
 
 
 @pytest.mark.parametrize("base", ["http://proxy:8000/serving/a", "http://proxy:8000/serving/a/v1/"])
-def test_a_path_in_the_engines_url_is_kept(base: str) -> None:
+def test_path_in_engine_url_is_kept(base: str) -> None:
     engine = Emberline(base)
     assert engine.build_url("v1/chat/completions", "") == "http://proxy:8000/serving/a/v1/chat/completions"

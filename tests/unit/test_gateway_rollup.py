@@ -1,4 +1,4 @@
-"""Rollups against counting by hand, and percentiles against the numbers themselves."""
+"""Rollups compared with direct counts, and percentiles with the values themselves."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RECORDS = st.lists(
 
 
 @given(RECORDS)
-def test_every_cell_is_what_counting_gives(records: list[LogRecord]) -> None:
+def test_cells_equal_direct_counts(records: list[LogRecord]) -> None:
     counted: dict[tuple[Any, ...], Counter[str]] = {}
     for each in records:
         model = f"openai/{each.model}" if each.model else ""
@@ -91,7 +91,7 @@ def test_every_cell_is_what_counting_gives(records: list[LogRecord]) -> None:
 
 
 @given(st.lists(st.integers(0, 60_000), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
-def test_a_percentile_is_in_the_right_bucket(durations: list[int], share: float) -> None:
+def test_percentile_is_in_the_right_bucket(durations: list[int], share: float) -> None:
     cells = count_records(made(NOON, duration_ms=each) for each in durations)
     cell = RollupCell(0, "", tuple(cells["day", NOON // UNIT_MS["day"] * UNIT_MS["day"], "acme", "main", "all", ""]))
     (found,) = cell.percentiles([share])
@@ -106,7 +106,7 @@ def test_a_percentile_is_in_the_right_bucket(durations: list[int], share: float)
     )
 
 
-def test_nothing_has_no_percentile() -> None:
+def test_empty_histogram_has_no_percentile() -> None:
     assert RollupCell(0, "", (0,) * len(COUNTERS)).percentiles([0.5]) == [None]
     cells = count_records([made()])
     cell = RollupCell(0, "", tuple(cells["day", NOON // UNIT_MS["day"] * UNIT_MS["day"], "acme", "main", "all", ""]))
@@ -118,7 +118,7 @@ def test_nothing_has_no_percentile() -> None:
     st.integers(0, 3 * UNIT_MS["day"]),
     st.integers(0, 3 * UNIT_MS["day"]),
 )
-def test_a_stretch_is_cut_into_cells_that_meet(which: tuple[Any, Any], since: int, length: int) -> None:
+def test_time_range_is_split_without_gaps(which: tuple[Any, Any], since: int, length: int) -> None:
     dimension, unit = which
     query = RollupQuery("acme", unit, NOON + since, NOON + since + length, dimension=dimension)
     pieces, size = query.split_by_unit(), UNIT_MS[unit]
@@ -126,5 +126,5 @@ def test_a_stretch_is_cut_into_cells_that_meet(which: tuple[Any, Any], since: in
     assert [each[1] for each in pieces] + [high] == [low] + [each[2] for each in pieces] if pieces else low >= high
     for kind, start, end in pieces:
         assert start % UNIT_MS[kind] == end % UNIT_MS[kind] == 0 and start < end
-    most = 2 * 59 + 2 * 23 + 4  # however long: what is not whole at both ends, and days
+    most = 2 * 59 + 2 * 23 + 4  # at most: partial units at both ends, and days between
     assert sum((end - start) // UNIT_MS[kind] for kind, start, end in pieces) <= most or unit == "day"

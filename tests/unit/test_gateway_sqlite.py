@@ -1,4 +1,4 @@
-"""SQLite in trouble: held by others, failing, taken away. What it could not do is told, and done when it can be."""
+"""SQLite failures: locked, failing and deleted files raise errors, and later writes succeed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from emberline.gateway.store.sqlite_thread import SQLiteThread
 AUDIT = AuditEntry(0, "acme", "t", "t", "t")
 
 
-def played(home: Path, play: Callable[[SQLiteStore], Awaitable[None]]) -> None:
+def run_async(home: Path, play: Callable[[SQLiteStore], Awaitable[None]]) -> None:
     async def run() -> None:
         store = await SQLiteStore.open(home)
         try:
@@ -32,7 +32,7 @@ def played(home: Path, play: Callable[[SQLiteStore], Awaitable[None]]) -> None:
 
 
 async def pragma(store: SQLiteStore, text: str) -> None:
-    """On the connection that writes."""
+    """Read a pragma on the writing connection."""
 
     def do(lane: SQLiteThread) -> None:
         lane.connection(store._main).execute(f"PRAGMA {text}").fetchall()
@@ -40,7 +40,7 @@ async def pragma(store: SQLiteStore, text: str) -> None:
     await store._writer.run(do)
 
 
-def test_the_log_waits_for_one_who_holds_it(tmp_path: Path) -> None:
+def test_log_writer_retries_while_database_is_locked(tmp_path: Path) -> None:
     async def play(store: SQLiteStore) -> None:
         await pragma(store, "busy_timeout = 0")
         other = sqlite3.connect(tmp_path / "gateway.db", isolation_level=None)
@@ -48,17 +48,17 @@ def test_the_log_waits_for_one_who_holds_it(tmp_path: Path) -> None:
             other.execute("BEGIN IMMEDIATE")
             for i in range(3):
                 writer.put(made(NOON + i))
-            while writer.failures < 4:  # more often than with what a record itself may cause
+            while writer.failures < 4:  # more often than an invalid record is retried
                 await asyncio.sleep(0.01)
             other.execute("ROLLBACK")
         other.close()
         assert (writer.written, writer.dropped) == (3, 0)
         assert len((await store.page(LogFilters("acme"))).records) == 3
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)
 
 
-def test_what_cannot_be_committed_is_undone(tmp_path: Path) -> None:
+def test_failed_transaction_is_rolled_back(tmp_path: Path) -> None:
     async def play(store: SQLiteStore) -> None:
         def promise(lane: SQLiteThread) -> None:
             db = lane.connection(store._main)
@@ -72,28 +72,28 @@ def test_what_cannot_be_committed_is_undone(tmp_path: Path) -> None:
             with pytest.raises(StoreFailed, match="FOREIGN KEY"):
                 await store.commit(StoreChange(AUDIT))
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)
 
 
-def test_an_error_that_ended_the_transaction_is_told_itself() -> None:
+def test_error_that_ended_the_transaction_is_raised() -> None:
     db = sqlite3.connect(":memory:", isolation_level=None)
     with pytest.raises(sqlite3.OperationalError, match="full"), _transaction(db):
-        db.execute("ROLLBACK")  # as SQLite does when it cannot write
+        db.execute("ROLLBACK")  # as SQLite does if it cannot write
         raise sqlite3.OperationalError("database or disk is full")
     db.close()
 
 
-def test_a_file_that_was_taken_away_is_no_riddle(tmp_path: Path) -> None:
+def test_deleted_file_raises_clear_error(tmp_path: Path) -> None:
     async def play(store: SQLiteStore) -> None:
         for _ in store._readers:
             assert await store.version() == 0
         (tmp_path / "gateway.db").rename(tmp_path / "elsewhere")
         for _ in store._readers:
-            assert await store.version() == 0, "it is open"
+            assert await store.version() == 0, "the file is open"
             await store._readers[0].run(SQLiteThread.release, store._main)
         with pytest.raises(StoreFailed, match="unable to open"):
             for _ in store._readers:
                 await store.version()
         (tmp_path / "elsewhere").rename(tmp_path / "gateway.db")
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)

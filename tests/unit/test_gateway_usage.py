@@ -1,4 +1,4 @@
-"""Every provider's way to say what was used becomes the one vector, streaming or not, and nothing said can break it."""
+"""Usage of every provider is parsed into one form, streaming or not, whatever its values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GEMINI = {
 
 
 @pytest.mark.parametrize(
-    ("dialect", "said", "usage"),
+    ("dialect", "data", "usage"),
     [
         ("openai-chat", OPENAI, Usage(input=2006, cached_read=1920, output=300, reasoning=192, audio=40)),
         ("openai-responses", RESPONSES, Usage(input=328, cached_read=128, output=52, reasoning=20)),
@@ -56,14 +56,14 @@ GEMINI = {
         ("gemini", GEMINI, Usage(input=1530, cached_read=1024, output=1047, reasoning=967, audio=300)),
     ],
 )
-def test_each_dialect(dialect: str, said: dict[str, Any], usage: Usage) -> None:
-    assert Usage.parse(dialect, said) == usage
+def test_usage_of_each_dialect_is_parsed(dialect: str, data: dict[str, Any], usage: Usage) -> None:
+    assert Usage.parse(dialect, data) == usage
 
 
 @pytest.mark.parametrize(
-    ("said", "usage"),
+    ("data", "usage"),
     [
-        # DeepSeek names hits and misses beside the prompt's tokens
+        # DeepSeek has hits and misses beside the prompt's tokens
         (
             {
                 "prompt_tokens": 100,
@@ -74,7 +74,7 @@ def test_each_dialect(dialect: str, said: dict[str, Any], usage: Usage) -> None:
             },
             Usage(input=100, cached_read=64, output=9),
         ),
-        # xAI: reasoning is not in completion_tokens, but in the total and on the bill
+        # xAI: reasoning is in the total and billed, but not in completion_tokens
         (
             {
                 "prompt_tokens": 37,
@@ -84,12 +84,12 @@ def test_each_dialect(dialect: str, said: dict[str, Any], usage: Usage) -> None:
             },
             Usage(input=37, output=763, reasoning=233),
         ),
-        # Gemini's compatible endpoint: thoughts only show in the total
+        # Gemini's OpenAI endpoint: reasoning is only in the total
         (
             {"prompt_tokens": 758, "completion_tokens": 102, "total_tokens": 1725},
             Usage(input=758, output=967, reasoning=865),
         ),
-        # OpenRouter passes on what was written to a cache
+        # OpenRouter reports tokens written to a cache
         (
             {
                 "prompt_tokens": 500,
@@ -102,8 +102,8 @@ def test_each_dialect(dialect: str, said: dict[str, Any], usage: Usage) -> None:
         ),
     ],
 )
-def test_providers_that_speak_openai_their_own_way(said: dict[str, Any], usage: Usage) -> None:
-    assert Usage.parse("openai-chat", said) == usage
+def test_usage_variants_of_openai_compatible_providers(data: dict[str, Any], usage: Usage) -> None:
+    assert Usage.parse("openai-chat", data) == usage
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_providers_that_speak_openai_their_own_way(said: dict[str, Any], usage: 
         ),
     ],
 )
-def test_a_streams_usages_add_up_to_the_replys(dialect: str, events: list[dict[str, Any]], usage: Usage | None) -> None:
+def test_stream_usage_equals_reply_usage(dialect: str, events: list[dict[str, Any]], usage: Usage | None) -> None:
     total: Usage | None = None
     for event in events:
         if part := Usage.find_in(dialect, event):
@@ -182,20 +182,20 @@ def test_a_streams_usages_add_up_to_the_replys(dialect: str, events: list[dict[s
         ({"output": "an image"}, None),
     ],
 )
-def test_an_endpoint_passed_through_is_read_by_its_shape(reply: dict[str, Any], usage: Usage | None) -> None:
+def test_raw_endpoint_usage_is_recognized(reply: dict[str, Any], usage: Usage | None) -> None:
     assert Usage.find_in("raw", reply) == usage
 
 
 @pytest.mark.parametrize("absurd", [1e300, float("inf"), 1 << 54, -1])
-def test_a_count_that_cannot_be_is_not_told(absurd: float) -> None:
+def test_impossible_counts_are_ignored(absurd: float) -> None:
     assert Usage.parse("openai-chat", {"prompt_tokens": absurd, "completion_tokens": 3}) == Usage(output=3)
     assert Usage.parse("gemini", {"promptTokenCount": absurd, "totalTokenCount": absurd}) == Usage()
 
 
-@pytest.mark.parametrize("said", [None, [], "usage", 3, {}, {"prompt_cache_hit_tokens": 4}])
+@pytest.mark.parametrize("data", [None, [], "usage", 3, {}, {"prompt_cache_hit_tokens": 4}])
 @pytest.mark.parametrize("dialect", sorted(USAGE_READERS))
-def test_nothing_said_is_none(dialect: str, said: object) -> None:
-    assert Usage.parse(dialect, said) is None
+def test_missing_usage_is_none(dialect: str, data: object) -> None:
+    assert Usage.parse(dialect, data) is None
 
 
 NAMES = [
@@ -219,8 +219,8 @@ SAID = st.recursive(
 
 
 @given(st.sampled_from(sorted(USAGE_READERS)), SAID, SAID)
-def test_whatever_is_said_the_parts_stay_parts(dialect: str, one: object, two: object) -> None:
+def test_parts_never_exceed_their_whole(dialect: str, one: object, two: object) -> None:
     first, second = Usage.parse(dialect, one), Usage.find_in(dialect, {"usage": two, "usageMetadata": two})
     if first and second:
-        both = first.merge_later(second)  # Usage asserts its own promise
+        both = first.merge_later(second)  # Usage asserts its invariants
         assert both.total >= max(first.total, second.total)

@@ -1,4 +1,4 @@
-"""Imports point down, without cycles; what must run without torch does; an optional dependency has one importer."""
+"""Imports point down, without cycles; packages run without torch; optional dependencies have one importer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 PACKAGE = SRC / "emberline"
 
-# room -> the rooms it may import from, besides itself. "kv.cache" style entries are single modules.
+# package -> packages it may import from, besides itself. Entries like "kv.cache" are single modules.
 ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "tokens": {"core"},
@@ -42,7 +42,16 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "models.config",
     },
-    "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "server.routing.dispatch", "server.routing.leg"},
+    "sim": {
+        "core",
+        "tokens",
+        "kv",
+        "engine",
+        "router",
+        "cluster",
+        "server.routing.dispatcher",
+        "server.routing.worker_attempt",
+    },
     "bench": {
         "core",
         "tokens",
@@ -95,7 +104,7 @@ TORCH_FREE = [
     "models.config",
     "models.reader",
     "models.child_reader",
-    "engine.early",
+    "engine.preload",
     "kv.pool",
     "kv.prefix",
     "kv.manager",
@@ -112,15 +121,15 @@ TORCH_FREE = [
     "engine.memory",
     "engine.fake",
     "engine.engine",
-    "engine.fleet",
+    "engine.engine_group",
     "engine.gpu.swap",
-    "engine.stream",
+    "engine.async_engine",
     "engine.messages",
     "engine.grammar",
     "engine.embedder",
 ]
 
-# optional dependency -> its adapter; bench measures anything beside us
+# optional dependency -> its adapter; bench may import anything to compare with
 ONE_IMPORTER = {
     "huggingface_hub": "hub/huggingface.py",
     "llguidance": "engine/grammar.py",
@@ -150,7 +159,7 @@ def imports(path: Path) -> list[str]:
     return found
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else ""
 
@@ -158,8 +167,8 @@ def room_of(path: Path) -> str:
 def test_imports_point_down() -> None:
     wrong = []
     for path in modules():
-        room = room_of(path)
-        if not room:
+        package = package_of(path)
+        if not package:
             continue
         for name in imports(path):
             if not name.startswith("emberline."):
@@ -167,9 +176,9 @@ def test_imports_point_down() -> None:
             target = name.removeprefix("emberline.")
             if target == "__version__":
                 continue
-            if target.split(".")[0] == room:
+            if target.split(".")[0] == package:
                 continue
-            if not any(target == ok or target.startswith(ok + ".") for ok in ALLOWED[room]):
+            if not any(target == ok or target.startswith(ok + ".") for ok in ALLOWED[package]):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert not wrong, wrong
 
@@ -202,10 +211,10 @@ def test_no_cycles_between_modules() -> None:
         visit(name, ())
 
 
-def imported_without(blocked: list[str], rooms: list[str]) -> subprocess.CompletedProcess[str]:
+def imported_without(blocked: list[str], packages: list[str]) -> subprocess.CompletedProcess[str]:
     names = []
-    for room in rooms:
-        base = PACKAGE.joinpath(*room.split("."))
+    for package in packages:
+        base = PACKAGE.joinpath(*package.split("."))
         files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
         dotted = (".".join(f.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__") for f in files)
         names += [name for name in dotted if not name.endswith("__main__")]
@@ -219,38 +228,39 @@ for name in {names!r}:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("room", TORCH_FREE)
-def test_runs_without_torch(room: str) -> None:
-    done = imported_without(["torch"], [room])
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_runs_without_torch(package: str) -> None:
+    done = imported_without(["torch"], [package])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_what_computes_needs_only_torch_and_numpy() -> None:
-    """A GPU machine may have nothing else, and everything that runs there must run from the checkout."""
+def test_compute_packages_need_only_torch_and_numpy() -> None:
+    """A GPU machine may have no other packages, and the code must run there from a checkout."""
     others = ["msgspec", "tokenizers", "jinja2", "llguidance", "uvloop", "httptools", "huggingface_hub"]
-    done = imported_without(others, ["core", "kernels", "unweight", "models", "kv", "engine.fleet_boot", "engine.fake"])
+    done = imported_without(
+        others, ["core", "kernels", "unweight", "models", "kv", "engine.engine_group_boot", "engine.fake"]
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_routing_policy_is_pure() -> None:
-    """No clock, no network, no randomness: only `upstream` and its `connection` talk to anyone."""
+    """The router package uses no clock, no network and no randomness."""
     for path in sorted((PACKAGE / "router").glob("*.py")):
-        if path.name not in ("upstream.py", "connection.py"):
-            impure = {"time", "asyncio", "aiohttp", "random", "socket", "os", "logging"} & set(imports(path))
-            assert not impure, f"{path.name} imports {impure}"
+        impure = {"time", "asyncio", "aiohttp", "random", "socket", "os", "logging"} & set(imports(path))
+        assert not impure, f"{path.name} imports {impure}"
 
 
 def test_gateway_layers_are_on_top() -> None:
-    """Who puts the stack together knows the layers, nobody beneath does; `upstream` knows neither."""
+    """Only the code that builds the stack imports layers; `upstream` imports neither."""
     for path in sorted((PACKAGE / "gateway").rglob("*.py")):
-        room = path.relative_to(PACKAGE / "gateway").parts[0]
+        package = path.relative_to(PACKAGE / "gateway").parts[0]
         for name in imports(path):
-            assert room == "layers" or not name.startswith("emberline.gateway.layers"), f"{path} imports {name}"
-            if room == "upstream" and name.startswith("emberline.gateway."):
+            assert package == "layers" or not name.startswith("emberline.gateway.layers"), f"{path} imports {name}"
+            if package == "upstream" and name.startswith("emberline.gateway."):
                 assert name.startswith(("emberline.gateway.upstream.", "emberline.gateway.errors")), f"{path}: {name}"
 
 
-def test_optional_dependencies_have_one_home() -> None:
+def test_optional_dependencies_have_one_importer() -> None:
     wrong = []
     for path in modules():
         where = str(path.relative_to(PACKAGE))

@@ -1,4 +1,4 @@
-"""What a stranger can reach through a gateway: the model API of what is behind it, and no control of it."""
+"""A gateway forwards the model API of an engine or router, but not their control endpoints."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def router() -> Iterator[Router]:
 
 @pytest.fixture(scope="module")
 def gateway(router: Router, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    def places(_: dict[str, str]) -> dict[str, Any]:
+    def write_config(_: dict[str, str]) -> dict[str, Any]:
         custom = {"base_url": router.url, "speaks": ["openai-chat"]}
         return {"emberline": {"base_url": router.url}, "custom-mine": custom}
 
     home: Path = tmp_path_factory.mktemp("boundary")
-    with Gateways(home, (), places) as made:
+    with Gateways(home, (), write_config) as made:
         yield made
 
 
@@ -96,7 +96,7 @@ def test_gateway_forwards_the_engines_model_api(gateway: Gateways) -> None:
 
 
 def test_router_refuses_cluster_calls_that_a_gateway_forwarded(gateway: Gateways, router: Router) -> None:
-    """Also where the gateway takes the router for a server that it does not know."""
+    """Also if the gateway has the router as a custom provider."""
     for headers in ({}, {"via": ""}, {"connection": "via"}):
         status, _, body = gateway.post("/v1/default/default/custom-mine/cluster/register", CARD, headers)
         assert status == 403 and b"through a proxy" in body
@@ -114,7 +114,7 @@ def test_router_without_a_key_takes_workers_of_this_machine(router: Router) -> N
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/default/default", "/v1/default/default/custom-mine/any"])
-def test_gateway_takes_json_by_its_name_only(gateway: Gateways, path: str, kind: str) -> None:
+def test_gateway_requires_json_content_type(gateway: Gateways, path: str, kind: str) -> None:
     status, _, body = gateway.post(path, {"model": "m"}, {"content-type": kind})
     assert status == 415 and b"-H 'content-type: application/json'" in body
 
@@ -122,7 +122,7 @@ def test_gateway_takes_json_by_its_name_only(gateway: Gateways, path: str, kind:
 def test_gateway_forwards_forms_and_binary_data(gateway: Gateways) -> None:
     for kind in ("multipart/form-data; boundary=b", "audio/wav"):
         status, _, body = gateway.post("/v1/default/default/custom-mine/any", b"--b--", {"content-type": kind})
-        assert status == 404 and b"the path '/any' does not exist" in body  # the router's own words
+        assert status == 404 and b"the path '/any' does not exist" in body  # the router's own message
 
 
 def test_gateway_beyond_this_machine_needs_keys(tmp_path: Path) -> None:

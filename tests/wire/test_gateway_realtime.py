@@ -1,4 +1,4 @@
-"""A provider's realtime socket through the gateway: real `websockets` on both sides, with a scripted provider."""
+"""A provider's realtime socket through the gateway, with real `websockets` on both sides."""
 
 from __future__ import annotations
 
@@ -44,19 +44,24 @@ DONE = {
 
 
 class Provider:
-    """Says back what it hears; `close CODE`, `break`, `flood`, `large` and `done` it does."""
+    """Echo messages; `close CODE`, `break`, `flood`, `large` and `done` are commands."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.closed: list[int | None] = []
         self.flooded = 0
         self._server: Server = serve(
-            self._talk, "127.0.0.1", 0, process_request=self._asked, select_subprotocol=self._choose, max_size=None
+            self._echo,
+            "127.0.0.1",
+            0,
+            process_request=self._handle_request,
+            select_subprotocol=self._choose_subprotocol,
+            max_size=None,
         )
         self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def _asked(self, connection: ServerConnection, request: Request) -> Response | None:
+    def _handle_request(self, connection: ServerConnection, request: Request) -> Response | None:
         self.requests.append(request)
         if "model=elsewhere" in request.path:
             moved = connection.respond(HTTPStatus.FOUND, "")
@@ -66,10 +71,10 @@ class Provider:
             return connection.respond(HTTPStatus.UNAUTHORIZED, '{"error": {"message": "no such key"}}')
         return None
 
-    def _choose(self, connection: ServerConnection, offered: Any) -> Any:
+    def _choose_subprotocol(self, connection: ServerConnection, offered: Any) -> Any:
         return "realtime" if "realtime" in offered else None
 
-    def _talk(self, connection: ServerConnection) -> None:
+    def _echo(self, connection: ServerConnection) -> None:
         with suppress(ConnectionClosed):
             for message in connection:
                 match str(message).split():
@@ -103,7 +108,7 @@ def provider() -> Iterator[Provider]:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[Gateways]:
-    def places(urls: dict[str, str]) -> dict[str, Any]:
+    def write_config(urls: dict[str, str]) -> dict[str, Any]:
         return {
             "openai": {"base_url": provider.url + "/v1", "key": "sk-stored"},
             "google-ai-studio": {"base_url": provider.url, "key": "g-stored"},
@@ -115,7 +120,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
     with Gateways(
         tmp_path_factory.mktemp("realtime"),
         (),
-        places,
+        write_config,
         {"max_body": 1 << 20},
         authentication=True,
         breaker={"pause": 10.0},
@@ -129,26 +134,26 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
         yield made
 
 
-def opened(gateway: Gateways, path: str = PATH, **more: Any) -> ClientConnection:
+def open_socket(gateway: Gateways, path: str = PATH, **more: Any) -> ClientConnection:
     more = {"additional_headers": OURS, "close_timeout": 5, **more}
     return connect(gateway.url.replace("http", "ws") + path, open_timeout=20, compression=None, **more)
 
 
-def refused(gateway: Gateways, path: str = PATH, **more: Any) -> tuple[int, dict[str, Any]]:
+def refusal_of(gateway: Gateways, path: str = PATH, **more: Any) -> tuple[int, dict[str, Any]]:
     with pytest.raises(InvalidStatus) as error:
-        opened(gateway, path, **more)
+        open_socket(gateway, path, **more)
     return error.value.response.status_code, json.loads(error.value.response.body or b"{}")["error"]
 
 
 def row(gateway: Gateways, socket: ClientConnection) -> LogRecord:
-    """Its handshake says which."""
+    """Return the log record of a session, by its handshake's log id."""
     assert socket.response is not None
     return gateway.record(socket.response.headers["cf-aig-log-id"])
 
 
-def test_both_ways(gateway: Gateways, provider: Provider) -> None:
+def test_messages_pass_both_ways(gateway: Gateways, provider: Provider) -> None:
     headers = {**OURS, **PRICES, "openai-beta": "realtime=v1"}
-    with opened(gateway, additional_headers=headers) as socket:
+    with open_socket(gateway, additional_headers=headers) as socket:
         socket.send("hello")
         assert socket.recv(timeout=5) == "hello"
         socket.send(b"\x00\xff")
@@ -156,9 +161,14 @@ def test_both_ways(gateway: Gateways, provider: Provider) -> None:
         for _ in range(2):
             socket.send("done")
             assert json.loads(socket.recv(timeout=5))["type"] == "response.done"
-    asked = provider.requests[-1]
-    assert asked.path == "/v1/realtime?model=gpt-realtime" and asked.headers["authorization"] == "Bearer sk-stored"
-    assert asked.headers["openai-beta"] == "realtime=v1" and not any("cf-aig" in name for name in asked.headers)
+    sent_request = provider.requests[-1]
+    assert (
+        sent_request.path == "/v1/realtime?model=gpt-realtime"
+        and sent_request.headers["authorization"] == "Bearer sk-stored"
+    )
+    assert sent_request.headers["openai-beta"] == "realtime=v1" and not any(
+        "cf-aig" in name for name in sent_request.headers
+    )
     log = row(gateway, socket)
     assert (log.status, log.ended, log.success, log.model, log.provider) == (
         101,
@@ -171,14 +181,14 @@ def test_both_ways(gateway: Gateways, provider: Provider) -> None:
     assert log.stream and log.attempts == 1 and not log.error
 
 
-def test_a_path_of_the_providers_own(gateway: Gateways, provider: Provider) -> None:
-    with opened(gateway, "/v1/default/default/openai/realtime?model=gpt-realtime&x=1") as socket:
+def test_native_path_opens_provider_socket(gateway: Gateways, provider: Provider) -> None:
+    with open_socket(gateway, "/v1/default/default/openai/realtime?model=gpt-realtime&x=1") as socket:
         socket.send("hello")
         assert socket.recv(timeout=5) == "hello"
     assert provider.requests[-1].path == "/v1/realtime?model=gpt-realtime&x=1"
 
 
-def test_the_real_client(gateway: Gateways) -> None:
+def test_openai_client_connects(gateway: Gateways) -> None:
     url = f"{gateway.url}/v1/default/default/openai"
     client = openai.OpenAI(base_url=url, api_key="sk-mine", default_headers=OURS)
     with client.realtime.connect(model="gpt-realtime") as socket:
@@ -188,81 +198,83 @@ def test_the_real_client(gateway: Gateways) -> None:
     assert event.response.usage.total_tokens == 30
 
 
-def test_a_browser_says_keys_as_subprotocols(gateway: Gateways, provider: Provider) -> None:
-    said = [f"cf-aig-authorization.{KEY}", "realtime", "openai-insecure-api-key.sk-mine", "openai-beta.realtime-v1"]
-    with opened(gateway, additional_headers={}, subprotocols=[Subprotocol(each) for each in said]) as socket:
+def test_browser_sends_keys_as_subprotocols(gateway: Gateways, provider: Provider) -> None:
+    answer = [f"cf-aig-authorization.{KEY}", "realtime", "openai-insecure-api-key.sk-mine", "openai-beta.realtime-v1"]
+    with open_socket(gateway, additional_headers={}, subprotocols=[Subprotocol(each) for each in answer]) as socket:
         assert socket.subprotocol == "realtime"
-    asked = provider.requests[-1].headers
-    assert asked["authorization"] == "Bearer sk-mine" and KEY not in str(asked)
-    assert asked["sec-websocket-protocol"] == "realtime, openai-beta.realtime-v1"
+    sent_request = provider.requests[-1].headers
+    assert sent_request["authorization"] == "Bearer sk-mine" and KEY not in str(sent_request)
+    assert sent_request["sec-websocket-protocol"] == "realtime, openai-beta.realtime-v1"
 
 
-def test_gemini_names_its_model_in_the_first_message(gateway: Gateways, provider: Provider) -> None:
+def test_gemini_model_is_in_first_message(gateway: Gateways, provider: Provider) -> None:
     path = "/v1/default/default/google-ai-studio?model=gemini-live"
-    with opened(gateway, path) as socket:
+    with open_socket(gateway, path) as socket:
         socket.send(json.dumps({"setup": {"model": "models/gemini-live"}}))
         assert "setup" in json.loads(socket.recv(timeout=5))
-    asked = provider.requests[-1]
-    assert asked.path == "/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
-    assert asked.headers["x-goog-api-key"] == "g-stored"
-    with opened(gateway, path) as socket, pytest.raises(ConnectionClosed) as closed:
+    sent_request = provider.requests[-1]
+    assert sent_request.path == "/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
+    assert sent_request.headers["x-goog-api-key"] == "g-stored"
+    with open_socket(gateway, path) as socket, pytest.raises(ConnectionClosed) as closed:
         socket.send(json.dumps({"setup": {"model": "models/gemini-dear"}}).encode())
         socket.recv(timeout=5)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
 
 
-def test_who_is_refused(gateway: Gateways, provider: Provider) -> None:
+def test_invalid_sessions_are_refused(gateway: Gateways, provider: Provider) -> None:
     before = len(provider.requests)
-    assert refused(gateway, additional_headers={})[0] == 401
-    status, error = refused(gateway, "/v1/default/default/openai?model=gpt-dear")
+    assert refusal_of(gateway, additional_headers={})[0] == 401
+    status, error = refusal_of(gateway, "/v1/default/default/openai?model=gpt-dear")
     assert (status, error["code"]) == (403, "not_allowed")
-    assert refused(gateway, "/v1/default/default/openai")[0] == 403, "no model is none that is allowed"
-    assert refused(gateway, PATH + "&model=gpt-dear")[0] == 400
-    assert refused(gateway, "/v1/default/default/nowhere?model=bare")[0] == 404
-    assert refused(gateway, "/v1/default/default/nobody?model=bare")[0] == 404, "where its socket is is not known"
-    assert len(provider.requests) == before, "nobody was asked"
+    assert refusal_of(gateway, "/v1/default/default/openai")[0] == 403, "a session without a model is not allowed"
+    assert refusal_of(gateway, PATH + "&model=gpt-dear")[0] == 400
+    assert refusal_of(gateway, "/v1/default/default/nowhere?model=bare")[0] == 404
+    assert refusal_of(gateway, "/v1/default/default/nobody?model=bare")[0] == 404, (
+        "the provider's socket URL is unknown"
+    )
+    assert len(provider.requests) == before, "no request was sent"
     few = {**OURS, "cf-aig-metadata": '{"team": "few"}'}
-    with opened(gateway, additional_headers=few):
+    with open_socket(gateway, additional_headers=few):
         pass
-    status, error = refused(gateway, additional_headers=few)
+    status, error = refusal_of(gateway, additional_headers=few)
     assert (status, error["code"]) == (429, "rate_limit_exceeded")
 
 
-def test_a_limit_holds_within_a_session(gateway: Gateways) -> None:
+def test_limit_ends_session(gateway: Gateways) -> None:
     headers = {**OURS, "cf-aig-metadata": '{"team": "short"}'}
-    with opened(gateway, additional_headers=headers) as socket, pytest.raises(ConnectionClosed) as closed:
+    with open_socket(gateway, additional_headers=headers) as socket, pytest.raises(ConnectionClosed) as closed:
         for _ in range(3):
             socket.send("done")
             assert json.loads(socket.recv(timeout=5)) == DONE
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008 and "60 tokens" in closed.value.rcvd.reason
     log = row(gateway, socket)
-    assert (log.ended, log.error, log.usage.total) == ("cut", "rate_limit_exceeded", 60), "two answers of 30"
-    assert refused(gateway, additional_headers=headers)[0] == 429
+    assert (log.ended, log.error, log.usage.total) == ("cut", "rate_limit_exceeded", 60), "two replies of 30 tokens"
+    assert refusal_of(gateway, additional_headers=headers)[0] == 429
 
 
-def test_what_a_provider_refuses(gateway: Gateways) -> None:
-    status, error = refused(gateway, "/v1/default/default/openai?model=refused")
+def test_provider_refusal_is_passed_on(gateway: Gateways) -> None:
+    status, error = refusal_of(gateway, "/v1/default/default/openai?model=refused")
     assert status == 401 and error["message"] == "no such key"
-    status, error = refused(gateway, "/v1/default/default/openai?model=elsewhere")
-    assert (status, error["code"]) == (502, "upstream_broken"), "a key goes nowhere else"
-    status, error = refused(gateway, "/v1/default/default/nobody/live?model=bare")
+    status, error = refusal_of(gateway, "/v1/default/default/openai?model=elsewhere")
+    assert (status, error["code"]) == (502, "upstream_broken"), "a key is sent to no other host"
+    status, error = refusal_of(gateway, "/v1/default/default/nobody/live?model=bare")
     assert (status, error["code"]) == (502, "upstream_unreached")
-    status, error = refused(gateway, "/v1/default/default/hidden/live?model=bare")
+    status, error = refusal_of(gateway, "/v1/default/default/hidden/live?model=bare")
     assert (status, error["code"]) == (502, "upstream_unreached") and "public" in error["message"]
 
 
-def test_who_keeps_failing_is_left_alone(gateway: Gateways) -> None:
-    codes = [refused(gateway, "/v1/default/default/gone/live?model=bare")[1]["code"] for _ in range(6)]
+def test_failing_provider_opens_circuit_breaker(gateway: Gateways) -> None:
+    codes = [refusal_of(gateway, "/v1/default/default/gone/live?model=bare")[1]["code"] for _ in range(6)]
     assert codes == ["upstream_unreached"] * 5 + ["upstream_resting"]
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "ended"),
+    ("failure", "code", "ended"),
     [("close 1000", 1000, "complete"), ("close 4003", 4003, "cut"), ("break", 1014, "cut"), ("large", 1009, "cut")],
 )
-def test_a_providers_end_is_passed_on(gateway: Gateways, told: str, code: int, ended: str) -> None:
-    with opened(gateway) as socket:
-        socket.send(told)
+def test_provider_close_is_passed_on(gateway: Gateways, failure: str, code: int, ended: str) -> None:
+    with open_socket(gateway) as socket:
+        socket.send(failure)
         with pytest.raises(ConnectionClosed) as closed:
             socket.recv(timeout=5)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == code
@@ -271,11 +283,9 @@ def test_a_providers_end_is_passed_on(gateway: Gateways, told: str, code: int, e
 
 
 @pytest.mark.parametrize(("code", "ended"), [(4001, "complete"), (None, "left")])
-def test_a_clients_end_is_passed_on_at_once(
-    gateway: Gateways, provider: Provider, code: int | None, ended: str
-) -> None:
+def test_client_close_is_passed_on_at_once(gateway: Gateways, provider: Provider, code: int | None, ended: str) -> None:
     before = len(provider.closed)
-    socket = opened(gateway)
+    socket = open_socket(gateway)
     socket.send("hello")
     socket.recv(timeout=5)
     if code is None:
@@ -287,30 +297,30 @@ def test_a_clients_end_is_passed_on_at_once(
     assert row(gateway, socket).ended == ended
 
 
-def test_who_says_nothing_is_closed(gateway: Gateways) -> None:
-    with opened(gateway) as socket, pytest.raises(ConnectionClosed) as closed:
+def test_idle_session_is_closed(gateway: Gateways) -> None:
+    with open_socket(gateway) as socket, pytest.raises(ConnectionClosed) as closed:
         socket.recv(timeout=10)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001 and "idle" in closed.value.rcvd.reason
     assert (row(gateway, socket).ended, row(gateway, socket).error) == ("cut", "upstream_timeout")
 
 
-def test_who_reads_slowly_is_sent_slowly_and_not_for_ever(gateway: Gateways, provider: Provider) -> None:
+def test_slow_reader_is_throttled_and_timed_out(gateway: Gateways, provider: Provider) -> None:
     before = len(provider.closed)
-    with opened(gateway, max_queue=1, close_timeout=0.1) as socket:
+    with open_socket(gateway, max_queue=1, close_timeout=0.1) as socket:
         socket.send("flood")
         until(lambda: len(provider.closed) > before, 20)
-    assert 0 < provider.flooded < FLOOD, "what nobody reads is not taken in"
+    assert 0 < provider.flooded < FLOOD, "unread messages are not buffered"
     assert (row(gateway, socket).ended, row(gateway, socket).error) == ("cut", "upstream_timeout")
 
 
-def test_messages_that_are_too_large(gateway: Gateways) -> None:
-    with opened(gateway) as socket, pytest.raises(ConnectionClosed) as closed:
+def test_large_messages_are_refused(gateway: Gateways) -> None:
+    with open_socket(gateway) as socket, pytest.raises(ConnectionClosed) as closed:
         socket.send("x" * (2 << 20))
         socket.recv(timeout=5)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
 
 
-def test_guardrails_cannot_look_into_it(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> None:
+def test_guardrails_refuse_realtime_sessions(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> None:
     rule = {"name": "mail", "find": ["email"], "action": "block"}
     made = Gateways(
         tmp_path_factory.mktemp("guarded"),
@@ -319,13 +329,13 @@ def test_guardrails_cannot_look_into_it(tmp_path_factory: pytest.TempPathFactory
         guardrails={"patterns": [rule]},
     )
     try:
-        status, error = refused(made, additional_headers={})
+        status, error = refusal_of(made, additional_headers={})
         assert (status, error["code"]) == (403, "not_allowed") and "guardrails" in error["message"]
     finally:
         made.close()
 
 
-def test_usage() -> None:
+def test_session_usage_is_logged() -> None:
     live = {
         "serverContent": {},
         "usageMetadata": {"promptTokenCount": 5, "responseTokenCount": 7, "totalTokenCount": 12},

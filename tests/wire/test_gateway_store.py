@@ -1,4 +1,4 @@
-"""What a Store promises, on SQLite and on a real PostgreSQL alike."""
+"""The contract of GatewayStore, on SQLite and on a real PostgreSQL."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def put(*documents: Document) -> StoreChange:
     return StoreChange(audit(), put=documents)
 
 
-def everything(store: GatewayStore, filters: LogFilters, run: Run[Any], limit: int = 3) -> list[LogRecord]:
+def all_records(store: GatewayStore, filters: LogFilters, run: Run[Any], limit: int = 3) -> list[LogRecord]:
     found: list[LogRecord] = []
     before = ""
     while True:
@@ -66,14 +66,14 @@ def everything(store: GatewayStore, filters: LogFilters, run: Run[Any], limit: i
         found += page.records
         if not page.has_more:
             return found
-        assert page.records  # exact: where there is more, there is something
+        assert page.records  # exact: a page that has more is not empty
         before = page.cursor
 
 
 # Documents
 
 
-def test_documents_come_back_and_are_listed_by_id(store: GatewayStore, run: Run[Any]) -> None:
+def test_documents_are_stored_and_listed_by_id(store: GatewayStore, run: Run[Any]) -> None:
     names = ["b", "a/2", "a/1", "a", "Z"]
     run(store.commit(put(*(Document("route", "acme", name, name.encode()) for name in names))))
     run(store.commit(put(Document("route", "other", "a", b"theirs"), Document("key", "acme", "a", b"a key"))))
@@ -88,7 +88,7 @@ def test_documents_come_back_and_are_listed_by_id(store: GatewayStore, run: Run[
     assert run(store.get("budget", "acme", "a")) is None
 
 
-def test_a_change_needs_the_version_it_was_made_from(store: GatewayStore, run: Run[Any]) -> None:
+def test_change_of_an_old_version_is_a_conflict(store: GatewayStore, run: Run[Any]) -> None:
     run(store.commit(put(Document("gateway", "acme", "g", b"1"))))
     first = run(store.get("gateway", "acme", "g"))
     with pytest.raises(Conflict, match="already"):
@@ -103,7 +103,7 @@ def test_a_change_needs_the_version_it_was_made_from(store: GatewayStore, run: R
     assert run(store.get("gateway", "acme", "g")) is None
 
 
-def test_a_change_is_whole_or_not_at_all(store: GatewayStore, run: Run[Any]) -> None:
+def test_change_is_atomic(store: GatewayStore, run: Run[Any]) -> None:
     run(store.commit(put(Document("price", "acme", "taken", b"1"))))
     before = run(store.version())
     with pytest.raises(Conflict):
@@ -113,7 +113,7 @@ def test_a_change_is_whole_or_not_at_all(store: GatewayStore, run: Run[Any]) -> 
     assert len(run(store.audits("acme"))) == 1
 
 
-def test_every_commit_raises_the_version_and_leaves_an_audit(store: GatewayStore, url: str, run: Run[Any]) -> None:
+def test_commit_increases_version_and_adds_audit_entry(store: GatewayStore, url: str, run: Run[Any]) -> None:
     other = run(open_store(url))  # another replica
     versions = [run(other.version())]
     for i in range(5):
@@ -128,7 +128,7 @@ def test_every_commit_raises_the_version_and_leaves_an_audit(store: GatewayStore
     assert run(store.audits("nobody")) == []
 
 
-def test_two_at_once_on_one_document_and_one_wins(store: GatewayStore, run: Run[Any]) -> None:
+def test_concurrent_changes_of_a_document_have_one_winner(store: GatewayStore, run: Run[Any]) -> None:
     run(store.commit(put(Document("gateway", "acme", "g", b"0"))))
     base = run(store.get("gateway", "acme", "g"))
 
@@ -141,7 +141,7 @@ def test_two_at_once_on_one_document_and_one_wins(store: GatewayStore, run: Run[
     assert sum(isinstance(each, Conflict) for each in outcomes) == 7
 
 
-def test_what_was_committed_is_there_after_a_restart(url: str, run: Run[Any]) -> None:
+def test_committed_documents_survive_restart(url: str, run: Run[Any]) -> None:
     first = run(open_store(url))
     run(first.commit(put(Document("gateway", "acme", "g", b"kept"))))
     kept = made()
@@ -156,7 +156,7 @@ def test_what_was_committed_is_there_after_a_restart(url: str, run: Run[Any]) ->
 # Logs
 
 
-def test_a_record_comes_back_as_it_was(store: GatewayStore, run: Run[Any]) -> None:
+def test_record_round_trips(store: GatewayStore, run: Run[Any]) -> None:
     full = made(
         path="chat/completions",
         dialect="openai-chat",
@@ -194,7 +194,7 @@ def test_a_record_comes_back_as_it_was(store: GatewayStore, run: Run[Any]) -> No
     assert run(store.record("acme", "main", plain.id)) == plain
     assert run(store.payload("acme", "main", full.id)) == payload
     assert run(store.payload("acme", "main", plain.id)) is None
-    for account, gateway in (("other", "main"), ("acme", "side")):  # another tenant's id is nobody's
+    for account, gateway in (("other", "main"), ("acme", "side")):  # the id belongs to another tenant
         assert run(store.record(account, gateway, full.id)) is None
         assert run(store.payload(account, gateway, full.id)) is None
         assert run(store.feedback(account, gateway, full.id, Feedback(1))) is None
@@ -207,15 +207,15 @@ def test_pages_are_exact_over_days_and_equal_milliseconds(store: GatewayStore, r
     run(store.append([(made(gateway="side"), None)]))
     newest_first = sorted(records, key=lambda r: r.id, reverse=True)
     for limit in (1, 3, 7, 20, 21, 22):
-        assert everything(store, LogFilters("acme", "main"), run, limit) == newest_first
-    assert len(everything(store, LogFilters("acme"), run)) == 22
-    assert everything(store, LogFilters("nobody"), run) == []
+        assert all_records(store, LogFilters("acme", "main"), run, limit) == newest_first
+    assert len(all_records(store, LogFilters("acme"), run)) == 22
+    assert all_records(store, LogFilters("nobody"), run) == []
     some = LogFilters("acme", "main", since=NOON - DAY + 1, until=NOON + 1)
-    assert everything(store, some, run) == [r for r in newest_first if NOON - DAY + 1 <= r.created_ms < NOON + 1]
+    assert all_records(store, some, run) == [r for r in newest_first if NOON - DAY + 1 <= r.created_ms < NOON + 1]
 
 
-def test_a_page_ends_when_time_runs_out_and_goes_on_from_there(store: GatewayStore, run: Run[Any]) -> None:
-    old = made(NOON - DAY * 5 // 8, model="rare")  # of the day before
+def test_page_timeout_returns_cursor_to_continue(store: GatewayStore, run: Run[Any]) -> None:
+    old = made(NOON - DAY * 5 // 8, model="rare")  # a record of the day before
     run(store.append([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
     filters, before, found = LogFilters("acme", "main", model=("rare",)), "", []
     while True:
@@ -250,7 +250,7 @@ PARTS: list[tuple[str, Any]] = [
     ("tokens_out", NumberRange(3)),
     *(("tokens", each) for each in (NumberRange(3), NumberRange(1, 4))),
     *(
-        ("unlike", each)
+        ("excluded", each)
         for each in (
             (ExcludeFilter("model", ("a", "b")),),
             (ExcludeFilter("user", ("ann",)), ExcludeFilter("status", (429, 500))),  # most have no user
@@ -259,7 +259,7 @@ PARTS: list[tuple[str, Any]] = [
         )
     ),
     *(
-        ("containing", each)
+        ("contains", each)
         for each in (
             (ContainsFilter(("provider",), ("PEN", "gr")),),
             (ContainsFilter(("provider", "user"), ("a",)), ContainsFilter(("model",), ("b", "c"))),
@@ -269,8 +269,8 @@ PARTS: list[tuple[str, Any]] = [
 ]
 
 
-def passes(record: LogRecord, f: LogFilters) -> bool:
-    """The oracle."""
+def matches(record: LogRecord, f: LogFilters) -> bool:
+    """Return whether a record matches the filters, computed directly."""
 
     def within(value: int | None, span: NumberRange) -> bool:
         if span.is_open:
@@ -293,23 +293,23 @@ def passes(record: LogRecord, f: LogFilters) -> bool:
         and (f.cached is None or record.cached == f.cached)
         and (f.rescued is None or (record.success and record.step > 0) == f.rescued)
         and all(
-            not asked or getattr(record, name) in asked
+            not request or getattr(record, name) in request
             for name in ("status", "provider", "model", "key_id", "user", "event_id", "feedback")
-            for asked in [getattr(f, name)]
+            for request in [getattr(f, name)]
         )
         and within(record.micros, f.micros)
         and within(record.usage.input, f.tokens_in)
         and within(record.usage.output, f.tokens_out)
         and within(record.duration_ms, f.duration_ms)
         and within(has("tokens"), f.tokens)
-        and all(has(each.field) not in each.values for each in f.unlike)
-        and all(any(t.lower() in has(name) for name in each.fields for t in each.texts) for each in f.containing)
+        and all(has(each.field) not in each.values for each in f.excluded)
+        and all(any(t.lower() in has(name) for name in each.fields for t in each.texts) for each in f.contains)
         and all(key in record.metadata and texts[key] == value for key, value in f.metadata.items())
     )
 
 
-def varied() -> list[LogRecord]:
-    """Every value of every filter, in no order."""
+def varied_records() -> list[LogRecord]:
+    """Return records with every value of every filter, unsorted."""
     statuses, metadata = (200, 429, 500), ({}, {"team": "x"}, {"team": "x", "n": 1}, {"b": True})
     return [
         made(
@@ -334,14 +334,14 @@ def varied() -> list[LogRecord]:
     ]
 
 
-def test_filters_pass_what_an_oracle_passes(store: GatewayStore, run: Run[Any]) -> None:
-    records = varied()
+def test_filters_match_the_oracle(store: GatewayStore, run: Run[Any]) -> None:
+    records = varied_records()
     run(store.append([(each, None) for each in records]))
 
     def check(parts: list[tuple[str, Any]]) -> int:
         filters = LogFilters("acme", **dict(parts))
-        wanted = sorted((r for r in records if passes(r, filters)), key=lambda r: r.id, reverse=True)
-        assert everything(store, filters, run, 40) == wanted
+        wanted = sorted((r for r in records if matches(r, filters)), key=lambda r: r.id, reverse=True)
+        assert all_records(store, filters, run, 40) == wanted
         return len(wanted)
 
     for part in PARTS:
@@ -354,14 +354,14 @@ def test_filters_pass_what_an_oracle_passes(store: GatewayStore, run: Run[Any]) 
 
     check_together()
     by_id = LogFilters("acme", id=(records[3].id, records[80].id, new_record_id(NOON)))
-    assert everything(store, by_id, run) == [records[80], records[3]]
-    others = LogFilters("acme", unlike=(ExcludeFilter("id", tuple(each.id for each in records[1:])),))
-    assert everything(store, others, run) == records[:1]
+    assert all_records(store, by_id, run) == [records[80], records[3]]
+    others = LogFilters("acme", excluded=(ExcludeFilter("id", tuple(each.id for each in records[1:])),))
+    assert all_records(store, others, run) == records[:1]
     for wild in ("%", "_", "\\"):
-        assert everything(store, LogFilters("acme", containing=(ContainsFilter(("provider",), (wild,)),)), run) == []
+        assert all_records(store, LogFilters("acme", contains=(ContainsFilter(("provider",), (wild,)),)), run) == []
 
 
-def test_feedback_changes_what_was_given_and_its_labels(store: GatewayStore, run: Run[Any]) -> None:
+def test_feedback_changes_fields_and_labels(store: GatewayStore, run: Run[Any]) -> None:
     one = made(metadata={"team": "x"})
     run(store.append([(one, None), (made(NOON + 1), None)]))
     new = run(store.feedback("acme", "main", one.id, Feedback(feedback=1)))
@@ -370,11 +370,11 @@ def test_feedback_changes_what_was_given_and_its_labels(store: GatewayStore, run
     assert (new.feedback, new.score, new.metadata) == (1, 5, {"team": "y", "x": True})
     assert run(store.record("acme", "main", one.id)) == new
     for metadata, wanted in (({"team": "x"}, []), ({"team": "y"}, [new]), ({"x": "true"}, [new])):
-        assert everything(store, LogFilters("acme", metadata=metadata), run) == wanted
-    assert everything(store, LogFilters("acme", feedback=(1,)), run) == [new]
+        assert all_records(store, LogFilters("acme", metadata=metadata), run) == wanted
+    assert all_records(store, LogFilters("acme", feedback=(1,)), run) == [new]
 
 
-def test_a_client_may_send_a_nul(store: GatewayStore, run: Run[Any]) -> None:
+def test_nul_characters_are_stored(store: GatewayStore, run: Run[Any]) -> None:
     one = made(model="a\0b", user="\0", metadata={"k\0": "v\0"})
     run(store.append([(one, None)]))
     found = run(store.record("acme", "main", one.id))
@@ -388,12 +388,12 @@ def test_a_client_may_send_a_nul(store: GatewayStore, run: Run[Any]) -> None:
 def totals(
     store: GatewayStore, run: Run[Any], dimension: Any = "all", unit: Any = "day", **more: Any
 ) -> dict[str, int]:
-    asked = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
-    return {cell.value: cell["requests"] for cell in run(store.rollups(asked))}
+    request = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
+    return {cell.value: cell["requests"] for cell in run(store.rollups(request))}
 
 
-def test_rollups_count_what_was_appended(store: GatewayStore, run: Run[Any]) -> None:
-    records = varied()
+def test_rollups_count_appended_records(store: GatewayStore, run: Run[Any]) -> None:
+    records = varied_records()
     for start in range(0, len(records), 10):
         run(store.append([(each, None) for each in records[start : start + 10]]))
     for unit in ("minute", "hour", "day"):
@@ -414,15 +414,15 @@ def test_rollups_count_what_was_appended(store: GatewayStore, run: Run[Any]) -> 
     assert [c.start for c in hours] == sorted({r.created_ms - r.created_ms % 3_600_000 for r in records})
 
 
-def test_a_batch_that_comes_twice_counts_once(store: GatewayStore, run: Run[Any]) -> None:
+def test_repeated_batch_counts_once(store: GatewayStore, run: Run[Any]) -> None:
     batch = [(made(NOON + i), LogPayload(b"a", b"b")) for i in range(4)]
     run(store.append(batch))
-    run(store.append(batch))  # as after an answer that was lost
-    assert len(everything(store, LogFilters("acme"), run)) == 4
+    run(store.append(batch))  # as after a lost reply
+    assert len(all_records(store, LogFilters("acme"), run)) == 4
     assert totals(store, run) == {"": 4}
 
 
-def test_batches_at_once_are_all_counted(store: GatewayStore, url: str, run: Run[Any]) -> None:
+def test_concurrent_batches_are_all_counted(store: GatewayStore, url: str, run: Run[Any]) -> None:
     async def both() -> None:
         other = await open_store(url)
         batches = [[(made(NOON + 100 * n + i, user=f"u{i}"), None) for i in range(20)] for n in range(10)]
@@ -434,10 +434,10 @@ def test_batches_at_once_are_all_counted(store: GatewayStore, url: str, run: Run
     assert totals(store, run, "user") == {f"u{i}": 10 for i in range(20)}
 
 
-def test_a_crowd_of_users_is_kept_small_and_every_sum_right(
+def test_daily_users_are_bounded_and_sums_exact(
     store: GatewayStore, url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two replicas write, and each looks at the crowd after every batch."""
+    """Two replicas write, and each checks the number of users after every batch."""
     monkeypatch.setattr(daily_users, "RECHECK_AFTER_USERS", 1)
     few = [made(NOON - DAY, user=f"few-{i}", micros=1) for i in range(2 * daily_users.MAX_USERS_PER_DAY)]
     many = [
@@ -452,17 +452,17 @@ def test_a_crowd_of_users_is_kept_small_and_every_sum_right(
             batches = [records[n : n + 250] for n in range(0, len(records), 250)]
             work = ((store, other)[n % 2].append([(r, None) for r in batch]) for n, batch in enumerate(batches))
             await asyncio.gather(*work)
-        await store.append([(made(NOON + DAY, user="late"), None)])  # the next day: the one before is looked at again
+        await store.append([(made(NOON + DAY, user="late"), None)])  # the next day: the previous one is checked again
         await other.close()
 
     run(both())
 
-    def spent(at: int) -> dict[str, tuple[int, int]]:
-        asked = RollupQuery("acme", "day", at, at + 1, dimension="user", over_time=False)
-        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.rollups(asked))}
+    def read_spends(at: int) -> dict[str, tuple[int, int]]:
+        request = RollupQuery("acme", "day", at, at + 1, dimension="user", over_time=False)
+        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.rollups(request))}
 
-    assert spent(NOON - DAY) == {r.user: (1, 1) for r in few}, "so many are exact"
-    found = spent(NOON)
+    assert read_spends(NOON - DAY) == {r.user: (1, 1) for r in few}, "up to this number cells are exact"
+    found = read_spends(NOON)
     assert len(found) <= 2 * daily_users.MAX_USERS_PER_DAY + 1 and OTHER_USERS in found
     assert sum(requests for requests, _ in found.values()) == len(many)
     assert sum(micros for _, micros in found.values()) == sum(r.micros or 0 for r in many)
@@ -475,44 +475,44 @@ def test_a_crowd_of_users_is_kept_small_and_every_sum_right(
 # Retention
 
 
-def test_days_are_dropped_whole_and_rollups_stay(store: GatewayStore, url: str, run: Run[Any]) -> None:
+def test_days_are_dropped_and_rollups_stay(store: GatewayStore, url: str, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
     run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
-    assert len(everything(store, LogFilters("acme"), run)) == 4  # readers have the files open
+    assert len(all_records(store, LogFilters("acme"), run)) == 4  # readers have the files open
     today = day_of(NOON)
     assert run(store.days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
     gone = run(store.drop_before(today - timedelta(days=1)))
     assert gone == [today - timedelta(days=d) for d in (3, 2)]
     assert run(store.days()) == [today - timedelta(days=1), today]
-    assert everything(store, LogFilters("acme"), run) == records[:2]
+    assert all_records(store, LogFilters("acme"), run) == records[:2]
     assert run(store.record("acme", "main", records[3].id)) is None
     assert run(store.payload("acme", "main", records[3].id)) is None
     assert run(store.payload("acme", "main", records[1].id)) == LogPayload(b"q", b"a")
     minutes = run(store.rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
     assert totals(store, run) == {"": 4} and sum(cell["requests"] for cell in minutes) == 2
-    late = made(NOON - 3 * DAY)  # a record of a day that is gone opens that day again
+    late = made(NOON - 3 * DAY)  # a record of a deleted day creates that day again
     run(store.append([(late, None)]))
     assert run(store.record("acme", "main", late.id)) == late
 
 
-def test_more_days_than_files_are_kept_open(store: GatewayStore, run: Run[Any]) -> None:
+def test_more_days_than_open_files(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY) for day in range(45)]
     run(store.append([(each, None) for each in records]))
-    assert everything(store, LogFilters("acme"), run, 100) == records
-    assert totals(store, run, unit="hour") == {"": 10}  # of the days asked for
+    assert all_records(store, LogFilters("acme"), run, 100) == records
+    assert totals(store, run, unit="hour") == {"": 10}  # of the requested days
 
 
-def test_erased_records_are_gone_with_payload_and_labels(store: GatewayStore, run: Run[Any]) -> None:
+def test_erase_deletes_payloads_and_labels(store: GatewayStore, run: Run[Any]) -> None:
     records = [made(NOON - day * DAY, metadata={"d": "x"}) for day in range(3)]
     run(store.append([(each, LogPayload(b"q", b"a")) for each in records]))
     run(store.erase([records[0], records[2], made(NOON - 50 * DAY)]))
-    assert everything(store, LogFilters("acme"), run) == [records[1]]
-    assert everything(store, LogFilters("acme", metadata={"d": "x"}), run) == [records[1]]
+    assert all_records(store, LogFilters("acme"), run) == [records[1]]
+    assert all_records(store, LogFilters("acme", metadata={"d": "x"}), run) == [records[1]]
     assert [run(store.payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
     assert totals(store, run) == {"": 3}
 
 
-def test_each_gateway_keeps_its_days(store: GatewayStore, run: Run[Any]) -> None:
+def test_retention_follows_each_gateways_days(store: GatewayStore, run: Run[Any]) -> None:
     def settings(gateway: str, days: int) -> GatewaySettings:
         return GatewaySettings(account="acme", gateway=gateway, logs=LogSettings(days=days))
 
@@ -524,32 +524,32 @@ def test_each_gateway_keeps_its_days(store: GatewayStore, run: Run[Any]) -> None
     gone, erased = run(retention.run_once())
     assert (len(gone), erased) == (2, 2)
     for gateway, days in (("short", 2), ("long", 4), ("gone", 4)):
-        assert len(everything(store, LogFilters("acme", gateway), run)) == days, gateway
+        assert len(all_records(store, LogFilters("acme", gateway), run)) == days, gateway
     assert run(retention.run_once()) == ([], 0)
 
 
 # Schema
 
 
-def test_a_day_is_not_seen_before_its_tables(tmp_path: Path, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_day_file_appears_with_its_tables(tmp_path: Path, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     opened = run(open_store(f"sqlite:{tmp_path}"))
     real, seen = sqlite._migrate, list[str]()
 
-    def watched(*args: Any) -> None:
+    def watching_migrate(*args: Any) -> None:
         seen.extend(path.name for path in tmp_path.glob("*-*.db"))
         real(*args)
 
-    monkeypatch.setattr(sqlite, "_migrate", watched)
+    monkeypatch.setattr(sqlite, "_migrate", watching_migrate)
     run(opened.append([(made(), None)]))
     assert seen == [] and run(opened.days()) == [day_of(NOON)]
     run(opened.close())
-    assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no draft is left"
+    assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no temporary file is left"
 
 
-def test_the_next_day_is_there_ahead_whoever_comes_first(store: GatewayStore, url: str, run: Run[Any]) -> None:
+def test_next_day_partition_is_created_in_advance(store: GatewayStore, url: str, run: Run[Any]) -> None:
     async def both() -> list[str]:
         others = [await open_store(url) for _ in range(3)]
-        for at in (NOON, NOON + DAY // 2):  # the second is tomorrow's
+        for at in (NOON, NOON + DAY // 2):  # the second is for tomorrow
             await asyncio.gather(*(each.append([(made(at + i), None)]) for i, each in enumerate([store, *others])))
         for each in others:
             await each.close()
@@ -557,8 +557,8 @@ def test_the_next_day_is_there_ahead_whoever_comes_first(store: GatewayStore, ur
 
     names = run(both())
     today = day_of(NOON)
-    assert run(store.days()) == [today, today + timedelta(days=1)], "what is empty is no day of the log"
-    assert len(everything(store, LogFilters("acme"), run)) == 8
+    assert run(store.days()) == [today, today + timedelta(days=1)], "an empty partition is not a day of the log"
+    assert len(all_records(store, LogFilters("acme"), run)) == 8
     if url.startswith("postgres"):
         assert names == [f"logs_{today + timedelta(days=i):%Y%m%d}" for i in range(3)]
 
@@ -574,8 +574,10 @@ async def partitions(url: str) -> list[str]:
     return sorted(name for (name,) in rows)
 
 
-def test_migrations_go_forward_only(url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def opened(act: Callable[[GatewayStore], Awaitable[Any]]) -> Any:
+def test_migrations_apply_once_and_newer_schema_is_refused(
+    url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def with_store(act: Callable[[GatewayStore], Awaitable[Any]]) -> Any:
         found = await open_store(url)
         try:
             return await act(found)
@@ -583,11 +585,11 @@ def test_migrations_go_forward_only(url: str, run: Run[Any], monkeypatch: pytest
             await found.close()
 
     kept = made()
-    run(opened(lambda s: s.append([(kept, None)])))
+    run(with_store(lambda s: s.append([(kept, None)])))
     module = sqlite if url.startswith("sqlite") else postgres
     with monkeypatch.context() as newer:
-        newer.setattr(module, "LOGS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
-        assert run(opened(lambda s: s.record("acme", "main", kept.id))) == kept
-        assert run(opened(lambda s: s.days())) == [day_of(NOON)]  # once is enough
+        newer.setattr(module, "LOG_MIGRATIONS", (*tables.LOG_MIGRATIONS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
+        assert run(with_store(lambda s: s.record("acme", "main", kept.id))) == kept
+        assert run(with_store(lambda s: s.days())) == [day_of(NOON)]  # one try is enough
     with pytest.raises(StoreFailed, match="newer version"):
         run(open_store(url))

@@ -118,10 +118,10 @@ class RedisClient:
             self._parts = urlsplit(url)
             self._host, self._port = self._parts.hostname or "", self._parts.port or 6379
         except ValueError as e:
-            raise InvalidRequest(f"the Redis URL is invalid: {e}", hint="redis://HOST:PORT/DATABASE") from e
+            raise InvalidRequest(f"the Redis URL is invalid: {e}", hint="use redis://HOST:PORT/DATABASE") from e
         if self._parts.scheme not in ("redis", "rediss") or not self._host:
             raise InvalidRequest(
-                f"the Redis URL has the scheme {self._parts.scheme[:20]!r} and the host {self._host[:80]!r}",
+                f"the Redis URL is invalid: its scheme is {self._parts.scheme[:20]!r} and its host {self._host[:80]!r}",
                 hint="use redis://HOST:PORT or rediss://HOST:PORT (TLS)",
             )
         self._clock, self.timeout_s = clock, _read_timeout(self._parts.query) or timeout_s
@@ -247,7 +247,7 @@ def _read_timeout(query: str) -> float | None:
     milliseconds = parameters.pop("patience", ["1"])[0]
     if parameters or not milliseconds.isdecimal() or not 0 < int(milliseconds) <= 60_000:
         raise InvalidRequest(
-            f"the Redis URL has the query {query[:80]!r}",
+            f"the Redis URL has an invalid query {query[:80]!r}",
             hint="only ?patience=MILLISECONDS is allowed, from 1 to 60000: the timeout of a command",
         )
     return int(milliseconds) / 1000 if query else None

@@ -18,10 +18,8 @@ from emberline.gateway.settings import GatewaySettings
 
 Dialect = Literal["openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini", "raw"]
 
-DYNAMIC, POOL = VIRTUAL_PROVIDERS = (
-    "dynamic",
-    "pool",
-)  # in place of a provider's name: a route or a pool chooses the provider
+# In place of a provider's name: a route or a pool chooses the provider.
+DYNAMIC, POOL = VIRTUAL_PROVIDERS = ("dynamic", "pool")
 
 
 class ProviderAttempt(msgspec.Struct, frozen=True):
@@ -104,8 +102,8 @@ class GatewayRequest(msgspec.Struct):
     def with_changes(self, **changes: Any) -> GatewayRequest:
         """Return a copy with some fields changed; it shares `attempts` and `reply_headers`."""
         if "body" in changes and changes["body"] is not self.body:
-            changes.setdefault("seen", None)
-            changes.setdefault("surveyed", None)
+            changes.setdefault("body_fields", None)
+            changes.setdefault("body_summary", None)
         return msgspec.structs.replace(self, **changes)
 
 

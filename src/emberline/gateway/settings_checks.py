@@ -84,7 +84,8 @@ def check_price(price: Price | None, prefix: str = "") -> None:
             amount = getattr(price, name)
             if amount is not None and not 0 <= amount <= MAX_PRICE_MICROS:
                 raise InvalidRequest(
-                    f"{prefix}{name} is {amount}; it must be from 0 to {MAX_PRICE_MICROS} micro-dollars per million tokens",
+                    f"{prefix}{name} is {amount}; it must be from 0 to {MAX_PRICE_MICROS} (micro-dollars per million"
+                    " tokens)",
                     param=f"{prefix}{name}",
                 )
         price = price.long.price if price.long is not None else None

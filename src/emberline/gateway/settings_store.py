@@ -149,7 +149,9 @@ def read_configured_gateways(config: Mapping[str, Any], engine: str) -> dict[tup
     """
     tables = config.get("gateways", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise InvalidRequest("gateways in the configuration must be tables", param="gateways", hint="[gateways.NAME]")
+        raise InvalidRequest(
+            "gateways in the configuration must be tables", param="gateways", hint="write [gateways.NAME] tables"
+        )
     gateways = {}
     for name, table in {DEFAULT_NAME: {}, **tables}.items():
         settings = GatewaySettings.parse({"gateway": name, **table})

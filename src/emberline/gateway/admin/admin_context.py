@@ -48,7 +48,10 @@ class AdminContext:
         """Return a document. Raise NotFound if it does not exist."""
         document = await self.store.get(kind, account, id)
         if document is None:
-            raise NotFound(f"account {account[:80]!r} has no {kind.replace('_', ' ')} {id[:80]!r}")
+            noun = kind.replace("_", " ")
+            raise NotFound(
+                f"account {account[:80]!r} has no {noun} {id[:80]!r}", hint=f"list the account's {noun}s for valid ids"
+            )
         return document
 
     async def list_page(

@@ -88,9 +88,9 @@ def parse_filters(request: AdminRequest, gateway: str, more: Sequence[Cloudflare
     for name in ("status", "feedback"):
         if name in request.query:
             fields[name] = tuple(_read_int(each, name) for each in request.query[name].split(","))
-    fields["unlike"], fields["containing"] = (), ()
+    fields["excluded"], fields["contains"] = (), ()
     if search := request.query.get("search"):
-        fields["containing"] = (ContainsFilter(_SEARCHED, (search,)),)
+        fields["contains"] = (ContainsFilter(_SEARCHED, (search,)),)
     for name, field in _BOUNDS.items():
         read, bounds = _number_reader(name), (f"min_{name}", f"max_{name}")
         fields[field] = NumberRange(
@@ -102,7 +102,7 @@ def parse_filters(request: AdminRequest, gateway: str, more: Sequence[Cloudflare
     if "filters" in request.query:
         _add_filters(fields, decode_json(request.query["filters"].encode(), list[CloudflareFilter]))
     _add_filters(fields, list(more))
-    excluded = [id for each in fields["unlike"] if each.field == "id" for id in each.values]
+    excluded = [id for each in fields["excluded"] if each.field == "id" for id in each.values]
     for id in (*fields.get("id", ()), *excluded):
         if not _ID.fullmatch(id):
             raise InvalidRequest(
@@ -125,7 +125,7 @@ def _add_filters(fields: dict[str, Any], asked: list[CloudflareFilter]) -> None:
         if each.operator == "neq":
             _add_exclusion(fields, name, values)
         elif each.operator == "contains" and name in _TEXTS:
-            fields["containing"] += (ContainsFilter((name,), tuple(values)),)
+            fields["contains"] += (ContainsFilter((name,), tuple(values)),)
         elif name in _RANGES and each.operator != "contains":
             fields[_RANGES[name]] = _narrow_range(fields[_RANGES[name]], each)
         elif name == "created_at" and each.operator != "contains":
@@ -169,12 +169,12 @@ def _add_exclusion(fields: dict[str, Any], name: str, values: list[str]) -> None
     if name in _FLAGS:
         fields[name] = not _read_bool(name, values)
     elif name in _LISTS:
-        fields["unlike"] += (ExcludeFilter(name, tuple(values)),)
+        fields["excluded"] += (ExcludeFilter(name, tuple(values)),)
     elif name in _RANGES:
-        fields["unlike"] += (ExcludeFilter(_RANGES[name], tuple(_number_reader(name)(v, "filters") for v in values)),)
+        fields["excluded"] += (ExcludeFilter(_RANGES[name], tuple(_number_reader(name)(v, "filters") for v in values)),)
     elif name in ("status_code", "feedback"):
         field = "status" if name == "status_code" else name
-        fields["unlike"] += (ExcludeFilter(field, tuple(_read_int(v, name) for v in values)),)
+        fields["excluded"] += (ExcludeFilter(field, tuple(_read_int(v, name) for v in values)),)
     else:
         raise InvalidRequest(f"filter {name[:40]!r} does not support the operator neq", param="filters")
 

@@ -137,8 +137,8 @@ class LogEndpoints:
         page = await self.read_page(request, gateway, MAX_SORTED_RECORDS, more, SORT_TIMEOUT_S)
         if page.has_more:
             raise InvalidRequest(
-                f"the records cannot be sorted by {order_by} {direction}: more than {MAX_SORTED_RECORDS} match the filters, or"
-                " they cannot be read in time",
+                f"the records cannot be sorted by {order_by} {direction}: more than {MAX_SORTED_RECORDS} match the"
+                " filters, or they cannot be read in time",
                 param="order_by",
                 hint="narrow start_date and end_date, or order by created_at desc",
             )

@@ -80,7 +80,7 @@ async def build_provider_call_offloaded(
 ) -> ProviderCall:
     """Do what `build_provider_call` does in a child process, for a large body."""
     bare = call.with_changes(
-        steps=(), redacted=[], trail=[], surveyed=None
+        steps=(), redacted_bodies=[], attempts=[], body_summary=None
     )  # without the bodies that are not needed there
     wire, notes = await offload.run(len(call.body), _build_with_notes, bare, provider, key, max_output, created)
     call.reply_headers |= notes
@@ -110,7 +110,7 @@ def build_provider_call(
     headers = {name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS} | {
         "content-type": JSON_CONTENT_TYPE
     }
-    moved = call.with_changes(dialect=target, body=body, headers=headers, query="", plain=True)
+    moved = call.with_changes(dialect=target, body=body, headers=headers, query="", is_dialect_endpoint=True)
     wire = _build_without_translation(moved, provider, key)
     return ProviderCall(wire.request, wire.dialect, hide_usage=False, client_dialect=source, reply_context=asked)
 

@@ -76,6 +76,7 @@ class BatchQueue:
             raise Overloaded(
                 f"account {account[:80]!r} has {waiting} unfinished batches; at most {MAX_WAITING_BATCHES} are allowed",
                 retry_after=60,
+                hint="wait until a batch is done",
             )
         batch = RunBatch.new(account, gateway, model, key_id, headers, requests.count, self._now_ms())
         await self._batches.add(batch, requests)

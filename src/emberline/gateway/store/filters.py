@@ -66,6 +66,6 @@ class LogFilters:
     tokens_out: NumberRange = NumberRange()
     tokens: NumberRange = NumberRange()  # input and output
     duration_ms: NumberRange = NumberRange()
-    unlike: tuple[ExcludeFilter, ...] = ()
-    containing: tuple[ContainsFilter, ...] = ()
+    excluded: tuple[ExcludeFilter, ...] = ()
+    contains: tuple[ContainsFilter, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)  # values as JSON text: true, 1.5

@@ -23,7 +23,7 @@ from emberline.gateway.store.tables import CELL_KEY_COLUMNS, COLUMNS, quote_name
 
 _ONE_OF = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "feedback",
            "request_content_type", "response_content_type")  # fmt: skip
-_SPANS = {name: name for name in ("micros", "tokens_in", "tokens_out", "duration_ms")} | {
+_RANGES = {name: name for name in ("micros", "tokens_in", "tokens_out", "duration_ms")} | {
     "tokens": "tokens_in + tokens_out"
 }
 _LIKE_ESCAPES = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})
@@ -107,15 +107,15 @@ def select_logs(mark: str, filters: LogFilters, low: bytes, high: bytes, limit: 
     for name in _ONE_OF:
         query.add_in(f'"{name}"', getattr(filters, name))
     query.add_in("id", tuple(bytes.fromhex(id) for id in filters.id))
-    for name, expression in _SPANS.items():
+    for name, expression in _RANGES.items():
         query.add_range(expression, getattr(filters, name))
-    for unlike in filters.unlike:
-        if unlike.field == "id":
-            query.add_not_in("id", tuple(bytes.fromhex(str(id)) for id in unlike.values))
+    for exclusion in filters.excluded:
+        if exclusion.field == "id":
+            query.add_not_in("id", tuple(bytes.fromhex(str(id)) for id in exclusion.values))
         else:
-            query.add_not_in(_SPANS.get(unlike.field, f'"{unlike.field}"'), unlike.values)
-    for containing in filters.containing:
-        query.add_contains(tuple(f'"{name}"' for name in containing.fields), containing.texts)
+            query.add_not_in(_RANGES.get(exclusion.field, f'"{exclusion.field}"'), exclusion.values)
+    for contains in filters.contains:
+        query.add_contains(tuple(f'"{name}"' for name in contains.fields), contains.texts)
     for key, value in filters.metadata.items():
         inner = f"key = {query.add_value(key)} AND value = {query.add_value(value)}"
         bounds = f"id >= {query.add_value(low)} AND id < {query.add_value(high)}"

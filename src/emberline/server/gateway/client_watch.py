@@ -16,7 +16,7 @@ WATCH_DELAY_S = 0.05
 
 
 class ClientWatch:
-    """A context manager that raises ClientGone or TimeoutError when it has cancelled the task inside.
+    """A context manager that raises ClientDisconnected or TimeoutError when it has cancelled the task inside.
 
     One timer serves both the timeout and the delayed start of watching.
     """

@@ -110,7 +110,7 @@ class GatewayApp:
             if not isinstance(e, EmberlineError | ReplyInterrupted):
                 log.exception("Request failed with an internal error: method=%s path=%s", x.method, x.path)
             if x.status is not None:
-                raise ReplyInterrupted from None  # the server breaks the connection, so that the reply does not look complete
+                raise ReplyInterrupted from None  # the server closes the connection: the reply must not look complete
             reply = openai_error(e)
             await x.reply_json(reply.body, reply.status, reply.headers)
         self._replies.count(x.path if x.path in self._pages else "other", x.status or 499)

@@ -37,7 +37,7 @@ log = logging.getLogger("emberline.gateway")
 MAX_OPEN_REQUESTS = 100  # per socket
 ERROR_SEND_TIMEOUT_S = 2.0  # after a request's deadline, for the client to read the error
 EVENT_STREAM_TYPE = "text/event-stream"
-SUBPROTOCOL_HEADERS = {  # subprotocol, which a browser sends in place of a header -> header, and the prefix of its value
+SUBPROTOCOL_HEADERS = {  # subprotocol that a browser sends in place of a header -> header, and its value's prefix
     "cf-aig-authorization": ("cf-aig-authorization", "Bearer "),
     "openai-insecure-api-key": ("authorization", "Bearer "),
     "xi-api-key": ("xi-api-key", ""),

@@ -1,5 +1,4 @@
-"""A gateway that stops: what it has done is in its log, on SQLite and on a real PostgreSQL, and the store is left in
-order."""
+"""A stopping gateway writes its log, to SQLite and to a real PostgreSQL, and closes the store."""
 
 from __future__ import annotations
 
@@ -31,20 +30,20 @@ LIMIT = '[gateways.default]\nlimits = [{ name = "daily", limit = 3, per = "day" 
     [("sqlite", signal.SIGTERM), ("sqlite", signal.SIGINT), ("postgres", signal.SIGTERM)],
     indirect=["store_url"],
 )
-def test_the_last_call_is_in_the_log(tmp_path: Path, store_url: str, how: signal.Signals) -> None:
+def test_last_request_is_logged_at_shutdown(tmp_path: Path, store_url: str, how: signal.Signals) -> None:
     with _gateway(tmp_path, store_url) as (process, url):
         status, id = _call(url)
         process.send_signal(how)
         process.wait(15)
-    assert not list((tmp_path / "store").glob("*-wal"))  # merged: the files alone are a whole copy
+    assert not list((tmp_path / "store").glob("*-wal"))  # checkpointed: the database files alone are a complete copy
     assert _rows(store_url) == [(id.upper(), status, 0)]
 
 
-def test_a_daily_limit_goes_on_after_a_restart(tmp_path: Path, store_url: str) -> None:
+def test_daily_limit_survives_restart(tmp_path: Path, store_url: str) -> None:
     with _gateway(tmp_path, store_url, LIMIT) as (process, url):
         assert [_call(url)[0] for _ in range(2)] == [502, 502]
         deadline = time.monotonic() + 30
-        while len(_rows(store_url)) < 2:  # also without an end of the process
+        while len(_rows(store_url)) < 2:  # also while the process runs
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.terminate()
@@ -53,8 +52,8 @@ def test_a_daily_limit_goes_on_after_a_restart(tmp_path: Path, store_url: str) -
         assert [_call(url)[0] for _ in range(2)] == [502, 429]
 
 
-def test_a_daily_limit_goes_on_after_a_kill(tmp_path: Path, store_url: str) -> None:
-    """The store has nothing of it yet: it is written to once a minute."""
+def test_daily_limit_survives_kill(tmp_path: Path, store_url: str) -> None:
+    """The store is written to once a minute, so the journal must have the counts."""
     limit = "flush = 60.0\n" + LIMIT
     with _gateway(tmp_path, store_url, limit) as (process, url):
         assert [_call(url)[0] for _ in range(2)] == [502, 502]
@@ -86,16 +85,16 @@ def _gateway(home: Path, store: str, more: str = "") -> Iterator[tuple[subproces
 
 
 def _call(url: str) -> tuple[int, str]:
-    """Status and log id of a call, which fails: there is no engine."""
+    """Return status and log id of a request, which fails because there is no engine."""
     body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-    asked = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
+    sent_request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(asked, timeout=10)
+        urllib.request.urlopen(sent_request, timeout=10)
     return refused.value.code, refused.value.headers["cf-aig-log-id"]
 
 
 def _rows(store: str) -> list[tuple[str, int, int]]:
-    """Id in upper-case hexadecimal, status and success of each log row."""
+    """Return id in upper-case hexadecimal, status and success of each log row."""
     if store.startswith("postgresql:"):
         return asyncio.run(_postgres_rows(store))
     files = list(Path(store.removeprefix("sqlite:")).glob("logs-*.db"))

@@ -1,4 +1,4 @@
-"""Who works beside the calls goes on, whatever went wrong once."""
+"""Background tasks of the gateway continue after a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberline.gateway.redis_client import RedisClient
 
 
 class Store:
-    """Whose files cannot be removed the first time."""
+    """A store whose first deletion fails."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -35,7 +35,7 @@ class Store:
         return []
 
 
-def test_old_records_are_dropped_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_retries_after_a_store_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "RUN_INTERVAL_S", 0.0)
 
     async def run() -> None:
@@ -47,18 +47,18 @@ def test_old_records_are_dropped_the_next_time(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(run())
 
 
-def test_a_catalogue_may_go_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalogue_file_may_vanish_between_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own.toml"
     own.write_text("")
     files = CatalogueFiles(own)
     own.unlink()
-    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as before the file vanished
     with pytest.raises(InvalidRequest, match="own"):
         files.refresh()
     assert files.current.price("openai", "gpt-4o-mini") is not None
 
 
-def test_a_name_that_is_none_is_asked_for_again() -> None:
+def test_invalid_redis_host_is_retried() -> None:
     async def run() -> None:
         link = RedisClient("redis://no..name", SystemClock())
         assert not await link.start(0.2)
@@ -69,6 +69,6 @@ def test_a_name_that_is_none_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["redis://h:x", "redis://h:70000", "redis://[h"])
-def test_an_address_that_is_none_is_told_at_once(wrong: str) -> None:
+def test_invalid_redis_url_raises_at_once(wrong: str) -> None:
     with pytest.raises(InvalidRequest):
         RedisClient(wrong, SystemClock())

@@ -1,4 +1,4 @@
-"""Parts of the gateway's spine: what paths mean, what headers ask, what is peeked from bodies, where steps go."""
+"""Small parts of the gateway: paths, option headers, body fields, ids, errors and settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ CHAT = "chat/completions"
         ("/v1/acc/gw", RequestTarget("universal", "acc", "gw")),
         ("/v1/acc/gw/", RequestTarget("universal", "acc", "gw")),
         ("/v1/acc/gw/compat/chat/completions", RequestTarget("compat", "acc", "gw", "", CHAT, "openai-chat")),
-        ("/v1/acc/gw/compat/v1/embeddings", RequestTarget("compat", "acc", "gw", "", "embeddings", "openai-embeddings")),
+        (
+            "/v1/acc/gw/compat/v1/embeddings",
+            RequestTarget("compat", "acc", "gw", "", "embeddings", "openai-embeddings"),
+        ),
         ("/v1/acc/gw/openai/chat/completions", RequestTarget("native", "acc", "gw", "openai", CHAT)),
         ("/v1/acc/gw/anthropic/v1/messages", RequestTarget("native", "acc", "gw", "anthropic", "v1/messages")),
         ("/v1/acc/gw/custom-mine/a/b%20c", RequestTarget("native", "acc", "gw", "custom-mine", "a/b%20c")),
@@ -49,20 +52,20 @@ CHAT = "chat/completions"
         ("/accounts/acc/ai/v1/embeddings", RequestTarget("plain", "acc", None, "", "embeddings", "openai-embeddings")),
     ],
 )  # fmt: skip
-def test_paths(path: str, target: RequestTarget) -> None:
+def test_paths_are_parsed(path: str, target: RequestTarget) -> None:
     assert parse_path(path) == target
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/v1", "/v1/acc", "/v1/acc/gw/openai", "/v1/acc/gw/compat/odd", "/v2/acc/gw/openai/x"]
 )
-def test_paths_that_are_none(path: str) -> None:
+def test_unknown_paths_are_not_found(path: str) -> None:
     with pytest.raises(NotFound):
         parse_path(path)
 
 
-def test_options_are_read() -> None:
-    asked = RequestOptions.from_headers(
+def test_option_headers_are_read() -> None:
+    request = RequestOptions.from_headers(
         {
             "cf-aig-cache-ttl": "3600",
             "cf-aig-skip-cache": "true",
@@ -76,22 +79,25 @@ def test_options_are_read() -> None:
             "authorization": "Bearer x",
         }
     )
-    assert (asked.cache_ttl, asked.skip_cache, asked.request_timeout, asked.retry_delay) == (3600, True, 1.5, 0.25)
-    assert (asked.max_attempts, asked.backoff) == (5, "linear") and asked.allowed_models == ("gpt-*", "claude-*")
-    assert asked.metadata == {"a": "x", "b": 2, "c": True}
-    assert asked.custom_cost == CustomCost(Price(1_000_000, 2_500_000))
-    assert RequestOptions.from_headers({"accept": "*/*"}) is NO_OPTIONS
-    assert RequestOptions.from_headers({"cf-cache-ttl": "60000"}).cache_ttl == 60, (
-        "the older header was in milliseconds"
+    assert (request.cache_ttl, request.skip_cache, request.request_timeout, request.retry_delay) == (
+        3600,
+        True,
+        1.5,
+        0.25,
     )
+    assert (request.max_attempts, request.backoff) == (5, "linear") and request.allowed_models == ("gpt-*", "claude-*")
+    assert request.metadata == {"a": "x", "b": 2, "c": True}
+    assert request.custom_cost == CustomCost(Price(1_000_000, 2_500_000))
+    assert RequestOptions.from_headers({"accept": "*/*"}) is NO_OPTIONS
+    assert RequestOptions.from_headers({"cf-cache-ttl": "60000"}).cache_ttl == 60, "the older header is in milliseconds"
     assert RequestOptions.from_headers({"cf-aig-cache-ttl": "90", "cf-cache-ttl": "60000"}).cache_ttl == 90
     assert RequestOptions.from_headers({"cf-aig-custom-cost": '{"total_cost": 0.1}'}).custom_cost == CustomCost(
         micros=100_000
     )
-    sent = '{"город": "Café"}'.encode().decode("latin-1")  # as a server reads what a client writes in UTF-8
+    sent = '{"город": "Café"}'.encode().decode("latin-1")  # a server decodes UTF-8 headers as Latin-1
     assert RequestOptions.from_headers({"cf-aig-metadata": sent}).metadata == {"город": "Café"}
     assert RequestOptions.from_headers({"cf-aig-metadata": '{"a": "Caf\xe9"}'}).metadata == {"a": "Café"}, (
-        "and in Latin-1"
+        "Latin-1 works, too"
     )
 
 
@@ -117,27 +123,27 @@ def test_options_are_read() -> None:
         ("cf-aig-event-id", ""),
     ],
 )
-def test_options_that_are_wrong(name: str, text: str) -> None:
+def test_invalid_options_are_refused(name: str, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         RequestOptions.from_headers({name: text})
     assert caught.value.param == name
 
 
-def test_a_step_lies_over_the_request() -> None:
+def test_step_options_override_the_request() -> None:
     below = RequestOptions(cache_ttl=60, max_attempts=2, skip_cache=True)
     assert RequestOptions(max_attempts=5, skip_cache=False).merged_over(below) == RequestOptions(
         cache_ttl=60, max_attempts=5, skip_cache=False
     )
 
 
-def test_peek_takes_what_it_knows() -> None:
+def test_body_fields_are_read() -> None:
     seen = read_body_fields(
         b'{"model": "m", "stream": true, "max_completion_tokens": 7, "max_tokens": 9, "messages": [{"odd": 1}]}'
     )
     assert (seen.model, seen.stream, seen.max_output, seen.wants_usage) == ("m", True, 7, False)
     assert read_body_fields(b'{"stream_options": {"include_usage": true}}').wants_usage
     assert read_body_fields(b'{"model": 5, "stream": "yes", "max_tokens": "x"}').max_output is None, (
-        "the provider's to refuse"
+        "the provider refuses it"
     )
     gemini = read_body_fields(b'{"generationConfig": {"maxOutputTokens": 9, "candidateCount": 3}}')
     assert (gemini.max_output, gemini.choice_count) == (9, 3) and read_body_fields(b'{"n": 4}').choice_count == 4
@@ -155,18 +161,18 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), values, max_size=5), st.text())
-def test_an_edited_body_is_otherwise_the_same(body: dict[str, Any], model: str) -> None:
+def test_replace_fields_keeps_other_fields(body: dict[str, Any], model: str) -> None:
     made = json.loads(replace_fields(json.dumps(body).encode(), model=model))
     assert made == {**body, "model": model} and list(made) == list({**body, "model": model})
 
 
-def test_what_is_not_edited_keeps_its_bytes() -> None:
+def test_replace_fields_keeps_bytes() -> None:
     assert (
         replace_fields(b'{"a": 1.50e0,"model":"x", "b":[1 , 2]}', model="y") == b'{"a":1.50e0,"model":"y","b":[1 , 2]}'
     )
 
 
-def test_estimates_do_not_count_pictures_as_text() -> None:
+def test_estimate_does_not_count_images_as_text() -> None:
     text = {"messages": [{"role": "user", "content": "word " * 1000}]}
     picture = {"messages": [{"role": "user", "content": [{"url": "data:image/png;base64," + "A" * 400_000}]}]}
     assert 1200 < estimate_input_tokens(json.dumps(text).encode()) < 1300
@@ -178,12 +184,12 @@ def test_estimates_do_not_count_pictures_as_text() -> None:
     "size", [0, 1, MIN_COMPRESSED_BYTES - 1, MIN_COMPRESSED_BYTES, SMALL_PAYLOAD_BYTES, SMALL_PAYLOAD_BYTES + 1]
 )
 @pytest.mark.parametrize("start", [b"", b"\0", b"x\x9c", b"{"])
-def test_payloads_come_back_however_they_are_kept(size: int, start: bytes) -> None:
+def test_payload_compression_round_trips(size: int, start: bytes) -> None:
     data = (start + b"abc" * size)[:size]
     assert decompress(compress(data)) == data and len(compress(data)) <= max(MIN_COMPRESSED_BYTES, size)
 
 
-def test_ids_are_like_those_of_records() -> None:
+def test_request_ids_are_record_ids() -> None:
     ids = RequestIDGenerator()
     made = [ids.next(1_700_000_000_000 + i) for i in range(1000)]
     assert len(set(made)) == 1000 and made == sorted(made) and all(len(id) == 32 for id in made)
@@ -205,7 +211,7 @@ def test_ids_are_like_those_of_records() -> None:
         (422, b"not json", "request", False),
     ],
 )
-def test_what_a_refusal_means(status: int, body: bytes, kind: str, retryable: bool) -> None:
+def test_provider_errors_are_classified(status: int, body: bytes, kind: str, retryable: bool) -> None:
     error = read_provider_error("openai", status, {}, body, "openai-chat")
     assert (error.reason, error.retryable, error.status) == (kind, retryable, status)
 
@@ -221,8 +227,8 @@ def test_errors_in_every_dialect() -> None:
     for dialect in ("openai-chat", "openai-responses", "anthropic", "gemini", "raw"):
         reply = error_reply(dialect, error)  # type: ignore[arg-type]
         assert isinstance(reply.body, bytes)
-        told = json.loads(reply.body)["error"]
-        assert reply.status == 504 and reply.error == "upstream_timeout" and "it was silent" in told["message"]
+        failure = json.loads(reply.body)["error"]
+        assert reply.status == 504 and reply.error == "upstream_timeout" and "it was silent" in failure["message"]
     own = ProviderErrorReply(
         "x", reason="busy", status=429, headers={"Retry-After": "3", "x": "y"}, body=b"own", dialect="anthropic"
     )
@@ -230,7 +236,7 @@ def test_errors_in_every_dialect() -> None:
         "retry-after": "3"
     }
     assert error_reply("openai-chat", own).body != b"own"
-    assert b"mistake" in error_reply("raw", RuntimeError("inside")).body  # type: ignore[operator]
+    assert b"internal server error" in error_reply("raw", RuntimeError("inside")).body  # type: ignore[operator]
     words = error_event("anthropic", UpstreamBroken("cut"))
     assert (
         words is not None
@@ -239,7 +245,7 @@ def test_errors_in_every_dialect() -> None:
     )
 
 
-def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
     found = {"gateways": {"team": {"account": "acme", "providers": {"openai": {"key_env": "SOME_KEY"}}}}}
     made = read_configured_gateways(found, "http://engine")
@@ -270,18 +276,18 @@ def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(InvalidRequest):
             read_configured_gateways({"gateways": {"team": wrong}}, "")
-    later = {"fallbacks": [{"model": "*", "to": ["custom-mine/m"]}]}  # which the store may have
+    later = {"fallbacks": [{"model": "*", "to": ["custom-mine/m"]}]}  # a custom provider may be in the store
     assert read_configured_gateways({"gateways": {"team": later}}, "")["default", "team"].fallbacks
-    with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names 'opanai'") as told:
+    with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names an unknown") as failure:
         read_configured_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, "")
-    assert "openai" in (told.value.hint or "")
+    assert "openai" in (failure.value.hint or "")
     with pytest.raises(InvalidRequest):
         read_configured_gateways({"gateways": {"team": 5}}, "")
     assert GatewaySettings().retries.attempts == 2
 
 
 @pytest.mark.parametrize(("named", "name"), [(False, "gpt-4o-mini"), (True, "openai/gpt-4o-mini")])
-def test_models_are_listed_by_the_names_that_calls_take(named: bool, name: str) -> None:
+def test_models_are_listed_by_request_names(named: bool, name: str) -> None:
     class Nobody:
         async def get_key(self, account: str, provider: str, alias: str) -> None:
             return None
@@ -294,6 +300,6 @@ def test_models_are_listed_by_the_names_that_calls_take(named: bool, name: str) 
 
 
 @pytest.mark.parametrize("where", ['"model": ', '"model": "m", "other": '])
-def test_a_body_that_is_nested_too_deep_is_refused(where: str) -> None:
+def test_deeply_nested_body_is_refused(where: str) -> None:
     with pytest.raises(InvalidRequest, match="not a JSON object"):
         read_body_fields(b"{" + where.encode() + b"[" * 100_000 + b"]" * 100_000 + b"}")

@@ -1,4 +1,4 @@
-"""`emberline gateway rotate-keys`, as an operator runs it."""
+"""`emberline gateway rotate-keys` as an operator runs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACE = ProviderKeyID("acme", "openai")
 
 
 async def _vault(directory: Path, masters: MasterKeySource, secret: str | None = None) -> str | None:
-    """Stores a secret, if there is one; else reads it."""
+    """Store the secret if one is given; else return the stored one."""
     store = await open_store(f"sqlite:{directory}/store")
     vault = ProviderKeyVault(store, StoreVersionWatch(store, SystemClock()), masters)
     if secret is not None:
@@ -30,31 +30,31 @@ async def _vault(directory: Path, masters: MasterKeySource, secret: str | None =
     return found
 
 
-def configured(directory: Path) -> list[str]:
+def make_config(directory: Path) -> list[str]:
     config = directory / "gateway.toml"
     config.write_text(f'store = "sqlite:{directory}/store"\nmaster_key = "{directory}/master.key"\n')
     return ["gateway", "rotate-keys", "--config", str(config)]
 
 
-def test_rotating_the_key_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_master_key_in_file_is_rotated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = MasterKeyFile(tmp_path / "master.key")
     assert asyncio.run(_vault(tmp_path, file, "sk-1")) == "sk-1"
     old = file.read().current
-    assert main(configured(tmp_path)) == 0
-    assert "1 keys" in capsys.readouterr().request
+    assert main(make_config(tmp_path)) == 0
+    assert "1 keys" in capsys.readouterr().out
     assert file.read().keys[1] == old and asyncio.run(_vault(tmp_path, file)) == "sk-1"
-    assert main([*configured(tmp_path), "--forget-old"]) == 0
+    assert main([*make_config(tmp_path), "--forget-old"]) == 0
     assert len(file.read().keys) == 1 and asyncio.run(_vault(tmp_path, file)) == "sk-1"
 
 
-def test_rotating_the_key_in_the_environment(
+def test_master_key_in_environment_is_rotated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = MasterKeys.parse("A" * 43 + "=")
     asyncio.run(_vault(tmp_path, EnvironmentMasterKeys(old), "sk-1"))
     both = old.with_new_key()
     monkeypatch.setenv("EMBERLINE_MASTER_KEY", both.to_text())
-    assert main(configured(tmp_path)) == 0
-    assert both.current.id in capsys.readouterr().request and not (tmp_path / "master.key").exists()
+    assert main(make_config(tmp_path)) == 0
+    assert both.current.id in capsys.readouterr().out and not (tmp_path / "master.key").exists()
     assert asyncio.run(_vault(tmp_path, EnvironmentMasterKeys(MasterKeys(both.keys[:1])))) == "sk-1"
-    assert main([*configured(tmp_path), "--forget-old"]) == 1
+    assert main([*make_config(tmp_path), "--forget-old"]) == 1

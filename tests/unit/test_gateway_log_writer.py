@@ -1,4 +1,4 @@
-"""The log's writer: batches, drops that are counted, a store that fails and comes back."""
+"""LogWriter: batches, counted drops, and recovery after store failures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from emberline.gateway.logs.record import LogPayload, LogRecord
 
 
 class ScriptedStore:
-    """Fails when told to; a record of the model `poison` cannot be written."""
+    """Fails on request; a record of the model `poison` cannot be written."""
 
     def __init__(self) -> None:
         self.batches: list[list[tuple[LogRecord, LogPayload | None]]] = []
         self.is_down = False
-        self.says: Exception = StoreFailed("down")  # when asked whether it answers
+        self.says: Exception = StoreFailed("down")  # of calls to version()
         self.asked = asyncio.Event()
-        self.meanwhile: Callable[[], None] = lambda: None  # happens while the first batch is written
+        self.meanwhile: Callable[[], None] = lambda: None  # called while the first batch is written
 
     async def append(self, batch: Sequence[tuple[LogRecord, LogPayload | None]]) -> None:
         self.asked.set()
@@ -44,7 +44,7 @@ class ScriptedStore:
         return [record for batch in self.batches for record, _ in batch]
 
 
-def test_what_comes_together_is_written_together() -> None:
+def test_records_are_written_in_batches() -> None:
     async def do() -> None:
         store = ScriptedStore()
         records = [made(NOON + i) for i in range(2500)]
@@ -58,7 +58,7 @@ def test_what_comes_together_is_written_together() -> None:
     asyncio.run(do())
 
 
-def test_what_comes_while_a_batch_is_written_waits_for_more() -> None:
+def test_records_during_a_write_form_the_next_batch() -> None:
     async def do() -> None:
         store = ScriptedStore()
         records = [made(NOON + i) for i in range(3)]
@@ -73,7 +73,7 @@ def test_what_comes_while_a_batch_is_written_waits_for_more() -> None:
     asyncio.run(do())
 
 
-def test_a_full_queue_drops_and_counts_and_never_waits() -> None:
+def test_full_queue_drops_records_and_counts_them() -> None:
     async def do() -> None:
         store = ScriptedStore()
         async with LogWriter(store, max_records=10) as writer:  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_a_full_queue_drops_and_counts_and_never_waits() -> None:
     asyncio.run(do())
 
 
-def test_payloads_that_do_not_fit_are_left_out_and_their_records_kept() -> None:
+def test_large_payloads_are_dropped_and_records_kept() -> None:
     async def do() -> None:
         store = ScriptedStore()
         async with LogWriter(store, max_bytes=25, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
@@ -94,14 +94,14 @@ def test_payloads_that_do_not_fit_are_left_out_and_their_records_kept() -> None:
                 writer.put(made(NOON + i), LogPayload(b"1234567890", b""))
             while not store.batches:
                 await asyncio.sleep(0.001)
-            writer.put(made(NOON + 3), LogPayload(b"1234567890", b""))  # there is room again
+            writer.put(made(NOON + 3), LogPayload(b"1234567890", b""))  # the queue has room again
         kept = [payload is not None for batch in store.batches for _, payload in batch]
         assert kept == [True, True, False, True] and writer.dropped == 0
 
     asyncio.run(do())
 
 
-def test_a_store_that_comes_back_gets_everything() -> None:
+def test_all_records_are_written_after_store_outage() -> None:
     async def do() -> None:
         store = ScriptedStore()
         store.is_down = True
@@ -115,7 +115,7 @@ def test_a_store_that_comes_back_gets_everything() -> None:
     asyncio.run(do())
 
 
-def test_leaving_a_store_that_stays_away_ends_and_counts() -> None:
+def test_close_during_store_outage_times_out_and_counts() -> None:
     async def do() -> None:
         store = ScriptedStore()
         store.is_down = True
@@ -128,7 +128,7 @@ def test_leaving_a_store_that_stays_away_ends_and_counts() -> None:
     asyncio.run(do())
 
 
-def test_one_bad_record_does_not_hold_up_the_others() -> None:
+def test_invalid_record_is_dropped_alone() -> None:
     async def do() -> None:
         store = ScriptedStore()
         async with LogWriter(store, flush_delay_s=0.0) as writer:  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_one_bad_record_does_not_hold_up_the_others() -> None:
     asyncio.run(do())
 
 
-def test_a_store_that_fails_in_a_strange_way_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_store_error_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_writer, "FIRST_RETRY_DELAY_S", 0.0)
 
     async def do() -> None:

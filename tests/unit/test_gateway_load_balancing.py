@@ -1,4 +1,4 @@
-"""Pools: who is asked first, what is learnt of it, and races between two."""
+"""Pools: order of members, statistics of outcomes, and hedged requests."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def first(balance: LoadBalancer, choose: Any, costs: Any = (None, None, None), s
     return balance.order(pool, ABC, costs, chance, stream=True, now=now)[0].provider
 
 
-def test_each_as_often_as_it_weighs() -> None:
+def test_weighted_pool_follows_weights() -> None:
     counts = Counter(first(LoadBalancer(), "weighted", seed=i) for i in range(3000))
     assert abs(counts["a"] - 1800) < 120 and abs(counts["b"] - 900) < 120 and abs(counts["c"] - 300) < 120
 
 
-def test_who_weighs_nothing_is_asked_last() -> None:
+def test_member_with_weight_zero_is_last() -> None:
     pool = ModelPool(members=(PoolMember(provider="z", model="m", weight=0), A))
     for seed in range(50):
         order = LoadBalancer().order(pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0)
         assert [member.provider for member in order] == ["a", "z"]
 
 
-def test_the_cheapest_and_what_has_no_price_last() -> None:
+def test_cheapest_pool_puts_unknown_prices_last() -> None:
     balance = LoadBalancer()
     assert {first(balance, "cheapest", (30, 20, None), i) for i in range(50)} == {"b"}
     order = balance.order(
@@ -55,7 +55,7 @@ def test_the_cheapest_and_what_has_no_price_last() -> None:
     assert [member.provider for member in order] == ["c", "b", "a"]
 
 
-def test_the_fastest_is_asked_and_the_others_now_and_then() -> None:
+def test_fastest_pool_explores_other_members_sometimes() -> None:
     balance = LoadBalancer()
     for seconds, member in ((0.5, A), (0.1, B), (0.3, C)):
         for _ in range(5):
@@ -68,14 +68,14 @@ def test_the_fastest_is_asked_and_the_others_now_and_then() -> None:
     assert Counter(first(balance, "fastest", seed=i) for i in range(200)).most_common(1)[0][0] == "c"
 
 
-def test_who_was_never_asked_is_tried() -> None:
+def test_untried_member_is_tried() -> None:
     balance = LoadBalancer()
     balance.record_success(A.member_key, 0.01, stream=True)
-    balance.record_success(B.member_key, 0.01, stream=False)  # of whole replies: another thing
+    balance.record_success(B.member_key, 0.01, stream=False)  # durations of whole replies are separate
     assert "a" not in {first(balance, "fastest", seed=i) for i in range(2, 20)}
 
 
-def test_who_fails_rests_longer_each_time_and_comes_back() -> None:
+def test_failed_member_has_growing_backoff_and_recovers() -> None:
     balance = LoadBalancer()
     balance.record_failure(B.member_key, 503, 100.0)
     costs = (30, 20, 40)
@@ -86,17 +86,17 @@ def test_who_fails_rests_longer_each_time_and_comes_back() -> None:
     balance.record_success(B.member_key, 0.1, stream=True)
     assert first(balance, "cheapest", costs, now=102.5) == "b"
     balance.record_failure(B.member_key, 400, 103.0)
-    assert first(balance, "cheapest", costs, now=103.0) == "b", "that was the request's own fault"
+    assert first(balance, "cheapest", costs, now=103.0) == "b", "the request itself was invalid"
     for _ in range(50):
         balance.record_failure(B.member_key, 429, 200.0)
-    assert first(balance, "cheapest", costs, now=231.0) == "b", "nobody rests for ever"
+    assert first(balance, "cheapest", costs, now=231.0) == "b", "back-off is bounded"
 
 
-def test_how_long_it_nearly_always_takes() -> None:
+def test_slow_latency_is_95th_percentile() -> None:
     balance = LoadBalancer()
     for i in range(MIN_SAMPLES - 1):
         balance.record_success(A.member_key, i / 100, stream=True)
-    assert balance.hedge_delay(A, True) is None, "too little is known"
+    assert balance.hedge_delay(A, True) is None, "too few samples"
     for i in range(MIN_SAMPLES - 1, 100):
         balance.record_success(A.member_key, i / 100, stream=True)
     assert balance.hedge_delay(A, True) == pytest.approx(0.94)
@@ -107,7 +107,7 @@ def test_how_long_it_nearly_always_takes() -> None:
     "members",
     [[], [{"provider": "a", "model": "m"}] * 2, [{"provider": "a", "model": "m", "weight": 0}], [{"provider": "a"}]],
 )
-def test_what_is_no_pool(members: Any) -> None:
+def test_invalid_pools_are_refused(members: Any) -> None:
     with pytest.raises(InvalidRequest):
         GatewaySettings.parse({"pools": {"p": {"members": members}}})
 
@@ -123,11 +123,11 @@ class Costs:
         return {"a": 5, "b": 3}[call.provider]
 
 
-def pooled(**more: Any) -> GatewayRequest:
+def pool_request(**more: Any) -> GatewayRequest:
     return call({"model": "p"}, provider="pool", model=more.pop("model", "p"), settings={"pools": POOL}, **more)
 
 
-def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
+def test_pool_becomes_steps_and_records_outcomes() -> None:
     seen: list[GatewayRequest] = []
 
     async def inner(call: GatewayRequest) -> GatewayReply:
@@ -137,38 +137,40 @@ def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
         return GatewayReply(200, {}, b"{}")
 
     layer = balance_pools(Costs(), ManualClock())(inner)
-    asyncio.run(layer(pooled(headers={"authorization": "Bearer of-another"})))
+    asyncio.run(layer(pool_request(headers={"authorization": "Bearer of-another"})))
     one = seen[0]
     assert (one.provider, one.model, one.options.byok_alias, one.headers) == ("b", "y", "second", {})
     assert [(s.provider, s.model, s.options and s.options.byok_alias) for s in one.steps] == [
         ("b", "y", "second"),
         ("a", "x", None),
     ]
-    assert one.hedge_delay_s is None, "nothing is known yet"
-    asyncio.run(layer(pooled()))
+    assert one.hedge_delay_s is None, "no statistics yet"
+    asyncio.run(layer(pool_request()))
     assert seen[1].provider == "a", "the other one failed"
 
 
-def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
+def test_key_uses_only_allowed_members_of_a_pool() -> None:
     async def inner(call: GatewayRequest) -> GatewayReply:
         assert [step.provider for step in call.steps] == ["a"]
         return GatewayReply(200, {}, b"{}")
 
     layer = balance_pools(Costs(), ManualClock())(inner)
-    asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("a",)))))
+    asyncio.run(layer(pool_request(identity=Identity("k", "k", "virtual", allowed_providers=("a",)))))
     with pytest.raises(Forbidden):
-        asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("z",)))))
+        asyncio.run(layer(pool_request(identity=Identity("k", "k", "virtual", allowed_providers=("z",)))))
     with pytest.raises(ModelNotFound):
-        asyncio.run(layer(pooled(model="q")))
+        asyncio.run(layer(pool_request(model="q")))
     seen = []
 
     async def every(call: GatewayRequest) -> GatewayReply:
         seen.append({step.provider for step in call.steps})
         return GatewayReply(200, {}, b"{}")
 
-    asked = pooled(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).with_changes(cleared=True)
-    asyncio.run(balance_pools(Costs(), ManualClock())(every)(asked))
-    assert seen == [{"a", "b"}], "a route led there"
+    sent_request = pool_request(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).with_changes(
+        access_granted=True
+    )
+    asyncio.run(balance_pools(Costs(), ManualClock())(every)(sent_request))
+    assert seen == [{"a", "b"}], "a route grants access"
 
 
 # -- hedging -----------------------------------------------------------------------------------------------------------
@@ -176,18 +178,18 @@ def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
 
 class Prices:
     def price(self, settings: GatewaySettings, provider: str, model: str) -> Price | None:
-        return Price(input=1_000_000, output=2_000_000)  # 1 micro-dollar a token of input
+        return Price(input=1_000_000, output=2_000_000)  # 1 micro-dollar per input token
 
     def max_output(self, provider: str, model: str) -> int | None:
         return None
 
 
-class Racers:
-    """Each provider waits for its event, then answers or fails."""
+class RacingProviders:
+    """Providers that wait for their event, then answer or fail."""
 
-    def __init__(self, **does: Any) -> None:
-        self.does = does
-        self.go = {name: asyncio.Event() for name in does}
+    def __init__(self, **behaviour: Any) -> None:
+        self.does = behaviour
+        self.go = {name: asyncio.Event() for name in behaviour}
         self.begun: list[str] = []
         self.cancelled: list[str] = []
 
@@ -198,26 +200,28 @@ class Racers:
         except asyncio.CancelledError:
             self.cancelled.append(call.provider)
             raise
-        does = self.does[call.provider]
-        if isinstance(does, Exception):
-            raise does
-        reply = GatewayReply(200, {}, does, provider=call.provider, step_index=call.step_index)
+        behaviour = self.does[call.provider]
+        if isinstance(behaviour, Exception):
+            raise behaviour
+        reply = GatewayReply(200, {}, behaviour, provider=call.provider, step_index=call.step_index)
         reply.usage, reply.micros = Usage(input=10, output=5), 20
         return reply
 
 
-def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[GatewayReply, Racers, GatewayRequest]:
-    """`go`: who may answer, in this order."""
+def race(
+    behaviour: dict[str, Any], go: list[str], hedge: float = 0.0
+) -> tuple[GatewayReply, RacingProviders, GatewayRequest]:
+    """`go`: providers that may answer, in this order."""
 
-    async def run() -> tuple[GatewayReply, Racers, GatewayRequest]:
-        racers = Racers(**does)
-        asked = pooled()
+    async def run() -> tuple[GatewayReply, RacingProviders, GatewayRequest]:
+        racers = RacingProviders(**behaviour)
+        sent_request = pool_request()
         steps = balance_pools(Costs(), ManualClock())
 
         async def with_hedge(call: GatewayRequest) -> GatewayReply:
-            return await hedge_slow_calls(Prices(), ManualClock())(racers)(call.with_changes(hedge=hedge))
+            return await hedge_slow_calls(Prices(), ManualClock())(racers)(call.with_changes(hedge_delay_s=hedge))
 
-        task = asyncio.ensure_future(steps(with_hedge)(asked))
+        task = asyncio.ensure_future(steps(with_hedge)(sent_request))
         for name in go:
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -225,47 +229,49 @@ def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[Gatew
             racers.go[name].set()
         reply = await asyncio.wait_for(task, 5)
         await reply.close()
-        return reply, racers, asked
+        return reply, racers, sent_request
 
     return asyncio.run(run())
 
 
-INPUT = estimate_input_tokens(pooled().body)
+INPUT = estimate_input_tokens(pool_request().body)
 
 
-def test_the_second_wins_and_the_first_is_hung_up_on_and_paid() -> None:
-    reply, racers, asked = race({"b": b"1", "a": b"2"}, ["a"])
+def test_hedge_wins_and_first_is_cancelled_and_billed() -> None:
+    reply, racers, sent_request = race({"b": b"1", "a": b"2"}, ["a"])
     assert (reply.body, reply.step_index, racers.begun, racers.cancelled) == (b"2", 1, ["b", "a"], ["b"])
     assert (reply.micros, reply.usage, reply.estimated) == (20 + INPUT, Usage(input=10 + INPUT, output=5), True)
-    assert [(tried.provider, tried.outcome, tried.key) for tried in asked.attempts] == [("b", "outrun", "second")]
+    assert [(tried.provider, tried.outcome, tried.key) for tried in sent_request.attempts] == [
+        ("b", "outrun", "second")
+    ]
 
 
-def test_the_first_wins_after_all() -> None:
+def test_first_wins_after_hedge_started() -> None:
     reply, racers, _ = race({"b": b"1", "a": b"2"}, ["b"])
     assert (reply.body, reply.step_index, racers.cancelled, reply.micros) == (b"1", 0, ["a"], 20 + INPUT)
 
 
-def test_in_time_nobody_else_is_asked() -> None:
+def test_no_hedge_if_first_answers_in_time() -> None:
     reply, racers, _ = race({"b": b"1", "a": b"2"}, ["b"], hedge=5.0)
     assert (reply.body, racers.begun, reply.micros, reply.estimated) == (b"1", ["b"], 20, False)
 
 
-def test_one_fails_and_the_other_answers() -> None:
+def test_hedge_answers_if_first_fails() -> None:
     assert race({"b": UpstreamFailed("no"), "a": b"2"}, ["b", "a"])[0].body == b"2"
     assert race({"b": b"1", "a": UpstreamFailed("no")}, ["a", "b"])[0].body == b"1"
     with pytest.raises(UpstreamFailed, match="first"):
         race({"b": UpstreamFailed("first"), "a": UpstreamFailed("second")}, ["a", "b"])
 
 
-def test_both_at_once_one_is_closed_and_paid() -> None:
+def test_both_answer_and_one_is_closed_and_billed() -> None:
     streams = {"b": Pieces(b"1"), "a": Pieces(b"2")}
 
     async def run() -> GatewayReply:
-        racers = Racers(**streams)
-        asked = pooled()
+        racers = RacingProviders(**streams)
+        sent_request = pool_request()
         layer = hedge_slow_calls(Prices(), ManualClock())(racers)
         steps = balance_pools(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge=0.0)))(asked))
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge_delay_s=0.0)))(sent_request))
         await asyncio.sleep(0.01)
         for go in racers.go.values():
             go.set()
@@ -277,12 +283,12 @@ def test_both_at_once_one_is_closed_and_paid() -> None:
     assert reply.micros == 40
 
 
-def test_when_the_client_leaves_both_are_left() -> None:
+def test_client_disconnect_cancels_both() -> None:
     async def run() -> list[str]:
-        racers = Racers(b=b"1", a=b"2")
+        racers = RacingProviders(b=b"1", a=b"2")
         layer = hedge_slow_calls(Prices(), ManualClock())(racers)
         steps = balance_pools(Costs(), ManualClock())
-        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge=0.0)))(pooled()))
+        task = asyncio.ensure_future(steps(lambda call: layer(call.with_changes(hedge_delay_s=0.0)))(pool_request()))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Batches: each request asked once, however many processes work on them; bounded; out of others' way; not for ever."""
+"""Batches: every request is sent once by any number of processes; limits, priority and expiry."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ REQUESTS = [{"prompt": str(i)} for i in range(12)]
 
 
 class Model:
-    """Answers with what it was asked."""
+    """Answers with the prompt."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.who: list[str] = []
-        self.busy: list[str] = []  # errors, before there is room
+        self.busy: list[str] = []  # errors before the first answer
         self.pause = 0.0
-        self.odd: dict[str, Any] = {}  # what is said, or raised, to whom
+        self.odd: dict[str, Any] = {}  # prompt -> reply, or exception to raise
 
     async def __call__(self, request: InboundRequest, key_id: str) -> GatewayReply:
         text = msgspec.json.decode(request.body)["messages"][0]["content"]
@@ -49,7 +49,7 @@ class Model:
         return GatewayReply(200, {}, sse.dumps({"choices": [{"message": {"content": odd}}], "usage": usage}))
 
 
-def played(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitable[None]]) -> None:
+def run_async(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitable[None]]) -> None:
     async def run() -> None:
         store = await SQLiteStore.open(home)
         try:
@@ -61,13 +61,13 @@ def played(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitab
     asyncio.run(run())
 
 
-async def done(queue: BatchQueue, id: str) -> dict[str, Any]:
+async def wait_until_done(queue: BatchQueue, id: str) -> dict[str, Any]:
     while "responses" not in (found := await queue.read_result("a", id, WHO)):
         await asyncio.sleep(0.01)
     return found
 
 
-def test_two_processes_ask_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_send_each_request_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "POLL_INTERVAL_S", 0.01)
 
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
@@ -77,18 +77,18 @@ def test_two_processes_ask_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for _ in range(3):
             wall.advance(0.002)
             ids.append((await one.add("a", "g", "m", "k1", check_requests("m", REQUESTS))).id)
-        assert ids == sorted(ids), "the oldest comes first"
+        assert ids == sorted(ids), "the oldest batch is first"
         async with one.running(), two.running():
-            found = [await done(two, id) for id in ids]
+            found = [await wait_until_done(two, id) for id in ids]
         assert sorted(model.asked, key=int) == sorted([r["prompt"] for r in REQUESTS] * 3, key=int)
         assert all(each["usage"]["total_tokens"] == 36 for each in found)
         assert [row["result"]["response"] for row in found[0]["responses"]] == [str(i) for i in range(12)]
-        assert set(model.who) == {WHO.key_id}, "as the one who asked"
+        assert set(model.who) == {WHO.key_id}, "with the caller's key"
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)
 
 
-def test_a_process_that_died(tmp_path: Path) -> None:
+def test_batch_of_a_dead_process_is_continued(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.pause = 3600
         dead, alive = (BatchQueue(store, model, lambda: 0, wall) for _ in range(2))
@@ -96,19 +96,19 @@ def test_a_process_that_died(tmp_path: Path) -> None:
         claimed = asyncio.create_task(dead._work_on_oldest())
         while (await alive.read_result("a", batch.id, WHO))["status"] != "running":
             await asyncio.sleep(0.01)
-        assert not await alive._work_on_oldest(), "it is the other's"
+        assert not await alive._work_on_oldest(), "another process has the lease"
         wall.advance(queues.LEASE_S + 1)
         model.pause = 0
-        assert await alive._work_on_oldest() and len((await done(alive, batch.id))["responses"]) == 12
-        claimed.cancel()  # too late to change anything
+        assert await alive._work_on_oldest() and len((await wait_until_done(alive, batch.id))["responses"]) == 12
+        claimed.cancel()  # too late: the lease has expired
         await asyncio.gather(claimed, return_exceptions=True)
-        assert len((await done(alive, batch.id))["responses"]) == 12
+        assert len((await wait_until_done(alive, batch.id))["responses"]) == 12
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)
 
 
 @pytest.mark.parametrize("page", [200, 1])
-def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+def test_number_of_waiting_batches_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     monkeypatch.setattr(queues, "MAX_WAITING_BATCHES", 2)
     monkeypatch.setattr(batches, "PAGE_SIZE", page)
 
@@ -122,14 +122,14 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> N
         for wrong in ([], "x", [1], [{"prompt": "x", "stream": True}], [{}], [{"prompt": "x"}] * 10_001):
             with pytest.raises(InvalidRequest):
                 check_requests("m", wrong)
-        for account, who in (("b", WHO), ("a", ANONYMOUS)):
+        for account, caller in (("b", WHO), ("a", ANONYMOUS)):
             with pytest.raises(NotFound):
-                await queue.read_result(account, batch.id, who)
+                await queue.read_result(account, batch.id, caller)
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)
 
 
-def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_retries_and_yields_to_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "RETRY_DELAYS_S", (0.0,))
     others = [9, 9, 0]
 
@@ -138,39 +138,39 @@ def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         model.busy = ["upstream_refused", "rate_limit_exceeded", "store_failed"]
         batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         assert await queue._work_on_oldest()
-        assert all(row["success"] for row in (await done(queue, batch.id))["responses"]) and others == [0]
+        assert all(row["success"] for row in (await wait_until_done(queue, batch.id))["responses"]) and others == [0]
 
-    played(tmp_path, play)
-
-
-def nested(depth: int) -> Any:
-    return [nested(depth - 1)] if depth else []
+    run_async(tmp_path, play)
 
 
-@pytest.mark.parametrize("odd", [RuntimeError("as told"), nested(890)])
-def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, odd: Any) -> None:
+def nest(depth: int) -> Any:
+    return [nest(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize("odd", [RuntimeError("as told"), nest(890)])
+def test_failed_request_is_sent_once_and_blocks_no_other(tmp_path: Path, odd: Any) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.odd = {"3": odd}
         queue = BatchQueue(store, model, lambda: 0, wall)
         batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         assert await queue._work_on_oldest() and not await queue._work_on_oldest()
-        rows = (await done(queue, batch.id))["responses"]
+        rows = (await wait_until_done(queue, batch.id))["responses"]
         assert [row["id"] for row in rows if not row["success"]] == [3]
         assert rows[3]["error"]["code"] == 3043 and model.asked.count("3") == 1
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)
 
 
-def test_answers_are_kept_for_a_day(tmp_path: Path) -> None:
+def test_results_are_kept_for_a_day(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = BatchQueue(store, model, lambda: 0, wall)
         batch = await queue.add("a", "g", "m", "k1", check_requests("m", REQUESTS))
         assert await queue._work_on_oldest() and not await queue._work_on_oldest()
-        await done(queue, batch.id)
+        await wait_until_done(queue, batch.id)
         wall.advance(queues.RESULTS_KEPT_S + 1)
         assert not await queue._work_on_oldest()
         with pytest.raises(NotFound):
             await queue.read_result("a", batch.id, WHO)
         assert await store.documents("batch_part", "") == []
 
-    played(tmp_path, play)
+    run_async(tmp_path, play)

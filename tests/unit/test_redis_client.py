@@ -1,5 +1,4 @@
-"""A link that is asked in the moment of its loss says so; on the gateway's event loop, where a lost one cannot be
-written to."""
+"""A command on a connection that is just being lost fails at once, on the event loop that the gateway uses."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     writer.close()
 
 
-async def _loses(link: RedisClient) -> None:
+async def _lose_connection(link: RedisClient) -> None:
     assert await link.start()
     wire, refused = link._connection, 0
     assert wire is not None
@@ -28,18 +27,18 @@ async def _loses(link: RedisClient) -> None:
         except RedisUnavailable:
             refused += 1
         await asyncio.sleep(0)
-    assert refused and not wire.asked  # which would wait for an answer that nobody gives
+    assert refused and not wire.pending  # it would wait for an answer that never arrives
     while link._connection is None:
         await asyncio.sleep(0.01)
     assert await link.call("GET", "a") == b"OK"
 
 
-def test_asked_in_the_moment_of_the_loss() -> None:
+def test_command_during_connection_loss_fails() -> None:
     async def main() -> None:
         server = await asyncio.start_server(_answer, "127.0.0.1", 0)
         link = RedisClient(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", SystemClock())
         try:
-            await asyncio.wait_for(_loses(link), 20)
+            await asyncio.wait_for(_lose_connection(link), 20)
         finally:
             await link.close()
             server.close()

@@ -1,4 +1,4 @@
-"""A gateway that nobody gave a key makes one, once, for whoever owns its files."""
+"""A gateway without configured keys creates an admin key once, readable by the owner of its files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_made_once_and_manages(cache: Path) -> None:
-    (token, who), *others = _configured_keys(GatewayConfig()).items()
-    assert who.is_admin and not others and len(token) >= 24
+def test_admin_key_is_created_once_and_is_admin(cache: Path) -> None:
+    (token, identity), *others = _configured_keys(GatewayConfig()).items()
+    assert identity.is_admin and not others and len(token) >= 24
     assert list(_configured_keys(GatewayConfig())) == [token]
     file = cache / "gateway" / "admin.key"
     assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600
 
 
-def test_keys_that_were_given_are_all_there_are(cache: Path) -> None:
+def test_configured_keys_replace_the_admin_key(cache: Path) -> None:
     assert list(_configured_keys(GatewayConfig(api_keys=("a", "b")))) == ["a", "b"]
     assert not (cache / "gateway").exists()

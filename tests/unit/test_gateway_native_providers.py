@@ -1,4 +1,4 @@
-"""Providers that are asked on their own paths: where a request goes and how the key is sent."""
+"""Providers on their own paths: URL of the request and header of the key."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ def provider(slug: str) -> Provider:
          {"authorization": "Bearer K"}),
     ],
 )  # fmt: skip
-def test_where_it_goes_and_with_which_key(slug: str, endpoint: str, url: str, key: dict[str, str]) -> None:
-    asked = call(
+def test_native_request_has_provider_url_and_key(slug: str, endpoint: str, url: str, key: dict[str, str]) -> None:
+    request = call(
         b"\xff sound", headers={"content-type": "audio/wav"}, provider=slug, dialect="raw", endpoint=endpoint, model=""
     )
-    out = provider(slug).build_request(asked, "K")
+    out = provider(slug).build_request(request, "K")
     assert (out.method, out.url, out.body) == ("POST", url, b"\xff sound")
     assert out.headers == {"content-type": "audio/wav", **key}
-    # A stored key replaces what came in any other header of a credential.
-    other = asked.with_changes(
+    # A stored key replaces credentials in all other headers.
+    other = request.with_changes(
         headers={"xi-api-key": "x", "x-api-key": "x", "api-key": "x", "authorization": "Bearer x"}
     )
     assert provider(slug).build_request(other, "K").headers == key
 
 
-def test_a_callers_own_key_passes_and_tells_replies_apart() -> None:
+def test_caller_key_is_forwarded_and_separates_cache_entries() -> None:
     own = [call({}, headers={"xi-api-key": key}, provider="elevenlabs", dialect="raw") for key in ("one", "two")]
     assert [caller_key(each) for each in own] == ["one", "two"]
     assert provider("elevenlabs").build_request(own[0], None).headers == {"xi-api-key": "one"}
     assert cache_key(own[0]) != cache_key(own[1])
 
 
-def test_chat_is_translated_only_where_it_is_spoken() -> None:
+def test_chat_is_translated_only_for_chat_providers() -> None:
     for slug in ("baseten", "parallel"):
         assert provider(slug).supports("openai-chat")
         assert provider(slug).endpoint_for("openai-chat", "m", False) == "chat/completions"
@@ -71,6 +71,6 @@ def test_chat_is_translated_only_where_it_is_spoken() -> None:
 
 
 @pytest.mark.parametrize("id", ["", "a.evil.example", "a@b", "a#", "A", "a" * 33])
-def test_a_deployment_cannot_lead_to_another_host(id: str) -> None:
+def test_deployment_cannot_change_the_host(id: str) -> None:
     with pytest.raises(InvalidRequest, match="deployment"):
         provider("baseten").build_url(f"model/{id}", "")

@@ -1,4 +1,4 @@
-"""PostgreSQL goes away and comes back: those who are known get on, the log loses nothing, nobody waits for ever."""
+"""A PostgreSQL outage: known keys keep working, no log record is lost, and waits time out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from emberline.gateway.store.postgres import PostgresStore
 from emberline.gateway.store.version_watch import StoreVersionWatch
 
 
-def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
+def test_store_outage_and_recovery(postgres: Postgres) -> None:
     async def do() -> None:
         name = f"t{uuid4().hex}"
         connection = await asyncpg.connect(postgres.url("postgres"))
@@ -66,8 +66,8 @@ def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
     asyncio.run(asyncio.wait_for(do(), 60))
 
 
-def test_a_connection_in_the_moment_of_its_loss(postgres: Postgres) -> None:
-    """The server's goodbye has come, and the end of its connection has not: asyncpg takes that for its own mistake."""
+def test_query_during_connection_loss_raises_store_error(postgres: Postgres) -> None:
+    """The server's last message has arrived but not the end of the connection: asyncpg raises an internal error."""
 
     class Lost:
         def acquire(self, timeout: float) -> None:
@@ -85,7 +85,7 @@ def test_a_connection_in_the_moment_of_its_loss(postgres: Postgres) -> None:
     asyncio.run(asyncio.wait_for(do(), 30))
 
 
-def test_nobody_waits_for_ever_for_a_connection(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_connection_times_out(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres_store, "QUERY_TIMEOUT_S", 0.1)
 
     async def do() -> None:

@@ -1,4 +1,4 @@
-"""Limits around calls: who falls under which rule, what is reserved, what is settled, and what the reply says of it."""
+"""The layer of limits: matching rules, reservations, settlements and headers of replies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Prices:
         return CATALOGUE.price(provider, model)
 
 
-class Bench:
-    """The layer over an inner handler that answers as told."""
+class LimitedGateway:
+    """The layer over an inner handler with a given reply."""
 
     def __init__(self) -> None:
         self.limiter, self.wall = LocalLimiter(), ManualClock(1000.0)
@@ -61,23 +61,23 @@ class Bench:
         return asyncio.run(go())
 
 
-def left(made: GatewayRequest, amount: str) -> int:
+def remaining(made: GatewayRequest, amount: str) -> int:
     return int(made.reply_headers[f"x-ratelimit-remaining-{amount}"])
 
 
-def test_requests_are_counted_and_told() -> None:
-    bench, settings = Bench(), {"limits": [{"name": "all", "limit": 2, "per": 60}]}
-    assert [left(bench.ask(settings=settings), "requests") for _ in range(2)] == [1, 0]
+def test_requests_are_counted_and_reported_in_headers() -> None:
+    bench, settings = LimitedGateway(), {"limits": [{"name": "all", "limit": 2, "per": 60}]}
+    assert [remaining(bench.ask(settings=settings), "requests") for _ in range(2)] == [1, 0]
     with pytest.raises(LimitExceeded) as refused:
         bench.ask(settings=settings)
     assert refused.value.retry_after == 20  # the window of 60 s that 1000 is in ends at 1020
     bench.wall.advance(20)
-    assert left(bench.ask(settings=settings), "requests") == 1
+    assert remaining(bench.ask(settings=settings), "requests") == 1
 
 
-def test_a_refusal_tells_the_same_headers() -> None:
+def test_refusal_has_the_same_headers() -> None:
     async def go() -> GatewayRequest:
-        bench, made = Bench(), call(settings={"limits": [{"name": "none", "limit": 0, "amount": "tokens"}]})
+        bench, made = LimitedGateway(), call(settings={"limits": [{"name": "none", "limit": 0, "amount": "tokens"}]})
         with pytest.raises(LimitExceeded):
             await bench.handler(made)
         return made
@@ -89,64 +89,64 @@ def test_a_refusal_tells_the_same_headers() -> None:
     }
 
 
-def test_what_is_reserved_is_the_most_it_can_use_and_what_is_settled_is_what_it_used() -> None:
-    bench = Bench()
+def test_maximum_is_reserved_and_actual_use_settled() -> None:
+    bench = LimitedGateway()
     settings = {"limits": [{"name": "t", "limit": 10_000, "amount": "tokens", "per": "day"}]}
     body = b"x" * 400
-    assert left(bench.ask(body=body, settings=settings, max_output=500), "tokens") == 10_000 - 100 - 500
-    assert left(bench.ask(body=body, settings=settings), "tokens") == 10_000 - 30 - 100 - 1000  # the catalogue's
+    assert remaining(bench.ask(body=body, settings=settings, max_output=500), "tokens") == 10_000 - 100 - 500
+    assert remaining(bench.ask(body=body, settings=settings), "tokens") == 10_000 - 30 - 100 - 1000  # the catalogue's
     made = bench.ask(body=body, settings=settings, max_output=10**9, dialect="openai-embeddings")
-    assert left(made, "tokens") == 10_000 - 60 - 100
+    assert remaining(made, "tokens") == 10_000 - 60 - 100
     unknown = bench.ask(body=body, settings=settings, model="unheard-of")
-    assert left(unknown, "tokens") == 10_000 - 90 - 100 - 4096
+    assert remaining(unknown, "tokens") == 10_000 - 90 - 100 - 4096
 
 
 def test_budgets_are_in_micros() -> None:
-    bench, settings = Bench(), {"budgets": [{"name": "b", "limit": 1_000, "per": "month"}]}
+    bench, settings = LimitedGateway(), {"budgets": [{"name": "b", "limit": 1_000, "per": "month"}]}
     body = b"x" * 4000
     reserved = (1000 * 150_000 + 100 * 600_000) // 1_000_000
-    assert left(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - reserved
-    assert left(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - 7 - reserved
+    assert remaining(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - reserved
+    assert remaining(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - 7 - reserved
     own = Identity("k", "k", "token")
     made = bench.ask(settings=settings, identity=own, headers={"cf-aig-custom-cost": '{"total_cost": 0.000100}'})
-    assert left(made, "micros") == 1_000 - 14 - 100
+    assert remaining(made, "micros") == 1_000 - 14 - 100
 
 
-def test_several_answers_are_reserved_as_several() -> None:
-    bench, settings = Bench(), {"limits": [{"name": "t", "limit": 10_000, "amount": "tokens"}]}
+def test_every_choice_is_reserved() -> None:
+    bench, settings = LimitedGateway(), {"limits": [{"name": "t", "limit": 10_000, "amount": "tokens"}]}
     first = bench.ask(body=b"x" * 400, settings=settings, max_output=500, answers=7, close=False)
-    assert left(first, "tokens") == 9_900 - 7 * 500
+    assert remaining(first, "tokens") == 9_900 - 7 * 500
     for answers in (13, 10**30):
         with pytest.raises(LimitExceeded):
             bench.ask(settings=settings, max_output=500, answers=answers)
 
 
 @pytest.mark.parametrize(("kind", "reserved"), [("virtual", 600), ("anonymous", 600), ("token", 0)])
-@pytest.mark.parametrize("said", ['{"total_cost": 0}', '{"per_token_in": 0, "per_token_out": 0}'])
-def test_only_an_accounts_token_can_say_that_it_costs_less(kind: Any, reserved: int, said: str) -> None:
-    bench, settings = Bench(), {"budgets": [{"name": "b", "limit": 1_000}]}
-    who = Identity("k", "k", kind)
-    made = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": said}, max_output=1000)
-    assert left(made, "micros") == 1_000 - reserved
+@pytest.mark.parametrize("custom_cost", ['{"total_cost": 0}', '{"per_token_in": 0, "per_token_out": 0}'])
+def test_only_gateway_tokens_can_lower_the_cost(kind: Any, reserved: int, custom_cost: str) -> None:
+    bench, settings = LimitedGateway(), {"budgets": [{"name": "b", "limit": 1_000}]}
+    caller = Identity("k", "k", kind)
+    made = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": custom_cost}, max_output=1000)
+    assert remaining(made, "micros") == 1_000 - reserved
     reply = GatewayReply(200, {}, b"", usage=Usage(input=0, output=1000), provider="openai")
     set_cost(made, reply, Prices())  # type: ignore[arg-type]
     assert reply.micros == reserved
-    dear = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
-    assert left(dear, "micros") == 1_000 - 7 - 900, "it may say that it costs more"
+    dear = bench.ask(settings=settings, identity=caller, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
+    assert remaining(dear, "micros") == 1_000 - 7 - 900, "a higher cost is accepted"
 
 
-def test_an_unknown_price_does_not_slip_past_a_budget() -> None:
-    bench = Bench()
+def test_unknown_price_is_refused_by_budget() -> None:
+    bench = LimitedGateway()
     with pytest.raises(Forbidden, match="is unknown"):
         bench.ask(settings={"budgets": [{"name": "b", "limit": 10}]}, model="unheard-of")
     bench.micros = None
     made = bench.ask(settings={"budgets": [{"name": "b", "limit": 10, "unpriced": "pass"}]}, model="unheard-of")
-    assert left(made, "micros") == 10
+    assert remaining(made, "micros") == 10
 
 
 @pytest.mark.parametrize("how", ["cached", "failed", "left"])
-def test_what_was_not_used_comes_back_but_a_request_is_a_request(how: str) -> None:
-    bench = Bench()
+def test_unused_tokens_are_released_but_request_counts(how: str) -> None:
+    bench = LimitedGateway()
     settings = {"limits": [{"name": "t", "limit": 9000, "amount": "tokens"}, {"name": "r", "limit": 9}]}
     if how == "cached":
         bench.cached, bench.micros = True, 0
@@ -157,20 +157,20 @@ def test_what_was_not_used_comes_back_but_a_request_is_a_request(how: str) -> No
             bench.ask(settings=settings)
     bench.failure, bench.cached = None, False
     after = bench.ask(body=b"{}", settings=settings, max_output=99)
-    assert (left(after, "tokens"), left(after, "requests")) == (9000 - 100, 7)
+    assert (remaining(after, "tokens"), remaining(after, "requests")) == (9000 - 100, 7)
 
 
-def test_a_stream_holds_its_reservation_until_it_is_closed() -> None:
-    bench, settings = Bench(), {"limits": [{"name": "t", "limit": 200, "amount": "tokens", "per": "day"}]}
+def test_stream_keeps_its_reservation_until_closed() -> None:
+    bench, settings = LimitedGateway(), {"limits": [{"name": "t", "limit": 200, "amount": "tokens", "per": "day"}]}
     bench.ask(settings=settings, max_output=150, close=False)
     with pytest.raises(LimitExceeded):
         bench.ask(settings=settings, max_output=150)
-    bench.wall.advance(606)  # its deadline, and a moment
-    assert left(bench.ask(settings=settings, max_output=150), "tokens") == 49
+    bench.wall.advance(606)  # the request's deadline and a margin
+    assert remaining(bench.ask(settings=settings, max_output=150), "tokens") == 49
 
 
-def test_dimensions() -> None:
-    bench = Bench()
+def test_limits_split_by_dimension() -> None:
+    bench = LimitedGateway()
     ada = Identity("k1", "ada's", "virtual", user="ada", metadata={"team": "blue"})
     bob = Identity("k2", "bob's", "virtual", user="bob", metadata={"team": "blue"}, limits=("special",))
     settings = {
@@ -184,12 +184,12 @@ def test_dimensions() -> None:
     spoof = {"cf-aig-metadata": '{"team": "red"}'}
     bench.ask(identity=ada, settings=settings, headers=spoof)
     bench.ask(identity=ada, settings=settings)
-    for who, model, rule in [
+    for caller, model, rule in [
         (ada, "gpt-4o-mini", "user"),
         (bob, "forbidden", "other"),
     ]:
         with pytest.raises(LimitExceeded) as refused:
-            bench.ask(identity=who, settings=settings, model=model)
+            bench.ask(identity=caller, settings=settings, model=model)
         assert refused.value.rule == rule
     bench.ask(identity=bob, settings=settings)
     with pytest.raises(LimitExceeded) as refused:
@@ -197,21 +197,21 @@ def test_dimensions() -> None:
     assert refused.value.rule in ("team", "special")
 
 
-def test_settings_that_change_are_read_again_and_wrong_ones_refused() -> None:
-    bench = Bench()
+def test_changed_limits_are_used_and_invalid_ones_refused() -> None:
+    bench = LimitedGateway()
     bench.ask(settings={"limits": [{"name": "r", "limit": 1}]})
-    assert left(bench.ask(settings={"limits": [{"name": "r", "limit": 5}], "version": 1}), "requests") == 3
+    assert remaining(bench.ask(settings={"limits": [{"name": "r", "limit": 5}], "version": 1}), "requests") == 3
     with pytest.raises(InvalidRequest):
         bench.ask(settings={"limits": [{"name": "r"}]})
     with pytest.raises(InvalidRequest, match="same name"):
         bench.ask(settings={"limits": [{"name": "r", "limit": 1}], "budgets": [{"name": "r", "limit": 1}]})
 
 
-def test_no_rules_no_notes() -> None:
-    assert Bench().ask().reply_headers == {}
+def test_no_rules_add_no_headers() -> None:
+    assert LimitedGateway().ask().reply_headers == {}
 
 
-def test_a_limit_that_callers_can_evade_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_evadable_limit_logs_warning(caplog: pytest.LogCaptureFixture) -> None:
     team = {"name": "team", "limit": 5, "split": ["metadata.team", "user"]}
     check_settings(GatewaySettings.parse({"budgets": [team]}))
     assert "limit=team metadata=team" in caplog.text

@@ -1,4 +1,4 @@
-"""Counting tokens is Anthropic's path: a model of a provider that has none gets an error, and nothing is sent."""
+"""count_tokens needs Anthropic's protocol: for other providers it is an error and nothing is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Known:
     ("model", "status"),
     [("openai/gpt-5", 400), ("google-ai-studio/gemini-2.5-pro", 400), ("anthropic/claude-sonnet-4-5", 200), ("m", 200)],
 )
-def test_count_tokens(model: str, status: int) -> None:
+def test_count_tokens_needs_anthropic_protocol(model: str, status: int) -> None:
     sent: list[GatewayRequest] = []
 
     async def handler(call: GatewayRequest) -> GatewayReply:
