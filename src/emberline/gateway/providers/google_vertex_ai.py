@@ -70,14 +70,14 @@ class VertexAI(GeminiProvider):
     def _add_location(self, endpoint: str, key: str | None) -> str:
         if "/projects/" in self._base_url:
             return endpoint
-        account = GoogleCredentials.parse(key or "") or GoogleCredentials()
-        region = account.region or (match[1] if (match := _REGIONAL_HOST.match(self._base_url)) else "")
-        if not account.project or not region:
+        credentials = GoogleCredentials.parse(key or "") or GoogleCredentials()
+        region = credentials.region or (match[1] if (match := _REGIONAL_HOST.match(self._base_url)) else "")
+        if not credentials.project or not region:
             raise InvalidRequest(
                 f"the project or the region of {self.slug} is not set",
                 hint="add region to the service account's JSON, or put both into the provider's base_url",
             )
-        return f"v1/projects/{quote(account.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
+        return f"v1/projects/{quote(credentials.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
 
     def build_url(self, endpoint: str, query: str) -> str:
         base = self._base_url
@@ -89,14 +89,14 @@ class VertexAI(GeminiProvider):
         return f"{base}/{endpoint}" + (f"?{query}" if query else "")
 
     async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
-        account = GoogleCredentials.parse(request.headers.get("authorization", "").removeprefix("Bearer "))
-        if account is None:
+        credentials = GoogleCredentials.parse(request.headers.get("authorization", "").removeprefix("Bearer "))
+        if credentials is None:
             return await upstream.send(request, timeout_s)
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        token = await self._tokens.get_token(account, upstream, timeout_s, now)
+        deadline = loop.time() + timeout_s
+        token = await self._tokens.get_token(credentials, upstream, timeout_s, now)
         headers = {**request.headers, "authorization": f"Bearer {token}"}
-        incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), until - loop.time())
+        incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), deadline - loop.time())
         if incoming.status == 401:
-            self._tokens.forget(account)
+            self._tokens.forget(credentials)
         return incoming

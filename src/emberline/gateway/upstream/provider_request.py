@@ -16,12 +16,11 @@ class ProviderRequest(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     body: bytes
     public_only: bool = False  # connect to public addresses only (custom providers)
-    decoder: Callable[[], ReplyDecoder] | None = (
-        None  # makes the decoder that converts the reply into the wire format of the request
-    )
+    decoder: Callable[[], ReplyDecoder] | None = None  # makes the decoder of a reply in the provider's own format
 
 
 def decode_reply(request: ProviderRequest, incoming: Incoming) -> Incoming:
+    """Return the reply as read through the request's decoder; errors and other replies stay as they are."""
     if request.decoder is None or incoming.status >= 300:
         return incoming
     return DecodedReply(incoming, request.decoder())

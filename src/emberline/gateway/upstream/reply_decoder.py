@@ -18,7 +18,7 @@ EVENT_STREAM = "text/event-stream"
 
 
 class ReplyDecoder:
-    """Decodes one reply; raises Broken for anything that is not a reply of the provider."""
+    """Decodes one reply; raises UpstreamBroken for anything that is not a reply of the provider."""
 
     stream_content_type: ClassVar[str] = EVENT_STREAM  # content type of the provider's streams
 
@@ -35,17 +35,16 @@ class ReplyDecoder:
 
 
 class DecodedReply(Incoming):
+    """A reply that is read through a decoder."""
+
     __slots__ = ("_decoder", "_ended", "_incoming")
 
     def __init__(self, incoming: Incoming, decoder: ReplyDecoder) -> None:
         self._incoming = incoming
         self._decoder = decoder
         self._ended = False
-        self.status, self.headers, self.content_type = (
-            200,
-            incoming.headers,
-            incoming.content_type,
-        )  # Replicate answers 201
+        self.status = 200  # Replicate answers 201, which clients of OpenAI's chat do not expect
+        self.headers, self.content_type = incoming.headers, incoming.content_type
         if incoming.content_type == decoder.stream_content_type:
             self.content_type = EVENT_STREAM
             self.headers = {**incoming.headers, "content-type": EVENT_STREAM}
@@ -76,8 +75,10 @@ class BufferedReply(Incoming):
 
     __slots__ = ("body",)
 
-    def __init__(self, status: int, headers: dict[str, str], body: bytes, kind: str = "application/json") -> None:
-        self.status, self.headers, self.content_type, self.body = status, headers, kind, body
+    def __init__(
+        self, status: int, headers: dict[str, str], body: bytes, content_type: str = "application/json"
+    ) -> None:
+        self.status, self.headers, self.content_type, self.body = status, headers, content_type, body
 
     async def read(self, timeout_s: float = NO_TIMEOUT_S) -> bytes:
         body, self.body = self.body, b""
@@ -91,6 +92,7 @@ class BufferedReply(Incoming):
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
+    """Decode a JSON object of a provider's reply; raise UpstreamBroken for anything else."""
     try:
         value = msgspec.json.decode(data)
     except JSON_DECODE_ERRORS as e:
