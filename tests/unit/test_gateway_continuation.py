@@ -208,8 +208,8 @@ def answer(id: str, *content: Delta) -> list[Delta]:
 
 def gateway_request(dialect: ChatDialect, settings: GatewaySettings | None = None) -> GatewayRequest:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
-    return GatewayRequest("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None, NO_OPTIONS, ANONYMOUS,
-                settings or GatewaySettings(), 0.0, 60.0)  # fmt: skip
+    head = ("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None)
+    return GatewayRequest(*head, NO_OPTIONS, ANONYMOUS, settings or GatewaySettings(), 0.0, 60.0)  # type: ignore[arg-type]
 
 
 def run_continued_stream(dialect: ChatDialect, *replies: BrokenReply) -> tuple[bytes, GatewayReply, list[str]]:

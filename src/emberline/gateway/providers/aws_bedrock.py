@@ -22,9 +22,10 @@ from emberline.gateway.providers.converse import render_converse_request
 from emberline.gateway.providers.hosted_claude import hosted_claude_body
 from emberline.gateway.providers.sigv4 import ALGORITHM, AwsCredentials, sign_headers
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 RUNTIME, MANTLE = "bedrock-runtime", "bedrock-mantle"
@@ -94,7 +95,9 @@ class Bedrock(Provider):
         base = self._base_url or HOSTS[match["service"]].format(region=match["region"])
         return f"{base}/{match['rest']}" + (f"?{query}" if query else "")
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         text = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not text.startswith(ALGORITHM) and (key := _parse_key(text)) is not None:
             # Hashing 30 MB takes 80 ms and releases the GIL, so a thread keeps the event loop free.

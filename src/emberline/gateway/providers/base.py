@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
+from emberline.net.client_response import HTTPClientResponse
 from emberline.trace.context import TRACE_HEADERS
 
 # Hop-by-hop headers, and headers meant for the gateway: never forwarded.
@@ -125,7 +126,9 @@ class Provider:
             call.method, self.build_url(call.endpoint, call.query), headers, call.body, self.public_only
         )
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         """Send the request and return the reply once its head has arrived; `now` is Unix time in seconds."""
         return decode_reply(request, await upstream.send(request, timeout_s))
 

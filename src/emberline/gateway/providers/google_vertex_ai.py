@@ -18,8 +18,9 @@ from emberline.gateway.providers.google_ai_studio import GeminiProvider
 from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
 from emberline.gateway.providers.hosted_claude import hosted_claude_body
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net.client_response import HTTPClientResponse
 
 ANTHROPIC_VERSION = "vertex-2023-10-16"
 _UNARY_METHOD, _STREAM_METHOD = "rawPredict", "streamRawPredict"
@@ -88,7 +89,9 @@ class VertexAI(GeminiProvider):
             base = re.sub(r"/v1[^/]*/projects/.*", "", base)
         return f"{base}/{endpoint}" + (f"?{query}" if query else "")
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         credentials = GoogleCredentials.parse(request.headers.get("authorization", "").removeprefix("Bearer "))
         if credentials is None:
             return await upstream.send(request, timeout_s)

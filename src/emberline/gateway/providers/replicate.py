@@ -15,9 +15,10 @@ from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
 from emberline.gateway.providers.base import Provider, is_trusted_url, report_change
 from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.gateway.upstream.reply_decoder import BufferedReply
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 Json = dict[str, Any]
@@ -67,7 +68,9 @@ class Replicate(Provider):
         request = super().build_request(call.with_changes(body=msgspec.json.encode(body)), key)
         return msgspec.structs.replace(request, decoder=partial(ReplicateReplyDecoder, call.model, call.id))
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         if request.decoder is None:
             return await upstream.send(request, timeout_s)
         loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ from emberline.gateway.error_replies import error_event
 from emberline.gateway.errors import UpstreamBroken, UpstreamFailed, UpstreamTimeout
 from emberline.gateway.request import GatewayRequest
 from emberline.gateway.streams.meter import StreamMeter
-from emberline.gateway.upstream.client import Incoming
+from emberline.net.client_response import HTTPClientResponse
 
 CLOSE_GRACE_S = 1.0  # from the stream's end event to the end of the connection
 MAX_BYTES_BEFORE_CONTENT = 4 << 20
@@ -30,7 +30,7 @@ class ProviderStream:
     def __init__(
         self,
         call: GatewayRequest,
-        incoming: Incoming,
+        incoming: HTTPClientResponse,
         meter: StreamMeter,
         translator: StreamTranslator | None,
         clock: Clock,

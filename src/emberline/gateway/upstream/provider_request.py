@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from emberline.gateway.upstream.reply_decoder import DecodedReply, ReplyDecoder
-from emberline.net.client_response import HTTPClientResponse as Incoming
+from emberline.net.client_response import HTTPClientResponse
 
 
 class ProviderRequest(msgspec.Struct, frozen=True):
@@ -19,7 +19,7 @@ class ProviderRequest(msgspec.Struct, frozen=True):
     decoder: Callable[[], ReplyDecoder] | None = None  # makes the decoder of a reply in the provider's own format
 
 
-def decode_reply(request: ProviderRequest, incoming: Incoming) -> Incoming:
+def decode_reply(request: ProviderRequest, incoming: HTTPClientResponse) -> HTTPClientResponse:
     """Return the reply as read through the request's decoder; errors and other replies stay as they are."""
     if request.decoder is None or incoming.status >= 300:
         return incoming

@@ -11,7 +11,7 @@ import msgspec
 from emberline.core.offload import offload
 from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
 from emberline.net.client_connection import NO_TIMEOUT_S
-from emberline.net.client_response import HTTPClientResponse as Incoming
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 EVENT_STREAM = "text/event-stream"
@@ -34,12 +34,12 @@ class ReplyDecoder:
         return b""
 
 
-class DecodedReply(Incoming):
+class DecodedReply(HTTPClientResponse):
     """A reply that is read through a decoder."""
 
     __slots__ = ("_decoder", "_ended", "_incoming")
 
-    def __init__(self, incoming: Incoming, decoder: ReplyDecoder) -> None:
+    def __init__(self, incoming: HTTPClientResponse, decoder: ReplyDecoder) -> None:
         self._incoming = incoming
         self._decoder = decoder
         self._ended = False
@@ -70,7 +70,7 @@ class DecodedReply(Incoming):
         self._incoming.close()
 
 
-class BufferedReply(Incoming):
+class BufferedReply(HTTPClientResponse):
     """A reply whose body has already been read."""
 
     __slots__ = ("body",)
