@@ -1,4 +1,4 @@
-"""Circuit breakers and pools: one caller's timeout, key or model does not block the requests of others."""
+"""Circuit breakers and pools: one caller's timeout, key or model does not block others."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Costs:
 
 
 def _first_choices(*asked: tuple[GatewayRequest, int, str]) -> list[str]:
-    """Return the pool member that each request tries first; `asked` gives the status and code of that attempt."""
+    """Return the pool member that each request tries first; `asked` has the outcome of that attempt."""
     chosen: list[str] = []
     layer_of = balance_pools(Costs(), ManualClock())
     met: dict[str, tuple[int, str]] = {}

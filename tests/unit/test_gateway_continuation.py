@@ -294,7 +294,7 @@ WORDS = [f"word{i} " for i in range(14)]  # more than three broken replies send
 
 
 def cut_reply(dialect: ChatDialect, sent: int, more: int, restart: bool) -> tuple[BrokenReply, int]:
-    """Return a reply that continues after `sent` words, or restarts, and the number of words sent with it.
+    """Return a reply that continues after `sent` words, or restarts, and the words sent with it.
 
     It is cut `more` events after its first word, because a stream is passed on only from its first content.
     """

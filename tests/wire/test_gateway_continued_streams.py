@@ -1,4 +1,4 @@
-"""Broken streams that another provider continues: what real clients receive, and what the provider is sent."""
+"""Broken streams that another provider continues, as real clients receive them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The gateway's HTTP client against a server that writes raw bytes: framings, chunk boundaries, reused and closed
-connections, slow readers, and injection."""
+"""The gateway's HTTP client against a server that writes raw bytes.
+
+The tests cover framings, chunk boundaries, reused and closed connections, slow readers and injection.
+"""
 
 from __future__ import annotations
 

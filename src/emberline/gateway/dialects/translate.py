@@ -162,7 +162,7 @@ class StreamTranslator:
         return self._take_output()
 
     def end(self) -> bytes:
-        """Return the last output when the connection has ended; raise UpstreamBroken if the stream was incomplete."""
+        """Return the last output at the connection's end; raise UpstreamBroken if the stream is incomplete."""
         if not self.has_ended:
             if self._splitter.has_partial_event():
                 self.push(b"\n\n")  # a last event without the blank line after it

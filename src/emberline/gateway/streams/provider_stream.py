@@ -71,7 +71,7 @@ class ProviderStream:
         self._on_end = on_end
 
     async def _read_events(self, deadline: float, before_content: bool = False) -> bytes | None:
-        """Return complete events, None at the end; raise UpstreamTimeout if no event with data arrives in time."""
+        """Return complete events, None at the end; raise UpstreamTimeout if no data arrives in time."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
         idle_deadline = now - self._silent_s + (CLOSE_GRACE_S if meter.state.has_ended else timeouts.between_events)
