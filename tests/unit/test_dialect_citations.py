@@ -373,7 +373,7 @@ texts = st.text(st.sampled_from("aé🙂 \n"), max_size=8)
 @given(st.lists(texts, min_size=1, max_size=3), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=4))
 @settings(max_examples=150, deadline=None)
 def test_assigned_citations_keep_their_text(part_texts: list[str], spans: list[tuple[int, int]]) -> None:
-    """Assigned to several texts and split into blocks, all text stays, no block is blank, and no citation is lost."""
+    """Assigning and splitting keeps all text, makes no blank block, and loses no citation."""
     whole_text = "".join(part_texts)
     parts = [TextContent(text) for text in part_texts]
     citations = [Citation(f"https://{at}", start=min(span), end=max(span)) for at, span in enumerate(spans)]

@@ -338,7 +338,7 @@ def test_gemini_calls_get_generated_ids() -> None:
 
 
 def test_gemini_results_match_calls_by_name() -> None:
-    """A result without an id is matched to a call by its name, and by position only among calls of that name."""
+    """A result without an id is matched to the first open call of its name."""
     contents = [
         {
             "role": "model",

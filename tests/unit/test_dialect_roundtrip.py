@@ -1,4 +1,4 @@
-"""Round trips of requests: within a wire format nothing is lost, through another one the common content is kept."""
+"""Round trips of requests within a wire format and through another one."""
 
 from __future__ import annotations
 
@@ -430,7 +430,7 @@ def test_same_format_loses_nothing(dialect: ChatDialect) -> None:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_valid_request_translates_to_valid_request(source: ChatDialect, target: ChatDialect) -> None:
-    """Any valid request is translated or rejected with a reason; the parser of the target accepts the result."""
+    """Any valid request is rejected with a reason, or becomes one that the target's parser accepts."""
 
     @given(REQUEST_STRATEGIES[source])
     @settings(max_examples=12, deadline=None)

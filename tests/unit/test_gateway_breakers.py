@@ -1,4 +1,4 @@
-"""Circuit breakers and pools: one caller's timeout, key or model does not block the requests of others."""
+"""Circuit breakers and pools: one caller's timeout, key or model does not block others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GuardedProvider:
 def test_provider_failures_open_breaker(outcome: Exception) -> None:
     provider = GuardedProvider()
     provider.fail(outcome, call())
-    assert provider.ask(None, call()) == "Resting"
+    assert provider.ask(None, call()) == "CircuitBreakerOpen"
     assert dict(provider.breakers) == {OpenAI().origin: 1}
     provider.clock.advance(1.1)
     assert provider.ask(None, call()) == "answered" and dict(provider.breakers) == {}
@@ -84,13 +84,13 @@ def test_route_timeout_is_counted() -> None:
     provider, one = GuardedProvider(), call(headers=SHORT)
     one.options = replace(one.options, timeout_configured=True)
     provider.fail(UpstreamTimeout("slow"), one)
-    assert provider.ask(None, call()) == "Resting"
+    assert provider.ask(None, call()) == "CircuitBreakerOpen"
 
 
 def test_failing_model_blocks_only_itself() -> None:
     provider = GuardedProvider()
     provider.fail(ProviderErrorReply("oops", status=500), call(model="broken"))
-    assert provider.ask(None, call(model="broken")) == "Resting"
+    assert provider.ask(None, call(model="broken")) == "CircuitBreakerOpen"
     assert provider.ask(None, call(model="good")) == "answered"
 
 
@@ -112,7 +112,7 @@ def test_invalid_key_does_not_close_breaker_of_gateway_key() -> None:
     provider = GuardedProvider()
     provider.fail(UpstreamBroken("cut"), call())
     provider.ask(BAD_KEY, call(headers={"authorization": "Bearer junk"}), key=None)
-    assert provider.ask(None, call()) == "Resting"
+    assert provider.ask(None, call()) == "CircuitBreakerOpen"
 
 
 def test_failures_block_only_their_gateway() -> None:
@@ -138,7 +138,7 @@ class Costs:
 
 
 def _first_choices(*asked: tuple[GatewayRequest, int, str]) -> list[str]:
-    """Return the pool member that each request tries first; `asked` gives the status and code of that attempt."""
+    """Return the pool member that each request tries first; `asked` has the outcome of that attempt."""
     chosen: list[str] = []
     layer_of = balance_pools(Costs(), ManualClock())
     met: dict[str, tuple[int, str]] = {}

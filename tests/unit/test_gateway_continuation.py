@@ -208,8 +208,8 @@ def answer(id: str, *content: Delta) -> list[Delta]:
 
 def gateway_request(dialect: ChatDialect, settings: GatewaySettings | None = None) -> GatewayRequest:
     body = json.dumps({"model": "m", **ASKED[dialect]}).encode()
-    return GatewayRequest("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None, NO_OPTIONS, ANONYMOUS,
-                settings or GatewaySettings(), 0.0, 60.0)  # fmt: skip
+    head = ("id", "a", "g", "p", "", dialect, "POST", {}, "", body, "m", True, None)
+    return GatewayRequest(*head, NO_OPTIONS, ANONYMOUS, settings or GatewaySettings(), 0.0, 60.0)  # type: ignore[arg-type]
 
 
 def run_continued_stream(dialect: ChatDialect, *replies: BrokenReply) -> tuple[bytes, GatewayReply, list[str]]:
@@ -294,7 +294,7 @@ WORDS = [f"word{i} " for i in range(14)]  # more than three broken replies send
 
 
 def cut_reply(dialect: ChatDialect, sent: int, more: int, restart: bool) -> tuple[BrokenReply, int]:
-    """Return a reply that continues after `sent` words, or restarts, and the number of words sent with it.
+    """Return a reply that continues after `sent` words, or restarts, and the words sent with it.
 
     It is cut `more` events after its first word, because a stream is passed on only from its first content.
     """

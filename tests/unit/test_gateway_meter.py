@@ -1,4 +1,4 @@
-"""The stream meter: results do not depend on chunk boundaries, bytes pass unchanged, broken streams are detected."""
+"""The stream meter: bytes pass unchanged in any chunks, and broken streams are detected."""
 
 from __future__ import annotations
 

@@ -241,14 +241,14 @@ def test_token_server_of_tenant_must_be_public(credentials: GoogleCredentials) -
     sender: Any = FakeUpstream((200, {"access_token": "one"}))
     inside = msgspec.structs.replace(credentials, token_uri="http://10.0.0.1/token")
     asyncio.run(GoogleTokenCache("http://10.0.0.1", public_only=True).get_token(inside, sender, 5, 0.0))
-    assert sender.asked[0].public, "the address is checked"
+    assert sender.asked[0].public_only, "the address is checked"
 
 
 def test_failed_token_requests(credentials: GoogleCredentials) -> None:
     refuses: Any = FakeUpstream((400, {"error": "invalid_grant"}))
     with pytest.raises(ProviderErrorReply, match="invalid_grant") as caught:
         asyncio.run(GoogleTokenCache("").get_token(credentials, refuses, 5, 0.0))
-    assert caught.value.kind == "access"
+    assert caught.value.reason == "access"
     mumbles: Any = FakeUpstream((200, {}))
     with pytest.raises(UpstreamBroken):
         asyncio.run(GoogleTokenCache("").get_token(credentials, mumbles, 5, 0.0))
@@ -334,13 +334,13 @@ def test_speaks_setting_restricts_wire_formats() -> None:
             slug, GatewaySettings(providers={slug: ProviderSettings(speaks=speaks or None, **more)})
         )
 
-    assert not find_provider("openai", "openai-chat").speaks("openai-responses") and find_provider("openai").speaks(
+    assert not find_provider("openai", "openai-chat").supports("openai-responses") and find_provider("openai").supports(
         "openai-responses"
     )
     with pytest.raises(InvalidRequest, match="gemini"):
         find_provider("openai", "gemini")
     assert (
-        find_provider("ollama", base_url="http://h/v1").url("v1/chat/completions", "") == "http://h/v1/chat/completions"
+        find_provider("ollama", base_url="http://h/v1").build_url("v1/chat/completions", "") == "http://h/v1/chat/completions"
     )
 
 

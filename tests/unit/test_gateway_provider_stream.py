@@ -1,4 +1,4 @@
-"""Provider streams that break: valid events are passed on first, and the stream never ends as complete."""
+"""Provider streams that break: valid events are passed on first, and the outcome is not complete."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_translated_stream_without_done_is_complete() -> None:
 
 
 class CommentingIncoming(FakeIncoming):
-    """Sends one comment a second after its chunks; every `every`-th time it sends an event with data instead."""
+    """Sends one comment a second after its chunks, and data instead at every `every`-th time."""
 
     def __init__(self, clock: ManualClock, every: int, *reads: bytes) -> None:
         super().__init__(*reads)

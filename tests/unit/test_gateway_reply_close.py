@@ -106,7 +106,7 @@ def test_realtime_close_closes_websocket_and_calls_callbacks(
             max_message_bytes=1,
         )  # type: ignore[arg-type]
         reply = await opens(call(headers={"authorization": "Bearer k"}, endpoint="realtime", stream=True))
-        reply.endings.append(callback)
+        reply.close_callbacks.append(callback)
         with pytest.raises(OSError, match="gone"):
             await reply.close()
 

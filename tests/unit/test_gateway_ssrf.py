@@ -1,4 +1,4 @@
-"""Custom providers must be public: checked for the URL, the resolved addresses and the connected address."""
+"""Custom providers must be public: the URL, the resolved and the connected address are checked."""
 
 from __future__ import annotations
 

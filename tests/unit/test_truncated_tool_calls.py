@@ -1,4 +1,4 @@
-"""Tool calls at the token limit, in every tool style, wire format and translation, streamed and unstreamed.
+"""Tool calls at the token limit, in every tool style, wire format and translation.
 
 A complete call appears once, a truncated one with the arguments so far, and neither appears in the text.
 """

@@ -1,4 +1,4 @@
-"""The vendors' own clients and types accept translated replies, for every pair of client and provider format.
+"""The vendors' own clients and types accept translated replies of every wire format.
 
 The clients use a transport that translates the request, answers in the provider's format, and translates the answer
 back in chunks of a few bytes; no server and no network are involved.

@@ -313,7 +313,7 @@ def test_unreadable_request_is_client_error(gateway: Gateways, model: str, path:
 
 
 def test_content_type_is_json(gateway: Gateways) -> None:
-    """A form content type is rejected, because any web page can send one; the provider gets application/json."""
+    """Form content types are rejected, because any web page can send them."""
     form = {"content-type": "application/x-www-form-urlencoded"}
     body = {"model": "aws-bedrock/anthropic.claude-x", "messages": HELLO, "max_tokens": 8}
     status, _, refused = gateway.post("/v1/chat/completions", body, form)

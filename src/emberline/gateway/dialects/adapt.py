@@ -76,6 +76,8 @@ def _restore_citations(request: CanonicalRequest) -> None:
 
 
 class _Adapter:
+    """Adapts the parts of one request to the wire format `target`."""
+
     def __init__(
         self, target: ChatDialect, both_openai: bool, target_model: TargetModel, changes: ChangeReport
     ) -> None:
@@ -100,8 +102,8 @@ class _Adapter:
     def adapt_parts(self, parts: list[Part]) -> list[Part]:
         result: list[Part] = []
         for part in parts:
-            if isinstance(part, ToolCallContent) and self._target == "gemini" and (seal := google_signature(part)):
-                result.append(ReasoningContent("", "gemini", seal))
+            if isinstance(part, ToolCallContent) and self._target == "gemini" and (signature := google_signature(part)):
+                result.append(ReasoningContent("", "gemini", signature))
             if (adapted := self._adapt_part(part)) is not None:
                 result.append(adapted)
         return result
@@ -113,14 +115,14 @@ class _Adapter:
         match part:
             case TextContent(text="") if self._target == "anthropic":
                 return None  # Anthropic rejects empty text blocks
-            case TextContent() if any(cited.quote for cited in part.citations):
+            case TextContent() if any(citation.quote for citation in part.citations):
                 self._changes.report("messages", f"{self._target} has no such field", subfield=".citations.cited_text")
             case ToolResultContent():
                 return self._adapt_tool_result(part)
             case ReasoningContent():
                 return self._adapt_reasoning(part)
             case RefusalContent() if self._target in ("anthropic", "gemini"):
-                self._changes.report("messages", "a refusal became text", subfield=".refusal")
+                self._changes.report("messages", "a refusal was sent as text", subfield=".refusal")
                 return TextContent(part.text)
             case ImageContent():
                 return self._drop_media(part, self._reason_to_drop_image(part))
@@ -160,6 +162,7 @@ class _Adapter:
         return None
 
     def _reason_to_drop_image(self, image: ImageContent) -> str | None:
+        """Return why the target cannot take the image, None if it can; set fields that the target requires."""
         if self._target == "openai-responses":
             image.detail = image.detail or "auto"  # Responses requires the field
         if image.detail not in (None, "auto") and self._target not in OPENAI_DIALECTS:
@@ -172,6 +175,7 @@ class _Adapter:
         return None
 
     def _reason_to_drop_file(self, file: FileContent) -> str | None:
+        """Return why the target cannot take the file, None if it can; set fields that the target requires."""
         if file.file_id and not (file.url or file.data):
             return None if self._both_openai else "the file is stored at another provider"
         if file.url and self._target == "openai-chat":
@@ -184,6 +188,7 @@ class _Adapter:
         return None
 
     def _convert_to_document(self, file: FileContent) -> str | None:
+        """Convert a text file for Anthropic; return why the file must be dropped, None if it is usable."""
         if file.mime == "application/pdf":
             return None
         if not file.mime.startswith("text/"):

@@ -203,15 +203,13 @@ class CanonicalRequest:
     metadata: Json | None = None
     extra: Json = field(default_factory=dict)
     source_fields: Json = field(default_factory=dict)  # fields as the source wrote them, where several spellings exist
-    unmapped_fields: Json = field(
-        default_factory=dict
-    )  # path -> value: parts of `source_fields` without a common meaning
+    unmapped_fields: Json = field(default_factory=dict)  # path -> value of fields in `source_fields` to be reported
 
-    def keep_source_field(self, name: str, given_value: Json, *, understood: Iterable[str]) -> None:
+    def keep_source_field(self, name: str, source: Json, *, understood: Iterable[str]) -> None:
         """Keep an object as the source wrote it; its fields that are not in `understood` count as unmapped."""
-        self.source_fields[name] = given_value
+        self.source_fields[name] = source
         self.unmapped_fields |= {
-            f"{name}.{inner}": value for inner, value in given_value.items() if inner not in understood
+            f"{name}.{field_name}": value for field_name, value in source.items() if field_name not in understood
         }
 
 

@@ -77,8 +77,8 @@ class ChangeReport:
     def report_path(self, field: str, reason: str) -> None:
         self._changes[FieldChange(field, reason)] = None
 
-    def report_unsupported(self, request: object, name: str, target: str) -> None:
-        if request is not None:
+    def report_unsupported(self, value: object, name: str, target: str) -> None:
+        if value is not None:
             self.report(name, f"{target} has no such field")
 
     def report_reply_fields(self, fields: Json, ignored: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ class ChangeReport:
 
     def report_request_fields(self, request: CanonicalRequest, target: ChatDialect) -> None:
         """Report the fields that only the source format knows; raise InvalidRequest for essential ones."""
-        words = self._field_names
+        names = self._field_names
         shared = (
             SHARED_OPENAI_FIELDS if request.dialect in OPENAI_DIALECTS and target in OPENAI_DIALECTS else frozenset()
         )
@@ -115,10 +115,10 @@ class ChangeReport:
             if value:
                 self._reject_if_essential(name)
         self._report_extra(request.extra | request.unmapped_fields, "", target, shared)
-        self._report_parts(request.system, words.system_path, target, shared)
+        self._report_parts(request.system, names.system_path, target, shared)
         for message in request.messages:
-            self._report_extra(message.extra, f"{words.message_path}.", target, shared | _IGNORED_FIELDS)
-            self._report_parts(message.parts, f"{words.message_path}.{words.part_path}", target, shared)
+            self._report_extra(message.extra, f"{names.message_path}.", target, shared | _IGNORED_FIELDS)
+            self._report_parts(message.parts, f"{names.message_path}.{names.part_path}", target, shared)
         for tool in request.tools:
             if isinstance(tool, CanonicalTool):
                 self._report_extra(tool.extra, "tools[].", target, shared | {"type"})

@@ -15,7 +15,7 @@ def parse_citations(rows: object, parse: Callable[[object], Citation | None]) ->
 
     Malformed rows are skipped, because a citation is no reason to fail a reply.
     """
-    return [citations for row in rows if (citations := parse(row)) is not None] if isinstance(rows, list) else []
+    return [citation for row in rows if (citation := parse(row)) is not None] if isinstance(rows, list) else []
 
 
 def extract_citations(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
@@ -51,14 +51,14 @@ def split_at_citations(text: TextContent) -> list[tuple[str, list[Citation]]]:
 
     No piece is blank, unless the whole text is.
     """
-    data, cuts = text.text, [0]
+    content, cuts = text.text, [0]
     for edge in sorted(
-        {len(data), *(position for citation in text.citations for position in (citation.start, citation.end))}
+        {len(content), *(position for citation in text.citations for position in (citation.start, citation.end))}
     ):
-        if data[cuts[-1] : edge].strip():
+        if content[cuts[-1] : edge].strip():
             cuts.append(edge)
-    cuts[max(1, len(cuts) - 1) :] = [len(data)]
+    cuts[max(1, len(cuts) - 1) :] = [len(content)]
     return [
-        (data[a:b], [c for c in text.citations if c.start < b and a < max(c.end, c.start + 1)])
+        (content[a:b], [c for c in text.citations if c.start < b and a < max(c.end, c.start + 1)])
         for a, b in pairwise(cuts)
     ]

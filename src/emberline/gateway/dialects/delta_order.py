@@ -24,7 +24,7 @@ class DeltaOrderChecker:
         self._call_counts: dict[int, int] = {}  # choice -> number of tool calls
 
     def check(self, delta: Delta) -> None:
-        if type(delta) is TextDelta and delta.choice in self._open_choices:  # fast path: nearly all deltas are
+        if type(delta) is TextDelta and delta.choice in self._open_choices:  # fast path for nearly all deltas
             return
         match delta:
             case UsageUpdate():

@@ -102,7 +102,7 @@ Delta = StreamStart | ContentDelta | Finish | UsageUpdate | StreamEnd
 class EventReader(Protocol):
     """Parses the events of one stream into deltas.
 
-    Raises Broken for a malformed stream, and UpstreamFailed for an error event of the provider.
+    Raises UpstreamBroken for a malformed stream, and UpstreamFailed for an error event of the provider.
     """
 
     def read(self, event: bytes) -> Iterable[Delta]:

@@ -60,8 +60,8 @@ class TranslatedError(UpstreamFailed):
         self.code = code or self.code
 
     @staticmethod
-    def from_provider_error(problem: ProviderError, status: int) -> TranslatedError:
-        return TranslatedError(problem.message, status=status, code=problem.code or problem.kind)
+    def from_provider_error(provider_error: ProviderError, status: int) -> TranslatedError:
+        return TranslatedError(provider_error.message, status=status, code=provider_error.code or provider_error.kind)
 
 
 def render_error(error: Exception, dialect: str) -> Json:
@@ -69,9 +69,9 @@ def render_error(error: Exception, dialect: str) -> Json:
         return anthropic_error(error).body
     if dialect != "gemini":
         return openai_error(error).body
-    data = openai_error(error)  # hides the text of internal exceptions
-    status = _GEMINI_STATUS.get(data.status, "INTERNAL" if data.status >= 500 else "INVALID_ARGUMENT")
-    return {"error": {"code": data.status, "message": data.body["error"]["message"], "status": status}}
+    rendered = openai_error(error)  # hides the text of internal exceptions
+    status = _GEMINI_STATUS.get(rendered.status, "INTERNAL" if rendered.status >= 500 else "INVALID_ARGUMENT")
+    return {"error": {"code": rendered.status, "message": rendered.body["error"]["message"], "status": status}}
 
 
 def parse_error(body: bytes) -> ProviderError:
@@ -84,7 +84,7 @@ def parse_error(body: bytes) -> ProviderError:
 
 
 def parse_error_object(data: Any) -> ProviderError:
-    if isinstance(data, list) and data:  # Gemini's unstreamed list
+    if isinstance(data, list) and data:  # Gemini sends a list for streams without alt=sse
         data = data[0]
     if isinstance(data, dict) and isinstance(data.get("errors"), list) and data["errors"] and "error" not in data:
         data = data["errors"][0]  # Cloudflare
@@ -100,8 +100,8 @@ def parse_error_object(data: Any) -> ProviderError:
 
 def stream_error(data: Any) -> UpstreamFailed:
     """Return the exception for an error event within a stream."""
-    problem = parse_error_object(data)
-    return TranslatedError.from_provider_error(problem, problem.status or 502)
+    provider_error = parse_error_object(data)
+    return TranslatedError.from_provider_error(provider_error, provider_error.status or 502)
 
 
 def translate_error(body: bytes, status: int, target: ChatDialect) -> bytes:

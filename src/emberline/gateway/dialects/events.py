@@ -43,7 +43,7 @@ def _event_data(event: bytes) -> bytes:
 
 
 class EventDecoder(Generic[T]):
-    """Decodes the data of one wire format's events; raises Broken for anything else."""
+    """Decodes the data of one wire format's events; raises UpstreamBroken for anything else."""
 
     def __init__(self, event_type: type[T], format_name: str) -> None:
         self._decoder = msgspec.json.Decoder(event_type)

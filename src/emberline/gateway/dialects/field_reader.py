@@ -21,6 +21,8 @@ _TYPE_NAMES = {
 
 
 class FieldReader:
+    """Takes the fields of one JSON object, whose path is used in error messages."""
+
     def __init__(self, raw: object, path: str) -> None:
         self.whole: Json = check_type(raw, dict, path or "the body")
         self.unread = dict(self.whole)
@@ -91,4 +93,4 @@ def check_type(value: object, expected_type: type[T], path: str) -> T:
 
 
 def unknown_value_error(value: object, path: str, known: str) -> InvalidRequest:
-    return InvalidRequest(f"{path} is not known: {str(value)[:100]!r}", param=path, hint=f"known are {known}")
+    return InvalidRequest(f"{path} has an unknown value: {str(value)[:100]!r}", param=path, hint=f"use {known}")

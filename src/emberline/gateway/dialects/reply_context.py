@@ -9,9 +9,23 @@ from emberline.gateway.dialects.canonical import CanonicalReply, ChatDialect, Js
 from emberline.gateway.dialects.deltas import StreamStart
 
 # Request fields that a Responses reply repeats; the first three are always present.
-_ECHOED_FIELDS = ("parallel_tool_calls", "tool_choice", "tools", "instructions", "max_output_tokens", "max_tool_calls",
-           "metadata", "reasoning", "safety_identifier", "temperature", "text", "top_logprobs", "top_p", "truncation",
-           "user")  # fmt: skip
+_ECHOED_FIELDS = (
+    "parallel_tool_calls",
+    "tool_choice",
+    "tools",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "reasoning",
+    "safety_identifier",
+    "temperature",
+    "text",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+    "user",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +50,8 @@ def read_reply_context(
         options = decode(body, Json).get("stream_options")
         include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         return ReplyContext(model, include_usage, created=created, id=id)
-    echo: Json = {}
+    echoed_fields: Json = {}
     if dialect == "openai-responses":
         request = decode(body, Json)
-        echo = {name: request[name] for name in _ECHOED_FIELDS if request.get(name) is not None}
-    return ReplyContext(model, True, echo, created, id)
+        echoed_fields = {name: request[name] for name in _ECHOED_FIELDS if request.get(name) is not None}
+    return ReplyContext(model, True, echoed_fields, created, id)

@@ -11,9 +11,8 @@ from emberline.gateway.dialects.canonical import Effort
 
 _CLAUDE_VERSION = re.compile(r"claude-(?:[a-z]+-)?(\d+)(?:[-.](\d{1,2})(?!\d))?")
 _GEMINI_GENERATION = re.compile(r"gemini-(\d+)")
-_GPT_VERSION = re.compile(
-    r"(?:^|/)gpt-(\d+)(?:\.(\d+))?(?!.*(?:pro|chat|codex|astra))"
-)  # these have other effort levels
+# The pro, chat, codex and astra models have other effort levels.
+_GPT_VERSION = re.compile(r"(?:^|/)gpt-(\d+)(?:\.(\d+))?(?!.*(?:pro|chat|codex|astra))")
 _VersionsByFamily = Mapping[str, tuple[int, int]]  # Claude family -> first version
 _ALWAYS_THINK_SINCE: _VersionsByFamily = {"fable": (5, 0), "mythos": (5, 0), "opus": (5, 5)}
 _THINK_BETWEEN_TOOLS_SINCE: _VersionsByFamily = {"sonnet": (5, 5)}

@@ -121,34 +121,34 @@ def translate_request(
 
 
 def translate_reply(
-    body: bytes, source: ChatDialect, target: ChatDialect, request: ReplyContext | None = None
+    body: bytes, source: ChatDialect, target: ChatDialect, context: ReplyContext | None = None
 ) -> tuple[bytes, list[FieldChange]]:
     """Return the reply in wire format `target`, and what was changed.
 
-    Raises Broken if it is not a reply in the provider's wire format `source`.
+    Raises UpstreamBroken if it is not a reply in the provider's wire format `source`.
     """
     changes = ChangeReport(source)
     try:
-        answer = CODECS[source].parse_reply(decode(body, Json), changes)
+        reply = CODECS[source].parse_reply(decode(body, Json), changes)
     except InvalidRequest as error:
         raise UpstreamBroken(f"the provider's reply does not follow the format {source}: {error.message}") from None
-    for choice in answer.choices:
+    for choice in reply.choices:
         choice.parts = changes.strip_extras(choice.parts, target)
-    return msgspec.json.encode(CODECS[target].render_reply(answer, request or ReplyContext())), changes.changes
+    return msgspec.json.encode(CODECS[target].render_reply(reply, context or ReplyContext())), changes.changes
 
 
 class StreamTranslator:
     """Translates the bytes of a provider's stream into the client's, wherever the bytes are split.
 
-    A failure raises Broken, or UpstreamFailed for an error event of the provider. `write_error` then returns the output
-    so far and the client's error event; the caller decides whether to send that or to try another provider.
+    A failure raises UpstreamBroken, or UpstreamFailed for an error event of the provider. `write_error` then returns
+    the output so far and the client's error event; the caller decides whether to send it or to try another provider.
     """
 
-    def __init__(self, source: ChatDialect, target: ChatDialect, request: ReplyContext | None = None) -> None:
+    def __init__(self, source: ChatDialect, target: ChatDialect, context: ReplyContext | None = None) -> None:
         self._source = source
         self._splitter = EventDataSplitter()
         self._reader = CODECS[source].make_reader()
-        self._writer = CODECS[target].make_writer(request or ReplyContext())
+        self._writer = CODECS[target].make_writer(context or ReplyContext())
         self._order_checker = DeltaOrderChecker(single_choice=target in ("anthropic", "openai-responses"))
         self._output: list[bytes] = []  # output since the last return
         self.has_ended = False  # the provider marked its stream as complete
@@ -162,7 +162,7 @@ class StreamTranslator:
         return self._take_output()
 
     def end(self) -> bytes:
-        """Return the last output when the connection has ended; raise Broken if the stream was incomplete."""
+        """Return the last output at the connection's end; raise UpstreamBroken if the stream is incomplete."""
         if not self.has_ended:
             if self._splitter.has_partial_event():
                 self.push(b"\n\n")  # a last event without the blank line after it

@@ -1,4 +1,4 @@
-"""Renders token usage in each wire format; `TokenUsage.parse` reads it."""
+"""Renders token usage in each wire format; `Usage.parse` reads it."""
 
 from __future__ import annotations
 

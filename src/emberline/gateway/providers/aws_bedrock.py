@@ -22,9 +22,10 @@ from emberline.gateway.providers.converse import render_converse_request
 from emberline.gateway.providers.hosted_claude import hosted_claude_body
 from emberline.gateway.providers.sigv4 import ALGORITHM, AwsCredentials, sign_headers
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 RUNTIME, MANTLE = "bedrock-runtime", "bedrock-mantle"
@@ -78,23 +79,25 @@ class Bedrock(Provider):
                 msgspec.json.encode(render_converse_request(fields, partial(report_change, call))),
                 partial(ConverseReplyDecoder, call.model),
             )
-        given = _parse_key(key or "")
-        region = given.region if given else DEFAULT_REGION
+        aws_key = _parse_key(key or "")
+        region = aws_key.region if aws_key else DEFAULT_REGION
         headers = {name: value for name, value in call.headers.items() if name not in _ANTHROPIC_HEADERS}
-        moved = call.with_changes(body=body, endpoint=f"{RUNTIME}/{region}/{call.endpoint}", headers=headers)
-        return msgspec.structs.replace(super().build_request(moved, key), decoder=decoder)
+        changed_call = call.with_changes(body=body, endpoint=f"{RUNTIME}/{region}/{call.endpoint}", headers=headers)
+        return msgspec.structs.replace(super().build_request(changed_call, key), decoder=decoder)
 
     def build_url(self, endpoint: str, query: str) -> str:
         """Return the URL for SERVICE/REGION/REST; a configured base_url replaces AWS's host."""
-        place = _ENDPOINT.fullmatch(endpoint)
-        if place is None or place["service"] not in HOSTS:
+        match = _ENDPOINT.fullmatch(endpoint)
+        if match is None or match["service"] not in HOSTS:
             raise InvalidRequest(
                 f"{endpoint[:100]!r} is not a path of aws-bedrock", hint=f"use {RUNTIME}/REGION/model/MODEL/invoke"
             )
-        base = self._base_url or HOSTS[place["service"]].format(region=place["region"])
-        return f"{base}/{place['rest']}" + (f"?{query}" if query else "")
+        base = self._base_url or HOSTS[match["service"]].format(region=match["region"])
+        return f"{base}/{match['rest']}" + (f"?{query}" if query else "")
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         text = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not text.startswith(ALGORITHM) and (key := _parse_key(text)) is not None:
             # Hashing 30 MB takes 80 ms and releases the GIL, so a thread keeps the event loop free.
@@ -114,12 +117,12 @@ def is_claude(model: str) -> bool:
 def _sign_request(request: ProviderRequest, key: _AwsKey, now: float) -> dict[str, str]:
     match = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", request.url)
     service, region = (match[1], match[2]) if match else (RUNTIME, key.region)
-    some = {name: value for name, value in request.headers.items() if name in _SIGNED_HEADERS}
+    signed_headers = {name: value for name, value in request.headers.items() if name in _SIGNED_HEADERS}
     credentials = AwsCredentials(key.access_key_id, key.secret_access_key, key.session_token)
     result = sign_headers(
         request.method,
         request.url,
-        some,
+        signed_headers,
         request.body,
         credentials,
         region=region,

@@ -14,21 +14,44 @@ from urllib.parse import urlsplit
 from emberline.gateway.dialects.assistant_prefill import AssistantPrefill
 from emberline.gateway.dialects.target_model import TargetModel
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
-from emberline.trace.context import TRACE_HEADERS as TRACES
+from emberline.net.client_response import HTTPClientResponse
+from emberline.trace.context import TRACE_HEADERS
 
 # Hop-by-hop headers, and headers meant for the gateway: never forwarded.
-NOT_FORWARDED_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
-                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "cookie",
-                  "x-auth-token", "forwarded", "x-real-ip", "cf-cache-ttl", "cf-skip-cache", *TRACES})  # fmt: skip
+NOT_FORWARDED_HEADERS = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "host",
+        "content-length",
+        "accept-encoding",
+        "cookie",
+        "x-auth-token",
+        "forwarded",
+        "x-real-ip",
+        "cf-cache-ttl",
+        "cf-skip-cache",
+        *TRACE_HEADERS,
+    }
+)
 GATEWAY_HEADER_PREFIXES = ("cf-aig-", "x-emberline-", "x-forwarded-")
 CHANGED_HEADER = "x-emberline-changed"
 CREDENTIAL_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "xi-api-key")
 
 
 class Provider:
-    slug: str
+    """One provider as a gateway's settings configure it."""
+
+    slug: str  # name in URLs and settings
     base_url: ClassVar[str] = ""
     prefix: ClassVar[str] = ""  # put before endpoints in none of the supported wire formats
     paths: ClassVar[Mapping[Dialect, str]] = {}  # wire format -> endpoint, which may contain {model}
@@ -103,24 +126,26 @@ class Provider:
             call.method, self.build_url(call.endpoint, call.query), headers, call.body, self.public_only
         )
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         """Send the request and return the reply once its head has arrived; `now` is Unix time in seconds."""
         return decode_reply(request, await upstream.send(request, timeout_s))
 
 
-def report_change(call: GatewayRequest, field: str, why: str) -> None:
+def report_change(call: GatewayRequest, field: str, reason: str) -> None:
     """Record in a reply header that a field of the client's request was changed or dropped."""
     call.reply_headers[CHANGED_HEADER] = ", ".join(
-        filter(None, (call.reply_headers.get(CHANGED_HEADER), f"{field}={why}"))
+        filter(None, (call.reply_headers.get(CHANGED_HEADER), f"{field}={reason}"))
     )
 
 
 def is_trusted_url(url: str, base_url: str, domain: str) -> bool:
     """Return whether a URL may receive credentials: it is the same server, or HTTPS in `domain`."""
-    there, here = urlsplit(url), urlsplit(base_url)
-    if (there.scheme, there.netloc) == (here.scheme, here.netloc):
+    target, base = urlsplit(url), urlsplit(base_url)
+    if (target.scheme, target.netloc) == (base.scheme, base.netloc):
         return True
-    return there.scheme == "https" and f".{there.hostname}".endswith(f".{domain}") and "@" not in there.netloc
+    return target.scheme == "https" and f".{target.hostname}".endswith(f".{domain}") and "@" not in target.netloc
 
 
 def forwardable_headers(headers: Mapping[str, str]) -> dict[str, str]:

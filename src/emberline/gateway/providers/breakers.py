@@ -61,7 +61,7 @@ class ProviderBreakers:
         key: str | None,
         attempt: Callable[[Callable[[], None]], Awaitable[T]],
     ) -> T:
-        """Run `attempt` and count its outcome; raise Resting instead while the breaker is open.
+        """Run `attempt` and count its outcome; raise CircuitBreakerOpen instead while the breaker is open.
 
         `key` is the provider's key, None if the caller's own is in the headers. `attempt` is called with a function
         that records a failure after its return.
@@ -70,11 +70,14 @@ class ProviderBreakers:
         if breaker is not None:
             now = self._clock.now()
             if not breaker.allows(now):
-                what = f"{provider.slug} failed {breaker.failures} times in a row for this model and key"
-                raise CircuitBreakerOpen(f"{what}, so it is skipped for {max(0.0, breaker.retry_at - now):.2g} s")
+                remaining_s = max(0.0, breaker.retry_at - now)
+                raise CircuitBreakerOpen(
+                    f"{provider.slug} failed {breaker.failures} times in a row for this model and key,"
+                    f" so it is skipped for {remaining_s:.2g} s"
+                )
             breaker.record_start(now)
         try:
-            done = await attempt(lambda: self._record_failure(_breaker_key(call, provider, key), call))
+            result = await attempt(lambda: self._record_failure(_breaker_key(call, provider, key), call))
         except UpstreamFailed as e:
             self._record_error(_breaker_key(call, provider, key), call, e)
             raise
@@ -84,34 +87,34 @@ class ProviderBreakers:
             raise
         if self._breakers:  # rare, so that most requests need not compute a key
             self._record_success(_breaker_key(call, provider, key))
-        return done
+        return result
 
-    def _record_error(self, name: BreakerKey, call: GatewayRequest, error: UpstreamFailed) -> None:
-        refusal = error.reason if isinstance(error, ProviderErrorReply) else ""
-        if is_caller_timeout(call, error.code) or refusal == "busy":
-            if (breaker := self._breakers.get(name)) is not None:
+    def _record_error(self, breaker_key: BreakerKey, call: GatewayRequest, error: UpstreamFailed) -> None:
+        reason = error.reason if isinstance(error, ProviderErrorReply) else ""
+        if is_caller_timeout(call, error.code) or reason == "busy":
+            if (breaker := self._breakers.get(breaker_key)) is not None:
                 breaker.record_cancellation()
-        elif refusal in ("", "server"):
-            self._record_failure(name, call)
+        elif reason in ("", "server"):
+            self._record_failure(breaker_key, call)
         else:
-            self._record_success(name)
+            self._record_success(breaker_key)
 
-    def _record_failure(self, name: BreakerKey, call: GatewayRequest) -> None:
-        breaker = self._breakers.get(name)
+    def _record_failure(self, breaker_key: BreakerKey, call: GatewayRequest) -> None:
+        breaker = self._breakers.get(breaker_key)
         if breaker is None:
             while len(self._breakers) >= MAX_BREAKERS:
                 del self._breakers[next(iter(self._breakers))]
             settings = call.settings.breaker
-            breaker = self._breakers[name] = CircuitBreaker(settings.failures, settings.pause)
+            breaker = self._breakers[breaker_key] = CircuitBreaker(settings.failures, settings.pause)
         breaker.record_failure(self._clock.now())
 
-    def _record_success(self, name: BreakerKey) -> None:
-        if (breaker := self._breakers.pop(name, None)) is not None:
+    def _record_success(self, breaker_key: BreakerKey) -> None:
+        if (breaker := self._breakers.pop(breaker_key, None)) is not None:
             breaker.record_success()
 
 
 def _breaker_key(call: GatewayRequest, provider: Provider, key: str | None) -> BreakerKey:
     """Return the breaker's key; hashes bound the length of model names and keep credentials secret."""
-    what = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
+    target = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
     credential = key if key is not None else caller_key(call)
-    return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(what), hash(credential)
+    return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(target), hash(credential)

@@ -16,8 +16,20 @@ from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.reply_decoder import ReplyDecoder
 
 Json = dict[str, Any]
-_UNCHANGED_FIELDS = ("model", "messages", "stream", "temperature", "max_tokens", "seed", "frequency_penalty", "presence_penalty",
-         "logprobs", "safety_mode", "documents", "citation_options")  # fmt: skip
+_UNCHANGED_FIELDS = (
+    "model",
+    "messages",
+    "stream",
+    "temperature",
+    "max_tokens",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "logprobs",
+    "safety_mode",
+    "documents",
+    "citation_options",
+)
 _RENAMED_FIELDS = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "top_p": "p", "top_k": "k"}
 _KNOWN_FIELDS = {
     *_UNCHANGED_FIELDS,

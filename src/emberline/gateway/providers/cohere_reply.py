@@ -30,8 +30,8 @@ class CohereChatDecoder(ChatChunkDecoder):
         if not isinstance(message, dict):
             raise UpstreamBroken("Cohere's reply has no message")
         result: Json = {"role": "assistant", "content": _join_content(message, "text") or message.get("tool_plan")}
-        if thoughts := _join_content(message, "thinking"):
-            result["reasoning_content"] = thoughts
+        if reasoning := _join_content(message, "thinking"):
+            result["reasoning_content"] = reasoning
         if message.get("tool_calls"):
             result["tool_calls"] = message["tool_calls"]
         choice = {"message": result, "finish_reason": _parse_finish_reason(data.get("finish_reason")), "logprobs": None}
@@ -64,8 +64,8 @@ class CohereChatDecoder(ChatChunkDecoder):
         return b""
 
     def _render_content(self, content: Json) -> bytes:
-        if thoughts := content.get("thinking"):
-            return self.render_delta({"reasoning_content": thoughts})
+        if reasoning := content.get("thinking"):
+            return self.render_delta({"reasoning_content": reasoning})
         return self.render_delta({"content": content["text"]}) if content.get("text") else b""
 
     def _end_message(self, delta: Json) -> bytes:
@@ -85,7 +85,7 @@ class CohereEmbeddingDecoder(ReplyDecoder):
         vectors = embeddings.get("float") or embeddings.get("base64") if isinstance(embeddings, dict) else embeddings
         if not vectors:
             raise UpstreamBroken("Cohere's reply has no embeddings")
-        rows = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
+        rows = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
         used = ((data.get("meta") or {}).get("billed_units") or {}).get("input_tokens", 0)
         usage = {"prompt_tokens": used, "total_tokens": used}
         return sse.dumps({"object": "list", "data": rows, "model": self._model, "usage": usage})
@@ -108,8 +108,12 @@ def _render_usage(reported: Any) -> Json | None:
     if not isinstance(reported, dict):
         return None
     counts = reported.get("billed_units") or reported.get("tokens") or {}
-    input_tokens, request = int(counts.get("input_tokens") or 0), int(counts.get("output_tokens") or 0)
-    usage: Json = {"prompt_tokens": input_tokens, "completion_tokens": request, "total_tokens": input_tokens + request}
+    input_tokens, output_tokens = int(counts.get("input_tokens") or 0), int(counts.get("output_tokens") or 0)
+    usage: Json = {
+        "prompt_tokens": input_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": input_tokens + output_tokens,
+    }
     if reported.get("cached_tokens"):
         usage["prompt_tokens_details"] = {"cached_tokens": int(reported["cached_tokens"])}
     return usage

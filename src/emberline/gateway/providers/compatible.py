@@ -45,4 +45,4 @@ class CompatibleProvider(Provider):
             )
         super().__init__(base_url, headers, public_only=public_only)
         self.slug = slug
-        self.endpoints = dict(ENDPOINTS[each] for each in speaks)
+        self.endpoints = dict(ENDPOINTS[dialect] for dialect in speaks)

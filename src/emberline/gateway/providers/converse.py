@@ -31,36 +31,36 @@ _KNOWN_FIELDS = {
 _CACHE_POINT: Json = {"cachePoint": {"type": "default"}}
 
 
-def render_converse_request(fields: Json, tell: ChangeCallback) -> Json:
-    body: Json = {"messages": [_render_message(message, tell) for message in fields.get("messages") or ()]}
-    if system := _render_blocks(fields.get("system") or [], tell):
+def render_converse_request(fields: Json, on_change: ChangeCallback) -> Json:
+    body: Json = {"messages": [_render_message(message, on_change) for message in fields.get("messages") or ()]}
+    if system := _render_blocks(fields.get("system") or [], on_change):
         body["system"] = system
     if limits := {own: fields[name] for name, own in _INFERENCE_FIELDS.items() if fields.get(name) is not None}:
         body["inferenceConfig"] = limits
-    if tools := _render_tools(fields, tell):
+    if tools := _render_tools(fields, on_change):
         body["toolConfig"] = tools
     for name in fields.keys() - _KNOWN_FIELDS:
         if fields[name]:
-            tell(name, "Converse has no such field")
+            on_change(name, "Converse has no such field")
     return body
 
 
-def _render_message(message: Json, tell: ChangeCallback) -> Json:
-    return {"role": message.get("role"), "content": _render_blocks(message.get("content") or [], tell)}
+def _render_message(message: Json, on_change: ChangeCallback) -> Json:
+    return {"role": message.get("role"), "content": _render_blocks(message.get("content") or [], on_change)}
 
 
-def _render_blocks(content: str | list[Json], tell: ChangeCallback) -> list[Json]:
+def _render_blocks(content: str | list[Json], on_change: ChangeCallback) -> list[Json]:
     if isinstance(content, str):
         return [{"text": content}] if content else []
     result = []
     for block in content:
-        if (fit := _render_block(block, tell)) is not None:
-            result.append(fit)
+        if (rendered := _render_block(block, on_change)) is not None:
+            result.append(rendered)
             result += [_CACHE_POINT] * bool(block.get("cache_control"))
     return result
 
 
-def _render_block(block: Json, tell: ChangeCallback) -> Json | None:
+def _render_block(block: Json, on_change: ChangeCallback) -> Json | None:
     match block:
         case {"type": "text", "text": text}:
             return {"text": text}
@@ -71,14 +71,14 @@ def _render_block(block: Json, tell: ChangeCallback) -> Json | None:
         case {"type": "tool_use", "id": id, "name": name}:
             return {"toolUse": {"toolUseId": id, "name": name, "input": block.get("input") or {}}}
         case {"type": "tool_result", "tool_use_id": id}:
-            content = _render_blocks(block.get("content") or "", tell)
+            content = _render_blocks(block.get("content") or "", on_change)
             status = "error" if block.get("is_error") else "success"
             return {"toolResult": {"toolUseId": id, "content": content, "status": status}}
         case {"type": "thinking", "thinking": text, "signature": str(signature)} if signature:
             return {"reasoningContent": {"reasoningText": {"text": text, "signature": signature}}}
         case {"type": "redacted_thinking", "data": data}:
             return {"reasoningContent": {"redactedContent": data}}
-    tell(f"messages[].content[].{block.get('type')}", "Converse has no such part")
+    on_change(f"messages[].content[].{block.get('type')}", "Converse has no such part")
     return None
 
 
@@ -106,11 +106,11 @@ def _render_document(source: Json) -> Json:
     )
 
 
-def _render_tools(fields: Json, tell: ChangeCallback) -> Json | None:
+def _render_tools(fields: Json, on_change: ChangeCallback) -> Json | None:
     tools = []
     for tool in fields.get("tools") or ():
         if "input_schema" not in tool:
-            tell(f"tools[].{tool.get('type')}", "Converse has no such tool")
+            on_change(f"tools[].{tool.get('type')}", "Converse has no such tool")
             continue
         spec = {"name": tool.get("name"), "inputSchema": {"json": tool["input_schema"]}}
         if tool.get("description"):
@@ -126,7 +126,7 @@ def _render_tools(fields: Json, tell: ChangeCallback) -> Json | None:
         case {"type": "tool", "name": name}:
             result["toolChoice"] = {"tool": {"name": name}}
         case {"type": "none"}:
-            tell("tool_choice", "Converse cannot disable tools that were called before")
+            on_change("tool_choice", "Converse cannot disable tools that were called before")
     return result
 
 

@@ -26,8 +26,8 @@ class DeepSeek(ChatProvider):
         self.prefill = "prefix" if self._base_url.endswith("/beta") else ""  # only the beta API supports it
 
     def adapt_fields(self, fields: dict[str, Any], call: GatewayRequest) -> None:
-        form = decode_field(fields, "response_format")
-        if isinstance(form, dict) and form.get("type") == "json_schema":
+        response_format = decode_field(fields, "response_format")
+        if isinstance(response_format, dict) and response_format.get("type") == "json_schema":
             fields["response_format"] = {"type": "json_object"}
             report_change(call, "response_format", f"{self.slug} supports JSON output, but no schema")
         if "messages" in fields and _DEVELOPER_ROLE_JSON in bytes(fields["messages"]):

@@ -75,8 +75,10 @@ class GoogleAIStudio(GeminiProvider):
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         if call.endpoint == self.realtime_path:  # the session's first message names the model
-            call = call.with_changes(query="&".join(e for e in call.query.split("&") if not e.startswith("model=")))
+            call = call.with_changes(
+                query="&".join(parameter for parameter in call.query.split("&") if not parameter.startswith("model="))
+            )
         request = super().build_request(call, key)
-        if "/openai/" in call.endpoint and (given := request.headers.pop("x-goog-api-key", None)):
-            request.headers["authorization"] = f"Bearer {given}"
+        if "/openai/" in call.endpoint and (key_header := request.headers.pop("x-goog-api-key", None)):
+            request.headers["authorization"] = f"Bearer {key_header}"
         return request

@@ -86,78 +86,84 @@ class GoogleTokenCache:
         self._tokens: dict[bytes, tuple[str, float]] = {}  # hash of the credentials -> token and its expiry
         self._locks: dict[bytes, asyncio.Lock] = {}
 
-    async def get_token(self, account: GoogleCredentials, upstream: UpstreamClient, seconds: float, now: float) -> str:
-        id = _credentials_hash(account)
+    async def get_token(
+        self, credentials: GoogleCredentials, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> str:
+        credentials_hash = _credentials_hash(credentials)
         if len(self._tokens) >= MAX_CACHED_TOKENS or len(self._locks) >= MAX_CACHED_TOKENS:
             self._tokens.clear()
             self._locks.clear()
         try:
             async with (
-                asyncio.timeout(seconds),
-                self._locks.setdefault(id, asyncio.Lock()),
-            ):  # concurrent callers wait for one token request
-                token, until = self._tokens.get(id, ("", 0.0))
-                if now + REFRESH_EARLY_S >= until:
-                    result = await self._fetch_token(account, upstream, seconds, now)
-                    token = result.access_token
-                    self._tokens[id] = (token, now + result.expires_in)
+                asyncio.timeout(timeout_s),
+                self._locks.setdefault(credentials_hash, asyncio.Lock()),  # concurrent callers share one token request
+            ):
+                token, expiry = self._tokens.get(credentials_hash, ("", 0.0))
+                if now + REFRESH_EARLY_S >= expiry:
+                    fetched = await self._fetch_token(credentials, upstream, timeout_s, now)
+                    token = fetched.access_token
+                    self._tokens[credentials_hash] = (token, now + fetched.expires_in)
         except TimeoutError:
-            raise UpstreamTimeout(f"Google issued no access token within {seconds:.3g} s") from None
+            raise UpstreamTimeout(f"Google issued no access token within {timeout_s:.3g} s") from None
         return token
 
-    def forget(self, account: GoogleCredentials) -> None:
+    def forget(self, credentials: GoogleCredentials) -> None:
         """Remove the cached token, because Google rejected it."""
-        self._tokens.pop(_credentials_hash(account), None)
+        self._tokens.pop(_credentials_hash(credentials), None)
 
     async def _fetch_token(
-        self, account: GoogleCredentials, upstream: UpstreamClient, seconds: float, now: float
+        self, credentials: GoogleCredentials, upstream: UpstreamClient, timeout_s: float, now: float
     ) -> _Token:
-        if not is_trusted_url(account.token_uri, self._base_url, "googleapis.com"):
+        if not is_trusted_url(credentials.token_uri, self._base_url, "googleapis.com"):
             raise InvalidRequest(
-                f"token_uri of the Google credentials is not a Google server: {account.token_uri[:100]!r}",
+                f"token_uri of the Google credentials is not a Google server: {credentials.token_uri[:100]!r}",
                 hint=f"use {TOKEN_URL}",
             )
         headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
         request = ProviderRequest(
-            "POST", account.token_uri, headers, urlencode(_token_request(account, now)).encode(), self._public_only
+            "POST",
+            credentials.token_uri,
+            headers,
+            urlencode(_token_request(credentials, now)).encode(),
+            self._public_only,
         )
-        incoming = await upstream.send(request, seconds)
+        incoming = await upstream.send(request, timeout_s)
         try:
-            body = await incoming.read_all(seconds, MAX_REPLY_BYTES)
+            body = await incoming.read_all(timeout_s, MAX_REPLY_BYTES)
         finally:
             incoming.close()
         if incoming.status >= 400:
-            kind, status = ("server", 502) if incoming.status >= 500 else ("access", 401)
+            reason, status = ("server", 502) if incoming.status >= 500 else ("access", 401)
             message = f"Google issued no access token (status {incoming.status}): {parse_error(body).message}"
-            raise ProviderErrorReply(message, reason=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
+            raise ProviderErrorReply(message, reason=reason, status=status, headers={}, body=body)  # type: ignore[arg-type]
         try:
             return msgspec.json.decode(body, type=_Token)
         except JSON_DECODE_ERRORS as e:
             raise UpstreamBroken(f"Google's token reply cannot be decoded: {e}") from e
 
 
-def _credentials_hash(account: GoogleCredentials) -> bytes:
-    return hashlib.sha256(msgspec.json.encode(account)).digest()
+def _credentials_hash(credentials: GoogleCredentials) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(credentials)).digest()
 
 
-def _token_request(account: GoogleCredentials, now: float) -> dict[str, str]:
-    if account.type == "authorized_user":
-        mine = {"client_id": account.client_id, "client_secret": account.client_secret}
-        return {"grant_type": "refresh_token", "refresh_token": account.refresh_token, **mine}
-    return {"grant_type": _JWT_GRANT_TYPE, "assertion": sign_assertion(account, int(now))}
+def _token_request(credentials: GoogleCredentials, now: float) -> dict[str, str]:
+    if credentials.type == "authorized_user":
+        client = {"client_id": credentials.client_id, "client_secret": credentials.client_secret}
+        return {"grant_type": "refresh_token", "refresh_token": credentials.refresh_token, **client}
+    return {"grant_type": _JWT_GRANT_TYPE, "assertion": sign_assertion(credentials, int(now))}
 
 
-def sign_assertion(account: GoogleCredentials, now: int) -> str:
-    head = {"alg": "RS256", "typ": "JWT", "kid": account.private_key_id}
+def sign_assertion(credentials: GoogleCredentials, now: int) -> str:
+    head = {"alg": "RS256", "typ": "JWT", "kid": credentials.private_key_id}
     claims = {
-        "iss": account.client_email,
+        "iss": credentials.client_email,
         "scope": SCOPE,
-        "aud": account.token_uri,
+        "aud": credentials.token_uri,
         "iat": now,
         "exp": now + ASSERTION_LIFETIME_S,
     }
     text = b".".join(_base64url(msgspec.json.encode(each)) for each in (head, claims))
-    return (text + b"." + _base64url(_sign(account.private_key, text))).decode()
+    return (text + b"." + _base64url(_sign(credentials.private_key, text))).decode()
 
 
 def _sign(private_key: str, text: bytes) -> bytes:

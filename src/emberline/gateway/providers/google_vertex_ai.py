@@ -18,8 +18,9 @@ from emberline.gateway.providers.google_ai_studio import GeminiProvider
 from emberline.gateway.providers.google_token import GoogleCredentials, GoogleTokenCache
 from emberline.gateway.providers.hosted_claude import hosted_claude_body
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest
+from emberline.net.client_response import HTTPClientResponse
 
 ANTHROPIC_VERSION = "vertex-2023-10-16"
 _UNARY_METHOD, _STREAM_METHOD = "rawPredict", "streamRawPredict"
@@ -70,14 +71,14 @@ class VertexAI(GeminiProvider):
     def _add_location(self, endpoint: str, key: str | None) -> str:
         if "/projects/" in self._base_url:
             return endpoint
-        account = GoogleCredentials.parse(key or "") or GoogleCredentials()
-        region = account.region or (match[1] if (match := _REGIONAL_HOST.match(self._base_url)) else "")
-        if not account.project or not region:
+        credentials = GoogleCredentials.parse(key or "") or GoogleCredentials()
+        region = credentials.region or (match[1] if (match := _REGIONAL_HOST.match(self._base_url)) else "")
+        if not credentials.project or not region:
             raise InvalidRequest(
                 f"the project or the region of {self.slug} is not set",
                 hint="add region to the service account's JSON, or put both into the provider's base_url",
             )
-        return f"v1/projects/{quote(account.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
+        return f"v1/projects/{quote(credentials.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
 
     def build_url(self, endpoint: str, query: str) -> str:
         base = self._base_url
@@ -88,15 +89,17 @@ class VertexAI(GeminiProvider):
             base = re.sub(r"/v1[^/]*/projects/.*", "", base)
         return f"{base}/{endpoint}" + (f"?{query}" if query else "")
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
-        account = GoogleCredentials.parse(request.headers.get("authorization", "").removeprefix("Bearer "))
-        if account is None:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
+        credentials = GoogleCredentials.parse(request.headers.get("authorization", "").removeprefix("Bearer "))
+        if credentials is None:
             return await upstream.send(request, timeout_s)
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        token = await self._tokens.get_token(account, upstream, timeout_s, now)
+        deadline = loop.time() + timeout_s
+        token = await self._tokens.get_token(credentials, upstream, timeout_s, now)
         headers = {**request.headers, "authorization": f"Bearer {token}"}
-        incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), until - loop.time())
+        incoming = await upstream.send(msgspec.structs.replace(request, headers=headers), deadline - loop.time())
         if incoming.status == 401:
-            self._tokens.forget(account)
+            self._tokens.forget(credentials)
         return incoming

@@ -21,7 +21,9 @@ class Groq(ChatProvider):
         if b'"name"' not in bytes(fields.get("messages", b"")):
             return
         messages = decode_field(fields, "messages")
-        named = [each for each in messages or () if isinstance(each, dict) and each.pop("name", None) is not None]
+        named = [
+            message for message in messages or () if isinstance(message, dict) and message.pop("name", None) is not None
+        ]
         if named:
             fields["messages"] = msgspec.Raw(msgspec.json.encode(messages))
             report_change(call, "messages[].name", f"{self.slug} does not accept it")

@@ -11,8 +11,8 @@ class HuggingFaceProvider(ChatProvider):
     has_own_error_format = True
 
     def model_from_path(self, endpoint: str) -> str:
-        own = self.dialect_at(endpoint) == "raw" and not endpoint.startswith("v1/")
-        return endpoint.removeprefix("models/") if own else ""
+        is_model_path = self.dialect_at(endpoint) == "raw" and not endpoint.startswith("v1/")
+        return endpoint.removeprefix("models/") if is_model_path else ""
 
     def build_url(self, endpoint: str, query: str) -> str:
         if self.dialect_at(endpoint) != "raw" or endpoint.startswith("v1/"):

@@ -27,11 +27,12 @@ _UNSUPPORTED_MESSAGE_FIELDS = (
     "annotations",
     "function_call",
 )
+# Messages without any of these need no change.
 _ADAPTATION_MARKERS = (
     b'"developer"',
     b'"tool_call',
     *(f'"{name}"'.encode() for name in _UNSUPPORTED_MESSAGE_FIELDS),
-)  # messages without any of these need no change
+)
 
 
 class Mistral(ChatProvider):
@@ -41,8 +42,20 @@ class Mistral(ChatProvider):
     supports_include_usage = False
     prefill = "prefix"
     renamed_fields: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}
-    unsupported_fields = frozenset({"logit_bias", "logprobs", "top_logprobs", "user", "store", "service_tier", "verbosity",
-                         "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
+    unsupported_fields = frozenset(
+        {
+            "logit_bias",
+            "logprobs",
+            "top_logprobs",
+            "user",
+            "store",
+            "service_tier",
+            "verbosity",
+            "modalities",
+            "safety_identifier",
+            "prompt_cache_key",
+        }
+    )
 
     def build_request(self, call: GatewayRequest, key: str | None) -> ProviderRequest:
         request = super().build_request(call, key)
@@ -52,7 +65,7 @@ class Mistral(ChatProvider):
 
     def adapt_fields(self, fields: dict[str, Any], call: GatewayRequest) -> None:
         text = bytes(fields.get("messages", b""))
-        if not any(sign in text for sign in _ADAPTATION_MARKERS):
+        if not any(marker in text for marker in _ADAPTATION_MARKERS):
             return
         messages = decode_field(fields, "messages")
         if not isinstance(messages, list):
@@ -68,9 +81,9 @@ class Mistral(ChatProvider):
                 report_change(call, f"messages[].{name}", f"{self.slug} does not accept it")
         if message.get("role") == "developer":
             message["role"] = "system"
-        for called in message.get("tool_calls") or ():
-            if isinstance(called, dict) and isinstance(called.get("id"), str):
-                called["id"] = short_id(called["id"])
+        for tool_call in message.get("tool_calls") or ():
+            if isinstance(tool_call, dict) and isinstance(tool_call.get("id"), str):
+                tool_call["id"] = short_id(tool_call["id"])
         if isinstance(message.get("tool_call_id"), str):
             message["tool_call_id"] = short_id(message["tool_call_id"])
 
@@ -107,8 +120,8 @@ def _flatten_content(payload: bytes, name: str) -> bytes | None:
                 parts, message["content"] = message["content"], ""
                 for part in parts:
                     if part["type"] == "thinking":
-                        thoughts = "".join(each["text"] for each in part["thinking"] if each["type"] == "text")
-                        message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
+                        reasoning = "".join(row["text"] for row in part["thinking"] if row["type"] == "text")
+                        message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
                     elif part["type"] == "text":
                         message["content"] += part["text"]
     except (*JSON_DECODE_ERRORS, KeyError, TypeError, AttributeError):

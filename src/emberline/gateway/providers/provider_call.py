@@ -23,22 +23,16 @@ from emberline.gateway.request_body import read_body_fields, replace_fields
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
-CHAT_DIALECTS: tuple[ChatDialect, ...] = (
-    "openai-chat",
-    "anthropic",
-    "openai-responses",
-    "gemini",
-)  # translatable into each other
-FORWARDED_HEADERS = (
-    "content-type",
-    "accept",
-    "user-agent",
-)  # client headers that are kept when the request is translated
+# The wire formats that can be translated into each other, in order of preference.
+CHAT_DIALECTS: tuple[ChatDialect, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")
+FORWARDED_HEADERS = ("content-type", "accept", "user-agent")  # kept when the request is translated
 JSON_CONTENT_TYPE = "application/json"
 MAX_HEADER_CHARACTERS = 2000  # of a header value that safe_header() returns
 
 
 class ProviderCall(msgspec.Struct, frozen=True):
+    """The HTTP request to a provider, and what is needed to translate its reply."""
+
     request: ProviderRequest
     dialect: Dialect  # wire format of the provider
     hide_usage: bool = False  # drop a stream's usage event, which only the gateway requested
@@ -69,9 +63,9 @@ class ProviderCall(msgspec.Struct, frozen=True):
 
 
 def _translate_reply(
-    body: bytes, source: ChatDialect, target: ChatDialect, asked: ReplyContext | None
+    body: bytes, source: ChatDialect, target: ChatDialect, context: ReplyContext | None
 ) -> tuple[bytes, str]:
-    result, changed = translate_reply(body, source, target, asked)
+    result, changed = translate_reply(body, source, target, context)
     return result, ", ".join(map(str, changed))
 
 
@@ -79,12 +73,13 @@ async def build_provider_call_offloaded(
     call: GatewayRequest, provider: Provider, key: str | None, max_output: int | None, created: int
 ) -> ProviderCall:
     """Do what `build_provider_call` does in a child process, for a large body."""
-    bare = call.with_changes(
-        steps=(), redacted_bodies=[], attempts=[], body_summary=None
-    )  # without the bodies that are not needed there
-    wire, notes = await offload.run(len(call.body), _build_with_notes, bare, provider, key, max_output, created)
-    call.reply_headers |= notes
-    return wire
+    # Other bodies are not needed in the child process.
+    reduced_call = call.with_changes(steps=(), redacted_bodies=[], attempts=[], body_summary=None)
+    provider_call, reply_headers = await offload.run(
+        len(call.body), _build_with_notes, reduced_call, provider, key, max_output, created
+    )
+    call.reply_headers |= reply_headers
+    return provider_call
 
 
 def _build_with_notes(call: GatewayRequest, *args: Any) -> tuple[ProviderCall, dict[str, str]]:
@@ -106,51 +101,58 @@ def build_provider_call(
     )
     if changed:
         call.reply_headers[CHANGED_HEADER] = ", ".join(map(str, changed))
-    asked = read_reply_context(call.body, source, created=created, id=call.id)
+    context = read_reply_context(call.body, source, created=created, id=call.id)
     headers = {name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS} | {
         "content-type": JSON_CONTENT_TYPE
     }
-    moved = call.with_changes(dialect=target, body=body, headers=headers, query="", is_dialect_endpoint=True)
-    wire = _build_without_translation(moved, provider, key)
-    return ProviderCall(wire.request, wire.dialect, hide_usage=False, client_dialect=source, reply_context=asked)
+    changed_call = call.with_changes(dialect=target, body=body, headers=headers, query="", is_dialect_endpoint=True)
+    provider_call = _build_without_translation(changed_call, provider, key)
+    return ProviderCall(
+        provider_call.request, provider_call.dialect, hide_usage=False, client_dialect=source, reply_context=context
+    )
 
 
 def _choose_dialects(call: GatewayRequest, provider: Provider) -> tuple[ChatDialect, ChatDialect]:
-    source = next((each for each in CHAT_DIALECTS if each == call.dialect), None)
+    source = next((dialect for dialect in CHAT_DIALECTS if dialect == call.dialect), None)
     target = choose_dialect(call, provider)
     if source is None or target is None:
-        kinds = ", ".join(provider.endpoints) or "no known wire format"
+        supported = ", ".join(provider.endpoints) or "no known wire format"
         raise InvalidRequest(
             f"provider {provider.slug!r} does not support {call.dialect} requests, and they cannot be translated",
-            hint=f"the provider supports {kinds}",
+            hint=f"the provider supports {supported}",
         )
     return source, target
 
 
 def choose_dialect(call: GatewayRequest, provider: Provider) -> ChatDialect | None:
     """Return the client's wire format if the provider supports it, else the first one that it supports."""
-    choices = sorted(CHAT_DIALECTS, key=lambda each: each != call.dialect)
-    return next((each for each in choices if provider.supports(each, call.model)), None)
+    choices = sorted(CHAT_DIALECTS, key=lambda dialect: dialect != call.dialect)
+    return next((dialect for dialect in choices if provider.supports(dialect, call.model)), None)
 
 
 def _build_without_translation(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderCall:
     changes: dict[str, Any] = {}
-    hide = False
+    hide_usage = False
     if call.body and (call.is_dialect_endpoint or (call.stream and call.dialect == "openai-chat")):
-        seen = call.body_fields or read_body_fields(call.body)
-        if call.is_dialect_endpoint and call.dialect != "gemini" and seen.model != call.model:
+        body_fields = call.body_fields or read_body_fields(call.body)
+        if call.is_dialect_endpoint and call.dialect != "gemini" and body_fields.model != call.model:
             changes["model"] = call.model
-        if call.dialect == "openai-chat" and call.stream and not seen.wants_usage and provider.supports_include_usage:
-            given = seen.stream_options if isinstance(seen.stream_options, dict) else {}
-            changes["stream_options"] = {**given, "include_usage": True}
-            hide = True
+        if (
+            call.dialect == "openai-chat"
+            and call.stream
+            and not body_fields.wants_usage
+            and provider.supports_include_usage
+        ):
+            stream_options = body_fields.stream_options if isinstance(body_fields.stream_options, dict) else {}
+            changes["stream_options"] = {**stream_options, "include_usage": True}
+            hide_usage = True
         if call.prefill and call.dialect == "openai-chat":
             changes.update(prefill_fields(call.body, call.prefill))
-    moved = call.with_changes(
+    changed_call = call.with_changes(
         endpoint=_endpoint(call, provider) if call.is_dialect_endpoint else call.endpoint,
         body=replace_fields(call.body, **changes) if changes else call.body,
     )
-    return ProviderCall(_build_request(moved, provider, key), call.dialect, hide)
+    return ProviderCall(_build_request(changed_call, provider, key), call.dialect, hide_usage)
 
 
 def _build_request(call: GatewayRequest, provider: Provider, key: str | None) -> ProviderRequest:
@@ -163,8 +165,8 @@ def _build_request(call: GatewayRequest, provider: Provider, key: str | None) ->
         return provider.build_request(call, key)
     except (LookupError, TypeError, AttributeError, *JSON_DECODE_ERRORS):
         fields = decode(call.body, Json)
-        if (spoken := next((each for each in CHAT_DIALECTS if each == call.dialect), None)) is not None:
-            CODECS[spoken].parse_request(fields)
+        if (dialect := next((dialect for dialect in CHAT_DIALECTS if dialect == call.dialect), None)) is not None:
+            CODECS[dialect].parse_request(fields)
         raise
 
 

@@ -48,41 +48,51 @@ DEFAULT_PROVIDER_SETTINGS = ProviderSettings()
 
 
 class ProviderRegistry:
+    """The providers that a process has instantiated, by slug and settings."""
+
     def __init__(self, allow_private: bool = False) -> None:
         """`allow_private`: the operator allows all providers to be at private addresses."""
         self._allow_private = allow_private
         self._providers: dict[tuple[object, ...], Provider] = {}
 
     def find(self, slug: str, settings: GatewaySettings) -> Provider:
-        given = settings.providers.get(slug, DEFAULT_PROVIDER_SETTINGS)
-        known = PROVIDERS_BY_SLUG.get(slug)
-        if not given.enabled or (known is None and given is DEFAULT_PROVIDER_SETTINGS):
+        provider_settings = settings.providers.get(slug, DEFAULT_PROVIDER_SETTINGS)
+        provider_class = PROVIDERS_BY_SLUG.get(slug)
+        if not provider_settings.enabled or (provider_class is None and provider_settings is DEFAULT_PROVIDER_SETTINGS):
             raise ProviderNotFound(
                 f"provider {slug[:80]!r} is unknown or disabled on this gateway",
                 hint=f"available are {', '.join(sorted({*PROVIDERS_BY_SLUG, *settings.providers}))}",
             )
-        key = (slug, given.base_url, given.speaks, given.public, *given.headers.items())
-        if (result := self._providers.get(key)) is None:
+        key = (
+            slug,
+            provider_settings.base_url,
+            provider_settings.speaks,
+            provider_settings.public,
+            *provider_settings.headers.items(),
+        )
+        if (provider := self._providers.get(key)) is None:
             if len(self._providers) >= MAX_CACHED_PROVIDERS:
                 self._providers.clear()
-            result = self._providers[key] = self._make(slug, given, known)
-        return result
+            provider = self._providers[key] = self._make(slug, provider_settings, provider_class)
+        return provider
 
-    def _make(self, slug: str, given: ProviderSettings, known: type[Provider] | None) -> Provider:
-        public = given.public and given.base_url is not None and not self._allow_private
-        if known is not None:
-            result = known(given.base_url, given.headers, public_only=public)
-            if given.speaks is not None:
-                result.endpoints = _select_endpoints(result, given.speaks)
-            return result
-        speaks = DEFAULT_DIALECTS if given.speaks is None else given.speaks
-        return CompatibleProvider(slug, given.base_url or "", speaks=speaks, headers=given.headers, public_only=public)
+    def _make(self, slug: str, provider_settings: ProviderSettings, provider_class: type[Provider] | None) -> Provider:
+        public = provider_settings.public and provider_settings.base_url is not None and not self._allow_private
+        if provider_class is not None:
+            provider = provider_class(provider_settings.base_url, provider_settings.headers, public_only=public)
+            if provider_settings.speaks is not None:
+                provider.endpoints = _select_endpoints(provider, provider_settings.speaks)
+            return provider
+        speaks = DEFAULT_DIALECTS if provider_settings.speaks is None else provider_settings.speaks
+        return CompatibleProvider(
+            slug, provider_settings.base_url or "", speaks=speaks, headers=provider_settings.headers, public_only=public
+        )
 
 
 def _select_endpoints(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
     if unknown := set(speaks) - set(provider.endpoints):
         raise InvalidRequest(
-            f"provider {provider.slug!r} does not support the wire format {min(unknown)}, which speaks lists",
+            f"provider {provider.slug!r} does not support the wire format {min(unknown)} of its setting speaks",
             hint=f"use {', '.join(provider.endpoints)}",
         )
     return {dialect: path for dialect, path in provider.endpoints.items() if dialect in speaks}

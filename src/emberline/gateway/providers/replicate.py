@@ -15,9 +15,10 @@ from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
 from emberline.gateway.providers.base import Provider, is_trusted_url, report_change
 from emberline.gateway.providers.replicate_reply import ReplicateReplyDecoder
 from emberline.gateway.request import Dialect, GatewayRequest
-from emberline.gateway.upstream.client import Incoming, UpstreamClient
+from emberline.gateway.upstream.client import UpstreamClient
 from emberline.gateway.upstream.provider_request import ProviderRequest, decode_reply
 from emberline.gateway.upstream.reply_decoder import BufferedReply
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 Json = dict[str, Any]
@@ -67,46 +68,46 @@ class Replicate(Provider):
         request = super().build_request(call.with_changes(body=msgspec.json.encode(body)), key)
         return msgspec.structs.replace(request, decoder=partial(ReplicateReplyDecoder, call.model, call.id))
 
-    async def send(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float) -> Incoming:
+    async def send(
+        self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float, now: float
+    ) -> HTTPClientResponse:
         if request.decoder is None:
             return await upstream.send(request, timeout_s)
         loop = asyncio.get_running_loop()
-        until = loop.time() + timeout_s
-        headers = {
-            **request.headers,
-            "cancel-after": f"{max(5, int(timeout_s))}s",
-        }  # a client that disconnects cannot cancel the prediction
-        streams = b'"stream":true' in request.body
-        if not streams:
+        deadline = loop.time() + timeout_s
+        # The prediction would run on after the client disconnects, so it gets its own time limit.
+        headers = {**request.headers, "cancel-after": f"{max(5, int(timeout_s))}s"}
+        is_stream = b'"stream":true' in request.body
+        if not is_stream:
             headers["prefer"] = f"wait={max(1, min(60, int(timeout_s)))}"
         reply = await self._fetch(msgspec.structs.replace(request, headers=headers), upstream, timeout_s)
         if reply.status >= 400:
             return reply
         prediction = _parse_prediction(reply.body)
-        if streams:
-            asked = self._build_stream_request(request, prediction)
-            return decode_reply(asked, await upstream.send(asked, until - loop.time()))
-        for pause in (*POLL_INTERVALS_S, *(POLL_INTERVALS_S[-1] for _ in range(int(timeout_s)))):
+        if is_stream:
+            stream_request = self._build_stream_request(request, prediction)
+            return decode_reply(stream_request, await upstream.send(stream_request, deadline - loop.time()))
+        for interval in (*POLL_INTERVALS_S, *(POLL_INTERVALS_S[-1] for _ in range(int(timeout_s)))):
             if prediction.status not in _RUNNING_STATES:
                 return decode_reply(request, reply)
-            if loop.time() + pause >= until:
+            if loop.time() + interval >= deadline:
                 break
-            await asyncio.sleep(pause)
+            await asyncio.sleep(interval)
             url = f"{self._base_url}/predictions/{quote(prediction.id, safe='')}"
-            look = ProviderRequest("GET", url, _without_content_type(request.headers), b"", request.public_only)
-            reply = await self._fetch(look, upstream, until - loop.time())
+            poll_request = ProviderRequest("GET", url, _without_content_type(request.headers), b"", request.public_only)
+            reply = await self._fetch(poll_request, upstream, deadline - loop.time())
             if reply.status >= 400:
                 return reply
             prediction = _parse_prediction(reply.body)
         raise UpstreamTimeout(f"the Replicate prediction did not end within {timeout_s:.3g} s")
 
-    async def _fetch(self, request: ProviderRequest, upstream: UpstreamClient, seconds: float) -> BufferedReply:
-        incoming = await upstream.send(request, seconds)
+    async def _fetch(self, request: ProviderRequest, upstream: UpstreamClient, timeout_s: float) -> BufferedReply:
+        incoming = await upstream.send(request, timeout_s)
         try:
             return BufferedReply(
                 incoming.status,
                 incoming.headers,
-                await incoming.read_all(seconds, MAX_PREDICTION_BYTES),
+                await incoming.read_all(timeout_s, MAX_PREDICTION_BYTES),
                 incoming.content_type,
             )
         finally:
@@ -143,9 +144,11 @@ def render_input(fields: Json, call: GatewayRequest) -> Json:
         raise InvalidRequest(
             f"n is {fields['n']}, but replicate returns one choice per request", param="n", hint="set n to 1"
         )
-    turns = [(str(each.get("role")), _join_text(each.get("content"))) for each in fields.get("messages") or ()]
-    system = "\n\n".join(text for role, text in turns if role in ("system", "developer"))
-    talk = [(role, text) for role, text in turns if role not in ("system", "developer")]
+    messages = [
+        (str(message.get("role")), _join_text(message.get("content"))) for message in fields.get("messages") or ()
+    ]
+    system = "\n\n".join(text for role, text in messages if role in ("system", "developer"))
+    conversation = [(role, text) for role, text in messages if role not in ("system", "developer")]
     result = {name: fields[name] for name in _UNCHANGED_FIELDS if fields.get(name) is not None}
     if fields.get("max_completion_tokens") is not None:
         result["max_tokens"] = fields["max_completion_tokens"]
@@ -153,10 +156,10 @@ def render_input(fields: Json, call: GatewayRequest) -> Json:
         result["stop_sequences"] = stop if isinstance(stop, str) else ",".join(stop)
     if system:
         result["system_prompt"] = system
-    if len(talk) == 1:
-        result["prompt"] = talk[0][1]
+    if len(conversation) == 1:
+        result["prompt"] = conversation[0][1]
     else:
-        result["prompt"] = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in talk) + "\n\nAssistant:"
+        result["prompt"] = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in conversation) + "\n\nAssistant:"
         report_change(call, "messages", "replicate accepts one prompt, so the messages were joined")
     for name in sorted(fields.keys() - _KNOWN_FIELDS):
         if fields[name] is not None:

@@ -65,9 +65,13 @@ class ReplicateReplyDecoder(ChatChunkDecoder):
 
 
 def _render_usage(metrics: Json) -> Json:
-    input_tokens, request = metrics.get("input_token_count"), metrics.get("output_token_count")
-    if not isinstance(input_tokens, int) or not isinstance(request, int):
+    input_tokens, output_tokens = metrics.get("input_token_count"), metrics.get("output_token_count")
+    if not isinstance(input_tokens, int) or not isinstance(output_tokens, int):
         return {}
     return {
-        "usage": {"prompt_tokens": input_tokens, "completion_tokens": request, "total_tokens": input_tokens + request}
+        "usage": {
+            "prompt_tokens": input_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": input_tokens + output_tokens,
+        }
     }

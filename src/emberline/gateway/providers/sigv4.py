@@ -36,19 +36,25 @@ def sign_headers(
 ) -> dict[str, str]:
     """Return `headers`, all of them signed, plus those of the signature; `now` is Unix time."""
     parts = urlsplit(url)
-    stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
-    result = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}
+    timestamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
+    result = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": timestamp}
     if credentials.token:
         result["x-amz-security-token"] = credentials.token
-    names = ";".join(sorted(result))
+    signed_names = ";".join(sorted(result))
     lines = [f"{name}:{' '.join(result[name].split())}" for name in sorted(result)]
     digest = hashlib.sha256(body).hexdigest()
-    request = "\n".join((method, _canonical_path(parts.path), _canonical_query(parts.query), *lines, "", names, digest))
-    scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
-    text = "\n".join((ALGORITHM, stamp, scope, hashlib.sha256(request.encode()).hexdigest()))
-    signature = hmac.new(signing_key(credentials.secret, stamp[:8], region, service), text.encode(), "sha256")
-    given = f"Credential={credentials.id}/{scope}, SignedHeaders={names}, Signature={signature.hexdigest()}"
-    return result | {"authorization": f"{ALGORITHM} {given}"}
+    canonical_request = "\n".join(
+        (method, _canonical_path(parts.path), _canonical_query(parts.query), *lines, "", signed_names, digest)
+    )
+    scope = f"{timestamp[:8]}/{region}/{service}/aws4_request"
+    string_to_sign = "\n".join((ALGORITHM, timestamp, scope, hashlib.sha256(canonical_request.encode()).hexdigest()))
+    signature = hmac.new(
+        signing_key(credentials.secret, timestamp[:8], region, service), string_to_sign.encode(), "sha256"
+    )
+    authorization = (
+        f"Credential={credentials.id}/{scope}, SignedHeaders={signed_names}, Signature={signature.hexdigest()}"
+    )
+    return result | {"authorization": f"{ALGORITHM} {authorization}"}
 
 
 def signing_key(secret: str, day: str, region: str, service: str) -> bytes:

@@ -36,9 +36,7 @@ class RealtimeReply(GatewayReply, kw_only=True):
     websocket: ProviderWebSocket
     timeouts: TimeoutSettings
     bill: Callable[[], None]  # updates the cost from the usage so far
-    on_usage: Callable[[Usage, int], Awaitable[None]] | None = (
-        None  # called with the usage and cost (in micros) of each response
-    )
+    on_usage: Callable[[Usage, int], Awaitable[None]] | None = None  # gets each response's usage and micro-dollars
 
     async def add_usage(self, usage: Usage) -> None:
         """Add the usage of one more response; raise LimitExceeded if a limit allows no further one."""
@@ -50,10 +48,12 @@ class RealtimeReply(GatewayReply, kw_only=True):
 
 
 class RealtimeHandler:
+    """Handles a realtime request by opening a WebSocket to its provider."""
+
     def __init__(
         self,
         registry: ProviderRegistry,
-        secrets: ProviderKeySelector,
+        key_selector: ProviderKeySelector,
         upstream: UpstreamClient,
         prices: PriceSource,
         clock: Clock,
@@ -64,7 +64,7 @@ class RealtimeHandler:
         """`breakers` are shared with ordinary requests, because a provider's outage affects both."""
         self._breakers = breakers
         self._registry = registry
-        self._secrets = secrets
+        self._secrets = key_selector
         self._upstream = upstream
         self._prices = prices
         self._clock = clock
@@ -81,12 +81,14 @@ class RealtimeHandler:
         try:
             key = await self._secrets.select_key(call, provider)
             request = self._build_request(call, provider, key)
-            channel = await self._breakers.guard(call, provider, key, lambda _: self._connect(call, provider, request))
+            websocket = await self._breakers.guard(
+                call, provider, key, lambda _: self._connect(call, provider, request)
+            )
         except UpstreamFailed as e:
             self._record_attempt(call, started_at, e.status if isinstance(e, ProviderErrorReply) else 0, e.code)
             raise
         self._record_attempt(call, started_at, SWITCHING_PROTOCOLS, "answered")
-        return self._make_reply(call, channel)
+        return self._make_reply(call, websocket)
 
     def _build_request(self, call: GatewayRequest, provider: Provider, key: str | None) -> ProviderRequest:
         if not (endpoint := call.endpoint or provider.realtime_path):
@@ -98,14 +100,14 @@ class RealtimeHandler:
         return provider.build_request(call.with_changes(endpoint=endpoint, headers=headers), key)
 
     async def _connect(self, call: GatewayRequest, provider: Provider, request: ProviderRequest) -> ProviderWebSocket:
-        seconds = call.options.request_timeout or call.settings.timeouts.first_byte
+        timeout_s = call.options.request_timeout or call.settings.timeouts.first_byte
         protocols = [each.strip() for each in call.headers.get(SUBPROTOCOL_HEADER, "").split(",") if each.strip()]
         return await open_websocket(
             provider.slug,
             request,
             protocols,
             self._upstream,
-            timeout_s=seconds,
+            timeout_s=timeout_s,
             max_message_bytes=self._max_message_bytes,
         )
 
@@ -113,19 +115,19 @@ class RealtimeHandler:
         seconds, key = self._clock.now() - started_at, call.options.byok_alias or ""
         call.attempts.append(ProviderAttempt(call.provider, call.model, 0, 0, status, outcome, seconds, key))
 
-    def _make_reply(self, call: GatewayRequest, channel: ProviderWebSocket) -> RealtimeReply:
+    def _make_reply(self, call: GatewayRequest, websocket: ProviderWebSocket) -> RealtimeReply:
         def update_bill() -> None:
             set_cost(call, reply, self._prices)
 
         async def close_websocket(reply: GatewayReply) -> None:
-            await channel.close(GOING_AWAY)  # no effect if it is already closed with another code
+            await websocket.close(GOING_AWAY)  # no effect if it is already closed with another code
 
         timeouts = call.settings.timeouts
         reply = RealtimeReply(
             SWITCHING_PROTOCOLS,
             {},
             b"",
-            websocket=channel,
+            websocket=websocket,
             timeouts=timeouts,
             bill=update_bill,
             close_callbacks=[close_websocket],

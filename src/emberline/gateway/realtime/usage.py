@@ -16,9 +16,8 @@ _BINARY_USAGE_MARKER = re.compile(_USAGE_MARKER.pattern.encode())
 
 def parse_realtime_usage(message: str | bytes) -> Usage | None:
     """Return the usage that a message reports, None if it reports none."""
-    if not (
-        _USAGE_MARKER.search(message) if isinstance(message, str) else _BINARY_USAGE_MARKER.search(message)
-    ):  # fast path: nearly all messages
+    marker = _USAGE_MARKER.search(message) if isinstance(message, str) else _BINARY_USAGE_MARKER.search(message)
+    if not marker:  # fast path: nearly all messages
         return None
     try:
         data = msgspec.json.decode(message)

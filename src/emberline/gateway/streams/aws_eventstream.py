@@ -16,14 +16,7 @@ CONTENT_TYPE = "application/vnd.amazon.eventstream"
 MAX_MESSAGE_BYTES = 24 << 20
 _PRELUDE = struct.Struct(">III")
 _CHECKSUM = struct.Struct(">I")
-_VALUE_SIZES = {
-    2: 1,
-    3: 2,
-    4: 4,
-    5: 8,
-    8: 8,
-    9: 16,
-}  # header value type -> bytes; types 0 and 1 (true and false) have no value
+_VALUE_SIZES = {2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}  # header value type -> bytes; types 0 and 1 have no value
 _BYTES, _TEXT = 6, 7
 
 
@@ -44,11 +37,13 @@ class EventStreamMessage(NamedTuple):
 
 
 class EventStreamParser:
+    """Splits a byte stream into messages."""
+
     def __init__(self) -> None:
         self._partial = b""
 
     def push(self, data: bytes) -> list[EventStreamMessage]:
-        """Return the messages that are complete with these bytes; raise Broken for damaged ones."""
+        """Return the messages that are complete with these bytes; raise UpstreamBroken for damaged ones."""
         data = self._partial + data if self._partial else data
         messages, start = [], 0
         while len(data) - start >= _PRELUDE.size:

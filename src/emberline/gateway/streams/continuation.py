@@ -29,8 +29,17 @@ _MESSAGE_FIELDS: dict[ChatDialect, str] = {
 _MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "maxOutputTokens")
 _CONFIG_FIELDS = ("generationConfig", "generation_config")  # objects that hold Gemini's limits
 # Fields that refer to state at one provider, or that ask for more than text.
-_PROVIDER_BOUND_FIELDS = frozenset({"previous_response_id", "conversation", "background", "prompt", "modalities", "audio",
-                    "web_search_options"})  # fmt: skip
+_PROVIDER_BOUND_FIELDS = frozenset(
+    {
+        "previous_response_id",
+        "conversation",
+        "background",
+        "prompt",
+        "modalities",
+        "audio",
+        "web_search_options",
+    }
+)
 
 
 def parse_continuable(body: bytes, dialect: ChatDialect) -> CanonicalRequest | None:

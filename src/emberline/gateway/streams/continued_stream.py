@@ -30,6 +30,8 @@ ENDED_BY_GATEWAY = "ended here"  # the broken reply already had its finish reaso
 
 
 class ContinuedStream:
+    """The stream that the client receives; `reply` is the reply that carries it."""
+
     def __init__(
         self, call: GatewayRequest, dialect: ChatDialect, first: GatewayReply, find_continuation: FindContinuation
     ) -> None:
@@ -155,9 +157,8 @@ class ContinuedStream:
             self._record_continuation(f"{reply.provider}/{reply.model}")
             self._start_reply(reply)
         else:
-            self._output.append(
-                self._writer.write_error(error).removesuffix(sse.DONE_EVENT)
-            )  # [DONE] would make the stream look complete
+            # [DONE] would make the stream look complete.
+            self._output.append(self._writer.write_error(error).removesuffix(sse.DONE_EVENT))
             await self._finish("cut", self._current_reply.error or error.code)
 
     def _add_broken_cost(self, reply: GatewayReply) -> None:

@@ -20,6 +20,8 @@ from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 @dataclass(slots=True)
 class StreamState:
+    """What the events of a stream have shown so far."""
+
     has_content: bool = False  # text, reasoning or a tool call has been received
     has_ended: bool = False  # the wire format's end event has been received
     has_finish_reason: bool = False  # a finish reason has been received
@@ -106,11 +108,17 @@ def observe_chat_event(name: bytes, payload: bytes, state: StreamState) -> None:
     if event.model and not state.model:
         state.model = str(event.model)
     for choice in event.choices or ():
-        if (d := choice.delta) is not None:
-            if d.content:
-                state.add_content(d.content)
+        if (delta := choice.delta) is not None:
+            if delta.content:
+                state.add_content(delta.content)
             else:
-                for piece in (d.reasoning_content or d.reasoning, d.tool_calls, d.function_call, d.refusal, d.audio):
+                for piece in (
+                    delta.reasoning_content or delta.reasoning,
+                    delta.tool_calls,
+                    delta.function_call,
+                    delta.refusal,
+                    delta.audio,
+                ):
                     state.add_content(piece)
         state.has_finish_reason |= choice.finish_reason is not None
     if event.usage:
@@ -332,8 +340,8 @@ def find_usage(data: Any) -> Any:
         else []
     )
     names = ("usage", "usageMetadata", "meta")
-    data = (place.get(name) for place in objects if isinstance(place, dict) for name in names)
-    return next((usage for usage in data if usage), None)
+    candidates = (container.get(name) for container in objects if isinstance(container, dict) for name in names)
+    return next((usage for usage in candidates if usage), None)
 
 
 EVENT_OBSERVERS: dict[Dialect, Callable[[bytes, bytes, StreamState], None]] = {

@@ -153,7 +153,7 @@ def observe_event(dialect: Dialect, event: bytes, state: StreamState) -> StreamS
 
 
 def check_reply(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
-    """Return the usage and the model of an unstreamed reply; raise Broken if it is not a valid one."""
+    """Return the usage and the model of an unstreamed reply; raise UpstreamBroken if it is invalid."""
     if not body:
         raise UpstreamBroken("the provider's reply is empty")
     if dialect == "raw":

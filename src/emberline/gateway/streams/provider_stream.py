@@ -16,7 +16,7 @@ from emberline.gateway.error_replies import error_event
 from emberline.gateway.errors import UpstreamBroken, UpstreamFailed, UpstreamTimeout
 from emberline.gateway.request import GatewayRequest
 from emberline.gateway.streams.meter import StreamMeter
-from emberline.gateway.upstream.client import Incoming
+from emberline.net.client_response import HTTPClientResponse
 
 CLOSE_GRACE_S = 1.0  # from the stream's end event to the end of the connection
 MAX_BYTES_BEFORE_CONTENT = 4 << 20
@@ -25,10 +25,12 @@ StreamEndCallback = Callable[["ProviderStream", str, str], None]  # the stream, 
 
 
 class ProviderStream:
+    """One provider's stream on its way to the client."""
+
     def __init__(
         self,
         call: GatewayRequest,
-        incoming: Incoming,
+        incoming: HTTPClientResponse,
         meter: StreamMeter,
         translator: StreamTranslator | None,
         clock: Clock,
@@ -50,26 +52,26 @@ class ProviderStream:
         """
         state, received = self.meter.state, 0
         while not state.has_content and not state.has_ended:
-            passed = await self._read_events(min(deadline, self._call.deadline), first=True)
+            events = await self._read_events(min(deadline, self._call.deadline), before_content=True)
             if state.error:
                 raise UpstreamBroken(f"the provider sent an error event before any content: {state.error}")
-            if passed is None:
+            if events is None:
                 self.meter.end()
             if self.meter.broken is not None:
                 raise self.meter.broken
-            if passed:
-                received += len(passed)
+            if events:
+                received += len(events)
                 if received > MAX_BYTES_BEFORE_CONTENT and not (state.has_content or state.has_ended):
                     raise UpstreamBroken(f"the stream has no content in its first {received} bytes")
                 self._pending.append(
-                    self._translate(passed)
-                    if len(passed) < HUGE_INPUT_BYTES
-                    else await self._translate_offloaded(passed)
+                    self._translate(events)
+                    if len(events) < HUGE_INPUT_BYTES
+                    else await self._translate_offloaded(events)
                 )
         self._on_end = on_end
 
-    async def _read_events(self, deadline: float, first: bool = False) -> bytes | None:
-        """Return complete events, None at the end; raise TimedOut if no event with data arrives in time."""
+    async def _read_events(self, deadline: float, before_content: bool = False) -> bytes | None:
+        """Return complete events, None at the end; raise UpstreamTimeout if no data arrives in time."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
         idle_deadline = now - self._silent_s + (CLOSE_GRACE_S if meter.state.has_ended else timeouts.between_events)
@@ -80,29 +82,29 @@ class ProviderStream:
                 if deadline <= idle_deadline:
                     raise UpstreamTimeout(
                         "the stream had no content before the deadline"
-                        if first
+                        if before_content
                         else f"the stream did not end within {timeouts.total:.3g} s"
                     ) from None
                 raise UpstreamTimeout(f"the stream sent no event for {timeouts.between_events:.3g} s") from None
             if not data:
                 return None
-            before, progress = now, meter.data_events
+            previous, data_events = now, meter.data_events
             now = self._clock.now()
-            passed = meter.push(data) if not meter.needs_offload(data) else await meter.push_offloaded(data)
-            self._silent_s = self._silent_s + now - before if meter.data_events == progress else 0.0
-            if passed or meter.broken is not None:
-                return passed
+            events = meter.push(data) if not meter.needs_offload(data) else await meter.push_offloaded(data)
+            self._silent_s = self._silent_s + now - previous if meter.data_events == data_events else 0.0
+            if events or meter.broken is not None:
+                return events
 
-    def _translate(self, passed: bytes) -> bytes:
+    def _translate(self, events: bytes) -> bytes:
         """Return the events in the client's wire format."""
-        return passed if self._translator is None else self._translator.push(passed)
+        return events if self._translator is None else self._translator.push(events)
 
-    async def _translate_offloaded(self, passed: bytes) -> bytes:
+    async def _translate_offloaded(self, events: bytes) -> bytes:
         """Do what `_translate` does in a child process, for a large event."""
         if self._translator is None:
-            return passed
+            return events
         try:
-            self._translator, output = await offload.run(len(passed), translate_chunk, self._translator, passed)
+            self._translator, output = await offload.run(len(events), translate_chunk, self._translator, events)
         except WorkTooLarge as e:
             raise UpstreamBroken(f"an event of the stream is too large to translate: {e.message}") from e
         return output
@@ -112,15 +114,15 @@ class ProviderStream:
 
     async def __anext__(self) -> bytes:
         if self._pending:
-            kept, self._pending = b"".join(self._pending), []
-            if kept:
-                return kept
+            pending, self._pending = b"".join(self._pending), []
+            if pending:
+                return pending
         while not self._is_closed:
             try:
-                passed = await self._read_events(self._call.deadline) if self.meter.broken is None else None
-                is_large = passed is not None and len(passed) >= HUGE_INPUT_BYTES
+                events = await self._read_events(self._call.deadline) if self.meter.broken is None else None
+                is_large = events is not None and len(events) >= HUGE_INPUT_BYTES
                 if output := self._next_output(
-                    passed, await self._translate_offloaded(passed) if passed and is_large else None
+                    events, await self._translate_offloaded(events) if events and is_large else None
                 ):
                     return output
             except UpstreamFailed as e:
@@ -129,20 +131,20 @@ class ProviderStream:
                 self._finish("complete", "")  # the end event was received: only the connection did not close cleanly
         raise StopAsyncIteration
 
-    def _next_output(self, passed: bytes | None, output: bytes | None = None) -> bytes:
+    def _next_output(self, events: bytes | None, output: bytes | None = None) -> bytes:
         """Return the next output; `output` is `passed` in the client's wire format, if already translated."""
         meter = self.meter
-        if passed is None and meter.broken is None:
+        if events is None and meter.broken is None:
             meter.end()
-        if meter.broken is not None and not passed:
+        if meter.broken is not None and not events:
             raise meter.broken  # only after the valid events were passed on
-        if passed is None:
+        if events is None:
             output = self._translate(meter.missing_end) if meter.missing_end else b""
             if self._translator is not None:
                 output += self._translator.end()
             self._finish("complete", "")
             return output
-        output = self._translate(passed) if output is None else output
+        output = self._translate(events) if output is None else output
         if meter.state.error:  # the provider's own error event is passed on as the last event
             self._finish("cut", UpstreamBroken.code)
         return output

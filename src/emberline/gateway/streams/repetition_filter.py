@@ -15,6 +15,8 @@ MIN_REPEATED_CHARACTERS = 3  # shorter matches are taken for new text
 
 
 class RepetitionFilter:
+    """Filters the text of one continuation after `sent_text`."""
+
     def __init__(self, sent_text: str, prefill: AssistantPrefill) -> None:
         self._repetitions = tuple(sorted(set(_possible_repetitions(sent_text, prefill)), key=len, reverse=True))
         self._held = ""  # received text that may still turn out to be a repetition

@@ -8,11 +8,10 @@ from types import TracebackType
 
 from emberline.gateway.upstream.provider_request import ProviderRequest
 from emberline.gateway.upstream.ssrf import PublicResolver, open_public_socket
-from emberline.net.client_response import HTTPClientResponse as Incoming
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.connection_pool import HTTPConnectionPool
 
-__all__ = ["Incoming", "UpstreamClient"]
-
+Incoming = HTTPClientResponse  # what UpstreamClient.send returns
 IDLE_CONNECTION_S = 15.0  # after which an unused connection is closed
 VIA_VALUE = "1.1 emberline-gateway"  # tells a router that a request was forwarded, so that it rejects control requests
 
@@ -36,7 +35,7 @@ class UpstreamClient:
         self._pool.close()
         await self._resolver.close()
 
-    async def send(self, request: ProviderRequest, timeout_s: float) -> Incoming:
+    async def send(self, request: ProviderRequest, timeout_s: float) -> HTTPClientResponse:
         """Send the request and return the reply once its head has arrived; the caller must close it."""
         origin, path = _split_url(request.url)
         via = f"{request.headers['via']}, {VIA_VALUE}" if "via" in request.headers else VIA_VALUE

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from emberline.gateway.upstream.reply_decoder import DecodedReply, ReplyDecoder
-from emberline.net.client_response import HTTPClientResponse as Incoming
+from emberline.net.client_response import HTTPClientResponse
 
 
 class ProviderRequest(msgspec.Struct, frozen=True):
@@ -16,12 +16,11 @@ class ProviderRequest(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     body: bytes
     public_only: bool = False  # connect to public addresses only (custom providers)
-    decoder: Callable[[], ReplyDecoder] | None = (
-        None  # makes the decoder that converts the reply into the wire format of the request
-    )
+    decoder: Callable[[], ReplyDecoder] | None = None  # makes the decoder of a reply in the provider's own format
 
 
-def decode_reply(request: ProviderRequest, incoming: Incoming) -> Incoming:
+def decode_reply(request: ProviderRequest, incoming: HTTPClientResponse) -> HTTPClientResponse:
+    """Return the reply as read through the request's decoder; errors and other replies stay as they are."""
     if request.decoder is None or incoming.status >= 300:
         return incoming
     return DecodedReply(incoming, request.decoder())

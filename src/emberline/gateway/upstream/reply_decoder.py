@@ -11,14 +11,14 @@ import msgspec
 from emberline.core.offload import offload
 from emberline.gateway.errors import UpstreamBroken, UpstreamTimeout
 from emberline.net.client_connection import NO_TIMEOUT_S
-from emberline.net.client_response import HTTPClientResponse as Incoming
+from emberline.net.client_response import HTTPClientResponse
 from emberline.net.json_errors import JSON_DECODE_ERRORS
 
 EVENT_STREAM = "text/event-stream"
 
 
 class ReplyDecoder:
-    """Decodes one reply; raises Broken for anything that is not a reply of the provider."""
+    """Decodes one reply; raises UpstreamBroken for anything that is not a reply of the provider."""
 
     stream_content_type: ClassVar[str] = EVENT_STREAM  # content type of the provider's streams
 
@@ -34,18 +34,17 @@ class ReplyDecoder:
         return b""
 
 
-class DecodedReply(Incoming):
+class DecodedReply(HTTPClientResponse):
+    """A reply that is read through a decoder."""
+
     __slots__ = ("_decoder", "_ended", "_incoming")
 
-    def __init__(self, incoming: Incoming, decoder: ReplyDecoder) -> None:
+    def __init__(self, incoming: HTTPClientResponse, decoder: ReplyDecoder) -> None:
         self._incoming = incoming
         self._decoder = decoder
         self._ended = False
-        self.status, self.headers, self.content_type = (
-            200,
-            incoming.headers,
-            incoming.content_type,
-        )  # Replicate answers 201
+        self.status = 200  # Replicate answers 201, which clients of OpenAI's chat do not expect
+        self.headers, self.content_type = incoming.headers, incoming.content_type
         if incoming.content_type == decoder.stream_content_type:
             self.content_type = EVENT_STREAM
             self.headers = {**incoming.headers, "content-type": EVENT_STREAM}
@@ -71,13 +70,15 @@ class DecodedReply(Incoming):
         self._incoming.close()
 
 
-class BufferedReply(Incoming):
+class BufferedReply(HTTPClientResponse):
     """A reply whose body has already been read."""
 
     __slots__ = ("body",)
 
-    def __init__(self, status: int, headers: dict[str, str], body: bytes, kind: str = "application/json") -> None:
-        self.status, self.headers, self.content_type, self.body = status, headers, kind, body
+    def __init__(
+        self, status: int, headers: dict[str, str], body: bytes, content_type: str = "application/json"
+    ) -> None:
+        self.status, self.headers, self.content_type, self.body = status, headers, content_type, body
 
     async def read(self, timeout_s: float = NO_TIMEOUT_S) -> bytes:
         body, self.body = self.body, b""
@@ -91,6 +92,7 @@ class BufferedReply(Incoming):
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
+    """Decode a JSON object of a provider's reply; raise UpstreamBroken for anything else."""
     try:
         value = msgspec.json.decode(data)
     except JSON_DECODE_ERRORS as e:

@@ -25,8 +25,8 @@ def parse_citation(raw: object, start: int, end: int) -> Citation | None:
 def extract_from_parts(parts: Iterable[Part]) -> None:
     for part in parts:
         if isinstance(part, TextContent):
-            whole_text = partial(parse_citation, start=0, end=len(part.text))
-            part.citations += extract_citations(part.extra, "citations", whole_text)
+            parse_part_citation = partial(parse_citation, start=0, end=len(part.text))
+            part.citations += extract_citations(part.extra, "citations", parse_part_citation)
 
 
 def render_citation(citation: Citation) -> Json:

@@ -55,8 +55,8 @@ def _parse_block(raw: object, path: str) -> Part:
             return ToolCallContent(fields.require("id", str), fields.require("name", str), arguments, fields.unread)
         case "tool_result":
             parts, shape = parse_blocks(fields.take_any("content"), f"{path}.content")
-            id, failed = fields.require("tool_use_id", str), fields.take("is_error", bool)
-            return ToolResultContent(id, parts, is_error=failed, shape=shape, extra=fields.unread)
+            id, is_error = fields.require("tool_use_id", str), fields.take("is_error", bool)
+            return ToolResultContent(id, parts, is_error=is_error, shape=shape, extra=fields.unread)
         case "image" | "document" if isinstance(fields.unread.get("source"), dict):
             return _parse_source(kind, fields)
         case _:
@@ -64,21 +64,21 @@ def _parse_block(raw: object, path: str) -> Part:
 
 
 def _parse_source(kind: str, fields: FieldReader) -> Part:
-    whole = dict(fields.unread, type=kind)
+    original = dict(fields.unread, type=kind)
     match fields.unread.pop("source"):
         case {"type": "base64", "data": str(data), "media_type": str(mime), **rest} if not rest:
-            given: Json = {"data": data, "mime": mime}
+            source: Json = {"data": data, "mime": mime}
         case {"type": "url", "url": str(url), **rest} if not rest:
-            given = {"url": url}
+            source = {"url": url}
         case {"type": "file", "file_id": str(file_id), **rest} if not rest:
-            given = {"file_id": file_id}
+            source = {"file_id": file_id}
         case {"type": "text", "data": str(data), "media_type": "text/plain", **rest} if kind == "document" and not rest:
-            given = {"data": data, "mime": "text/plain", "plain": True}
+            source = {"data": data, "mime": "text/plain", "plain": True}
         case _:
-            return OpaqueContent(kind, whole)
+            return OpaqueContent(kind, original)
     if kind == "image":
-        return ImageContent(**given, extra=fields.unread)
-    return FileContent(**given, name=fields.take("title", str, ""), extra=fields.unread)
+        return ImageContent(**source, extra=fields.unread)
+    return FileContent(**source, name=fields.take("title", str, ""), extra=fields.unread)
 
 
 def render_content(parts: list[Part], shape: str) -> str | list[Json]:

@@ -60,7 +60,7 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-_DECODER = EventDecoder(_Event, "Anthropic's")
+_DECODER = EventDecoder(_Event, "Anthropic's Messages")
 
 
 class AnthropicEventReader:
@@ -75,7 +75,7 @@ class AnthropicEventReader:
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         decoded = _DECODER.decode(event)
-        if decoded.type == "content_block_delta" and decoded.delta is not None:  # fast path: nearly all events are
+        if decoded.type == "content_block_delta" and decoded.delta is not None:  # fast path for nearly all events
             yield from self._read_delta(decoded.index, decoded.delta)
             return
         match decoded:
@@ -86,8 +86,8 @@ class AnthropicEventReader:
             case _Event(type="message_start", message=_Message() as message):
                 yield deltas.StreamStart(message.id, message.model)
                 yield from self._read_usage(message.usage)
-            case _Event(type="message_delta", delta=_Delta() as piece):
-                yield from self._read_finish(piece)
+            case _Event(type="message_delta", delta=_Delta() as delta):
+                yield from self._read_finish(delta)
                 yield from self._read_usage(decoded.usage)
             case _Event(type="message_stop"):
                 yield deltas.StreamEnd()
@@ -120,11 +120,11 @@ class AnthropicEventReader:
             case _Block(type="tool_use"):
                 raise UpstreamBroken(f"tool_use block {index} of the stream has no id or name")
 
-    def _read_delta(self, index: int, piece: _Delta) -> Iterator[deltas.Delta]:
+    def _read_delta(self, index: int, delta: _Delta) -> Iterator[deltas.Delta]:
         kind = self._open_blocks.get(index)
         if kind is None:
             raise UpstreamBroken(f"the stream has a delta for block {index}, which is not open")
-        match piece:
+        match delta:
             case _Delta(type="text_delta", text=str(text)):
                 self._text_length += len(text)
                 yield deltas.TextDelta(text)
@@ -136,11 +136,10 @@ class AnthropicEventReader:
             case _Delta(type="signature_delta", signature=str(signature)):
                 yield deltas.SignatureDelta(signature, "anthropic")
             case _Delta(type="citations_delta"):
-                self._block_citations.append(
-                    piece.citation
-                )  # a citation refers to the whole block, so it waits for the block's end
+                # A citation refers to the whole block, so it waits for the block's end.
+                self._block_citations.append(delta.citation)
             case _Delta(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
-                raise UpstreamBroken(f"a delta of the stream lacks its content: {piece.type}")
+                raise UpstreamBroken(f"a delta of the stream lacks its content: {delta.type}")
 
     def _stop_block(self, index: int) -> Iterable[deltas.Delta]:
         kind = self._open_blocks.pop(index, None)
@@ -155,15 +154,15 @@ class AnthropicEventReader:
             ),
         )
 
-    def _read_finish(self, piece: _Delta) -> Iterator[deltas.Delta]:
-        if piece.stop_reason is None or self._has_finished:
+    def _read_finish(self, delta: _Delta) -> Iterator[deltas.Delta]:
+        if delta.stop_reason is None or self._has_finished:
             return
         self._has_finished = True
-        if piece.stop_details and isinstance(explanation := piece.stop_details.get("explanation"), str):
+        if delta.stop_details and isinstance(explanation := delta.stop_details.get("explanation"), str):
             yield deltas.RefusalDelta(explanation)
-        yield deltas.Finish(FROM_ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
+        yield deltas.Finish(FROM_ANTHROPIC.get(delta.stop_reason, "stop"), delta.stop_sequence)
 
-    def _read_usage(self, decoded: Json | None) -> Iterator[deltas.Delta]:
-        if (usage := Usage.parse("anthropic", decoded)) is not None:
+    def _read_usage(self, usage_object: Json | None) -> Iterator[deltas.Delta]:
+        if (usage := Usage.parse("anthropic", usage_object)) is not None:
             self._usage = self._usage.merge_later(usage)
             yield deltas.UsageUpdate(self._usage)

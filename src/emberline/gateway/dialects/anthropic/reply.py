@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import usage
 from emberline.gateway.dialects.anthropic import citations
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
 from emberline.gateway.dialects.canonical import (
@@ -21,6 +20,7 @@ from emberline.gateway.dialects.citations import split_at_citations
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.finish_reasons import FROM_ANTHROPIC, TO_ANTHROPIC
 from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.usage import render_anthropic_usage
 from emberline.gateway.errors import UpstreamBroken
 
 _IGNORED_FIELDS = ("type", "role", "usage")
@@ -40,33 +40,33 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
     return CanonicalReply("anthropic", id, model, [choice], usage=Usage.find_in("anthropic", body))
 
 
-def render(answer: CanonicalReply, context: ReplyContext) -> Json:
-    if not answer.choices:
+def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+    if not reply.choices:
         raise UpstreamBroken("the provider's reply has no choices")
-    context.set_identity(answer)
-    choice = answer.choices[0]
+    context.set_identity(reply)
+    choice = reply.choices[0]
     stop_reason, stop_sequence = render_stop(
         choice.finish_reason or "stop", choice.stop_sequence, _has_refusal(choice.parts)
     )
     return {
-        "id": answer.id,
+        "id": reply.id,
         "type": "message",
         "role": "assistant",
-        "model": answer.model,
+        "model": reply.model,
         "content": [block for part in choice.parts for block in _render_blocks(part)],
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
-        "usage": usage.render_anthropic_usage(answer.usage or Usage()),
+        "usage": render_anthropic_usage(reply.usage or Usage()),
     }
 
 
-def render_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tuple[str, str | None]:
+def render_stop(reason: str, stop_sequence: str | None, has_refusal: bool) -> tuple[str, str | None]:
     """Return stop_reason and stop_sequence; a stop at an unknown sequence is reported as end_turn."""
-    if refuses:
+    if has_refusal:
         return "refusal", None
     if reason == "stop_sequence" and stop_sequence is None:
         reason = "stop"
-    return TO_ANTHROPIC[reason], stop_sequence  # type: ignore[index]  # a Reason
+    return TO_ANTHROPIC[reason], stop_sequence  # type: ignore[index]  # a FinishReason
 
 
 def _has_refusal(parts: list[Part]) -> bool:

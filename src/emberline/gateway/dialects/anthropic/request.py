@@ -44,8 +44,8 @@ def parse(body: Json) -> CanonicalRequest:
     FIELD_NAMES.read_direct_fields(fields, request)
     parse_reasoning(fields, request)
     if (config := fields.take("output_config", dict)) is not None:
-        known = ("format", "effort") if config.get("effort") in CLAUDE_EFFORTS else ("format",)
-        request.keep_source_field("output_config", config, understood=known)
+        understood = ("format", "effort") if config.get("effort") in CLAUDE_EFFORTS else ("format",)
+        request.keep_source_field("output_config", config, understood=understood)
         request.response_format = _parse_response_format(config.get("format"), "output_config.format")
     if (response_format := fields.take("output_format", dict)) is not None:  # older name of output_config.format
         request.source_fields["output_format"] = response_format
@@ -73,8 +73,8 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
     if (choice := fields.take("tool_choice", dict)) is None:
         return
     request.source_fields["tool_choice"] = choice
-    if (alone := choice.get("disable_parallel_tool_use")) is not None:
-        request.parallel_tools = not alone
+    if (disable_parallel := choice.get("disable_parallel_tool_use")) is not None:
+        request.parallel_tools = not disable_parallel
     match choice:
         case {"type": "auto" | "none" as mode}:
             request.tool_choice = CanonicalToolChoice(mode)
@@ -225,26 +225,26 @@ def _remove_rejected_sampling(
     if request.temperature is not None and request.temperature > 1:
         request.temperature = 1.0
         changes.report("temperature", "anthropic accepts 0 to 1")
-    refused: list[str] = []
+    rejected: list[str] = []
     if not target_model.claude_supports_sampling:
-        refused = ["temperature", "top_p", "top_k"]
+        rejected = ["temperature", "top_p", "top_k"]
     elif is_thinking:
-        refused = ["temperature", "top_k"]
+        rejected = ["temperature", "top_k"]
     elif request.temperature is not None and target_model.claude_version >= (4, 1):
-        refused = ["top_p"]
-    for name in refused:
+        rejected = ["top_p"]
+    for name in rejected:
         if getattr(request, name) is not None:
             setattr(request, name, None)
-            why = (
-                "beside temperature"
+            reason = (
+                "not accepted together with temperature"
                 if name == "top_p" and target_model.claude_supports_sampling
-                else "this model takes none"
+                else "this model does not accept it"
             )
             changes.report(
                 name,
                 "this model does not accept it while thinking"
                 if is_thinking and target_model.claude_supports_sampling
-                else why,
+                else reason,
             )
 
 
@@ -264,10 +264,10 @@ def _render_response_format(
 
 def _enforceable_schema(schema: Json | None, field: str, changes: ChangeReport) -> Any:
     """Return the schema in the form that Claude can enforce: known keywords only, and closed objects."""
-    lost = "anthropic does not support this schema keyword"
+    unsupported = "anthropic does not support this schema keyword"
     schema = restrict_keywords(
-        schema, ANTHROPIC_KEYWORDS, lambda word: changes.report(field, lost, subfield=f".{word}")
+        schema, ANTHROPIC_KEYWORDS, lambda keyword: changes.report(field, unsupported, subfield=f".{keyword}")
     )
     return close_objects(
-        schema, lambda word: changes.report(field, "set to false, as anthropic requires", subfield=f".{word}")
+        schema, lambda keyword: changes.report(field, "set to false, as anthropic requires", subfield=f".{keyword}")
     )

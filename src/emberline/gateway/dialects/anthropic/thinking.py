@@ -26,20 +26,24 @@ CLAUDE_EFFORTS: tuple[Effort, ...] = ("low", "medium", "high", "xhigh", "max")
 def parse_reasoning(fields: FieldReader, request: CanonicalRequest) -> None:
     config = fields.unread.get("output_config")
     effort = config.get("effort") if isinstance(config, dict) else None
-    known: Effort | None = effort if effort in CLAUDE_EFFORTS else None
+    parsed_effort: Effort | None = effort if effort in CLAUDE_EFFORTS else None
     thinking = fields.take("thinking", dict)
     if thinking is None:
-        request.reasoning = ReasoningOptions(known) if known else None
+        request.reasoning = ReasoningOptions(parsed_effort) if parsed_effort else None
         return
     request.source_fields["thinking"] = thinking
-    show = None if thinking.get("display") is None else thinking["display"] != "omitted"
+    include_reasoning = None if thinking.get("display") is None else thinking["display"] != "omitted"
     match thinking:
         case {"type": "disabled"}:
             request.reasoning = ReasoningOptions("none")
         case {"type": "enabled", "budget_tokens": int(budget)}:
-            request.reasoning = ReasoningOptions(known, budget, True if show is None else show)
+            request.reasoning = ReasoningOptions(
+                parsed_effort, budget, True if include_reasoning is None else include_reasoning
+            )
         case _:
-            request.reasoning = ReasoningOptions(known, None, True if show is None else show)
+            request.reasoning = ReasoningOptions(
+                parsed_effort, None, True if include_reasoning is None else include_reasoning
+            )
 
 
 def render_reasoning(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
@@ -53,10 +57,10 @@ def render_reasoning(request: CanonicalRequest, target_model: TargetModel, chang
         if "none" in target_model.claude_efforts:
             return {"thinking": {"type": "disabled"}}
         options = ReasoningOptions("none", include_reasoning=options.include_reasoning)
-    if why := _reason_not_to_think(request, target_model):
-        changes.report("reasoning", why)
+    if reason := _reason_not_to_think(request, target_model):
+        changes.report("reasoning", reason)
         return {}
-    shown = (
+    display = (
         {}
         if options.include_reasoning is None
         else {"display": "summarized" if options.include_reasoning else "omitted"}
@@ -67,31 +71,33 @@ def render_reasoning(request: CanonicalRequest, target_model: TargetModel, chang
         and target_model.claude_supports_budget
         and options.effort is None
     ):
-        return _render_budget(options.budget, request, shown, changes, asked_for=True)
+        return _render_budget(options.budget, request, display, changes, is_requested=True)
     if target_model.claude_supports_effort:
-        return _render_adaptive(options, target_model, shown, changes)
-    return _render_budget(budget_for_effort(options.effort or "medium"), request, shown, changes, asked_for=False)
+        return _render_adaptive(options, target_model, display, changes)
+    return _render_budget(budget_for_effort(options.effort or "medium"), request, display, changes, is_requested=False)
 
 
-def _render_adaptive(options: ReasoningOptions, target_model: TargetModel, shown: Json, changes: ChangeReport) -> Json:
-    result: Json = {"thinking": {"type": "adaptive", **shown}}
+def _render_adaptive(
+    options: ReasoningOptions, target_model: TargetModel, display: Json, changes: ChangeReport
+) -> Json:
+    result: Json = {"thinking": {"type": "adaptive", **display}}
     effort = options.effort
     if effort is None and options.budget is not None and options.budget > 0:
         effort = effort_for_budget(options.budget)
         changes.report("reasoning", f"a budget of {options.budget} tokens was replaced by effort {effort}")
     if effort is not None:
-        known = nearest_effort(effort, target_model.claude_efforts)
-        if known != effort:
-            changes.report("reasoning", f"effort {effort} was replaced by {known}")
-        result["output_config"] = {"effort": known}
+        supported = nearest_effort(effort, target_model.claude_efforts)
+        if supported != effort:
+            changes.report("reasoning", f"effort {effort} was replaced by {supported}")
+        result["output_config"] = {"effort": supported}
     return result
 
 
 def _render_budget(
-    budget: int, request: CanonicalRequest, shown: Json, changes: ChangeReport, *, asked_for: bool
+    budget: int, request: CanonicalRequest, display: Json, changes: ChangeReport, *, is_requested: bool
 ) -> Json:
     assert request.max_output is not None, "max_tokens was filled in before"
-    if not asked_for:
+    if not is_requested:
         changes.report("reasoning", f"the effort was replaced by a budget of {budget} tokens")
     if budget >= request.max_output or budget < ANTHROPIC_MIN_BUDGET_TOKENS:
         budget = max(ANTHROPIC_MIN_BUDGET_TOKENS, min(budget, request.max_output * 3 // 4))
@@ -99,7 +105,7 @@ def _render_budget(
             changes.report("reasoning", f"max_tokens {request.max_output} leaves no room for thinking")
             return {}
         changes.report("reasoning", f"the budget was set to {budget} tokens")
-    return {"thinking": {"type": "enabled", "budget_tokens": budget, **shown}}
+    return {"thinking": {"type": "enabled", "budget_tokens": budget, **display}}
 
 
 def _reason_not_to_think(request: CanonicalRequest, target_model: TargetModel) -> str | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import deltas, signatures, usage
+from emberline.gateway.dialects import deltas, signatures
 from emberline.gateway.dialects.anthropic.citations import render_citation
 from emberline.gateway.dialects.anthropic.content import safe_tool_id
 from emberline.gateway.dialects.anthropic.reply import render_stop
 from emberline.gateway.dialects.canonical import Citation, Json
 from emberline.gateway.dialects.errors import render_error
 from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.usage import render_anthropic_usage
 from emberline.gateway.errors import UpstreamBroken
 
 _TEXT_DELTA = b'"text_delta","text":'
@@ -79,16 +80,16 @@ class AnthropicEventWriter:
             before = self._open_block(kind, _EMPTY_BLOCKS[kind])
         return before + _DELTA_EVENT % (self._block_index, piece, sse.dumps(text))
 
-    def _sign_thinking(self, sealed: deltas.SignatureDelta) -> bytes:
+    def _sign_thinking(self, delta: deltas.SignatureDelta) -> bytes:
         """Add the signature to the open thinking block, or open an empty one for it."""
-        if sealed.redacted:
-            block = {"type": "redacted_thinking", "data": sealed.signature}
+        if delta.redacted:
+            block = {"type": "redacted_thinking", "data": delta.signature}
             return self._open_block("redacted_thinking", block) + self._close_block()
         before = b""
         if self._open_kind != "thinking" or self._is_signed:
             before = self._open_block("thinking", _EMPTY_BLOCKS["thinking"])
         self._is_signed = True
-        signature = signatures.encode_signature(sealed.signature, sealed.origin, "anthropic")
+        signature = signatures.encode_signature(delta.signature, delta.origin, "anthropic")
         return before + _DELTA_EVENT % (self._block_index, b'"signature_delta","signature":', sse.dumps(signature))
 
     def _add_citation(self, citation: Citation) -> bytes:
@@ -115,7 +116,7 @@ class AnthropicEventWriter:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage.render_anthropic_usage(self._usage),
+            "usage": render_anthropic_usage(self._usage),
         }
         return sse.named_event("message_start", {"type": "message_start", "message": message})
 
@@ -136,7 +137,7 @@ class AnthropicEventWriter:
         assert self._finish is not None and not self._open_kind, "a finish reason precedes the end of the stream"
         reason, sequence = render_stop(self._finish.reason, self._finish.stop_sequence, self._has_refusal)
         stop = {"stop_reason": reason, "stop_sequence": sequence}
-        event = {"type": "message_delta", "delta": stop, "usage": usage.render_anthropic_usage(self._usage)}
+        event = {"type": "message_delta", "delta": stop, "usage": render_anthropic_usage(self._usage)}
         return sse.named_event("message_delta", event) + sse.named_event("message_stop", {"type": "message_stop"})
 
 

@@ -87,9 +87,8 @@ def _parse_part(raw: object, path: str) -> Part:
         case "text":
             return TextContent(fields.require("text", str), fields.unread)
         case "refusal":
-            return RefusalContent(
-                fields.require("refusal", str), {"type": kind, **fields.unread}
-            )  # `extra` marks a refusal within the content list
+            # The type in `extra` marks a refusal within the content list.
+            return RefusalContent(fields.require("refusal", str), {"type": kind, **fields.unread})
         case "image_url":
             image = FieldReader(fields.require("image_url", dict), f"{path}.image_url")
             url, detail = image.require("url", str), image.take("detail", str)
@@ -121,8 +120,8 @@ def _merge_unread(outer: FieldReader, inner: FieldReader, kind: str) -> Json:
 
 
 def _parse_file(fields: FieldReader, file: FieldReader) -> FileContent:
-    given = file.take("file_data", str, "")
-    mime, data = split_data_url(given) or ("", given)
+    file_data = file.take("file_data", str, "")
+    mime, data = split_data_url(file_data) or ("", file_data)
     file_id, name = file.take("file_id", str, ""), file.take("filename", str, "")
     return FileContent(data=data, mime=mime, file_id=file_id, name=name, extra=_merge_unread(fields, file, "file"))
 

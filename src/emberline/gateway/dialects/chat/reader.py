@@ -90,36 +90,36 @@ class ChatEventReader:
                 if reason == "stop" and self._call_slots.get(choice.index):
                     reason = "tool_calls"  # some providers send "stop"
                 yield deltas.Finish(reason, choice=choice.index)
-        decoded = chunk.usage or (chunk.x_groq or {}).get("usage")
-        if decoded and (usage := Usage.parse("openai-chat", decoded)):
+        usage_object = chunk.usage or (chunk.x_groq or {}).get("usage")
+        if usage_object and (usage := Usage.parse("openai-chat", usage_object)):
             yield deltas.UsageUpdate(usage)
 
     def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _read_delta(self, choice: _Choice, piece: _Delta) -> Iterator[deltas.Delta]:
+    def _read_delta(self, choice: _Choice, delta: _Delta) -> Iterator[deltas.Delta]:
         choice_index = choice.index
-        if isinstance(piece.content, str):
-            if piece.content:
+        if isinstance(delta.content, str):
+            if delta.content:
                 yield deltas.TextDelta(
-                    piece.content, choice_index, choice.logprobs.content if choice.logprobs else None
+                    delta.content, choice_index, choice.logprobs.content if choice.logprobs else None
                 )
-        elif piece.content:
-            for row in piece.content:
+        elif delta.content:
+            for row in delta.content:
                 if text := mistral_reasoning_text(row):
                     yield deltas.ReasoningDelta(text, choice_index)
-                elif isinstance(decoded := row.get("text"), str):
-                    yield deltas.TextDelta(decoded, choice_index)
-        if thought := piece.reasoning_content or piece.reasoning:
-            yield deltas.ReasoningDelta(thought, choice_index)
-        if piece.refusal:
-            yield deltas.RefusalDelta(piece.refusal, choice_index)
-        for call in piece.tool_calls or ():
+                elif isinstance(content_text := row.get("text"), str):
+                    yield deltas.TextDelta(content_text, choice_index)
+        if reasoning := delta.reasoning_content or delta.reasoning:
+            yield deltas.ReasoningDelta(reasoning, choice_index)
+        if delta.refusal:
+            yield deltas.RefusalDelta(delta.refusal, choice_index)
+        for call in delta.tool_calls or ():
             yield from self._read_tool_call(choice_index, call)
-        if piece.annotations and choice_index not in self._finished_choices:
+        if delta.annotations and choice_index not in self._finished_choices:
             yield from (
                 deltas.CitationDelta(citation, choice_index)
-                for citation in parse_citations(piece.annotations, citations.parse_citation)
+                for citation in parse_citations(delta.annotations, citations.parse_citation)
             )
 
     def _read_tool_call(self, choice: int, call: _ToolCall) -> Iterator[deltas.Delta]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import usage
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
@@ -28,6 +27,7 @@ from emberline.gateway.dialects.chat.content import (
 from emberline.gateway.dialects.field_reader import FieldReader, parse_each
 from emberline.gateway.dialects.finish_reasons import FROM_CHAT, TO_CHAT, correct_finish_reason
 from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.usage import render_chat_usage
 
 _IGNORED_FIELDS = (
     "object",
@@ -55,8 +55,8 @@ def _parse_choice(raw: object, path: str, changes: ChangeReport) -> CanonicalCho
     message = parse_assistant(FieldReader(fields.require("message", dict), f"{path}.message"))
     citations.extract_from_message(message)
     for index, part in enumerate(message.parts):
-        if isinstance(part, OpaqueContent) and (thought := mistral_reasoning_text(part.raw)):
-            message.parts[index] = ReasoningContent(thought, "openai-chat")
+        if isinstance(part, OpaqueContent) and (reasoning := mistral_reasoning_text(part.raw)):
+            message.parts[index] = ReasoningContent(reasoning, "openai-chat")
     reason = FROM_CHAT.get(fields.take("finish_reason", str, "stop"), "stop")
     logprobs = fields.take("logprobs", dict)
     tokens = logprobs.get("content") if logprobs else None
@@ -65,17 +65,17 @@ def _parse_choice(raw: object, path: str, changes: ChangeReport) -> CanonicalCho
     return CanonicalChoice(message.parts, correct_finish_reason(reason, message.parts), logprobs=tokens)
 
 
-def render(answer: CanonicalReply, context: ReplyContext) -> Json:
-    context.set_identity(answer)
+def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+    context.set_identity(reply)
     body: Json = {
-        "id": answer.id,
+        "id": reply.id,
         "object": "chat.completion",
-        "created": answer.created,
-        "model": answer.model,
-        "choices": [_render_choice(index, choice) for index, choice in enumerate(answer.choices)],
+        "created": reply.created,
+        "model": reply.model,
+        "choices": [_render_choice(index, choice) for index, choice in enumerate(reply.choices)],
     }
-    if answer.usage is not None:
-        body["usage"] = usage.render_chat_usage(answer.usage)
+    if reply.usage is not None:
+        body["usage"] = render_chat_usage(reply.usage)
     return body
 
 
@@ -87,8 +87,9 @@ def _render_choice(index: int, choice: CanonicalChoice) -> Json:
 
 def _render_message(parts: list[Part]) -> Json:
     """Render a choice: text joined in `content`; reasoning, refusal and calls in separate fields."""
-    texts, thoughts, refusals = [
-        "".join(p.text for p in parts if isinstance(p, k)) for k in (TextContent, ReasoningContent, RefusalContent)
+    text, reasoning, refusal = [
+        "".join(p.text for p in parts if isinstance(p, part_type))
+        for part_type in (TextContent, ReasoningContent, RefusalContent)
     ]
     calls: list[Json] = []
     signature = ""
@@ -98,10 +99,10 @@ def _render_message(parts: list[Part]) -> Json:
         elif isinstance(part, ToolCallContent):
             calls.append(render_tool_call(part) | google_extra_content(signature))
             signature = ""
-    result: Json = {"role": "assistant", "content": texts or (None if calls or refusals else "")}
-    result["refusal"] = refusals or None
-    if thoughts:
-        result["reasoning_content"] = thoughts
+    result: Json = {"role": "assistant", "content": text or (None if calls or refusal else "")}
+    result["refusal"] = refusal or None
+    if reasoning:
+        result["reasoning_content"] = reasoning
     if calls:
         result["tool_calls"] = calls
     if annotations := citations.render_annotations(parts):

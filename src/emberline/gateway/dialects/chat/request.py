@@ -40,9 +40,9 @@ def parse(body: Json) -> CanonicalRequest:
     if (stop := fields.unread.get("stop")) is not None:
         request.stop = [fields.take("stop", str, "")] if isinstance(stop, str) else fields.take_strings("stop")
         request.source_fields["stop"] = stop
-    if (shown := fields.take("logprobs", bool)) is not None:
-        request.source_fields["logprobs"] = shown
-        if shown:
+    if (wants_logprobs := fields.take("logprobs", bool)) is not None:
+        request.source_fields["logprobs"] = wants_logprobs
+        if wants_logprobs:
             request.logprobs = fields.take("top_logprobs", int)
             request.source_fields |= {} if request.logprobs is None else {"top_logprobs": request.logprobs}
             request.logprobs = request.logprobs or 0
@@ -124,17 +124,17 @@ def _parse_response_format(raw: Json) -> ResponseFormat:
 
 
 def render(request: CanonicalRequest, target_model: TargetModel, changes: ChangeReport) -> Json:
-    own = request.dialect == "openai-chat"
+    is_same_format = request.dialect == "openai-chat"
     messages = (
         request.messages
-        if own
+        if is_same_format
         else _move_media_out_of_results(merge_adjacent(request.messages, roles=("assistant",)), changes)
     )
     rows = [row for message in messages for row in render_message(message)]
     if request.system:
         rows = [*render_message(CanonicalMessage("system", request.system, "auto")), *rows]
     body: Json = {"model": target_model.model or request.model, "messages": rows}
-    if not own:
+    if not is_same_format:
         changes.report_unsupported(request.top_k, "top_k", "openai-chat")
         request.top_k = None
         if not request.tools:
@@ -142,7 +142,7 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
     body |= FIELD_NAMES.render_direct_fields(request)
     if request.tools:
         body["tools"] = [_render_tool(tool) for tool in request.tools]
-    if own:
+    if is_same_format:
         body |= {} if request.reasoning is None else {"reasoning_effort": request.reasoning.effort}
         return {**body, **request.source_fields, **request.extra}
     if request.max_output is not None:
@@ -167,13 +167,13 @@ def render(request: CanonicalRequest, target_model: TargetModel, changes: Change
 def _move_media_out_of_results(messages: list[CanonicalMessage], changes: ChangeReport) -> list[CanonicalMessage]:
     """Move images and files out of tool results into the user's message: chat allows only text there."""
     for message in messages:
-        shown: list[Part] = []
+        media: list[Part] = []
         for part in message.parts:
             if isinstance(part, ToolResultContent) and not all(isinstance(inner, TextContent) for inner in part.parts):
-                shown += [inner for inner in part.parts if not isinstance(inner, TextContent)]
+                media += [inner for inner in part.parts if not isinstance(inner, TextContent)]
                 part.parts = [inner for inner in part.parts if isinstance(inner, TextContent)]
                 changes.report("messages", "media in tool results was moved to a user message", subfield=".tool_result")
-        message.parts += shown
+        message.parts += media
     return messages
 
 
@@ -185,17 +185,17 @@ def _render_effort(reasoning: ReasoningOptions, target_model: TargetModel, chang
 
 
 def choose_effort(reasoning: ReasoningOptions, target_model: TargetModel, changes: ChangeReport) -> Effort | None:
-    effort, known = reasoning.effort, target_model.gpt_efforts
-    if known == ():
+    effort, supported = reasoning.effort, target_model.gpt_efforts
+    if supported == ():
         changes.report("reasoning", "this model has no reasoning")
         return None
     if effort is None and reasoning.budget is not None:
         effort = effort_for_budget(reasoning.budget)
         changes.report("reasoning", f"a budget of {reasoning.budget} tokens was replaced by effort {effort}")
-    if effort is None or known is None or effort in known:
+    if effort is None or supported is None or effort in supported:
         return effort
-    changes.report("reasoning", f"effort {effort} was replaced by {nearest_effort(effort, known)}")
-    return nearest_effort(effort, known)
+    changes.report("reasoning", f"effort {effort} was replaced by {nearest_effort(effort, supported)}")
+    return nearest_effort(effort, supported)
 
 
 def _render_tool(tool: CanonicalTool | OpaqueContent) -> Json:

@@ -10,13 +10,13 @@ from typing import Any
 from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
-from emberline.gateway.dialects import usage as counts
 from emberline.gateway.dialects.canonical import Json
 from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import google_extra_content
 from emberline.gateway.dialects.errors import render_error
 from emberline.gateway.dialects.finish_reasons import TO_CHAT
 from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.usage import render_chat_usage
 
 _TEXT_CHUNK = b',"delta":{"content":%b},"logprobs":null,"finish_reason":null}]'
 _REASONING_CHUNK = b',"delta":{"reasoning_content":%b},"logprobs":null,"finish_reason":null}]'
@@ -32,9 +32,8 @@ class ChatEventWriter:
         self._tail = b',"usage":null}\n\n' if context.include_usage else b"}\n\n"
         self._started_choices: set[int] = set()
         self._signatures: dict[int, str] = {}  # choice -> Gemini's signature of the next tool call
-        self._annotations: dict[
-            int, list[Json]
-        ] = {}  # choice -> annotations, sent once before its end: clients do not join lists of several chunks
+        # choice -> annotations, which are sent once before its end: clients do not join lists of several chunks
+        self._annotations: dict[int, list[Json]] = {}
         self._usage: Usage | None = None
 
     def write(self, delta: deltas.Delta) -> bytes:
@@ -69,11 +68,11 @@ class ChatEventWriter:
     def write_error(self, error: Exception) -> bytes:
         return sse.data_event(render_error(error, "openai-chat")) + sse.DONE_EVENT
 
-    def _start_stream(self, opened: deltas.StreamStart) -> None:
+    def _start_stream(self, start: deltas.StreamStart) -> None:
         assert not self._head, "a stream has one start"
-        self._context.set_identity(opened)
-        identity: Json = {"id": opened.id, "object": "chat.completion.chunk"}
-        identity |= {"created": opened.created, "model": opened.model}
+        self._context.set_identity(start)
+        identity: Json = {"id": start.id, "object": "chat.completion.chunk"}
+        identity |= {"created": start.created, "model": start.model}
         self._head = b"data: " + sse.dumps(identity)[:-1] + b',"choices":'
 
     def _chunk(self, choice: int, rest: bytes) -> bytes:
@@ -108,5 +107,5 @@ class ChatEventWriter:
     def _end(self) -> bytes:
         if not self._context.include_usage:
             return sse.DONE_EVENT
-        usage = None if self._usage is None else counts.render_chat_usage(self._usage)
+        usage = None if self._usage is None else render_chat_usage(self._usage)
         return b'%b[],"usage":%b}\n\n%b' % (self._head, sse.dumps(usage), sse.DONE_EVENT)

@@ -23,8 +23,8 @@ class Grounding:
         if isinstance(grounding, dict):
             fields = {f"groundingMetadata.{name}": value for name, value in grounding.items()}
             chunks = _rows(fields.pop("groundingMetadata.groundingChunks", None))
-            anew = chunks[: len(self._chunks)] == self._chunks  # the event repeats all earlier chunks
-            self._chunks = chunks if anew else self._chunks + chunks
+            repeats_all = chunks[: len(self._chunks)] == self._chunks  # the event repeats all earlier chunks
+            self._chunks = chunks if repeats_all else self._chunks + chunks
             self._supports += _rows(fields.pop("groundingMetadata.groundingSupports", None))
             self._other_metadata |= fields
         if isinstance(citation_metadata, dict):  # Vertex AI calls the rows `citations`
@@ -48,9 +48,12 @@ class Grounding:
     def unused_metadata(self) -> Json:
         """Return the metadata that no citation uses."""
         used = [source for _, source in self._cited_segments()]
-        idle = [chunk for index, chunk in enumerate(self._chunks) if self._source(index) not in used]
-        nameless = [row for row in self._citation_rows if row not in used]
-        return self._other_metadata | {"groundingMetadata.groundingChunks": idle, "citationMetadata": nameless}
+        unused_chunks = [chunk for index, chunk in enumerate(self._chunks) if self._source(index) not in used]
+        unused_rows = [row for row in self._citation_rows if row not in used]
+        return self._other_metadata | {
+            "groundingMetadata.groundingChunks": unused_chunks,
+            "citationMetadata": unused_rows,
+        }
 
     def _cited_segments(self) -> Iterator[tuple[Json, Json]]:
         for support in self._supports:
@@ -86,8 +89,8 @@ def render_grounding(texts: Iterable[tuple[int, TextContent]]) -> Json:
     for part, text in texts:
         for citation in text.citations:
             start, end = [len(text.text[:index].encode()) for index in (citation.start, citation.end)]
-            words = text.text[citation.start : citation.end]
-            segment = {"partIndex": part, "startIndex": start, "endIndex": end, "text": words}
+            cited_text = text.text[citation.start : citation.end]
+            segment = {"partIndex": part, "startIndex": start, "endIndex": end, "text": cited_text}
             support = supports.setdefault((part, start, end), {"segment": segment, "groundingChunkIndices": []})
             chunk = chunks.setdefault((citation.url, citation.title), len(chunks))
             if chunk not in support["groundingChunkIndices"]:

@@ -31,9 +31,8 @@ from emberline.gateway.dialects.field_reader import FieldReader, unknown_value_e
 from emberline.gateway.dialects.media import guess_mime_type
 
 GENERATED_ID_PREFIX = "gemini-"  # prefix of ids that Gemini did not assign
-FOREIGN_CALL_SIGNATURE = (
-    "skip_thought_signature_validator"  # Google's documented value for calls that Gemini did not make
-)
+# Google's documented value for calls that Gemini did not make.
+FOREIGN_CALL_SIGNATURE = "skip_thought_signature_validator"
 
 
 class ContentsParser:
@@ -65,9 +64,9 @@ class ContentsParser:
             return [self._parse_call(FieldReader(call, f"{path}.functionCall"), fields)]
         if (result := fields.take("functionResponse", dict)) is not None:
             return [self._parse_result(FieldReader(result, f"{path}.functionResponse"), fields)]
-        for name, place in (("inlineData", "data"), ("fileData", "fileUri")):
+        for name, value_field in (("inlineData", "data"), ("fileData", "fileUri")):
             if (media := fields.take(name, dict)) is not None:
-                return [_parse_media(FieldReader(media, f"{path}.{name}"), place, fields.unread)]
+                return [_parse_media(FieldReader(media, f"{path}.{name}"), value_field, fields.unread)]
         kind = next(iter(fields.unread), "part")
         return [OpaqueContent(kind, fields.unread)]
 
@@ -81,18 +80,18 @@ class ContentsParser:
 
     def _parse_result(self, result: FieldReader, fields: FieldReader) -> ToolResultContent:
         id, name = result.take("id", str, ""), result.require("name", str)
-        answered = next((call for call in self._open_calls if (call.id == id if id else call.name == name)), None)
-        if answered is not None:
-            self._open_calls.remove(answered)
-            id = answered.id
+        answered_call = next((call for call in self._open_calls if (call.id == id if id else call.name == name)), None)
+        if answered_call is not None:
+            self._open_calls.remove(answered_call)
+            id = answered_call.id
         response = result.take("response", dict, {})
         text, shape = _unwrap_response(response)
         parts: list[Part] = [TextContent(text)]
         for row in result.take("parts", list, []):
             parts += self.parse_part(row, f"{result.path}.parts")
-        failed = True if shape == "error" else None
+        is_error = True if shape == "error" else None
         return ToolResultContent(
-            id or f"{GENERATED_ID_PREFIX}{name}", parts, name, failed, shape, fields.unread | result.unread
+            id or f"{GENERATED_ID_PREFIX}{name}", parts, name, is_error, shape, fields.unread | result.unread
         )
 
 
@@ -105,16 +104,16 @@ def _unwrap_response(response: Json) -> tuple[str, str]:
     return msgspec.json.encode(response).decode(), "object"
 
 
-def _parse_media(fields: FieldReader, place: str, extra: Json) -> Part:
-    given, mime = fields.require(place, str), fields.take("mimeType", str, "")
+def _parse_media(fields: FieldReader, value_field: str, extra: Json) -> Part:
+    value, mime = fields.require(value_field, str), fields.take("mimeType", str, "")
     name = fields.take("displayName", str, "")
-    kept = extra | fields.unread
-    data, url = (given, "") if place == "data" else ("", given)
+    merged_extra = extra | fields.unread
+    data, url = (value, "") if value_field == "data" else ("", value)
     if mime.startswith("image/") and not name:
-        return ImageContent(url, data, mime, extra=kept)
+        return ImageContent(url, data, mime, extra=merged_extra)
     if mime.startswith("audio/") and data and not name:
-        return AudioContent(data, mime, kept)
-    return FileContent(url, data, mime, name=name, extra=kept)
+        return AudioContent(data, mime, merged_extra)
+    return FileContent(url, data, mime, name=name, extra=merged_extra)
 
 
 def decode_gemini_signature(signature: str) -> tuple[str, ChatDialect]:
@@ -160,15 +159,15 @@ def _render_part(part: Part, names: dict[str, str]) -> Json:
         case TextContent():
             return {"text": part.text, **part.extra}
         case ReasoningContent():
-            signed = (
+            signature_field = (
                 {"thoughtSignature": encode_gemini_signature(part.signature, part.origin)} if part.signature else {}
             )
-            return {"text": part.text, "thought": True, **signed, **part.extra}
+            return {"text": part.text, "thought": True, **signature_field, **part.extra}
         case ToolCallContent():
-            signature = {name: part.extra[name] for name in part.extra if name in _PART_FIELDS}
-            inside = {name: value for name, value in part.extra.items() if name not in _PART_FIELDS}
-            call = {**_id_field(part.id), "name": part.name, "args": parse_arguments(part), **inside}
-            return {"functionCall": call, **signature}
+            part_fields = {name: part.extra[name] for name in part.extra if name in _PART_FIELDS}
+            call_fields = {name: value for name, value in part.extra.items() if name not in _PART_FIELDS}
+            call = {**_id_field(part.id), "name": part.name, "args": parse_arguments(part), **call_fields}
+            return {"functionCall": call, **part_fields}
         case ToolResultContent():
             return _render_tool_result(part, names)
         case ImageContent() | AudioContent() | FileContent():
@@ -192,17 +191,17 @@ def _render_tool_result(result: ToolResultContent, names: dict[str, str]) -> Jso
     if result.shape == "object":
         response: Json = parse_object(text) or {}
     else:
-        default_type = "error" if result.is_error else "output"
-        response = {result.shape if result.shape in ("output", "result", "error") else default_type: text}
-    beside = {name: result.extra[name] for name in result.extra if name in _PART_FIELDS}
-    inside = {name: value for name, value in result.extra.items() if name not in _PART_FIELDS}
+        default_name = "error" if result.is_error else "output"
+        response = {result.shape if result.shape in ("output", "result", "error") else default_name: text}
+    part_fields = {name: result.extra[name] for name in result.extra if name in _PART_FIELDS}
+    response_fields = {name: value for name, value in result.extra.items() if name not in _PART_FIELDS}
     function_response = {
         **_id_field(result.id),
         "name": result.name or names.get(result.id, result.id),
         "response": response,
-        **inside,
+        **response_fields,
     }
-    return {"functionResponse": function_response | ({"parts": rest} if rest else {}), **beside}
+    return {"functionResponse": function_response | ({"parts": rest} if rest else {}), **part_fields}
 
 
 def _render_media(part: ImageContent | AudioContent | FileContent) -> Json:
@@ -215,8 +214,8 @@ def _render_media(part: ImageContent | AudioContent | FileContent) -> Json:
         result = {"fileData": media}
     if isinstance(part, FileContent) and part.name:
         media["displayName"] = part.name
-    inside = {name: value for name, value in part.extra.items() if name not in _MEDIA_PART_FIELDS}
-    media |= inside
+    media_fields = {name: value for name, value in part.extra.items() if name not in _MEDIA_PART_FIELDS}
+    media |= media_fields
     return {**result, **{name: value for name, value in part.extra.items() if name in _MEDIA_PART_FIELDS}}
 
 

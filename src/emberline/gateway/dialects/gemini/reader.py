@@ -55,7 +55,7 @@ class _Event(msgspec.Struct, rename="camel"):
     error: Any = None
 
 
-_DECODER = EventDecoder(_Event, "Gemini's")
+_DECODER = EventDecoder(_Event, "Gemini's generateContent")
 
 
 class GeminiEventReader:
@@ -119,7 +119,9 @@ class GeminiEventReader:
         """Yield all citations at the end, when the text is complete in which their offsets count."""
         if choice in self._groundings:
             text = TextContent("".join(self._texts.get(choice, ())))
-            yield from (deltas.CitationDelta(each, choice) for each in self._groundings[choice].citations([text]))
+            yield from (
+                deltas.CitationDelta(citation, choice) for citation in self._groundings[choice].citations([text])
+            )
 
     def _read_call(self, call: _Call, signature: str | None, choice: int) -> Iterator[deltas.Delta]:
         slot = self._call_counts.get(choice, 0)

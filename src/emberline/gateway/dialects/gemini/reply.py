@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects import usage
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
@@ -23,10 +22,10 @@ from emberline.gateway.dialects.citations import assign_citations
 from emberline.gateway.dialects.errors import stream_error
 from emberline.gateway.dialects.field_reader import FieldReader
 from emberline.gateway.dialects.finish_reasons import FROM_GEMINI, TO_GEMINI, correct_finish_reason
-from emberline.gateway.dialects.gemini.citations import Grounding
-from emberline.gateway.dialects.gemini.citations import render_grounding as render_citations
+from emberline.gateway.dialects.gemini.citations import Grounding, render_grounding
 from emberline.gateway.dialects.gemini.content import ContentsParser, render_parts
 from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.usage import render_gemini_usage
 from emberline.gateway.errors import UpstreamBroken
 
 _IGNORED_FIELDS = (
@@ -55,7 +54,7 @@ def parse(body: Json, changes: ChangeReport) -> CanonicalReply:
 
 
 def block_message(feedback: Json) -> str:
-    """Return why Gemini blocked the prompt; raise Broken if the reply gives no block reason."""
+    """Return why Gemini blocked the prompt; raise UpstreamBroken if the reply gives no block reason."""
     if not feedback.get("blockReason"):
         raise UpstreamBroken("Gemini's reply has neither candidates nor a blockReason")
     return str(feedback.get("blockReasonMessage") or f"Gemini blocked the prompt: {feedback['blockReason']}")
@@ -85,26 +84,30 @@ def _parse_choice(raw: object, path: str, id: str, changes: ChangeReport) -> Can
     return CanonicalChoice(parts, correct_finish_reason(reason, parts), logprobs=logprobs)
 
 
-def render(answer: CanonicalReply, context: ReplyContext) -> Json:
-    context.set_identity(answer)
+def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+    context.set_identity(reply)
     rows = []
-    for index, choice in enumerate(answer.choices):
-        refuses = any(isinstance(part, RefusalContent) for part in choice.parts)
+    for index, choice in enumerate(reply.choices):
+        has_refusal = any(isinstance(part, RefusalContent) for part in choice.parts)
         parts: list[Part] = [
             TextContent(part.text) if isinstance(part, RefusalContent) else part for part in choice.parts
         ]
         parts = [part for part in parts if not isinstance(part, OpaqueContent) and not getattr(part, "redacted", False)]
-        fields = render_parts(parts, {})
-        row: Json = {"content": {"parts": fields, "role": "model"}}
-        row |= {"finishReason": "SAFETY" if refuses else TO_GEMINI[choice.finish_reason or "stop"], "index": index}
+        rendered_parts = render_parts(parts, {})
+        row: Json = {"content": {"parts": rendered_parts, "role": "model"}}
+        row |= {"finishReason": "SAFETY" if has_refusal else TO_GEMINI[choice.finish_reason or "stop"], "index": index}
         if choice.logprobs:
             row["logprobsResult"] = render_logprobs(choice.logprobs)
-        places = [place for place, part in enumerate(fields) if "text" in part and not part.get("thought")]
-        row |= render_citations(zip(places, [part for part in parts if isinstance(part, TextContent)], strict=True))
+        text_indices = [
+            part_index for part_index, part in enumerate(rendered_parts) if "text" in part and not part.get("thought")
+        ]
+        row |= render_grounding(
+            zip(text_indices, [part for part in parts if isinstance(part, TextContent)], strict=True)
+        )
         rows.append(row)
-    body: Json = {"candidates": rows, "modelVersion": answer.model, "responseId": answer.id}
-    if answer.usage is not None:
-        body["usageMetadata"] = usage.render_gemini_usage(answer.usage)
+    body: Json = {"candidates": rows, "modelVersion": reply.model, "responseId": reply.id}
+    if reply.usage is not None:
+        body["usageMetadata"] = render_gemini_usage(reply.usage)
     return body
 
 

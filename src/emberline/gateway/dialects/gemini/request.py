@@ -42,8 +42,8 @@ def parse(body: Json) -> CanonicalRequest:
         request.source_fields["systemInstruction"] = system
     _parse_tools(fields, request)
     if (config := fields.take("generationConfig", dict)) is not None:
-        left = _parse_config(FieldReader(config, "generationConfig"), request)
-        request.keep_source_field("generationConfig", config, understood=config.keys() - left)
+        unmapped = _parse_config(FieldReader(config, "generationConfig"), request)
+        request.keep_source_field("generationConfig", config, understood=config.keys() - unmapped)
     request.extra = fields.unread
     return request
 
@@ -55,8 +55,8 @@ def _parse_config(config: FieldReader, request: CanonicalRequest) -> Json:
             config.unread[name] = int(value)
     FIELD_NAMES.read_direct_fields(config, request)
     mime, schema = config.take("responseMimeType", str), config.take_any("responseJsonSchema")
-    if schema is None and (own := config.take_any("responseSchema")) is not None:
-        schema = from_gemini_schema(own)
+    if schema is None and (openapi_schema := config.take_any("responseSchema")) is not None:
+        schema = from_gemini_schema(openapi_schema)
     if schema is not None:
         request.response_format = ResponseFormat("schema", schema)
     elif mime == "application/json":
@@ -88,8 +88,8 @@ def _parse_tools(fields: FieldReader, request: CanonicalRequest) -> None:
     if mode == "VALIDATED":
         calling.unread["mode"] = mode  # other formats have only auto
     request.unmapped_fields |= {calling.path_of(name): value for name, value in calling.unread.items()}
-    known = "named" if mode == "ANY" and len(names) == 1 else _TOOL_MODES[mode]
-    request.tool_choice = CanonicalToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
+    choice_mode = "named" if mode == "ANY" and len(names) == 1 else _TOOL_MODES[mode]
+    request.tool_choice = CanonicalToolChoice(choice_mode, names)  # type: ignore[arg-type]  # one of the modes
 
 
 def _parse_tool(raw: object, path: str) -> CanonicalTool:
@@ -160,8 +160,8 @@ def _sign_calls(contents: list[Json], changes: ChangeReport) -> None:
         first = next((row for row in content["parts"] if "functionCall" in row), None)
         if first is not None and "thoughtSignature" not in first:
             first["thoughtSignature"] = FOREIGN_CALL_SIGNATURE
-            changes.report("messages", "Google's placeholder was added to a tool call without a signature",
-                        subfield=".thoughtSignature")  # fmt: skip
+            reason = "Google's placeholder was added to a tool call without a signature"
+            changes.report("messages", reason, subfield=".thoughtSignature")
 
 
 def _render_tool(tool: CanonicalTool | OpaqueContent, changes: ChangeReport) -> Json:
@@ -172,7 +172,7 @@ def _render_tool(tool: CanonicalTool | OpaqueContent, changes: ChangeReport) -> 
         result["parametersJsonSchema"] = restrict_keywords(
             tool.schema,
             GEMINI_KEYWORDS,
-            lambda word: changes.report_path(f"tools[].{word}", "gemini does not support this schema keyword"),
+            lambda keyword: changes.report_path(f"tools[].{keyword}", "gemini does not support this schema keyword"),
         )
     return result
 
@@ -199,8 +199,8 @@ def _render_response_format(response_format: ResponseFormat, changes: ChangeRepo
         result["responseJsonSchema"] = restrict_keywords(
             response_format.schema,
             GEMINI_KEYWORDS,
-            lambda word: changes.report(
-                "response_format", "gemini does not support this schema keyword", subfield=f".{word}"
+            lambda keyword: changes.report(
+                "response_format", "gemini does not support this schema keyword", subfield=f".{keyword}"
             ),
         )
     return result

@@ -17,9 +17,11 @@ def parse_reasoning(config: Json | None) -> ReasoningOptions | None:
         return None
     level, budget = config.get("thinkingLevel"), config.get("thinkingBudget")
     effort = next((known for known in _LEVELS if str(level).lower() == known), None)
-    show = config.get("includeThoughts")
+    include_reasoning = config.get("includeThoughts")
     return ReasoningOptions(
-        effort, budget if isinstance(budget, int) else None, show if isinstance(show, bool) else None
+        effort,
+        budget if isinstance(budget, int) else None,
+        include_reasoning if isinstance(include_reasoning, bool) else None,
     )
 
 

@@ -11,14 +11,14 @@ from typing import TypeAlias
 from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
-from emberline.gateway.dialects import usage as counts
 from emberline.gateway.dialects.canonical import Citation, Json, Part, ReasoningContent, TextContent, ToolCallContent
 from emberline.gateway.dialects.errors import render_error
 from emberline.gateway.dialects.finish_reasons import TO_GEMINI
-from emberline.gateway.dialects.gemini.citations import render_grounding as render_citations
+from emberline.gateway.dialects.gemini.citations import render_grounding
 from emberline.gateway.dialects.gemini.content import encode_gemini_signature, render_parts
 from emberline.gateway.dialects.gemini.reply import render_logprobs
 from emberline.gateway.dialects.reply_context import ReplyContext
+from emberline.gateway.dialects.usage import render_gemini_usage
 from emberline.gateway.errors import UpstreamBroken
 
 _TEXT_EVENT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
@@ -35,9 +35,8 @@ _UncommonDelta: TypeAlias = (
 
 @dataclass(slots=True)
 class _Candidate:
-    calls: dict[int, tuple[deltas.ToolCallStart, list[str]]] = field(
-        default_factory=dict
-    )  # slot -> an incomplete call and its argument fragments
+    # slot -> an incomplete call and its argument fragments
+    calls: dict[int, tuple[deltas.ToolCallStart, list[str]]] = field(default_factory=dict)
     signatures: dict[int, str] = field(default_factory=dict)  # slot -> signature of the call
     next_signature: str = ""  # signature of the next call
     text: list[str] = field(default_factory=list)
@@ -150,7 +149,7 @@ class GeminiEventWriter:
             )
             reason = "SAFETY" if candidate.has_refusal else TO_GEMINI[candidate.finish.reason]
             content = {"parts": [{"text": ""}], "role": "model"}
-            cited = render_citations([(0, TextContent("".join(candidate.text), citations=candidate.citations))])
+            cited = render_grounding([(0, TextContent("".join(candidate.text), citations=candidate.citations))])
             rows.append({"content": content, "finishReason": reason, "index": choice, **cited})
-        usage = {} if self._usage is None else {"usageMetadata": counts.render_gemini_usage(self._usage)}
+        usage = {} if self._usage is None else {"usageMetadata": render_gemini_usage(self._usage)}
         return b"data: " + sse.dumps({"candidates": rows} | usage)[:-1] + self._tail

@@ -68,8 +68,8 @@ def _parse_part(raw: object, path: str, default_type: str) -> Part:
     kind = fields.require("type", str)
     match kind:
         case "input_text" | "output_text":
-            odd = {} if kind == default_type else {"type": kind}
-            return TextContent(fields.require("text", str), odd | fields.unread)
+            type_field = {} if kind == default_type else {"type": kind}
+            return TextContent(fields.require("text", str), type_field | fields.unread)
         case "refusal":
             return RefusalContent(fields.require("refusal", str), fields.unread)
         case "input_image":
@@ -77,8 +77,8 @@ def _parse_part(raw: object, path: str, default_type: str) -> Part:
             mime, data = split_data_url(url) or ("", "")
             return ImageContent("" if data else url, data, mime, fields.take("file_id", str, ""), detail, fields.unread)
         case "input_file":
-            given = fields.take("file_data", str, "")
-            mime, data = split_data_url(given) or ("", given)
+            file_data = fields.take("file_data", str, "")
+            mime, data = split_data_url(file_data) or ("", file_data)
             url, file_id, name = [fields.take(field, str, "") for field in ("file_url", "file_id", "filename")]
             return FileContent(url, data, mime, file_id, name, extra=fields.unread)
         case _:
@@ -88,18 +88,18 @@ def _parse_part(raw: object, path: str, default_type: str) -> Part:
 def render_items(message: CanonicalMessage) -> list[Json]:
     """Return the message's items in order; adjacent texts and images become one message item."""
     items: list[Json] = []
-    together: list[Part] = []
+    content_parts: list[Part] = []
     for part in message.parts:
         if not isinstance(
             part, ReasoningContent | ToolCallContent | ToolResultContent | OpaqueContent
         ) or _is_message_content(part):
-            together.append(part)
+            content_parts.append(part)
             continue
-        items += _render_message(message, together)
-        together = []
+        items += _render_message(message, content_parts)
+        content_parts = []
         items.append(_render_item(part, message.extra))
-    if together or not message.parts:
-        items += _render_message(message, together or None)
+    if content_parts or not message.parts:
+        items += _render_message(message, content_parts or None)
     return items
 
 
@@ -154,21 +154,21 @@ def _render_content(parts: list[Part], shape: str, default_type: str) -> str | l
 def _render_part(part: Part, default_type: str) -> Json:
     match part:
         case TextContent():
-            cited = (
+            annotations = (
                 {"annotations": [render_citation(citation) for citation in part.citations]} if part.citations else {}
             )
-            return {"type": default_type, "text": part.text, **cited, **part.extra}
+            return {"type": default_type, "text": part.text, **annotations, **part.extra}
         case RefusalContent():
             return {"type": "refusal", "refusal": part.text, **part.extra}
         case ImageContent():
-            given = {"image_url": part.url or (data_url(part.mime, part.data) if part.data else "")}
-            given |= {"file_id": part.file_id, "detail": part.detail or ""}
-            return {"type": "input_image", **{name: value for name, value in given.items() if value}, **part.extra}
+            source = {"image_url": part.url or (data_url(part.mime, part.data) if part.data else "")}
+            source |= {"file_id": part.file_id, "detail": part.detail or ""}
+            return {"type": "input_image", **{name: value for name, value in source.items() if value}, **part.extra}
         case FileContent():
             data = data_url(part.mime, part.data) if part.mime else part.data
-            given = {"file_data": data if part.data else "", "file_url": part.url, "file_id": part.file_id}
-            given["filename"] = part.name
-            return {"type": "input_file", **{name: value for name, value in given.items() if value}, **part.extra}
+            source = {"file_data": data if part.data else "", "file_url": part.url, "file_id": part.file_id}
+            source["filename"] = part.name
+            return {"type": "input_file", **{name: value for name, value in source.items() if value}, **part.extra}
         case OpaqueContent():
             return part.raw
     raise AssertionError(f"{type(part).__name__} was not adapted for Responses")

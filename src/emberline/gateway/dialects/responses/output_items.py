@@ -25,7 +25,7 @@ class StreamedItem:
         self.pieces: list[str] = []
         self.location: Json = {"item_id": id, "output_index": index}
         kind = self.event_kind.encode()
-        part = b"".join(b',"%b":%d' % (name.encode(), at) for name, at in self.part_location.items())
+        part = b"".join(b',"%b":%d' % (name.encode(), value) for name, value in self.part_location.items())
         self._head = _DELTA_EVENT_HEAD % (kind, kind, sse.dumps(id), index, part)
 
     @property
@@ -91,8 +91,8 @@ class StreamedMessage(StreamedItem):
 
     def annotation_event(self, citation: Citation) -> Json:
         self._annotations.append(render_citation(citation))
-        index = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
-        return {"type": "response.output_text.annotation.added", **self.location, **self.part_location, **index}
+        annotation = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
+        return {"type": "response.output_text.annotation.added", **self.location, **self.part_location, **annotation}
 
     def part_json(self) -> Json:
         return render_text_part(self.text, list(self._logprobs), list(self._annotations))

@@ -58,21 +58,18 @@ _DECODER = EventDecoder(_Event, "Responses")
 class ResponsesEventReader:
     def __init__(self) -> None:
         self._calls = ToolCallSlots()
-        self._reasoning_part: tuple[int, int, int] | None = (
-            None  # (item, summary, content) index of the last reasoning delta
-        )
-        self._text_offsets: dict[
-            tuple[int, int], int
-        ] = {}  # (item, content) index of a text part -> characters before it
+        # (item, summary, content) index of the last reasoning delta
+        self._reasoning_part: tuple[int, int, int] | None = None
+        # (item, content) index of a text part -> characters before it
+        self._text_offsets: dict[tuple[int, int], int] = {}
         self._text_length = 0
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
             return  # some providers send it, although Responses has no such event
         decoded = _DECODER.decode(event)
-        if decoded.type == "response.output_text.delta" and isinstance(
-            decoded.delta, str
-        ):  # fast path: nearly all events are
+        # Fast path: nearly all events are text.
+        if decoded.type == "response.output_text.delta" and isinstance(decoded.delta, str):
             self._text_offsets.setdefault((decoded.output_index, decoded.content_index), self._text_length)
             self._text_length += len(decoded.delta)
             yield deltas.TextDelta(decoded.delta, logprobs=decoded.logprobs or None)
@@ -86,8 +83,10 @@ class ResponsesEventReader:
                 yield deltas.RefusalDelta(text)
             case _Event(type="response.output_text.annotation.added"):
                 if (citation := parse_citation(decoded.annotation)) is not None:
-                    place = (decoded.output_index, decoded.content_index)
-                    yield deltas.CitationDelta(citation.with_offset(self._text_offsets.get(place, self._text_length)))
+                    part_index = (decoded.output_index, decoded.content_index)
+                    yield deltas.CitationDelta(
+                        citation.with_offset(self._text_offsets.get(part_index, self._text_length))
+                    )
             case _Event(type="response.output_item.added", item=_Item() as item):
                 yield from self._read_added_item(decoded.output_index, item)
             case _Event(type="response.output_item.done", item=_Item() as item):
@@ -136,8 +135,8 @@ class ResponsesEventReader:
         if item.type == "reasoning" and item.encrypted_content:
             yield deltas.SignatureDelta(item.encrypted_content, "openai-responses")
         elif item.type == "function_call":
-            whole = item.arguments if isinstance(item.arguments, str) else ""
-            yield from self._calls.close(index, whole or "{}")
+            arguments = item.arguments if isinstance(item.arguments, str) else ""
+            yield from self._calls.close(index, arguments or "{}")
 
 
 _EVENTS_WITH_CONTENT = frozenset(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import signatures
-from emberline.gateway.dialects import usage as counts
 from emberline.gateway.dialects.canonical import (
     CanonicalChoice,
     CanonicalReply,
@@ -24,6 +23,7 @@ from emberline.gateway.dialects.finish_reasons import FROM_RESPONSES, TO_RESPONS
 from emberline.gateway.dialects.reply_context import ReplyContext
 from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
+from emberline.gateway.dialects.usage import render_responses_usage
 from emberline.gateway.errors import UpstreamBroken
 
 # Required fields of every reply that repeat the request, for requests without them.
@@ -55,18 +55,18 @@ def parse_finish_reason(status: object, details: Json | None) -> FinishReason:
     return "stop" if status != "incomplete" else FROM_RESPONSES.get(str((details or {}).get("reason")), "length")
 
 
-def render(answer: CanonicalReply, context: ReplyContext) -> Json:
-    if not answer.choices:
+def render(reply: CanonicalReply, context: ReplyContext) -> Json:
+    if not reply.choices:
         raise UpstreamBroken("the provider's reply has no choices")
-    context.set_identity(answer)
-    choice = answer.choices[0]
+    context.set_identity(reply)
+    choice = reply.choices[0]
     incomplete_reason = TO_RESPONSES[choice.finish_reason or "stop"]
     items = [
-        _render_item(part, item_id(answer.id, index), choice)
+        _render_item(part, item_id(reply.id, index), choice)
         for index, part in enumerate(choice.parts)
         if _is_representable(part)
     ]
-    return render_response(answer, context, items, incomplete_reason=incomplete_reason, usage=answer.usage)
+    return render_response(reply, context, items, incomplete_reason=incomplete_reason, usage=reply.usage)
 
 
 def render_response(
@@ -91,7 +91,7 @@ def render_response(
         "error": error,
         "incomplete_details": {"reason": incomplete_reason} if incomplete_reason else None,
         "output": items,
-        "usage": None if usage is None else counts.render_responses_usage(usage),
+        "usage": None if usage is None else render_responses_usage(usage),
     }
 
 
@@ -118,8 +118,8 @@ def _render_item(part: Part, id: str, choice: CanonicalChoice) -> Json:
             return {"id": id, "type": "function_call", "status": "completed", **call}
         case ReasoningContent():
             summary = [{"type": "summary_text", "text": part.text}] if part.text else []
-            sealed = signatures.encode_signature(part.signature, part.origin, "openai-responses") or None
-            return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": sealed}
+            encrypted_content = signatures.encode_signature(part.signature, part.origin, "openai-responses") or None
+            return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": encrypted_content}
     raise AssertionError(f"{type(part).__name__} is not part of a response")
 
 

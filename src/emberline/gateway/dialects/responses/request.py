@@ -27,9 +27,9 @@ INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 def parse(body: Json) -> CanonicalRequest:
     fields = FieldReader(body, "")
     request = CanonicalRequest("openai-responses", fields.take("model", str, ""))
-    if isinstance(given := fields.unread.get("input"), str):
+    if isinstance(prompt := fields.unread.get("input"), str):
         request.messages, request.source_fields["input"] = (
-            [CanonicalMessage("user", [TextContent(given)], "text")],
+            [CanonicalMessage("user", [TextContent(prompt)], "text")],
             fields.unread.pop("input"),
         )
     else:
@@ -44,8 +44,8 @@ def parse(body: Json) -> CanonicalRequest:
     if (reasoning := fields.take("reasoning", dict)) is not None:
         request.keep_source_field("reasoning", reasoning, understood=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
-        known = None if effort is None else parse_effort(effort, "reasoning.effort")
-        request.reasoning = ReasoningOptions(known, None, None if summary is None else True)
+        parsed_effort = None if effort is None else parse_effort(effort, "reasoning.effort")
+        request.reasoning = ReasoningOptions(parsed_effort, None, None if summary is None else True)
     if (include := fields.take("include", list)) is not None:
         request.source_fields["include"] = include
         request.unmapped_fields |= {
@@ -53,9 +53,9 @@ def parse(body: Json) -> CanonicalRequest:
         }
         if INCLUDE_LOGPROBS in include:
             request.logprobs = fields.unread.get("top_logprobs") or 0
-    if (top := fields.take("top_logprobs", int)) is not None:
-        request.source_fields["top_logprobs"] = top
-        request.logprobs = top
+    if (top_logprobs := fields.take("top_logprobs", int)) is not None:
+        request.source_fields["top_logprobs"] = top_logprobs
+        request.logprobs = top_logprobs
     request.extra = fields.unread
     return request
 

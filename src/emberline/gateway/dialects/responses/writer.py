@@ -56,9 +56,9 @@ class ResponsesEventWriter:
                 return b"" if delta.redacted else self._sign_reasoning(delta)
             case deltas.StreamStart():
                 self._set_start(delta)
-                identity = ("response.created", "response.in_progress")
+                event_names = ("response.created", "response.in_progress")
                 return self._encode_events(
-                    {"type": name, "response": self._render_response("in_progress")} for name in identity
+                    {"type": name, "response": self._render_response("in_progress")} for name in event_names
                 )
             case deltas.UsageUpdate():
                 self._usage = delta.usage
@@ -80,10 +80,10 @@ class ResponsesEventWriter:
             [{"type": "response.failed", "response": self._render_response("failed", error=rendered)}]
         )
 
-    def _set_start(self, opened: deltas.StreamStart) -> None:
+    def _set_start(self, start: deltas.StreamStart) -> None:
         assert self._start is None, "a stream has one start"
-        self._context.set_identity(opened)
-        self._start = opened
+        self._context.set_identity(start)
+        self._start = start
 
     def _append_text(
         self,
@@ -103,14 +103,14 @@ class ResponsesEventWriter:
         self._sequence_number += 1
         return event
 
-    def _sign_reasoning(self, sealed: deltas.SignatureDelta) -> bytes:
+    def _sign_reasoning(self, delta: deltas.SignatureDelta) -> bytes:
         """Add the signature to the open reasoning item, or open one without text for it."""
         before = b""
         if not isinstance(self._open_item, StreamedReasoning) or self._open_item.encrypted_content:
             before = self._begin_item(StreamedReasoning(*self._next_item_position(), has_summary=False))
         assert isinstance(self._open_item, StreamedReasoning)
         self._open_item.encrypted_content = signatures.encode_signature(
-            sealed.signature, sealed.origin, "openai-responses"
+            delta.signature, delta.origin, "openai-responses"
         )
         return before
 
