@@ -15,66 +15,66 @@ from websockets.sync.connection import Connection
 from websockets.typing import Subprotocol
 
 KEY = "a-key-of-the-tests"
-PATIENT = {
+LONG_TIMEOUTS = {
     **TIMEOUTS,
     "between_events": 60.0,
     "total": 120.0,
-}  # so that only who leaves stops a provider that is silent
+}  # so that only a disconnect stops a silent provider
 TEXT = "".join(f"word{i} " for i in range(8))
 
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     places = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
-    with Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=PATIENT) as made:
+    with Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=LONG_TIMEOUTS) as made:
         yield made
 
 
-def opened(gateway: Gateways, path: str = "/v1/default/default/", **more: Any) -> Connection:
+def open_socket(gateway: Gateways, path: str = "/v1/default/default/", **more: Any) -> Connection:
     return connect(gateway.url.replace("http", "ws") + path, open_timeout=20, close_timeout=20, **more)
 
 
 @pytest.fixture
 def socket(gateway: Gateways) -> Iterator[Connection]:
-    with opened(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as made:
+    with open_socket(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as made:
         yield made
 
 
-def asks(socket: Connection, id: str | None, words: int = 8, **query: Any) -> None:
-    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": words, **query}
-    request = {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "query": asked}
+def send_request(socket: Connection, id: str | None, words: int = 8, **query: Any) -> None:
+    query_body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": words, **query}
+    request = {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "query": query_body}
     named = {**request, "eventId": id} if id is not None else request
     socket.send(json.dumps({"type": "universal.create", "request": named}))
 
 
-def hears(socket: Connection) -> dict[str, Any]:
+def receive(socket: Connection) -> dict[str, Any]:
     found = json.loads(socket.recv(timeout=20))
     assert isinstance(found, dict)
     return found
 
 
-def to_the_end(socket: Connection) -> list[dict[str, Any]]:
-    heard = [hears(socket)]
-    while heard[-1]["type"] in ("universal.created", "universal.stream"):
-        heard.append(hears(socket))
-    return heard
+def receive_all(socket: Connection) -> list[dict[str, Any]]:
+    messages = [receive(socket)]
+    while messages[-1]["type"] in ("universal.created", "universal.stream"):
+        messages.append(receive(socket))
+    return messages
 
 
-def test_a_reply_in_one_piece(gateway: Gateways, socket: Connection) -> None:
-    asks(socket, "mine")
-    created, done = to_the_end(socket)
+def test_whole_reply(gateway: Gateways, socket: Connection) -> None:
+    send_request(socket, "mine")
+    created, done = receive_all(socket)
     assert created["response"]["choices"][0]["message"]["content"] == TEXT
-    about = created["metadata"]
-    assert (about["eventId"], about["cacheStatus"], about["step"]) == ("mine", "MISS", "0")
-    assert about["contentType"] == "application/json"
-    assert done["type"] == "universal.done" and done["metadata"] == about
-    record = gateway.record(about["logId"])
+    metadata = created["metadata"]
+    assert (metadata["eventId"], metadata["cacheStatus"], metadata["step"]) == ("mine", "MISS", "0")
+    assert metadata["contentType"] == "application/json"
+    assert done["type"] == "universal.done" and done["metadata"] == metadata
+    record = gateway.record(metadata["logId"])
     assert record.event_id == "mine" and record.success and record.usage.output == 8
 
 
-def test_a_stream(gateway: Gateways, socket: Connection) -> None:
-    asks(socket, None, stream=True)
-    created, *stream, done = to_the_end(socket)
+def test_streamed_reply(gateway: Gateways, socket: Connection) -> None:
+    send_request(socket, None, stream=True)
+    created, *stream, done = receive_all(socket)
     assert "response" not in created and created["metadata"]["contentType"].startswith("text/event-stream")
     assert done["type"] == "universal.done" and {each["type"] for each in stream} == {"universal.stream"}
     said = [each["response"]["choices"][0]["delta"].get("content", "") for each in stream]
@@ -82,34 +82,34 @@ def test_a_stream(gateway: Gateways, socket: Connection) -> None:
     assert {each["metadata"]["eventId"] for each in stream} == {created["metadata"]["eventId"]} != {""}
 
 
-def test_many_at_once(gateway: Gateways, socket: Connection) -> None:
+def test_concurrent_requests(gateway: Gateways, socket: Connection) -> None:
     gateway.fakes["fake"].pace = 0.02
     for i in range(8):
-        asks(socket, f"event-{i}", words=4, stream=True)
-    heard: list[dict[str, Any]] = []
-    while sum(each["type"] == "universal.done" for each in heard) < 8:
-        heard.append(hears(socket))
-        assert heard[-1]["type"] != "universal.error", heard[-1]
-    order = [each["metadata"]["eventId"] for each in heard]
+        send_request(socket, f"event-{i}", words=4, stream=True)
+    messages: list[dict[str, Any]] = []
+    while sum(each["type"] == "universal.done" for each in messages) < 8:
+        messages.append(receive(socket))
+        assert messages[-1]["type"] != "universal.error", messages[-1]
+    order = [each["metadata"]["eventId"] for each in messages]
     for i in range(8):
-        own = [each["type"] for each in heard if each["metadata"]["eventId"] == f"event-{i}"]
+        own = [each["type"] for each in messages if each["metadata"]["eventId"] == f"event-{i}"]
         assert own[0] == "universal.created" and own[-1] == "universal.done" and own.count("universal.done") == 1
-    assert order != sorted(order)  # they came together, not one after the other
+    assert order != sorted(order)  # they were served concurrently
 
 
-def test_who_closes_stops_the_provider(gateway: Gateways) -> None:
+def test_closing_the_socket_stops_the_provider(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     fake.fault = "stall-later"
-    with opened(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as socket:
-        asks(socket, "left", words=1000, stream=True)
-        log = hears(socket)["metadata"]["logId"]
-        hears(socket)
+    with open_socket(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as socket:
+        send_request(socket, "left", words=1000, stream=True)
+        log = receive(socket)["metadata"]["logId"]
+        receive(socket)
     until(lambda: fake.gone == 1)
     assert gateway.record(log).ended == "left"
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "expected"),
     [
         ("{", "not a valid universal.create"),
         ("[]", "not a valid universal.create"),
@@ -119,62 +119,62 @@ def test_who_closes_stops_the_provider(gateway: Gateways) -> None:
         (b"\xff\xfe", "not a valid universal.create"),
     ],
 )
-def test_what_is_no_request_is_told_and_the_socket_goes_on(socket: Connection, message: str | bytes, says: str) -> None:
+def test_invalid_message_is_an_error_and_the_socket_stays_open(socket: Connection, message: str | bytes, expected: str) -> None:
     socket.send(message)
-    error = hears(socket)
-    assert error["type"] == "universal.error" and says in error["error"]["message"]
+    error = receive(socket)
+    assert error["type"] == "universal.error" and expected in error["error"]["message"]
     assert error["error"]["code"] == "invalid_value"
-    asks(socket, "after")
-    assert to_the_end(socket)[-1]["type"] == "universal.done"
+    send_request(socket, "after")
+    assert receive_all(socket)[-1]["type"] == "universal.done"
 
 
-def test_an_id_that_is_open_is_refused(gateway: Gateways, socket: Connection) -> None:
+def test_open_event_id_is_rejected(gateway: Gateways, socket: Connection) -> None:
     gateway.fakes["fake"].pace = 0.05
-    asks(socket, "same", stream=True)
-    assert hears(socket)["type"] == "universal.created"
-    asks(socket, "same")
-    heard = hears(socket)
-    while heard["type"] == "universal.stream":
-        heard = hears(socket)
-    assert heard["type"] == "universal.error" and "used by an open request" in heard["error"]["message"]
-    assert to_the_end(socket)[-1]["type"] == "universal.done"
+    send_request(socket, "same", stream=True)
+    assert receive(socket)["type"] == "universal.created"
+    send_request(socket, "same")
+    messages = receive(socket)
+    while messages["type"] == "universal.stream":
+        messages = receive(socket)
+    assert messages["type"] == "universal.error" and "used by an open request" in messages["error"]["message"]
+    assert receive_all(socket)[-1]["type"] == "universal.done"
 
 
-def test_errors_of_providers(gateway: Gateways, socket: Connection) -> None:
+def test_provider_errors(gateway: Gateways, socket: Connection) -> None:
     gateway.fakes["fake"].fault = "500"
-    asks(socket, "bad")
-    (error,) = to_the_end(socket)
+    send_request(socket, "bad")
+    (error,) = receive_all(socket)
     assert error["type"] == "universal.error" and error["metadata"]["status"] >= 500 and error["response"]["error"]
     assert error["error"]["message"] == "injected error"
     gateway.fakes["fake"].fault = "cut"
-    asks(socket, "broken", stream=True)
-    *_, last = to_the_end(socket)
+    send_request(socket, "broken", stream=True)
+    *_, last = receive_all(socket)
     assert last["type"] == "universal.error" and last["error"]["code"]
     assert gateway.record(last["metadata"]["logId"]).ended == "cut"
 
 
-def test_who_may_come_in(gateway: Gateways) -> None:
+def test_socket_authentication(gateway: Gateways) -> None:
     with pytest.raises(InvalidStatus) as refused:
-        opened(gateway)
+        open_socket(gateway)
     assert refused.value.response.status_code == 401 and b"requires a key" in (refused.value.response.body or b"")
     wrong = {"cf-aig-authorization": "Bearer egt_not-one-of-ours"}
     with pytest.raises(InvalidStatus) as refused:
-        opened(gateway, additional_headers=wrong)
+        open_socket(gateway, additional_headers=wrong)
     assert refused.value.response.status_code == 401
     for path, status in (("/v1/default/nowhere/", 404), ("/v1/chat/completions", 404)):
         with pytest.raises(InvalidStatus) as refused:
-            opened(gateway, path, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"})
+            open_socket(gateway, path, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"})
         assert refused.value.response.status_code == status
-    spoken = Subprotocol(f"cf-aig-authorization.{KEY}")
-    with opened(gateway, subprotocols=[spoken]) as socket:
-        assert socket.subprotocol == spoken
-        asks(socket, "browser")
-        assert to_the_end(socket)[-1]["type"] == "universal.done"
-    with opened(gateway, subprotocols=[Subprotocol("chat"), spoken]) as socket:
-        assert socket.subprotocol == "chat"  # a key is not said back where something else can be
+    key_protocol = Subprotocol(f"cf-aig-authorization.{KEY}")
+    with open_socket(gateway, subprotocols=[key_protocol]) as socket:
+        assert socket.subprotocol == key_protocol
+        send_request(socket, "browser")
+        assert receive_all(socket)[-1]["type"] == "universal.done"
+    with open_socket(gateway, subprotocols=[Subprotocol("chat"), key_protocol]) as socket:
+        assert socket.subprotocol == "chat"  # the key is echoed only if there is no other subprotocol
 
 
-def test_a_message_that_is_too_large_ends_the_socket(socket: Connection) -> None:
+def test_too_large_message_closes_the_socket(socket: Connection) -> None:
     with pytest.raises(ConnectionClosedError) as closed:
         socket.send("x" * (2 << 20))
         socket.recv(timeout=20)
