@@ -44,7 +44,15 @@ EXPECTED_ERRORS: dict[str, tuple[int, str]] = {
     "wrong-type": (502, "upstream_broken"),
     "drip": (504, "upstream_timeout"),
 }
-FAULTS_AFTER_CONTENT = ("stall-later", "cut", "bad-json", "bad-event", "error-event", "no-ending", "drip")  # can happen after content
+FAULTS_AFTER_CONTENT = (
+    "stall-later",
+    "cut",
+    "bad-json",
+    "bad-event",
+    "error-event",
+    "no-ending",
+    "drip",
+)  # can happen after content
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,10 @@ def ask(made: Gateways, case: Case, timeout_s: int) -> ObservedReply:
     connection = http.client.HTTPConnection(made.url.removeprefix("http://"), timeout=30)
     body = {"model": case.model, "messages": [{"role": "user", "content": "hello"}], "stream": case.stream}
     body["max_tokens"] = WORDS
-    option_headers = {"cf-aig-request-timeout": str(1000 * timeout_s), "x-emberline-continue": str(case.continued).lower()}
+    option_headers = {
+        "cf-aig-request-timeout": str(1000 * timeout_s),
+        "x-emberline-continue": str(case.continued).lower(),
+    }
     connection.request(
         "POST", PATHS[case.dialect], json.dumps(body), {"content-type": "application/json", **PRICES, **option_headers}
     )
@@ -172,7 +183,9 @@ def test_fault_before_content_falls_back(replies: dict[Case, ObservedReply], cas
     row = reply.record
     assert row.success and row.ended == "complete" and row.error == "" and row.step == 1 and row.provider == "second"
     assert row.attempts > 1 and not row.estimated
-    assert (row.usage.input, row.usage.output, row.micros) == (11, WORDS, COST), "only the provider that answered is billed"
+    assert (row.usage.input, row.usage.output, row.micros) == (11, WORDS, COST), (
+        "only the provider that answered is billed"
+    )
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if not c.fallback and not c.late], ids=str)
@@ -219,12 +232,18 @@ def test_fault_after_content_is_continued_if_enabled(replies: dict[Case, Observe
     reply = replies[case]
     whole = case.fault == "no-ending"
     words = WORDS if whole else 6  # three, and three that the estimated rest of the limit allows
-    assert reply.status == 200 and reply.whole and reply_text(case, reply.body) == "".join(f"word{i} " for i in range(words))
+    assert (
+        reply.status == 200
+        and reply.whole
+        and reply_text(case, reply.body) == "".join(f"word{i} " for i in range(words))
+    )
     assert reply.body.count(ending(case)) == 1 and b'"error"' not in reply.body
     row = reply.record
     assert row.success and row.ended == "complete" and row.error == "" and row.step == 0 and row.estimated
     continued_by = "second/well" if case.fallback else case.model
-    assert row.metadata["continued"] == ("ended here" if whole else continued_by) and row.attempts == (1 if whole else 2)
+    assert row.metadata["continued"] == ("ended here" if whole else continued_by) and row.attempts == (
+        1 if whole else 2
+    )
     assert row.usage.input >= (11 if whole else 22) and row.usage.output >= words
     assert row.micros == row.usage.input * 3 + row.usage.output * 7, "both attempts are billed"
 

@@ -47,7 +47,9 @@ def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     prices = {"judge/j": {"input": 1_000_000, "output": 1_000_000}}
     home = tmp_path_factory.mktemp("guarded")
-    with Gateways(home, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=GUARDRAILS, prices=prices) as made:
+    with Gateways(
+        home, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=GUARDRAILS, prices=prices
+    ) as made:
         yield made
 
 
@@ -247,7 +249,9 @@ def test_judge_verdicts(gateway: Gateways, says: str, fault: str, status: int, f
 
 def test_judge_timeout_blocks(tmp_path: Path) -> None:
     short_timeout = {"judges": [{**GUARDRAILS["judges"][0], "seconds": 1.0}]}
-    with Gateways(tmp_path, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=short_timeout) as gateway:
+    with Gateways(
+        tmp_path, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=short_timeout
+    ) as gateway:
         gateway.fakes["judge"].fault = "silent"
         actual, headers, body, _ = ask(gateway, "openai-chat", "hm")
         assert actual == 400 and "2016" in body

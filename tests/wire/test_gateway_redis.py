@@ -324,7 +324,9 @@ def test_limiter_and_cache_open_by_address(server: RedisServer, tmp_path: Path, 
         url, clock = server.url if is_running else "redis://127.0.0.1:9", SystemClock()
         async with AsyncExitStack() as stack:
             for limiter in (await open_limiter(None, clock, stack), await open_limiter(url, clock, stack)):
-                reservation = await limiter.reserve([LimitRule(name="opened", limit=9).make_claim({}, 1)], time.time(), 9)
+                reservation = await limiter.reserve(
+                    [LimitRule(name="opened", limit=9).make_claim({}, 1)], time.time(), 9
+                )
                 limiter.settle(reservation, {})
                 assert reservation.is_local is not (is_running and isinstance(limiter, RedisLimiter))
             for address in (None, f"sqlite:{tmp_path}/cache.db", url):

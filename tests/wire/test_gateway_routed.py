@@ -126,7 +126,9 @@ def test_clients_of_both_dialects_stream_through_a_route(gateway: Gateways) -> N
     client = openai.OpenAI(base_url=f"{gateway.url}/v1/default/default/compat", api_key="not-for-them", max_retries=0)
     chunks = client.chat.completions.create(model="dynamic/both", messages=HELLO, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == TEXT
-    assert "authorization" not in gateway.fakes["second"].requests[-1].headers, "the key is not passed to another provider"
+    assert "authorization" not in gateway.fakes["second"].requests[-1].headers, (
+        "the key is not passed to another provider"
+    )
     anthropic_client = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0)
     with anthropic_client.messages.stream(model="dynamic/both", messages=HELLO, max_tokens=8) as stream:
         assert stream.get_final_text() == TEXT
@@ -137,9 +139,9 @@ def test_deploy_and_rollback_take_effect(gateway: Gateways) -> None:
     manage(gateway, "POST", "versions/versions", {"elements": support("two")})
 
     def deployed_model() -> str:
-        return serving_step(ask(gateway, "dynamic/versions", {"plan": "paid", "user": str(gateway.fakes["first"].count)})[1])[
-            1
-        ]
+        return serving_step(
+            ask(gateway, "dynamic/versions", {"plan": "paid", "user": str(gateway.fakes["first"].count)})[1]
+        )[1]
 
     assert deployed_model() == "one"
     manage(gateway, "POST", "versions/deploy", {"version": 2})

@@ -26,7 +26,9 @@ TEXT = "".join(f"word{i} " for i in range(8))
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     places = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
-    with Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=LONG_TIMEOUTS) as made:
+    with Gateways(
+        tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=LONG_TIMEOUTS
+    ) as made:
         yield made
 
 
@@ -119,7 +121,9 @@ def test_closing_the_socket_stops_the_provider(gateway: Gateways) -> None:
         (b"\xff\xfe", "not a valid universal.create"),
     ],
 )
-def test_invalid_message_is_an_error_and_the_socket_stays_open(socket: Connection, message: str | bytes, expected: str) -> None:
+def test_invalid_message_is_an_error_and_the_socket_stays_open(
+    socket: Connection, message: str | bytes, expected: str
+) -> None:
     socket.send(message)
     error = receive(socket)
     assert error["type"] == "universal.error" and expected in error["error"]["message"]

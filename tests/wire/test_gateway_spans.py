@@ -49,7 +49,11 @@ def ask(gateway: Gateways, headers: dict[str, str] | None = None, **more: Any) -
 
 def test_call_span_has_the_callers_span_as_parent(gateway: Gateways, collecting: Collecting) -> None:
     began = time.time()
-    request_headers = {"cf-aig-otel-trace-id": TRACE, "cf-aig-otel-parent-span-id": PARENT, "cf-aig-metadata": '{"team": "a"}'}
+    request_headers = {
+        "cf-aig-otel-trace-id": TRACE,
+        "cf-aig-otel-parent-span-id": PARENT,
+        "cf-aig-metadata": '{"team": "a"}',
+    }
     _, log = ask(gateway, request_headers)
     span, facts = span_of(collecting, log)
     assert (span["traceId"], span["parentSpanId"], span["kind"]) == (TRACE, PARENT, 3)
@@ -77,7 +81,9 @@ STEP = {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "qu
         ("/v1/default/default", [STEP]),
     ],
 )
-def test_provider_receives_the_call_span_as_parent(gateway: Gateways, collecting: Collecting, path: str, body: Any) -> None:
+def test_provider_receives_the_call_span_as_parent(
+    gateway: Gateways, collecting: Collecting, path: str, body: Any
+) -> None:
     request_headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     _, headers, _ = gateway.post(path, body, request_headers)
     span, _ = span_of(collecting, headers["cf-aig-log-id"])
@@ -125,9 +131,7 @@ def test_failed_call_has_an_error_span(gateway: Gateways, collecting: Collecting
     assert facts["http.response.status_code"] == status >= 500
 
 
-def test_export_is_retried_when_busy_but_not_when_refused(
-    gateway: Gateways, collecting: Collecting
-) -> None:
+def test_export_is_retried_when_busy_but_not_when_refused(gateway: Gateways, collecting: Collecting) -> None:
     collecting.script = [503]
     span_of(collecting, ask(gateway)[1])
     collecting.script = [400]

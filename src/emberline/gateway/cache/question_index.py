@@ -77,7 +77,7 @@ class QuestionIndex:
             if similarities[i] < threshold:
                 return None
             known = partition.questions[i]
-            if known.expires > now and known.exact == exact:
+            if known.expires > now and known.exact_features == exact:
                 return SimilarQuestion(known.key, float(similarities[i]), known.expires)
         return None
 

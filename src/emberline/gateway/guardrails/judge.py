@@ -83,15 +83,15 @@ class JudgeClient:
             max_output=None,
             options=RequestOptions(request_timeout=judge.seconds, timeout_configured=True, max_attempts=1),
             deadline=min(call.deadline, self._clock.now() + judge.seconds),
-            trail=[],
-            notes={},
+            attempts=[],
+            reply_headers={},
             findings=[],
-            redacted=[],
+            redacted_bodies=[],
             steps=(RequestStep(judge.provider, judge.model),),
-            plain=True,
-            step=0,
-            last=True,
-            hedge=None,
+            is_dialect_endpoint=True,
+            step_index=0,
+            is_last_step=True,
+            hedge_delay_s=None,
         )
 
 

@@ -121,7 +121,7 @@ class _Continuation:
         body = await offload.run_by_size(
             len(call.body), build_continuation, call.body, self.conversation, text_so_far, prefill
         )
-        reply = await self.retry_handler(call.with_changes(body=body, prefill=prefill, surveyed=call.body_summary))
+        reply = await self.retry_handler(call.with_changes(body=body, prefill=prefill, body_summary=call.body_summary))
         return reply, RepetitionFilter(text_so_far, prefill)
 
     def _prefill_mode(self, call: GatewayRequest) -> AssistantPrefill:

@@ -153,8 +153,8 @@ def call_for_model(call: GatewayRequest, element: ModelElement, number: int, *, 
         headers={name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS},
         options=options,
         steps=(RequestStep(target.provider, target.model),),
-        step=number,
-        last=last,
+        step_index=number,
+        is_last_step=last,
     )
 
 

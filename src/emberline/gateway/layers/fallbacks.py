@@ -64,7 +64,7 @@ def _matches(pattern: str, name: str) -> bool:
 def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bool) -> GatewayRequest:
     """Return the call as this step sends it; the trail and the notes are shared."""
     if number == 0 and step.body is None:
-        return call if last else call.with_changes(last=False)
+        return call if last else call.with_changes(is_last_step=False)
     headers = step.headers
     if headers is None:  # credentials for another provider are not passed on
         headers = {name: value for name, value in call.headers.items() if name in _SHARED_HEADERS}
@@ -75,12 +75,12 @@ def call_for_step(call: GatewayRequest, step: RequestStep, number: int, last: bo
         dialect=step.dialect or call.dialect,
         headers=headers,
         body=call.body if step.body is None else step.body,
-        **({} if step.body is None else {"seen": step.body_fields, "surveyed": step.body_summary}),
+        **({} if step.body is None else {"body_fields": step.body_fields, "body_summary": step.body_summary}),
         stream=call.stream if step.stream is None else step.stream,
         options=step.options or call.options,
-        plain=step.endpoint is None or step.is_dialect_endpoint,
-        step=number,
-        last=last,
+        is_dialect_endpoint=step.endpoint is None or step.is_dialect_endpoint,
+        step_index=number,
+        is_last_step=last,
     )
 
 

@@ -58,7 +58,7 @@ class _HedgedCall:
         return winner
 
     def _start(self, call: GatewayRequest) -> asyncio.Task[GatewayReply]:
-        task = asyncio.ensure_future(self.inner(call.with_changes(hedge=None)))
+        task = asyncio.ensure_future(self.inner(call.with_changes(hedge_delay_s=None)))
         self.attempts[task] = call, self.clock.now()
         return task
 

@@ -83,7 +83,7 @@ def _resolve_pool(call: GatewayRequest, balancer: LoadBalancer, estimator: CostE
         headers={name: value for name, value in call.headers.items() if name in FORWARDED_HEADERS},
         options=steps[0].options,
         steps=steps,
-        hedge=balancer.hedge_delay(order[0], call.stream) if pool.hedge and len(order) > 1 else None,
+        hedge_delay_s=balancer.hedge_delay(order[0], call.stream) if pool.hedge and len(order) > 1 else None,
     )
 
 

@@ -61,7 +61,7 @@ async def evaluate_body_conditions(
     selected = {id: each for id, each in conditions.items() if _reads_body(each)}
     if len(call.body) < LARGE_INPUT_BYTES or not selected:
         return {}
-    bare = call.with_changes(body=b"", steps=(), redacted=[], trail=[], surveyed=None)
+    bare = call.with_changes(body=b"", steps=(), redacted_bodies=[], attempts=[], body_summary=None)
     return await offload.run(len(call.body), evaluate_conditions, bare, call.body, selected)
 
 
