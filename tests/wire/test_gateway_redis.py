@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from hypothesis import HealthCheck, rule_json, settings
+from hypothesis import HealthCheck, given, settings
 from limits_oracle import RULES, STEPS, compare
 from redis_server import RedisServer, redis_server, start_redis
 
@@ -66,7 +66,7 @@ def with_test_clock(script: RedisScript) -> RedisScript:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@rule_json(RULES, STEPS)
+@given(RULES, STEPS)
 def test_redis_limiter_matches_the_oracle(
     server: RedisServer, rule: LimitRule, steps: list[tuple[str, int, int, int]]
 ) -> None:
