@@ -175,8 +175,8 @@ def test_real_clients_handle_guardrails(gateway: Gateways) -> None:
     gateway.fakes["fake"].text = f"Write to {MAIL}, please."
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="k", max_retries=0)
     chunks = client.chat.completions.create(model="m", messages=hello, stream=True)
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert said == "Write to [email], please."
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "Write to [email], please."
     anthropic_client = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0)
     with anthropic_client.messages.stream(model="m", messages=hello, max_tokens=64) as stream:
         assert stream.get_final_text() == "Write to [email], please."

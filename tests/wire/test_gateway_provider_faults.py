@@ -66,7 +66,7 @@ class Case:
 
     @property
     def model(self) -> str:
-        provider = {"tls": "secure", "refused": "nobody"}.get(self.fault, "first")
+        provider = {"tls": "secure", "refused": "unreachable"}.get(self.fault, "first")
         return f"{'safe-' if self.fallback else ''}{provider}/{self.fault}@{3 if self.late else 0}"
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def cases() -> list[Case]:
 
 
 def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
-    at = {**urls, "nobody": "http://127.0.0.1:1", "secure": urls["first"].replace("http:", "https:")}
+    at = {**urls, "unreachable": "http://127.0.0.1:1", "secure": urls["first"].replace("http:", "https:")}
     return {
         prefix + name: {"base_url": url, "speaks": ["openai-chat", "anthropic"]}
         for name, url in at.items()

@@ -1,4 +1,4 @@
-"""A gateway that stops while streams are open: each stream gets an error event of its dialect and is logged as failed."""
+"""A gateway that stops while streams are open: each gets an error event of its dialect and is logged as failed."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def test_provider_receives_the_call_span_as_parent(
     _, headers, _ = gateway.post(path, body, request_headers)
     span, _ = span_of(collecting, headers["cf-aig-log-id"])
     assert (span["traceId"], span["parentSpanId"]) == (TRACE, PARENT)
-    asked = gateway.fakes["fake"].requests[-1].headers
-    assert asked["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and asked["tracestate"] == "vendor=1"
+    sent_headers = gateway.fakes["fake"].requests[-1].headers
+    assert sent_headers["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and sent_headers["tracestate"] == "vendor=1"
 
 
 def test_step_key_is_in_no_span(gateway: Gateways, collecting: Collecting) -> None:
@@ -105,8 +105,10 @@ def test_invalid_traceparent_is_not_passed_on(gateway: Gateways, collecting: Col
     _, log = ask(gateway, {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"})
     span, _ = span_of(collecting, log)
     assert span["traceId"] != TRACE and "parentSpanId" not in span
-    asked = gateway.fakes["fake"].requests[-1].headers
-    assert asked["traceparent"] == f"00-{span['traceId']}-{span['spanId']}-01" and "tracestate" not in asked
+    sent_headers = gateway.fakes["fake"].requests[-1].headers
+    assert (
+        sent_headers["traceparent"] == f"00-{span['traceId']}-{span['spanId']}-01" and "tracestate" not in sent_headers
+    )
 
 
 def test_stream_without_a_parent_starts_a_trace(gateway: Gateways, collecting: Collecting) -> None:

@@ -25,9 +25,9 @@ TEXT = "".join(f"word{i} " for i in range(8))
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    places = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
+    provider_settings = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
     with Gateways(
-        tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=LONG_TIMEOUTS
+        tmp_path_factory.mktemp("socket"), ("fake",), provider_settings, authentication=True, timeouts=LONG_TIMEOUTS
     ) as made:
         yield made
 
@@ -79,8 +79,8 @@ def test_streamed_reply(gateway: Gateways, socket: Connection) -> None:
     created, *stream, done = receive_all(socket)
     assert "response" not in created and created["metadata"]["contentType"].startswith("text/event-stream")
     assert done["type"] == "universal.done" and {each["type"] for each in stream} == {"universal.stream"}
-    said = [each["response"]["choices"][0]["delta"].get("content", "") for each in stream]
-    assert "".join(said) == TEXT
+    texts = [each["response"]["choices"][0]["delta"].get("content", "") for each in stream]
+    assert "".join(texts) == TEXT
     assert {each["metadata"]["eventId"] for each in stream} == {created["metadata"]["eventId"]} != {""}
 
 
