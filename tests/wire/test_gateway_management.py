@@ -133,11 +133,11 @@ def test_stored_provider_key_is_used(gateway: Gateways) -> None:
 def test_created_price_is_charged(gateway: Gateways) -> None:
     manage(gateway, "PUT", "prices/oai/priced", {"input": 1_000_000, "output": 2_000_000})
 
-    def charged() -> bool:
+    def is_charged() -> bool:
         _, headers, _ = ask(gateway, ADMIN, "oai/priced", stream=True)
         return gateway.record(headers["cf-aig-log-id"]).micros == 11 + 2 * 8
 
-    until(charged, 5)
+    until(is_charged, 5)
     _, headers, _ = ask(gateway, ADMIN, "oai/no-price")
     assert gateway.record(headers["cf-aig-log-id"]).micros is None, "an unknown price is not zero"
 
@@ -150,11 +150,11 @@ def test_custom_provider_must_have_a_public_address(gateway: Gateways) -> None:
     created["base_url"] = "https://localhost.localdomain.example"
     manage(gateway, "POST", "custom-providers/mine", created)
 
-    def refused() -> bool:
+    def is_refused() -> bool:
         status, _, body = gateway.post("/v1/default/default/custom-mine/v1/x", {"model": "m"}, ADMIN)
         return status == 502 and json.loads(body)["error"]["code"] == "upstream_unreached"
 
-    until(refused, 5)
+    until(is_refused, 5)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])

@@ -42,13 +42,13 @@ def server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def connected(url: str, patience: float = 20.0) -> AsyncIterator[RedisClient]:
-    link = RedisClient(url, SystemClock(), timeout_s=patience)
+async def connect(url: str, timeout_s: float = 20.0) -> AsyncIterator[RedisClient]:
+    client = RedisClient(url, SystemClock(), timeout_s=timeout_s)
     try:
-        assert await link.start(20.0)
-        yield link
+        assert await client.start(20.0)
+        yield client
     finally:
-        await link.close()
+        await client.close()
 
 
 async def until(condition: Any) -> None:
@@ -71,8 +71,8 @@ def test_redis_limiter_matches_the_oracle(
     server: RedisServer, rule: LimitRule, steps: list[tuple[str, int, int, int]]
 ) -> None:
     async def run() -> None:
-        async with connected(server.url) as link:
-            limiter = RedisLimiter(link)
+        async with connect(server.url) as client:
+            limiter = RedisLimiter(client)
             limiter._reserve_script, limiter._settle_script = (
                 with_test_clock(limiter._reserve_script),
                 with_test_clock(limiter._settle_script),
@@ -80,9 +80,9 @@ def test_redis_limiter_matches_the_oracle(
             limiter._usage_script = with_test_clock(limiter._usage_script)
 
             async def set_time(now: int) -> None:
-                await link.call("HSET", "test:clock", "s", now // 1000, "us", now % 1000 * 1000)
+                await client.call("HSET", "test:clock", "s", now // 1000, "us", now % 1000 * 1000)
 
-            await link.call("FLUSHALL")
+            await client.call("FLUSHALL")
             await compare(limiter, rule, steps, set_time)
             assert limiter.stats.degraded == 0
 
@@ -99,12 +99,12 @@ def test_lua_months_match_python(server: RedisServer) -> None:
     month = LimitWindow.for_period("month", "fixed")
 
     async def run() -> None:
-        async with connected(server.url) as link:
-            text = RedisLimiter(link)._reserve_script.text.split("-- Reserve all claims")[0]
+        async with connect(server.url) as client:
+            text = RedisLimiter(client)._reserve_script.text.split("-- Reserve all claims")[0]
             text += "local s = slot_of(tonumber(ARGV[1]), 0, 0) return {s, ends_of(s, 0, 1, 0)}"
             for now in moments:
                 slot = month.slot(now)
-                assert await link.run_script(RedisScript(text), [], [now]) == [slot, month.slot_end(slot)]
+                assert await client.run_script(RedisScript(text), [], [now]) == [slot, month.slot_end(slot)]
 
     uvloop.run(run())
 
@@ -142,8 +142,8 @@ def test_reservation_of_a_dead_replica_expires(server: RedisServer) -> None:
     rule = LimitRule(name="crash", limit=1, per="day")
 
     async def run() -> None:
-        async with connected(server.url) as link:
-            dead, alive = RedisLimiter(link), RedisLimiter(link)
+        async with connect(server.url) as client:
+            dead, alive = RedisLimiter(client), RedisLimiter(client)
             claims = [rule.make_claim({}, 1)]
             late = await dead.reserve(claims, 0, 2)
             with pytest.raises(LimitExceeded):
@@ -164,8 +164,8 @@ def test_repeated_settlement_counts_once_and_keys_expire(server: RedisServer) ->
     rule = LimitRule(name="twice", limit=10, amount="tokens", per="hour")
 
     async def run() -> None:
-        async with connected(server.url) as link:
-            limiter = RedisLimiter(link)
+        async with connect(server.url) as client:
+            limiter = RedisLimiter(client)
             claims = [rule.make_claim({"gateway": "acc/gw"}, 5)]
             reservation = await limiter.reserve(claims, 0, 60)
             for _ in range(2):
@@ -176,7 +176,7 @@ def test_repeated_settlement_counts_once_and_keys_expire(server: RedisServer) ->
             assert after.grants[0].remaining == 10 - 2 - 5
             for key in limiter._redis_keys(claims):
                 assert key.startswith("emberline:{acc/gw}:twice:")
-                assert 0 < await link.call("PTTL", key) <= 3_600_000
+                assert 0 < await client.call("PTTL", key) <= 3_600_000
 
     uvloop.run(run())
 
@@ -186,8 +186,8 @@ def test_hanging_redis_degrades(degraded: DegradedMode) -> None:
     with redis_server() as server:
 
         async def run() -> None:
-            async with connected(server.url, patience=0.05) as link:
-                limiter = RedisLimiter(link, degraded=degraded)
+            async with connect(server.url, timeout_s=0.05) as client:
+                limiter = RedisLimiter(client, degraded=degraded)
                 claims = [RULE.make_claim({"gateway": "g"}, 1)]
                 server.process.send_signal(signal.SIGSTOP)
                 for _ in range(20):  # three wait 50 ms each, the others fail at once
@@ -198,10 +198,10 @@ def test_hanging_redis_degrades(degraded: DegradedMode) -> None:
                     except StoreFailed:
                         assert degraded == "closed"
                 assert limiter.stats.degraded == 20
-                assert 3 <= link.stats.timeouts <= 6 and link.stats.rejected >= 14
+                assert 3 <= client.stats.timeouts <= 6 and client.stats.rejected >= 14
                 server.process.send_signal(signal.SIGCONT)
-                link.timeout_s = 20.0
-                await until(lambda: link.is_healthy)
+                client.timeout_s = 20.0
+                await until(lambda: client.is_healthy)
                 await limiter.reserve(claims, 0, 60)
                 assert limiter.stats.reserved == 1
 
@@ -213,18 +213,18 @@ def test_settlements_are_sent_after_a_redis_outage() -> None:
 
     async def run() -> None:
         nonlocal server
-        async with connected(server.url) as link:
-            limiter = RedisLimiter(link)
+        async with connect(server.url) as client:
+            limiter = RedisLimiter(client)
             rule = LimitRule(name="owed", limit=100, amount="tokens", per="day")
             claims = [rule.make_claim({}, 10)]
             reservation = await limiter.reserve(claims, 0, 0.001)  # expires: the new Redis does not have it
             server.process.kill()
             server.process.wait()
-            await until(lambda: not link.is_healthy)
+            await until(lambda: not client.is_healthy)
             limiter.settle(reservation, {"tokens": 7})
             assert limiter.stats.pending_settlements == 1
             server = start_redis(server.port)
-            await until(lambda: link.is_healthy)
+            await until(lambda: client.is_healthy)
             limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
             assert limiter.stats.pending_settlements == 0
@@ -240,11 +240,11 @@ def test_settlements_are_sent_after_a_redis_outage() -> None:
 @pytest.mark.parametrize("degraded", ["local", "closed"])
 def test_read_only_redis_degrades(server: RedisServer, degraded: DegradedMode) -> None:
     async def run() -> None:
-        async with connected(server.url) as link:
-            limiter = RedisLimiter(link, degraded=degraded, prefix=f"refused-{degraded}")
+        async with connect(server.url) as client:
+            limiter = RedisLimiter(client, degraded=degraded, prefix=f"refused-{degraded}")
             claims = [LimitRule(name="r", limit=100, amount="tokens", per="day").make_claim({}, 10)]
             reservation = await limiter.reserve(claims, 0, 60)
-            await link.call("REPLICAOF", "127.0.0.1", 1)  # of an unreachable server: it becomes read-only
+            await client.call("REPLICAOF", "127.0.0.1", 1)  # of an unreachable server: it becomes read-only
             try:
                 limiter.settle(reservation, {"tokens": 7})
                 await until(lambda: limiter.stats.pending_settlements == 1)
@@ -254,7 +254,7 @@ def test_read_only_redis_degrades(server: RedisServer, degraded: DegradedMode) -
                     with pytest.raises(StoreFailed):
                         await limiter.reserve(claims, 0, 60)
             finally:
-                await link.call("REPLICAOF", "NO", "ONE")
+                await client.call("REPLICAOF", "NO", "ONE")
             limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
             assert (limiter.stats.degraded, limiter.stats.pending_settlements, limiter.stats.lost_settlements) == (
@@ -269,11 +269,11 @@ def test_read_only_redis_degrades(server: RedisServer, degraded: DegradedMode) -
 
 def test_settlement_that_redis_always_refuses_is_given_up(server: RedisServer) -> None:
     async def run() -> None:
-        async with connected(server.url) as link:
-            limiter = RedisLimiter(link, prefix="spoiled")
+        async with connect(server.url) as client:
+            limiter = RedisLimiter(client, prefix="spoiled")
             one, other = ([LimitRule(name=name, limit=9).make_claim({}, 1)] for name in ("one", "other"))
             reservation = await limiter.reserve(one, 0, 60)
-            await link.call("SET", limiter._redis_keys(one)[1], "wrong type")
+            await client.call("SET", limiter._redis_keys(one)[1], "wrong type")
             limiter.settle(reservation, {"requests": 1})
             await until(lambda: limiter.stats.pending_settlements == 1)
             limiter.settle(await limiter.reserve(other, 0, 60), {"requests": 1})
@@ -285,16 +285,16 @@ def test_settlement_that_redis_always_refuses_is_given_up(server: RedisServer) -
 
 def test_redis_client_protocol(server: RedisServer) -> None:
     async def run() -> None:
-        async with connected(f"{server.url}/3") as link:
-            assert await link.call("SET", "k", b"\x00\r\nv") == b"OK"
-            answers = await asyncio.gather(*(link.call("ECHO", i) for i in range(300)))
+        async with connect(f"{server.url}/3") as client:
+            assert await client.call("SET", "k", b"\x00\r\nv") == b"OK"
+            answers = await asyncio.gather(*(client.call("ECHO", i) for i in range(300)))
             assert answers == [str(i).encode() for i in range(300)]
-            assert await link.call("GET", "k") == b"\x00\r\nv" and await link.call("GET", "none") is None
+            assert await client.call("GET", "k") == b"\x00\r\nv" and await client.call("GET", "none") is None
             with pytest.raises(RedisErrorReply, match="unknown command"):
-                await link.call("FROB")
-            await link.call("SCRIPT", "FLUSH")
-            assert await link.run_script(RedisScript("return {KEYS[1], ARGV[1]}"), ["a"], [7]) == [b"a", b"7"]
-        async with connected(server.url) as other:
+                await client.call("FROB")
+            await client.call("SCRIPT", "FLUSH")
+            assert await client.run_script(RedisScript("return {KEYS[1], ARGV[1]}"), ["a"], [7]) == [b"a", b"7"]
+        async with connect(server.url) as other:
             assert await other.call("GET", "k") is None
         with pytest.raises(RedisUnavailable):
             await RedisClient(server.url, SystemClock()).call("PING")
@@ -304,7 +304,7 @@ def test_redis_client_protocol(server: RedisServer) -> None:
 
 def test_redis_cache_is_shared_and_empty_without_redis(server: RedisServer) -> None:
     async def run() -> None:
-        async with connected(server.url) as one, connected(server.url) as two:
+        async with connect(server.url) as one, connect(server.url) as two:
             await RedisCache(one).put("k", b"\x00reply", 60)
             assert await RedisCache(two).get("k") == b"\x00reply" and await RedisCache(two).get("other") is None
             assert 0 < await one.call("PTTL", "emberline:cache:k") <= 60_000
@@ -349,9 +349,9 @@ def test_redis_url_options() -> None:
 
 def test_redis_password(server: RedisServer) -> None:
     async def run() -> None:
-        async with connected(server.url) as link:
-            await link.call("ACL", "SETUSER", "gate", "on", ">p@ss/1", "+@all", "~*")
-        async with connected(f"redis://gate:p%40ss%2F1@127.0.0.1:{server.port}") as link:
-            assert await link.call("ACL", "WHOAMI") == b"gate"
+        async with connect(server.url) as client:
+            await client.call("ACL", "SETUSER", "gate", "on", ">p@ss/1", "+@all", "~*")
+        async with connect(f"redis://gate:p%40ss%2F1@127.0.0.1:{server.port}") as client:
+            assert await client.call("ACL", "WHOAMI") == b"gate"
 
     uvloop.run(run())
