@@ -44,7 +44,7 @@ _KEY_PREFIXES = (
 def _matches_at(
     start_pattern: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int
 ) -> Iterator[re.Match[str]]:
-    """Yield the matches of `match_pattern`, tried only where `start_pattern` matches, which is rare."""
+    """Yield the matches of `pattern`, tried only where `start_pattern` matches, which is rare."""
     for found in start_pattern.finditer(text, start):
         if (whole := pattern.match(text, found.start())) is not None:
             yield whole
