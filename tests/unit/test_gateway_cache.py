@@ -251,7 +251,7 @@ def test_streams_are_replayed_as_streams() -> None:
 @pytest.mark.parametrize("how", ["error", "status", "cut", "left", "large"])
 def test_failed_or_incomplete_reply_is_not_cached(how: str) -> None:
     async def run() -> None:
-        bench = CacheBench(largest=10) if how == "large" else CacheBench()
+        bench = CacheBench(max_entry_bytes=10) if how == "large" else CacheBench()
         stream = how in ("cut", "left", "large")
         if how == "error":
             bench.failure = UpstreamBroken("down")
@@ -319,7 +319,7 @@ def test_disconnect_of_the_first_call_keeps_the_others() -> None:
 
 def test_wait_for_an_equal_call_is_bounded() -> None:
     async def run() -> None:
-        bench = CacheBench(wait=0.01)
+        bench = CacheBench(max_wait_s=0.01)
         bench.gate.clear()
         first_call = asyncio.create_task(bench.ask())
         await asyncio.sleep(0.005)
@@ -357,7 +357,7 @@ async def store_of(kind: str, clock: ManualClock, path: Path, **sizes: int) -> A
 def test_store_keeps_expires_and_evicts(kind: str, tmp_path: Path) -> None:
     async def run() -> None:
         clock = ManualClock(1000.0)
-        async with store_of(kind, clock, tmp_path, most=10_000, largest=4_000) as store:
+        async with store_of(kind, clock, tmp_path, max_bytes=10_000, max_entry_bytes=4_000) as store:
             assert await store.get("k") is None
             await store.put("k", b"one", 60)
             await store.put("k", b"two", 60)
@@ -400,7 +400,7 @@ def test_sqlite_measures_its_size_rarely(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(SqliteCache, "_measure_size", counting)
 
     async def run() -> None:
-        async with store_of("sqlite", ManualClock(1000.0), tmp_path, most=1 << 20, largest=4_000) as store:
+        async with store_of("sqlite", ManualClock(1000.0), tmp_path, max_bytes=1 << 20, max_entry_bytes=4_000) as store:
             for i in range(200):
                 await store.put(str(i), b"x" * 100, 60)
             assert counted == 4 and store.failures == 0

@@ -7,7 +7,6 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from emberline.gateway.errors import LimitExceeded, StoreBusy
 from emberline.gateway.limits.journal import GROWTH_BYTES, CounterJournal
 from emberline.gateway.limits.rule import Claim, LimitRule
 from emberline.gateway.limits.stored import StoredLimiter
-from emberline.gateway.store.base import LimitCounter
+from emberline.gateway.store.base import GatewayStore, LimitCounter
 from emberline.gateway.store.opening import open_store
 
 NOW = 1_800_000_000.0
@@ -50,7 +49,7 @@ class GatewayProcess:
         self.location, self.wall, self.interval = location, wall, interval
 
     async def __aenter__(self) -> GatewayProcess:
-        self.store: Any = await open_store(self.location.store)
+        self.store: GatewayStore = await open_store(self.location.store)
         self.journal = CounterJournal(self.location.journals)
         self.limiter = StoredLimiter(self.store, self.journal, self.wall, self.interval)
         await self.limiter.start()
@@ -138,7 +137,7 @@ def test_ended_and_short_windows_are_not_restored(location: StorageLocation) -> 
 class LostReplyStore:
     """A store that applies a batch and then fails before it confirms it."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: GatewayStore) -> None:
         self.store, self.failing = store, True
 
     async def counters(self, now: int) -> list[LimitCounter]:

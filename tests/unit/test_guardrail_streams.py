@@ -366,7 +366,7 @@ def test_logprobs_of_redacted_text_are_removed() -> None:
 def test_reply_too_large_for_a_judge_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emberline.gateway.guardrails.stream.MAX_HELD_BYTES", 200)
     guard = RecordingGuard()
-    assert run([chat("Hello ")] * 9, "flag", guard, judged=True, hold=True) == [b"data: blocked unchecked\n\n"]
+    assert run([chat("Hello ")] * 9, "flag", guard, is_judged=True, hold_all=True) == [b"data: blocked unchecked\n\n"]
     assert not guard.judged_texts
 
 
@@ -375,6 +375,6 @@ def test_blocking_judge_reads_everything_before_release(stop: GuardrailFinding |
     guard = RecordingGuard()
     guard.stop = stop
     chunks = [chat("Hello "), chat("there."), sse.DONE_EVENT]
-    sent = run(chunks, "flag", guard, judged=True, hold=True)
+    sent = run(chunks, "flag", guard, is_judged=True, hold_all=True)
     assert guard.judged_texts == ["Hello there."]
     assert sent == ([b"".join(chunks)] if stop is None else [b"data: blocked S1\n\n"])

@@ -52,7 +52,7 @@ def test_event_loop_runs_during_the_work(child: OffloadProcess) -> None:
 
 def test_work_over_its_cpu_limit_is_ended(child: OffloadProcess) -> None:
     async def run() -> int:
-        with pytest.raises(WorkTooLarge, match=r"more than 0\.2 s of processor time"):
+        with pytest.raises(WorkTooLarge, match=r"more than the limit of 0\.2 s of CPU time"):
             await child.run(sum, range(10**12))
         return await child.run(os.getpid)
 

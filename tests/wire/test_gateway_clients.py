@@ -62,7 +62,7 @@ def test_models_are_listed_by_their_request_names(gateway: Gateways, base: str) 
     assert {model.id for model in client.models.list()} >= {"quick"}
     assert client.models.retrieve("quick").id == "quick"
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("nobody/nothing")
+        client.models.retrieve("unknown/model")
 
 
 @pytest.mark.parametrize("model", [OPENAI, ANTHROPIC, "res/some-model", "some-model", "quick"])
@@ -145,8 +145,8 @@ def test_body_passes_unchanged(gateway: Gateways) -> None:
     status, _, through = gateway.post(
         "/v1/default/default/openai/chat/completions", body, {"authorization": "Bearer mine"}
     )
-    asked = fake.requests[-1]
-    assert status == 200 and asked.body == body and asked.path == "/v1/chat/completions"
+    sent_request = fake.requests[-1]
+    assert status == 200 and sent_request.body == body and sent_request.path == "/v1/chat/completions"
     assert ask_provider_directly(gateway, body) == through
 
 
@@ -211,7 +211,7 @@ def test_gateway_keys_never_reach_a_provider(gateway: Gateways) -> None:
 
 def test_unknown_key_alias_is_rejected(gateway: Gateways) -> None:
     """The alias is not replaced by another key."""
-    headers = {"cf-aig-byok-alias": "nobody's"}
+    headers = {"cf-aig-byok-alias": "missing"}
     status, _, error_body = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, headers)
     assert status == 401 and json.loads(error_body)["error"]["code"] == "provider_key_missing"
     assert gateway.fakes["fake"].count == 0
@@ -251,11 +251,11 @@ def test_universal_endpoint_tries_steps_in_order(gateway: Gateways) -> None:
     assert status == 200 and json.loads(body)["type"] == "message" and headers["cf-aig-step"] == "1"
     assert (headers["cf-aig-provider"], headers["cf-aig-model"]) == ("ant", "b")
     assert fake.count == 3 and fake.requests[-1].headers["authorization"] == "Bearer two"
-    assert all("unused" not in asked.headers.get("authorization", "") for asked in fake.requests)
+    assert all("unused" not in sent_request.headers.get("authorization", "") for sent_request in fake.requests)
     assert gateway.record(headers["cf-aig-log-id"]).step == 1
     payload = gateway.payload(headers["cf-aig-log-id"])
     assert payload is not None and json.loads(payload.request) == steps[1]["query"]  # without the keys
-    for bad in ([], [{"provider": "oai"}], [{**steps[0], "config": {"odd": 1}}], [{**steps[0], "provider": "nobody"}]):
+    for bad in ([], [{"provider": "oai"}], [{**steps[0], "config": {"odd": 1}}], [{**steps[0], "provider": "unknown"}]):
         assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
 
 
@@ -268,8 +268,8 @@ def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
     }
     key = {"x-goog-api-key": "a-key-of-the-tests"}
     for version, model, asked_at in (("v1", "oai/a", "/v1/chat/completions"), ("v1beta", "ant/b", "/v1/messages")):
-        status, headers, said = gateway.post(f"/{version}/models/{model}:generateContent", body, key)
-        reply = json.loads(said)
+        status, headers, reply_body = gateway.post(f"/{version}/models/{model}:generateContent", body, key)
+        reply = json.loads(reply_body)
         assert status == 200 and reply["candidates"][0]["content"]["role"] == "model", reply
         assert reply["usageMetadata"]["candidatesTokenCount"] == 8 and headers["cf-aig-provider"] == model[:3]
         sent = fake.requests[-1]
@@ -279,15 +279,17 @@ def test_gemini_api_is_served_at_the_root(gateway: Gateways) -> None:
 
     # The key as a query parameter, which is not passed on; a stream of events.
     path = "/v1beta/models/ant/b:streamGenerateContent"
-    status, headers, said = gateway.post(f"{path}?alt=sse&key=a-key-of-the-tests", body)
-    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: ")]
+    status, headers, reply_body = gateway.post(f"{path}?alt=sse&key=a-key-of-the-tests", body)
+    events = [json.loads(line[6:]) for line in reply_body.splitlines() if line.startswith(b"data: ")]
     text = "".join(part["text"] for event in events for part in event["candidates"][0]["content"].get("parts", ()))
     assert status == 200 and text.startswith("word0 ") and events[-1]["candidates"][0]["finishReason"]
     assert "a-key-of-the-tests" not in fake.requests[-1].path + str(fake.requests[-1].headers)
     assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
 
-    status, _, said = gateway.post(path, body, key)
-    assert status == 400 and json.loads(said)["error"]["status"] == "INVALID_ARGUMENT" and b"alt=sse" in said
+    status, _, reply_body = gateway.post(path, body, key)
+    assert (
+        status == 400 and json.loads(reply_body)["error"]["status"] == "INVALID_ARGUMENT" and b"alt=sse" in reply_body
+    )
     assert gateway.post("/v1beta/models/:generateContent", body, key)[0] == 400
     assert gateway.post("/v1beta/models/ant/b:countTokens", body, key)[0] == 404
     assert gateway.post("/v1beta/models/ant%2fb:generateContent", body, key)[0] == 400
@@ -335,7 +337,7 @@ def test_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
         ("/v1/responses", b'{"model":5,"messages":[]}', 400, "invalid_value"),
         ("/v1/nothing", b"{}", 404, "not_found"),
         ("/v1/default/other/oai/chat/completions", b"{}", 404, "gateway_not_found"),
-        ("/v1/default/default/nobody/chat/completions", b"{}", 404, "provider_not_found"),
+        ("/v1/default/default/unknown/chat/completions", b"{}", 404, "provider_not_found"),
         ("/v1/default/default/compat/chat/completions", b'{"model":"m"}', 400, "invalid_value"),
     ],
 )
@@ -354,13 +356,13 @@ def test_invalid_options_are_rejected(gateway: Gateways, headers: dict[str, str]
 
 
 def test_log_record_of_a_call(gateway: Gateways) -> None:
-    asked = {
+    sent_request = {
         "cf-aig-metadata": '{"team": "red", "n": 3}',
         "cf-aig-event-id": "mine",
         "cf-aig-custom-cost": '{"total_cost": 0.25}',
         "authorization": f"Bearer {KEY}",
     }
-    _, headers, body = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, asked)
+    _, headers, body = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, sent_request)
     row = gateway.record(headers["cf-aig-log-id"])
     assert headers["cf-aig-event-id"] == row.event_id == "mine" and headers["cf-aig-cache-status"] == "MISS"
     assert (row.provider, row.model, row.path, row.dialect) == ("oai", "some-model", "chat/completions", "openai-chat")

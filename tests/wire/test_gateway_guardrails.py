@@ -1,5 +1,4 @@
-"""Guardrails over HTTP: every dialect, whole and streamed; what is blocked, redacted, flagged, judged; and what the log
-and the bill say of it."""
+"""Guardrails over HTTP in every dialect, whole and streamed: block, redact, flag and judges, with log and cost."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from gateways import Gateways
 CARD = "4111 1111 1111 1111"
 MAIL = "ada@example.com"
 COST = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
-RAILS: dict[str, Any] = {
+GUARDRAILS: dict[str, Any] = {
     "patterns": [
         {"name": "cards", "find": ["payment_card"], "action": "block"},
         {"name": "people", "find": ["email"], "action": "redact"},
@@ -34,7 +33,7 @@ PATHS = {
 }
 
 
-def places(urls: dict[str, str]) -> dict[str, Any]:
+def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
     return {
         "oai": {"base_url": urls["fake"], "speaks": ["openai-chat", "anthropic", "openai-responses"]},
         "google-ai-studio": {"base_url": urls["fake"], "key": "k"},
@@ -48,7 +47,9 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     prices = {"judge/j": {"input": 1_000_000, "output": 1_000_000}}
     home = tmp_path_factory.mktemp("guarded")
-    with Gateways(home, ("fake", "judge"), places, default_provider="oai", guardrails=RAILS, prices=prices) as made:
+    with Gateways(
+        home, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=GUARDRAILS, prices=prices
+    ) as made:
         yield made
 
 
@@ -59,7 +60,7 @@ def gateway(gateways: Gateways) -> Gateways:
     return gateways
 
 
-def asked(dialect: str, text: str, stream: bool) -> tuple[str, dict[str, Any]]:
+def request_for(dialect: str, text: str, stream: bool) -> tuple[str, dict[str, Any]]:
     path = PATHS[dialect]
     match dialect:
         case "gemini":
@@ -73,10 +74,10 @@ def asked(dialect: str, text: str, stream: bool) -> tuple[str, dict[str, Any]]:
 def ask(
     gateway: Gateways, dialect: str, text: str = "hello", stream: bool = False
 ) -> tuple[int, dict[str, str], str, bool]:
-    """The last: whether the reply came to its end as it should."""
+    """Return status, headers, body, and whether the body ended regularly."""
     import http.client
 
-    path, body = asked(dialect, text, stream)
+    path, body = request_for(dialect, text, stream)
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
     connection.request("POST", path, json.dumps(body), {**COST, "content-type": "application/json"})
     reply = connection.getresponse()
@@ -90,20 +91,20 @@ def ask(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_prompt_that_is_blocked_never_leaves(gateway: Gateways, dialect: str, stream: bool) -> None:
+def test_blocked_prompt_is_not_sent(gateway: Gateways, dialect: str, stream: bool) -> None:
     status, headers, body, _ = ask(gateway, dialect, f"my card is {CARD}", stream)
     assert status == 400 and "2029" in body and CARD not in body
     assert gateway.fakes["fake"].count == 0
-    told = json.loads(headers["cf-aig-dlp"])
-    assert told["action"] == "BLOCK" and told["findings"][0]["check"] == "REQUEST"
-    assert told["findings"][0]["profile"]["entry_ids"] == ["payment_card"]
+    findings_header = json.loads(headers["cf-aig-dlp"])
+    assert findings_header["action"] == "BLOCK" and findings_header["findings"][0]["check"] == "REQUEST"
+    assert findings_header["findings"][0]["profile"]["entry_ids"] == ["payment_card"]
     record = gateway.record(headers["cf-aig-log-id"])
     assert (record.status, record.success, record.error) == (400, False, "prompt_blocked")
     assert record.metadata["guardrails"] == "request:payment_card:block"
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_prompt_is_redacted_for_the_provider_and_for_the_log(gateway: Gateways, dialect: str) -> None:
+def test_prompt_is_redacted_for_provider_and_log(gateway: Gateways, dialect: str) -> None:
     status, headers, _, _ = ask(gateway, dialect, f"write to {MAIL} now")
     sent = gateway.fakes["fake"].requests[-1].body.decode()
     assert status == 200 and "write to [email] now" in sent and MAIL not in sent
@@ -115,17 +116,17 @@ def test_a_prompt_is_redacted_for_the_provider_and_for_the_log(gateway: Gateways
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_reply_that_is_blocked(gateway: Gateways, dialect: str, stream: bool) -> None:
+def test_blocked_reply(gateway: Gateways, dialect: str, stream: bool) -> None:
     gateway.fakes["fake"].text = f"Of course: your card is {CARD}, as you know, and there is more to say."
     status, headers, body, whole = ask(gateway, dialect, stream=stream)
     assert "1111" not in body
     record = gateway.record(headers["cf-aig-log-id"])
     assert (record.success, record.error) == (False, "reply_blocked")
     assert record.metadata["guardrails"] == "response:payment_card:block"
-    assert record.micros and record.micros > 0, "it was answered, and has to be paid"
+    assert record.micros and record.micros > 0, "the provider answered and is billed"
     if stream:
         assert status == 200 and "urse" in body and "more" not in body and record.ended == "cut"
-        assert whole == (dialect != "gemini"), "which has no event for an error"
+        assert whole == (dialect != "gemini"), "Gemini has no error events"
         assert ("was blocked" in body) == (dialect != "gemini")
     else:
         assert status == 400 and "2030" in body and "cf-aig-dlp" in headers
@@ -133,7 +134,7 @@ def test_a_reply_that_is_blocked(gateway: Gateways, dialect: str, stream: bool) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream: bool) -> None:
+def test_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream: bool) -> None:
     gateway.fakes["fake"].text = f"Write to {MAIL} at 10.0.0.1, please."
     status, headers, body, whole = ask(gateway, dialect, stream=stream)
     assert status == 200 and whole and MAIL not in body and "example" not in body and "[email]" in body
@@ -148,10 +149,10 @@ def test_a_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream
 @pytest.mark.parametrize("before", [b"", b" " * 100])
 @pytest.mark.parametrize("card", [CARD.encode(), b"\\u0034" + CARD[1:].encode()])
 @pytest.mark.parametrize("after", [b"", b"\xff"])
-def test_no_way_of_writing_it_gets_round(gateway: Gateways, before: bytes, card: bytes, after: bytes) -> None:
+def test_unusual_json_does_not_evade_a_block(gateway: Gateways, before: bytes, card: bytes, after: bytes) -> None:
     body = b'{"model":"m","messages":[{"role":"user","content":"my card: %b %b"}]}' % (card, after)
-    status, _, told = gateway.post("/v1/chat/completions", before + body)
-    assert status == 400 and b"2029" in told and gateway.fakes["fake"].count == 0
+    status, _, error_body = gateway.post("/v1/chat/completions", before + body)
+    assert status == 400 and b"2029" in error_body and gateway.fakes["fake"].count == 0
 
 
 @pytest.mark.parametrize(
@@ -161,23 +162,23 @@ def test_no_way_of_writing_it_gets_round(gateway: Gateways, before: bytes, card:
         "aws-bedrock/bedrock-runtime/us-east-1/model/anthropic.claude-x/invoke-with-response-stream",
     ],
 )
-def test_what_cannot_be_looked_into_does_not_pass(gateway: Gateways, path: str) -> None:
-    """Streams that are no events: their pieces are in lists, or in frames."""
+def test_uninspectable_stream_is_blocked(gateway: Gateways, path: str) -> None:
+    """Streams without server-sent events: JSON lists and binary frames."""
     gateway.fakes["fake"].text = f"Of course: your card is {CARD}, as you know."
     headers = {"authorization": "Bearer k"}
     status, _, body = gateway.post(f"/v1/default/default/{path}", {"max_tokens": 9, "messages": []}, headers)
     assert status == 400 and b"1111" not in body and b"urse" not in body
 
 
-def test_real_clients_understand(gateway: Gateways) -> None:
+def test_real_clients_handle_guardrails(gateway: Gateways) -> None:
     hello: Any = [{"role": "user", "content": "hello"}]
     gateway.fakes["fake"].text = f"Write to {MAIL}, please."
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="k", max_retries=0)
     chunks = client.chat.completions.create(model="m", messages=hello, stream=True)
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert said == "Write to [email], please."
-    theirs = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0)
-    with theirs.messages.stream(model="m", messages=hello, max_tokens=64) as stream:
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "Write to [email], please."
+    anthropic_client = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0)
+    with anthropic_client.messages.stream(model="m", messages=hello, max_tokens=64) as stream:
         assert stream.get_final_text() == "Write to [email], please."
     gateway.fakes["fake"].text = f"It is {CARD}."
     with pytest.raises(openai.APIError, match="blocked"):
@@ -185,14 +186,14 @@ def test_real_clients_understand(gateway: Gateways) -> None:
             pass
     with (
         pytest.raises(anthropic.APIStatusError, match="blocked"),
-        theirs.messages.stream(model="m", messages=hello, max_tokens=64) as stream,
+        anthropic_client.messages.stream(model="m", messages=hello, max_tokens=64) as stream,
     ):
         stream.get_final_text()
     with pytest.raises(openai.BadRequestError, match="blocked"):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": CARD}])
 
 
-def test_tool_results_and_arguments_are_looked_at(gateway: Gateways) -> None:
+def test_tool_results_and_arguments_are_inspected(gateway: Gateways) -> None:
     result = {"role": "tool", "tool_call_id": "call_1", "content": json.dumps({"card": CARD})}
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"to": f"\n{MAIL}"})}}
     hello = {"role": "user", "content": "hello"}
@@ -204,7 +205,7 @@ def test_tool_results_and_arguments_are_looked_at(gateway: Gateways) -> None:
     assert json.loads(sent) == {"to": "\n[email]"}
 
 
-def test_every_step_of_the_universal_endpoint_is_looked_at(gateway: Gateways) -> None:
+def test_every_universal_step_is_inspected(gateway: Gateways) -> None:
     def step(text: str) -> dict[str, Any]:
         query = {"model": "m", "messages": [{"role": "user", "content": text}]}
         return {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "query": query}
@@ -217,12 +218,12 @@ def test_every_step_of_the_universal_endpoint_is_looked_at(gateway: Gateways) ->
 # -- judges ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_judge_is_asked_and_paid(gateway: Gateways) -> None:
+def test_judge_is_called_and_billed(gateway: Gateways) -> None:
     status, headers, _, _ = ask(gateway, "openai-chat", "is this safe?")
     assert status == 200 and gateway.fakes["judge"].count == 1
-    asked = gateway.fakes["judge"].requests[0].json
-    assert asked["model"] == "j" and "is this safe?" in asked["messages"][-1]["content"]
-    assert "S13" in asked["messages"][0]["content"]
+    request_for = gateway.fakes["judge"].requests[0].json
+    assert request_for["model"] == "j" and "is this safe?" in request_for["messages"][-1]["content"]
+    assert "S13" in request_for["messages"][0]["content"]
     record = gateway.record(headers["cf-aig-log-id"])
     assert "guardrails" not in record.metadata
     assert record.usage.input == 11 and record.micros == 11 * 3 + 64 * 7 + 11 + 1
@@ -239,17 +240,19 @@ def test_a_judge_is_asked_and_paid(gateway: Gateways) -> None:
         ("safe", "500", 400, "request:unchecked:block"),
     ],
 )
-def test_what_a_judge_says(gateway: Gateways, says: str, fault: str, status: int, found: str | None) -> None:
+def test_judge_verdicts(gateway: Gateways, says: str, fault: str, status: int, found: str | None) -> None:
     gateway.fakes["judge"].text, gateway.fakes["judge"].fault = says, fault
-    told, headers, body, _ = ask(gateway, "openai-chat", "hm")
-    assert told == status and ("2016" in body) == (status == 400)
+    actual, headers, body, _ = ask(gateway, "openai-chat", "hm")
+    assert actual == status and ("2016" in body) == (status == 400)
     assert gateway.record(headers["cf-aig-log-id"]).metadata.get("guardrails") == found
 
 
-def test_a_judge_that_says_nothing(tmp_path: Path) -> None:
-    hasty = {"judges": [{**RAILS["judges"][0], "seconds": 1.0}]}
-    with Gateways(tmp_path, ("fake", "judge"), places, default_provider="oai", guardrails=hasty) as gateway:
+def test_judge_timeout_blocks(tmp_path: Path) -> None:
+    short_timeout = {"judges": [{**GUARDRAILS["judges"][0], "seconds": 1.0}]}
+    with Gateways(
+        tmp_path, ("fake", "judge"), provider_settings, default_provider="oai", guardrails=short_timeout
+    ) as gateway:
         gateway.fakes["judge"].fault = "silent"
-        told, headers, body, _ = ask(gateway, "openai-chat", "hm")
-        assert told == 400 and "2016" in body
+        actual, headers, body, _ = ask(gateway, "openai-chat", "hm")
+        assert actual == 400 and "2016" in body
         assert gateway.record(headers["cf-aig-log-id"]).metadata.get("guardrails") == "request:unchecked:block"

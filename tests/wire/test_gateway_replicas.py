@@ -1,4 +1,4 @@
-"""Three real gateways that count in one Redis, and 200 clients at once: exactly as many pass as may."""
+"""Three real gateways with one Redis and 200 concurrent clients: exactly the limit passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ only = {{ "metadata.test" = ["money"] }}
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ObservedReply:
     status: int
     headers: dict[str, str]
     body: Any
@@ -52,10 +52,10 @@ class Heard:
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    home, fake_port = tmp_path_factory.mktemp("replicas"), free_port()
+    directory, fake_port = tmp_path_factory.mktemp("replicas"), free_port()
     with redis_server() as redis:
-        fake = spawn(home / "fake.log", "-m", "emberline.gateway.fakes.provider", "--port", str(fake_port))
-        urls = [start(home, i, redis.url, f"http://127.0.0.1:{fake_port}") for i in range(3)]
+        fake = spawn(directory / "fake.log", "-m", "emberline.gateway.fakes.provider", "--port", str(fake_port))
+        urls = [start(directory, i, redis.url, f"http://127.0.0.1:{fake_port}") for i in range(3)]
         try:
             for url, _ in urls:
                 until(lambda url=url: get(f"{url}/health/live"))  # type: ignore[misc]
@@ -64,42 +64,42 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             stop(fake, *(process for _, process in urls))
 
 
-def start(home: Path, number: int, redis: str, fake: str) -> tuple[str, Any]:
-    config = home / f"gateway{number}.toml"
+def start(directory: Path, number: int, redis: str, fake: str) -> tuple[str, Any]:
+    config = directory / f"gateway{number}.toml"
     config.write_text(CONFIG.format(redis=redis, fake=fake, limit=LIMIT, budget=BUDGET))
     port = free_port()
-    options = ["--config", str(config), "--port", str(port), "--store", f"sqlite:{home / str(number)}"]
-    return f"http://127.0.0.1:{port}", spawn(home / f"{number}.log", "-m", "emberline.cli", "gateway", *options)
+    options = ["--config", str(config), "--port", str(port), "--store", f"sqlite:{directory / str(number)}"]
+    return f"http://127.0.0.1:{port}", spawn(directory / f"{number}.log", "-m", "emberline.cli", "gateway", *options)
 
 
-async def ask(session: aiohttp.ClientSession, url: str, test: str) -> Heard:
+async def ask(session: aiohttp.ClientSession, url: str, test: str) -> ObservedReply:
     headers = {**PRICE, "cf-aig-metadata": json.dumps({"test": test})}
     async with session.post(f"{url}/v1/chat/completions", json=BODY, headers=headers) as reply:
-        return Heard(reply.status, {k.lower(): v for k, v in reply.headers.items()}, await reply.json())
+        return ObservedReply(reply.status, {k.lower(): v for k, v in reply.headers.items()}, await reply.json())
 
 
-async def crowd(urls: list[str], test: str) -> list[Heard]:
-    """200 at once, on all replicas, until nobody gets through any more."""
+async def send_concurrently(urls: list[str], test: str) -> list[ObservedReply]:
+    """Send 200 concurrent requests to all replicas, then more until one is refused."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        heard = await asyncio.gather(*(ask(session, urls[i % 3], test) for i in range(200)))
+        replies = await asyncio.gather(*(ask(session, urls[i % 3], test) for i in range(200)))
         while (last := await ask(session, urls[0], test)).status == 200:
-            heard.append(last)
-    return heard
+            replies.append(last)
+    return replies
 
 
-def test_exactly_n_pass(replicas: list[str]) -> None:
-    heard = asyncio.run(crowd(replicas, "requests"))
-    assert Counter(one.status for one in heard) == {200: LIMIT, 429: 200 - LIMIT}
-    left = sorted(int(one.headers["x-ratelimit-remaining-requests"]) for one in heard if one.status == 200)
-    assert left == list(range(LIMIT)), "each was told another number"
-    for one in heard:
+def test_exactly_the_limit_passes(replicas: list[str]) -> None:
+    replies = asyncio.run(send_concurrently(replicas, "requests"))
+    assert Counter(one.status for one in replies) == {200: LIMIT, 429: 200 - LIMIT}
+    left = sorted(int(one.headers["x-ratelimit-remaining-requests"]) for one in replies if one.status == 200)
+    assert left == list(range(LIMIT)), "each reply has another remaining count"
+    for one in replies:
         if one.status == 429:
             assert int(one.headers["retry-after"]) > 80_000 and one.headers["x-ratelimit-limit-requests"] == str(LIMIT)
             assert one.body["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_a_budget_is_overshot_by_less_than_one_reservation(replicas: list[str]) -> None:
-    heard = asyncio.run(crowd(replicas, "money"))
-    spent = USED * sum(one.status == 200 for one in heard)
-    assert BUDGET <= spent < BUDGET + RESERVED
-    assert {one.body["error"]["code"] for one in heard if one.status == 429} == {"budget_exceeded"}
+def test_budget_is_exceeded_by_less_than_one_reservation(replicas: list[str]) -> None:
+    replies = asyncio.run(send_concurrently(replicas, "money"))
+    cost = USED * sum(one.status == 200 for one in replies)
+    assert BUDGET <= cost < BUDGET + RESERVED
+    assert {one.body["error"]["code"] for one in replies if one.status == 429} == {"budget_exceeded"}

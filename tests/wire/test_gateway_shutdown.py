@@ -1,4 +1,4 @@
-"""A gateway that stops while streams are open: each gets its dialect's error event, and the log has it as failed."""
+"""A gateway that stops while streams are open: each gets an error event of its dialect and is logged as failed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_open_streams_are_told(tmp_path: Path, path: str) -> None:
+def test_open_streams_get_an_error_event(tmp_path: Path, path: str) -> None:
     gateway = Gateways(tmp_path, ("oai",), lambda urls: {"openai": {"base_url": urls["oai"], "key": "k"}})
     with gateway:
         gateway.fakes["oai"].pace = 1.0
         gateway.fakes["oai"].fault_after = 1000
         body = json.dumps({"model": "openai/gpt-5", "stream": True, **BODIES[path]}).encode()
-        asked = urllib.request.Request(f"{gateway.url}/v1/{path}", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=30) as reply:
+        request = urllib.request.Request(f"{gateway.url}/v1/{path}", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
             id = reply.headers["cf-aig-log-id"]
             got = reply.readline()
             assert got.startswith((b"data:", b"event:"))

@@ -65,13 +65,13 @@ class Playground {
     if (!body) return;
     $("prompt").value = "";
     this.fit();
-    this.generate(body, this.conversation.ask(text));
+    this.generate(body, this.conversation.addQuestion(text));
   }
 
   regenerate() {
     if (this.generation) return;
     const body = this.body();
-    if (body) this.generate(body, this.conversation.answer());
+    if (body) this.generate(body, this.conversation.addAnswer());
   }
 
   body() {

@@ -13,12 +13,12 @@ export class Conversation {
   }
 
   /** Add a user turn and return the empty answer to it. */
-  ask(text) {
+  addQuestion(text) {
     this.turns.push({ role: "user", content: text });
-    return this.answer();
+    return this.addAnswer();
   }
 
-  answer() {
+  addAnswer() {
     if (this.last?.role === "assistant") this.turns.pop();
     const answer = { role: "assistant", content: "", reasoning: "", tools: [], ending: "open", error: null, metrics: {} };
     this.turns.push(answer);

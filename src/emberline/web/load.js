@@ -67,14 +67,14 @@ export class Load {
   /** Return rates from differences of counters; null if unknown (first sample, gap, engine restart). */
   derive(sample, now) {
     if (!sample) return {};
-    const known = this.samples.filter((s) => s.step !== undefined && s.engine_restarts === sample.engine_restarts && s.step <= sample.step);
-    const recent = known.find((s) => s.time > now - SMOOTHING_MS);
+    const comparable = this.samples.filter((s) => s.step !== undefined && s.engine_restarts === sample.engine_restarts && s.step <= sample.step);
+    const recent = comparable.find((s) => s.time > now - SMOOTHING_MS);
     const rate = (name) => (recent ? (1000 * (sample[name] - recent[name])) / (now - recent.time) : null);
-    const queries = known.length ? sample.prefix_queries - known[0].prefix_queries : 0;
+    const queries = comparable.length ? sample.prefix_queries - comparable[0].prefix_queries : 0;
     return {
       generated: rate("generated_tokens"),
       prompt: rate("prompt_tokens"),
-      hitRate: queries > 0 ? (sample.prefix_hits - known[0].prefix_hits) / queries : null,
+      hitRate: queries > 0 ? (sample.prefix_hits - comparable[0].prefix_hits) / queries : null,
     };
   }
 }

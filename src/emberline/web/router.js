@@ -89,10 +89,10 @@ class Page {
       found: sum(workers, "prefix_hits"),
       pulled: sumTransfer(workers, "pulled_bytes"),
     };
-    const known = this.samples.filter((s) => s.answered !== undefined);
-    const last = known.at(-1);
+    const measured = this.samples.filter((s) => s.answered !== undefined);
+    const last = measured.at(-1);
     const rate = (name) => (last ? Math.max(0, (1000 * (counters[name] - last[name])) / (now - last.time)) : null);
-    const first = known[0];
+    const first = measured[0];
     const hits = first ? ratio(counters.found - first.found, counters.queries - first.queries) : null;
     return {
       ...counters,

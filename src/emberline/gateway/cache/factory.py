@@ -36,10 +36,10 @@ async def open_cache(url: str | None, clock: Clock, wall: Clock, stack: AsyncExi
         from emberline.gateway.cache.redis import RedisCache
         from emberline.gateway.redis_client import RedisClient
 
-        link = RedisClient(url, clock, timeout_s=REDIS_TIMEOUT_S)
-        await link.start()
-        stack.push_async_callback(link.close)
-        store = RedisCache(link)
+        client = RedisClient(url, clock, timeout_s=REDIS_TIMEOUT_S)
+        await client.start()
+        stack.push_async_callback(client.close)
+        store = RedisCache(client)
     else:
         raise InvalidRequest(
             f"unknown kind of cache address {url[:80]!r}", param="cache", hint="use sqlite:PATH or redis://HOST:PORT"

@@ -33,9 +33,9 @@ def cache_key(call: GatewayRequest) -> str:
     configured = call.settings.providers.get(call.provider)  # another base URL is another provider
     target = [call.provider, configured and configured.base_url, call.endpoint, _public_query(call.query)]
     parts = [*tenant, "exact", call.method, *target, call.dialect, call.model]
-    surveyed = call.body_summary
+    summary = call.body_summary
     return _digest(
-        [*parts, call.stream, *headers], canonical_body(call.body) if surveyed is None else surveyed.canonical_digest
+        [*parts, call.stream, *headers], canonical_body(call.body) if summary is None else summary.canonical_digest
     )
 
 

@@ -76,9 +76,9 @@ class QuestionIndex:
         for i in np.argsort(-similarities):
             if similarities[i] < threshold:
                 return None
-            known = partition.questions[i]
-            if known.expires > now and known.exact == exact:
-                return SimilarQuestion(known.key, float(similarities[i]), known.expires)
+            found = partition.questions[i]
+            if found.expires > now and found.exact_features == exact:
+                return SimilarQuestion(found.key, float(similarities[i]), found.expires)
         return None
 
     def add(self, question: UserQuestion, vector: Vector, key: str, expires: float) -> None:

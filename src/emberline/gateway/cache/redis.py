@@ -8,14 +8,14 @@ MAX_ENTRY_BYTES = 1 << 20  # a larger entry would delay the commands after it
 
 
 class RedisCache:
-    def __init__(self, link: RedisClient, prefix: str = "emberline", max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
-        """`link` must not be shared with limits, which would wait behind large entries."""
-        self._link, self._prefix, self._max_entry_bytes = link, prefix, max_entry_bytes
+    def __init__(self, client: RedisClient, prefix: str = "emberline", max_entry_bytes: int = MAX_ENTRY_BYTES) -> None:
+        """`client` must not be shared with limits, which would wait behind large entries."""
+        self._client, self._prefix, self._max_entry_bytes = client, prefix, max_entry_bytes
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
         try:
-            value: bytes | None = await self._link.call("GET", f"{self._prefix}:cache:{key}")
+            value: bytes | None = await self._client.call("GET", f"{self._prefix}:cache:{key}")
         except (RedisUnavailable, RedisErrorReply):
             self.failures += 1
             return None
@@ -25,7 +25,7 @@ class RedisCache:
         if len(value) > self._max_entry_bytes:
             return
         try:
-            await self._link.call("SET", f"{self._prefix}:cache:{key}", value, "PX", max(1, round(ttl_s * 1000)))
+            await self._client.call("SET", f"{self._prefix}:cache:{key}", value, "PX", max(1, round(ttl_s * 1000)))
         except (RedisUnavailable, RedisErrorReply):
             self.failures += 1
 

@@ -64,9 +64,9 @@ class SemanticCache:
         vector = normalize(vectors[0]) if vectors else None
         if vector is None:
             return None
-        near = self._index.find(question, vector, call.settings.semantic.threshold, self._clock.now())
-        self.stats.similar += near is not None
-        return SemanticLookup(question, vector, near)
+        similar = self._index.find(question, vector, call.settings.semantic.threshold, self._clock.now())
+        self.stats.similar += similar is not None
+        return SemanticLookup(question, vector, similar)
 
     def add(self, lookup: SemanticLookup, key: str, ttl_s: float) -> None:
         """Index the question, whose reply is now in the cache for so many seconds."""
@@ -99,12 +99,12 @@ def _decode_json(data: bytes) -> Any:
         return None
 
 
-def _text_fragments(found: Any, name: str = "") -> list[str]:
-    match found:
+def _text_fragments(value: Any, name: str = "") -> list[str]:
+    match value:
         case str():
-            return [found] if name in ("text", "content", "delta", "arguments", "partial_json") else []
+            return [value] if name in ("text", "content", "delta", "arguments", "partial_json") else []
         case list():
-            return [word for item in found for word in _text_fragments(item, name)]
+            return [text for item in value for text in _text_fragments(item, name)]
         case dict():
-            return [word for inner, item in found.items() for word in _text_fragments(item, inner)]
+            return [text for inner, item in value.items() for text in _text_fragments(item, inner)]
     return []

@@ -37,12 +37,8 @@ class SqliteCache:
     def __init__(
         self, path: Path, wall: Clock, max_bytes: int = 1 << 30, max_entry_bytes: int = MAX_ENTRY_BYTES
     ) -> None:
-        self._path, self._wall, self._max_bytes, self._max_entry_bytes = (
-            path,
-            wall,
-            max_bytes,
-            min(max_bytes, max_entry_bytes),
-        )
+        self._path, self._wall = path, wall
+        self._max_bytes, self._max_entry_bytes = max_bytes, min(max_bytes, max_entry_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._database: sqlite3.Connection | None = None
         self._size_bytes = 0  # as last measured, plus what this process added
@@ -50,14 +46,14 @@ class SqliteCache:
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
-        return await self._run(lambda base: self._get(base, key))
+        return await self._run(lambda database: self._get(database, key))
 
     async def put(self, key: str, value: bytes, ttl_s: float) -> None:
         if len(value) <= self._max_entry_bytes:
-            await self._run(lambda base: self._put(base, key, value, ttl_s))
+            await self._run(lambda database: self._put(database, key, value, ttl_s))
 
     async def close(self) -> None:
-        await self._run(lambda base: base.close())
+        await self._run(lambda database: database.close())
         self._thread.shutdown(wait=False)
 
     async def _run(self, operation: Callable[[sqlite3.Connection], T]) -> T | None:
@@ -73,9 +69,9 @@ class SqliteCache:
     def _open_database(self) -> sqlite3.Connection:
         if self._database is None:
             make_private(self._path)
-            base = sqlite3.connect(self._path, timeout=DISK_TIMEOUT_S, isolation_level=None)
-            base.executescript(SCHEMA)
-            self._database = base
+            database = sqlite3.connect(self._path, timeout=DISK_TIMEOUT_S, isolation_level=None)
+            database.executescript(SCHEMA)
+            self._database = database
         return self._database
 
     def _get(self, database: sqlite3.Connection, key: str) -> bytes | None:

@@ -207,9 +207,8 @@ class FakeProvider:
         content, ending = 0, reply.last_event() if fault == "no-ending" else b""
         for event, is_content in reply.events():
             if fault and is_content and content == fault_after:
-                await asyncio.sleep(
-                    FAULT_DELAY_S * bool(fault_after)
-                )  # so that earlier events arrive in a separate packet
+                # Earlier events must arrive in a separate packet.
+                await asyncio.sleep(FAULT_DELAY_S * bool(fault_after))
                 if fault in ("bad-event", "bad-json"):
                     yield b'data: {"choices": [{"delta": \n\n'
                 elif fault == "error-event":

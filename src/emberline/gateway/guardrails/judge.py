@@ -116,7 +116,7 @@ def _content(body: bytes) -> Any:
 
 
 def parse_verdict(answer: object) -> frozenset[str]:
-    """Return the categories of a judge's answer. Raises Broken unless it is safe, or unsafe with codes."""
+    """Return the categories of a judge's answer. Raises UpstreamBroken unless it is safe, or unsafe with codes."""
     first, _, rest = (answer if isinstance(answer, str) else "").strip().partition("\n")
     match first.strip().lower().rstrip("."):
         case "safe" if not rest.strip():

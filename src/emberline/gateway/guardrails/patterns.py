@@ -33,16 +33,18 @@ _KEY_BEGINS = re.compile(
     r"A[KS]IA|AIza|gh[pousr]_|github_pat_|glpat-|xox[abeoprs]-|[rs]k_(?:live|test)_|SG\.|sk-|pypi-"
     r"|(?:hf|npm|gsk|xai|r8|egt|evk|csk|pplx|nvapi|dop_v1)[_-]"
 )
-_KEY_PREFIXES = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "k_live_",
-            "k_test_", "SG.", "sk-", "pypi-", "hf_", "npm_", "gsk_", "xai_", "r8_", "egt_", "evk_", "csk_", "pplx_",
-            "nvapi_", "dop_v1_", "hf-", "npm-", "gsk-", "xai-", "r8-", "egt-", "evk-", "csk-", "pplx-", "nvapi-",
-            "dop_v1-")  # fmt: skip  # every key contains one; most texts contain none, which is quick to test
+# Every key contains one; most texts contain none, which is quick to test.
+_KEY_PREFIXES = (
+    "AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "k_live_",
+    "k_test_", "SG.", "sk-", "pypi-", "hf_", "npm_", "gsk_", "xai_", "r8_", "egt_", "evk_", "csk_", "pplx_", "nvapi_",
+    "dop_v1_", "hf-", "npm-", "gsk-", "xai-", "r8-", "egt-", "evk-", "csk-", "pplx-", "nvapi-", "dop_v1-",
+)  # fmt: skip
 
 
 def _matches_at(
     start_pattern: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int
 ) -> Iterator[re.Match[str]]:
-    """Yield the matches of `match_pattern`, tried only where `start_pattern` matches, which is rare."""
+    """Yield the matches of `pattern`, tried only where `start_pattern` matches, which is rare."""
     for found in start_pattern.finditer(text, start):
         if (whole := pattern.match(text, found.start())) is not None:
             yield whole

@@ -46,7 +46,7 @@ class ReplyGuard(Protocol):
         ...
 
     def blocked_event(self, finding: GuardrailFinding) -> bytes:
-        """End the reply and return its error event. Raises Blocked if the dialect has no error events."""
+        """End the reply and return its error event. Raises BlockedByGuardrail if the dialect has no error events."""
         ...
 
 

@@ -101,9 +101,9 @@ class TextWindow:
         return bool(self._unscanned)
 
     def _add_position(self, piece: WindowPiece, start: int) -> None:
-        placed = PiecePosition(self, start, start + len(piece.source.text), piece)
-        self._undecided_positions.append(placed)
-        piece.positions.append(placed)
+        position = PiecePosition(self, start, start + len(piece.source.text), piece)
+        self._undecided_positions.append(position)
+        piece.positions.append(position)
 
     def scan(self, *, last: bool = False) -> list[PatternMatch]:
         """Return the matches that are now decided; with `last` the whole text is, even if more may follow."""
@@ -114,7 +114,7 @@ class TextWindow:
         last = last and not self._unscanned
         text, start = self._text, self._scan_from - self._base
         matches = self._scanner.find(text, start)
-        undecided = self._before_findings(matches, self._scanner.undecided_from(text, start), len(text))
+        undecided = self._last_position_outside_matches(matches, self._scanner.undecided_from(text, start), len(text))
         until = len(text) if last else undecided
         decided = [match for match in matches if match.end <= until and match.end + self._base > self._decided]
         for cut_start, cut_end, label in redaction_ranges(decided):
@@ -132,22 +132,22 @@ class TextWindow:
         return self._scan_from
 
     @staticmethod
-    def _before_findings(matches: list[PatternMatch], until: int, end: int) -> int:
+    def _last_position_outside_matches(matches: list[PatternMatch], until: int, end: int) -> int:
         """Return the last position up to `until` in no match; one at the end of the text may continue."""
         while open_ := [s.start for s in matches if s.start < until and (s.end > until or s.end == end)]:
             until = min(open_)
         return until
 
     def _cut(self, start: int, end: int, label: str) -> None:
-        for placed in self._undecided_positions:
-            if placed.start < end and start < placed.end:
-                first = start >= placed.start or placed is self._undecided_positions[0]
-                begin = max(start - placed.start, 0 if first else -1)
-                placed.piece.cuts.append((begin, end - placed.start, label))
+        for position in self._undecided_positions:
+            if position.start < end and start < position.end:
+                first = start >= position.start or position is self._undecided_positions[0]
+                begin = max(start - position.start, 0 if first else -1)
+                position.piece.cuts.append((begin, end - position.start, label))
 
     def _advance(self, until: int, undecided: int) -> None:
         self._decided, self._scan_from = self._base + until, self._base + min(until, undecided)
-        self._undecided_positions = [placed for placed in self._undecided_positions if placed.end > self._decided]
+        self._undecided_positions = [position for position in self._undecided_positions if position.end > self._decided]
         dropped = max(0, min(until, undecided) - CONTEXT_CHARS)
         self._text, self._base = self._text[dropped:], self._base + dropped
 

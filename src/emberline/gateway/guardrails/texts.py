@@ -14,17 +14,26 @@ from emberline.core.errors import WorkTooLarge
 
 # Fields of requests with a fixed set of values or with ids that the provider issued. All else is the client's own text
 # and reaches the provider, including `user`, `name` and `metadata`.
-REQUEST_SKIPPED_FIELDS = frozenset({"model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id",
-                   "item_id", "status", "mime_type", "mimeType", "media_type"})  # fmt: skip
-REPLY_SKIPPED_FIELDS = frozenset({"id", "type", "role", "object", "model", "name", "tool_call_id", "call_id", "tool_use_id", "item_id",
-                   "finish_reason", "finishReason", "stop_reason", "status", "system_fingerprint", "mime_type",
-                   "mimeType", "media_type", "modelVersion", "responseId"})  # fmt: skip
-BINARY_FIELDS = frozenset({"data", "file_data", "b64_json", "signature", "thoughtSignature", "encrypted_content", "logprobs",
-                  "logprobsResult", "obfuscation", "usage", "usageMetadata"})  # fmt: skip
-CONVERSATION_FIELDS = frozenset({"messages", "system", "input", "instructions", "contents", "systemInstruction", "system_instruction",
-                  "prompt"})  # fmt: skip
-STREAMED_FIELDS = frozenset({"content", "reasoning_content", "reasoning", "refusal", "text", "thinking", "arguments",
-                     "partial_json", "delta"})  # fmt: skip  # streamed in pieces, one per event
+REQUEST_SKIPPED_FIELDS = frozenset({
+    "model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id", "item_id",
+    "status", "mime_type", "mimeType", "media_type",
+})  # fmt: skip
+REPLY_SKIPPED_FIELDS = frozenset({
+    "id", "type", "role", "object", "model", "name", "tool_call_id", "call_id", "tool_use_id", "item_id",
+    "finish_reason", "finishReason", "stop_reason", "status", "system_fingerprint", "mime_type", "mimeType",
+    "media_type", "modelVersion", "responseId",
+})  # fmt: skip
+BINARY_FIELDS = frozenset({
+    "data", "file_data", "b64_json", "signature", "thoughtSignature", "encrypted_content", "logprobs",
+    "logprobsResult", "obfuscation", "usage", "usageMetadata",
+})  # fmt: skip
+CONVERSATION_FIELDS = frozenset({
+    "messages", "system", "input", "instructions", "contents", "systemInstruction", "system_instruction", "prompt",
+})  # fmt: skip
+# Streamed in pieces, one per event.
+STREAMED_FIELDS = frozenset({
+    "content", "reasoning_content", "reasoning", "refusal", "text", "thinking", "arguments", "partial_json", "delta",
+})  # fmt: skip
 CONCATENATED_FIELDS = frozenset({"content", "text"})  # of the parts of one message, which clients show as one text
 CONCATENATED_EVENTS = ("output_text.delta", "output_text.done")  # of OpenAI's Responses API
 CHOICE_FIELDS = ("choices", "candidates")  # lists of alternatives, each with its own texts

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
 
 CUSTOM_KEY_TTL_S = 300  # for a call with its own cache key and no TTL
-MAX_SHARED_WAIT_S = 30.0  # seconds that a call waits for the reply of an equal call
+MAX_SHARED_WAIT_S = 30.0  # for the reply of an equal call
 
 
 @dataclass(slots=True)

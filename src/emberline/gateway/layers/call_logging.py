@@ -14,9 +14,14 @@ from emberline.gateway.providers.provider_call import safe_header
 from emberline.gateway.request import GatewayReply, GatewayRequest, Handler, Layer, ReplyStream
 
 CLIENT_GONE_STATUS = 499  # nginx's status for a client that closed the connection
-MAX_PAYLOAD_BYTES = 1 << 20  # bytes of a reply that are logged
-REQUEST_TYPES = {"openai-chat": "chat", "openai-responses": "chat", "anthropic": "chat", "gemini": "chat",
-         "openai-embeddings": "embeddings"}  # fmt: skip
+MAX_PAYLOAD_BYTES = 1 << 20  # of a reply; the rest is not logged
+REQUEST_TYPES = {
+    "openai-chat": "chat",
+    "openai-responses": "chat",
+    "anthropic": "chat",
+    "gemini": "chat",
+    "openai-embeddings": "embeddings",
+}
 
 
 class RecordSink(Protocol):
@@ -33,8 +38,8 @@ def log_calls(sink: RecordSink, clock: Clock) -> Layer:
                 reply = await inner(call)
             except asyncio.CancelledError:  # the client left before the reply began
                 if collect:
-                    left = GatewayReply(CLIENT_GONE_STATUS, {}, b"", ended="left", error="client_gone")
-                    sink.put(make_record(call, left, clock.now() - call.started_at), None)
+                    no_reply = GatewayReply(CLIENT_GONE_STATUS, {}, b"", ended="left", error="client_gone")
+                    sink.put(make_record(call, no_reply, clock.now() - call.started_at), None)
                 raise
             set_reply_headers(call, reply)
             if collect:

@@ -82,7 +82,7 @@ def _may_be_continued(call: GatewayRequest) -> bool:
     """
     rules = call.settings.guardrails
     guarded = any(rule.applies_to("prompt") for rule in rules.patterns) or any(
-        j.category_actions("prompt") for j in rules.judges
+        judge.category_actions("prompt") for judge in rules.judges
     )
     return not guarded and all(step.body is None for step in call.steps)
 
@@ -99,11 +99,10 @@ class _Continuation:
     async def continue_stream(
         self, text_so_far: str, broken_reply: GatewayReply
     ) -> tuple[GatewayReply, RepetitionFilter] | None:
-        """Return a reply that continues the text, and the seam to join it at, or None if no step can."""
+        """Return a reply that continues the text, with a filter of repeated text, or None if no step can."""
         attempts = self.call.options.max_attempts or self.call.settings.retries.attempts
-        if self.is_same_provider and (
-            attempts == 1 or broken_reply.error == UpstreamTimeout.code
-        ):  # no retry of a provider that timed out
+        timed_out = broken_reply.error == UpstreamTimeout.code  # such a provider is not tried again
+        if self.is_same_provider and (attempts == 1 or timed_out):
             return None
         while self.remaining_steps:
             number, step = self.remaining_steps.pop(0)

@@ -12,8 +12,7 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest, WorkTooLarge
-from emberline.core.offload import LARGE_INPUT_BYTES as WORK_LARGE
-from emberline.core.offload import offload
+from emberline.core.offload import LARGE_INPUT_BYTES, offload
 from emberline.gateway.body_summary import summarize_body
 from emberline.gateway.costs.extra_cost import ExtraCost
 from emberline.gateway.error_replies import error_event, error_reply
@@ -101,7 +100,7 @@ class GuardedCall:
             call.redacted_bodies.append(result.body)
             headers = {name: value for name, value in call.headers.items() if name != CONTENT_ENCODING}
             changed = call.with_changes(body=result.body, headers=headers)
-            if len(result.body) >= WORK_LARGE:
+            if len(result.body) >= LARGE_INPUT_BYTES:
                 changed.body_summary = await offload.run(len(result.body), summarize_body, result.body)
                 changed.body_fields = changed.body_summary.body_fields
             return changed, result.judged_text
@@ -206,7 +205,7 @@ class GuardedCall:
         return await self._ask_judges("reply", text)
 
     def blocked_event(self, finding: GuardrailFinding) -> bytes:
-        """End the stream and return its error event. Raises Blocked if the dialect has no error events."""
+        """End the stream and return its error event. Raises BlockedByGuardrail if the dialect has no error events."""
         assert self._reply is not None
         error = _blocked_error(finding)
         self._reply.ended, self._reply.error = "cut", error.code
@@ -253,9 +252,9 @@ class GuardedCall:
 async def _with_body(step: RequestStep, body: bytes | None) -> RequestStep:
     if body is step.body or body is None:
         return step
-    surveyed = await offload.run(len(body), summarize_body, body) if len(body) >= WORK_LARGE else None
-    seen = None if surveyed is None else surveyed.body_fields
-    return msgspec.structs.replace(step, body=body, body_fields=seen, body_summary=surveyed)
+    summary = await offload.run(len(body), summarize_body, body) if len(body) >= LARGE_INPUT_BYTES else None
+    fields = None if summary is None else summary.body_fields
+    return msgspec.structs.replace(step, body=body, body_fields=fields, body_summary=summary)
 
 
 def _finding_json(finding: GuardrailFinding) -> dict[str, Any]:
@@ -265,9 +264,9 @@ def _finding_json(finding: GuardrailFinding) -> dict[str, Any]:
 
 def _blocked_error(finding: GuardrailFinding) -> BlockedByGuardrail:
     reply, judged = finding.check == "RESPONSE", finding.entry[:1] == "S" or finding.entry == "unchecked"
-    what = "response" if reply else "request"
+    subject = "response" if reply else "request"
     number = (2017 if reply else 2016) if judged else (2030 if reply else 2029)
-    why = "it could not be checked" if finding.entry == "unchecked" else f"it contains {finding.entry}"
+    reason = "it could not be checked" if finding.entry == "unchecked" else f"it contains {finding.entry}"
     return BlockedByGuardrail(
-        f"the {what} was blocked by guardrail {finding.policy!r}: {why}", is_reply=reply, cloudflare_code=number
+        f"the {subject} was blocked by guardrail {finding.policy!r}: {reason}", is_reply=reply, cloudflare_code=number
     )

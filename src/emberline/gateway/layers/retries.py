@@ -32,10 +32,10 @@ from emberline.gateway.streams.meter import RawReplyMeter, StreamMeter, check_re
 from emberline.gateway.streams.provider_stream import ProviderStream
 from emberline.gateway.upstream.client import Incoming, UpstreamClient
 
-MAX_REPLY_BYTES = 64 << 20  # bytes of a reply that is not streamed
-MAX_ERROR_BYTES = 1 << 20  # bytes of an error reply
-ERROR_BODY_TIMEOUT_S = 10.0  # seconds to read the body of an error reply
-MAX_RETRY_AFTER_S = 2.0  # seconds: with a longer Retry-After the next step is tried instead, if there is one
+MAX_REPLY_BYTES = 64 << 20  # of a reply that is not streamed
+MAX_ERROR_BYTES = 1 << 20
+ERROR_BODY_TIMEOUT_S = 10.0
+MAX_RETRY_AFTER_S = 2.0  # with a longer Retry-After the next step is tried instead, if there is one
 EVENT_STREAM_TYPE = "text/event-stream"
 _DROPPED_HEADERS = NOT_FORWARDED_HEADERS | {
     "content-encoding",
@@ -53,10 +53,12 @@ def _is_streamed(call: GatewayRequest, incoming: Incoming) -> bool:
 
 
 class RetryHandler:
+    """Sends a call to its provider, through circuit breakers, with the configured number of attempts."""
+
     def __init__(
         self,
         registry: ProviderRegistry,
-        secrets: ProviderKeySelector,
+        key_selector: ProviderKeySelector,
         upstream: UpstreamClient,
         prices: PriceSource,
         clock: Clock,
@@ -64,7 +66,7 @@ class RetryHandler:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._registry = registry
-        self._secrets = secrets
+        self._key_selector = key_selector
         self._upstream = upstream
         self._prices = prices
         self._clock = clock
@@ -74,14 +76,14 @@ class RetryHandler:
 
     async def __call__(self, call: GatewayRequest) -> GatewayReply:
         provider = self._registry.find(call.provider, call.settings)
-        key = await self._secrets.select_key(call, provider)
+        key = await self._key_selector.select_key(call, provider)
         max_output = self._prices.max_output(call.provider, call.model)
         call.reply_headers.pop(CHANGED_HEADER, None)  # an earlier step may have set it
-        wiring = (call, provider, key, max_output, int(self._wall.now()))
-        wire = (
-            build_provider_call(*wiring)
+        arguments = (call, provider, key, max_output, int(self._wall.now()))
+        provider_call = (
+            build_provider_call(*arguments)
             if len(call.body) < LARGE_INPUT_BYTES
-            else await build_provider_call_offloaded(*wiring)
+            else await build_provider_call_offloaded(*arguments)
         )
         if CHANGED_HEADER in call.reply_headers:
             call.reply_headers[CHANGED_HEADER] = safe_header(call.reply_headers[CHANGED_HEADER])
@@ -89,7 +91,9 @@ class RetryHandler:
         for attempt in range(attempts):
             started_at = self._clock.now()
             try:
-                reply = await self.breakers.guard(call, provider, key, partial(self._attempt, call, provider, wire))
+                reply = await self.breakers.guard(
+                    call, provider, key, partial(self._attempt, call, provider, provider_call)
+                )
             except UpstreamFailed as e:
                 e.provider = provider.slug
                 self._record_attempt(
@@ -111,7 +115,7 @@ class RetryHandler:
         )
 
     def _retry_delay(self, call: GatewayRequest, attempt: int, error: UpstreamFailed) -> float | None:
-        """Return the seconds until the next attempt, or None if there is to be none."""
+        """Return the seconds until the next attempt, or None if no further attempt is allowed."""
         if not error.retryable:
             return None
         retries = call.settings.retries
@@ -128,46 +132,48 @@ class RetryHandler:
         return delay if self._clock.now() + delay < call.deadline else None
 
     async def _attempt(
-        self, call: GatewayRequest, provider: Provider, wire: ProviderCall, on_failure: Callable[[], None]
+        self, call: GatewayRequest, provider: Provider, provider_call: ProviderCall, on_failure: Callable[[], None]
     ) -> GatewayReply:
         now = self._clock.now()
         left = call.deadline - now
         if left <= 0:
             raise DeadlineExceeded(f"the provider did not reply within {call.settings.timeouts.total:.3g} s")
         first = call.options.request_timeout or (call.settings.timeouts.first_byte if call.stream else left)
-        incoming = await provider.send(wire.request, self._upstream, min(first, left), self._wall.now())
+        incoming = await provider.send(provider_call.request, self._upstream, min(first, left), self._wall.now())
         try:
             if incoming.status >= 400:
                 body = await incoming.read_all(min(left, ERROR_BODY_TIMEOUT_S), MAX_ERROR_BYTES)
                 is_own_error = call.is_dialect_endpoint and (
-                    provider.has_own_error_format or wire.request.decoder is not None
+                    provider.has_own_error_format or provider_call.request.decoder is not None
                 )
-                error_dialect = "raw" if is_own_error else wire.dialect
+                error_dialect = "raw" if is_own_error else provider_call.dialect
                 raise read_provider_error(call.provider, incoming.status, incoming.headers, body, error_dialect)
             if 300 <= incoming.status < 400:
                 raise UpstreamBroken(f"the provider answered {incoming.status}; redirects are not followed")
             if _is_streamed(call, incoming):
-                return await self._start_stream(call, wire, incoming, now + first, on_failure)
-            return await self._read_whole_reply(call, wire, incoming)
+                return await self._start_stream(call, provider_call, incoming, now + first, on_failure)
+            return await self._read_whole_reply(call, provider_call, incoming)
         except BaseException:
             incoming.close()
             raise
 
-    async def _read_whole_reply(self, call: GatewayRequest, wire: ProviderCall, incoming: Incoming) -> GatewayReply:
-        if wire.dialect != "raw" and incoming.content_type != "application/json":
+    async def _read_whole_reply(
+        self, call: GatewayRequest, provider_call: ProviderCall, incoming: Incoming
+    ) -> GatewayReply:
+        if provider_call.dialect != "raw" and incoming.content_type != "application/json":
             raise UpstreamBroken(
                 f"the provider's reply has content type {incoming.content_type or '(none)'}, not application/json"
             )
         left = call.deadline - self._clock.now()
         body = await incoming.read_all(min(max(left, 0.0), call.settings.timeouts.between_events), MAX_REPLY_BYTES)
         if len(body) < LARGE_INPUT_BYTES:
-            usage, model = check_reply(wire.dialect, body)
+            usage, model = check_reply(provider_call.dialect, body)
             incoming.close()
-            translated, lost = wire.convert_reply(body)
+            translated, lost = provider_call.convert_reply(body)
         else:
-            usage, model = await offload.run(len(body), check_reply, wire.dialect, body)
+            usage, model = await offload.run(len(body), check_reply, provider_call.dialect, body)
             incoming.close()
-            translated, lost = await wire.convert_reply_offloaded(body)
+            translated, lost = await provider_call.convert_reply_offloaded(body)
         reply = self._make_reply(call, incoming, translated)
         if lost:
             call.reply_headers[CHANGED_HEADER] = safe_header(
@@ -181,31 +187,31 @@ class RetryHandler:
     async def _start_stream(
         self,
         call: GatewayRequest,
-        wire: ProviderCall,
+        provider_call: ProviderCall,
         incoming: Incoming,
         first_content_deadline: float,
         on_failure: Callable[[], None],
     ) -> GatewayReply:
         if incoming.content_type == EVENT_STREAM_TYPE:
-            meter: StreamMeter = StreamMeter(wire.dialect, hide_usage=wire.hide_usage)
-        elif wire.dialect == "raw":
+            meter: StreamMeter = StreamMeter(provider_call.dialect, hide_usage=provider_call.hide_usage)
+        elif provider_call.dialect == "raw":
             meter = EventStreamMeter() if incoming.content_type == EventStreamMeter.content_type else RawReplyMeter()
         else:
             raise UpstreamBroken(
                 f"the provider's reply has content type {incoming.content_type or '(none)'}, not {EVENT_STREAM_TYPE}"
             )
-        passage = ProviderStream(call, incoming, meter, wire.make_translator(), self._clock)
+        stream = ProviderStream(call, incoming, meter, provider_call.make_translator(), self._clock)
 
-        def settle(passage: ProviderStream, how: str, code: str) -> None:
-            reply.ended, reply.error = how, code
+        def settle(stream: ProviderStream, ended: str, code: str) -> None:
+            reply.ended, reply.error = ended, code
             tokens = call.body_summary.input_tokens if call.body_summary is not None else None
-            reply.usage, reply.estimated = passage.meter.usage(call.body, tokens)
+            reply.usage, reply.estimated = stream.meter.usage(call.body, tokens)
             set_cost(call, reply, self._prices)
-            if how == "cut" and self._clock.now() < call.deadline:  # a slow reader can reach the deadline as well
+            if ended == "cut" and self._clock.now() < call.deadline:  # a slow reader can reach the deadline as well
                 on_failure()
 
-        await passage.wait_for_content(first_content_deadline, settle)
-        reply = self._make_reply(call, incoming, passage)
+        await stream.wait_for_content(first_content_deadline, settle)
+        reply = self._make_reply(call, incoming, stream)
         reply.model = meter.state.model or call.model
         return reply
 

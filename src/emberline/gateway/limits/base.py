@@ -21,7 +21,7 @@ class Grant(msgspec.Struct, frozen=True):
     slot: int
     amount: int  # less than claimed if less was left
     remaining: int
-    resets_in_ms: int  # milliseconds until the whole limit is available again
+    resets_in_ms: int  # until the whole limit is available again
 
 
 class Reservation(msgspec.Struct):
@@ -36,7 +36,7 @@ class BucketUsage(msgspec.Struct, frozen=True):
     """How much of one bucket is used now."""
 
     used: int  # including what is reserved
-    resets_in_ms: int  # milliseconds until none of it counts any longer
+    resets_in_ms: int  # until none of it counts any longer
 
 
 class LimiterStats(msgspec.Struct):

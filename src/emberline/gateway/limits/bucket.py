@@ -17,6 +17,8 @@ from emberline.gateway.limits.window import LimitWindow
 
 
 class BucketHold(msgspec.Struct, frozen=True):
+    """The amount that one open reservation holds in a bucket."""
+
     slot: int
     amount: int
     expires: int
@@ -24,8 +26,10 @@ class BucketHold(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Bucket:
+    """Usage by slot, and open reservations; times are in milliseconds since the epoch."""
+
     window: LimitWindow
-    slot: int = 0  # the current one
+    slot: int = 0  # the current slot
     next_slot_ms: int = 0  # when the next slot begins
     usage_ends_ms: int = 0  # when usage in the current slot stops counting
     total: int = 0  # used in all slots that count
@@ -46,10 +50,8 @@ class Bucket:
         if now < self.next_slot_ms:
             return
         self.slot, live = self.window.slot(now), self.window.live_slots
-        self.next_slot_ms, self.usage_ends_ms = (
-            self.window.slot_end(self.slot + 1 - live),
-            self.window.slot_end(self.slot),
-        )
+        self.next_slot_ms = self.window.slot_end(self.slot + 1 - live)
+        self.usage_ends_ms = self.window.slot_end(self.slot)
         while self.used and (oldest := next(iter(self.used))) <= self.slot - live:
             self.total -= self.used.pop(oldest)
 

@@ -38,9 +38,9 @@ async def open_limiter(
     from emberline.gateway.limits.redis import RedisLimiter
     from emberline.gateway.redis_client import RedisClient
 
-    link = RedisClient(url, clock)
-    await link.start()
-    stack.push_async_callback(link.close)
-    limiter = RedisLimiter(link, degraded=degraded)
+    client = RedisClient(url, clock)
+    await client.start()
+    stack.push_async_callback(client.close)
+    limiter = RedisLimiter(client, degraded=degraded)
     stack.push_async_callback(limiter.close)
     return limiter

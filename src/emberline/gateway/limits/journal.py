@@ -57,7 +57,7 @@ class CounterJournal:
                 os.close(file)
 
     def write(self, line: bytes) -> None:
-        """Append a line, a Counter as JSON. A write error is logged once and not raised."""
+        """Append a line, a LimitCounter as JSON. A write error is logged once and not raised."""
         file = self._file
         end = file.end + len(line)
         try:

@@ -31,8 +31,8 @@ CLOSE_TIMEOUT_S = 1.0  # for settlements in flight when the gateway stops
 
 
 class RedisLimiter:
-    def __init__(self, link: RedisClient, *, degraded: DegradedMode = "local", prefix: str = "emberline") -> None:
-        self._link, self._degraded, self._prefix = link, degraded, prefix
+    def __init__(self, client: RedisClient, *, degraded: DegradedMode = "local", prefix: str = "emberline") -> None:
+        self._client, self._degraded, self._prefix = client, degraded, prefix
         self._local = LocalLimiter()
         self._reserve_script, self._settle_script, self._usage_script = map(
             _load_script, ("reserve.lua", "settle.lua", "usage.lua")
@@ -47,7 +47,7 @@ class RedisLimiter:
         for claim in claims:
             values += [claim.rule.limit, claim.amount, *_window_arguments(claim)]
         try:
-            reply = await self._link.run_script(self._reserve_script, self._redis_keys(claims), values)
+            reply = await self._client.run_script(self._reserve_script, self._redis_keys(claims), values)
         except (RedisUnavailable, RedisErrorReply) as e:
             return await self._reserve_degraded(e, claims, now, hold_s)
         self.stats.reserved += 1
@@ -74,7 +74,7 @@ class RedisLimiter:
     async def bucket_usage(self, claims: Sequence[Claim], now: float) -> list[BucketUsage]:
         values: list[str | int] = [number for claim in claims for number in _window_arguments(claim)]
         try:
-            reply = await self._link.run_script(self._usage_script, self._redis_keys(claims), values)
+            reply = await self._client.run_script(self._usage_script, self._redis_keys(claims), values)
         except (RedisUnavailable, RedisErrorReply) as e:
             raise StoreFailed(f"the usage of limits cannot be read from Redis: {e.message}", hint="retry") from e
         return [BucketUsage(*reply[2 * i : 2 * i + 2]) for i in range(len(claims))]
@@ -112,7 +112,7 @@ class RedisLimiter:
         """
         script = ("EVAL", self._settle_script.text) if with_script_text else ("EVALSHA", self._settle_script.sha)
         try:
-            sent = self._link.send(*script, *arguments)
+            sent = self._client.send(*script, *arguments)
         except RedisUnavailable:
             self._queue_settlement(arguments)
             return

@@ -42,9 +42,8 @@ class StoredLimiter(LocalLimiter):
         self._store, self._journal, self._wall, self._store_interval_s = store, journal, wall, store_interval_s
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
         self._pending: defaultdict[_CounterKey, int] = defaultdict(int)  # not in the store yet
-        self._batch: tuple[str, list[LimitCounter]] | None = (
-            None  # being written to the store; kept until that succeeds
-        )
+        # The batch that is being written to the store; kept until that succeeds.
+        self._batch: tuple[str, list[LimitCounter]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -130,7 +129,7 @@ class _ChangeRecorder:
         self._pending[self._counter_key] += amount
 
     def _prepare_line(self, slot: int) -> None:
-        """Prepare the line of a slot, a Counter as JSON, except for its amount."""
+        """Prepare the line of a slot, a LimitCounter as JSON, except for its amount."""
         ends = self._window.slot_end(slot)
         self._slot, self._counter_key = slot, (*self._key, slot, ends)
         self._line_head, self._line_tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends

@@ -38,14 +38,14 @@ class CompiledRoute:
 
     @property
     def conditions(self) -> dict[str, dict[str, Any]]:
-        found = self.elements.values()
-        return {each.id: each.properties.condition for each in found if isinstance(each, ConditionalElement)}
+        elements = self.elements.values()
+        return {each.id: each.properties.condition for each in elements if isinstance(each, ConditionalElement)}
 
     @staticmethod
     def compile(name: str, graph: RouteGraph) -> CompiledRoute:
         conditionals = [each for each in graph.elements if isinstance(each, ConditionalElement)]
-        tests = {each.id: compile_condition(each.properties.condition) for each in conditionals}
-        return CompiledRoute(name, graph.start_element, graph.elements_by_id(), tests)
+        predicates = {each.id: compile_condition(each.properties.condition) for each in conditionals}
+        return CompiledRoute(name, graph.start_element, graph.elements_by_id(), predicates)
 
 
 @dataclass(slots=True)

@@ -100,16 +100,16 @@ def _parse_step(step: _Step) -> ParsedStep:
     query = bytes(step.query)
     if len(query) < LARGE_INPUT_BYTES:
         return ParsedStep(target, query, read_body_fields(query))
-    surveyed = summarize_body(query)
-    if surveyed.body_fields is None:
-        raise InvalidRequest(surveyed.error)
-    return ParsedStep(target, query, surveyed.body_fields, surveyed)
+    summary = summarize_body(query)
+    if summary.body_fields is None:
+        raise InvalidRequest(summary.error)
+    return ParsedStep(target, query, summary.body_fields, summary)
 
 
 def _make_step(
     parsed: ParsedStep, request_options: RequestOptions, settings: GatewaySettings, registry: ProviderRegistry
 ) -> RequestStep:
-    target, query, seen = parsed.target, parsed.query, parsed.body_fields
+    target, query, fields = parsed.target, parsed.query, parsed.body_fields
     headers = {name.lower(): value for name, value in target.headers.items()}
     if target.authorization is not None:
         headers["authorization"] = target.authorization
@@ -130,14 +130,14 @@ def _make_step(
     provider = registry.find(target.provider, settings)
     return RequestStep(
         target.provider,
-        provider.model_from_path(path) or (seen.model if isinstance(seen.model, str) else ""),
+        provider.model_from_path(path) or (fields.model if isinstance(fields.model, str) else ""),
         endpoint=endpoint,
         dialect=provider.dialect_at(path, url_query),
         headers=headers,
         body=query,
-        stream=seen.stream is True or provider.is_stream_path(path, url_query),
+        stream=fields.stream is True or provider.is_stream_path(path, url_query),
         options=options,
-        body_fields=seen,
+        body_fields=fields,
         body_summary=parsed.body_summary,
     )
 
@@ -146,14 +146,14 @@ def _compat_step(
     path: str, headers: dict[str, str], parsed: ParsedStep, options: RequestOptions, settings: GatewaySettings
 ) -> RequestStep:
     """Return a step in one of the gateway's own protocols; its model is PROVIDER/MODEL."""
-    seen = parsed.body_fields
+    fields = parsed.body_fields
     endpoint = path.removeprefix("v1/")
     if endpoint not in COMPAT_ENDPOINTS:
         hint = f"endpoints: {', '.join(COMPAT_ENDPOINTS)}"
         raise InvalidRequest(f"compat steps do not support endpoint {path[:80]!r}", param="endpoint", hint=hint)
-    if not isinstance(seen.model, str) or not seen.model:
+    if not isinstance(fields.model, str) or not fields.model:
         raise InvalidRequest("the query of a compat step has no model", param="model", hint="set it to PROVIDER/MODEL")
-    provider, model = resolve_model(seen.model, settings, require_provider=True)
+    provider, model = resolve_model(fields.model, settings, require_provider=True)
     return RequestStep(
         provider,
         model,
@@ -161,10 +161,10 @@ def _compat_step(
         dialect=DIALECT_ENDPOINTS[endpoint],
         headers=headers,
         body=parsed.query,
-        stream=seen.stream is True,
+        stream=fields.stream is True,
         options=options,
         is_dialect_endpoint=True,
-        body_fields=seen,
+        body_fields=fields,
         body_summary=parsed.body_summary,
     )
 

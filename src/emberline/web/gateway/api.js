@@ -49,7 +49,7 @@ export class Api {
   }
 }
 
-/** Return a successful reply. Throws an ApiError, or the abort error if the page aborted `send_signal`. */
+/** Return a successful reply. Throws an ApiError, or the abort error if the page aborted `signal`. */
 export async function fetchOk(url, request, signal) {
   let reply;
   try {

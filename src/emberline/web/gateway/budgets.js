@@ -21,7 +21,7 @@ export async function budgets(session, context) {
 class Budgets {
   constructor(session, context) {
     Object.assign(this, { session, api: session.api, context });
-    this.found = element("section", { className: "card", id: "budgets-found" });
+    this.list = element("section", { className: "card", id: "budgets-found" });
     this.configured = element("section", { className: "card", id: "budgets-configured", hidden: true });
   }
 
@@ -29,7 +29,7 @@ class Budgets {
     await this.show();
     const make = button("New budget", () => this.edit(null), "primary");
     make.id = "new-budget";
-    return element("div", {}, head("Budgets", "Limits on money, tokens or requests per time window. A request that would exceed one is rejected before it is sent.", make), this.found, this.configured);
+    return element("div", {}, head("Budgets", "Limits on money, tokens or requests per time window. A request that would exceed one is rejected before it is sent.", make), this.list, this.configured);
   }
 
   async show() {
@@ -45,7 +45,7 @@ class Budgets {
       ["State", ({ value }) => (value.enabled ? pill("on", "good") : pill("off", "bad"))],
       ["", (item) => element("span", { className: "actions" }, ...this.actions(item))],
     ];
-    this.found.replaceChildren(table("Budgets", columns, items, { none: "This account has no budgets." }));
+    this.list.replaceChildren(table("Budgets", columns, items, { none: "This account has no budgets." }));
     this.accountBudgets = new Set(items.map(({ id }) => id));
     await this.loadUsage();
   }
@@ -68,7 +68,7 @@ class Budgets {
       if (error.status === 401) return this.context.signedOut(error);
       if (!this.context.signal.aborted) this.context.showState("offline", error.message);
     }
-    for (const node of this.found.querySelectorAll("[data-spent]")) node.replaceChildren(...meters(items?.filter(({ budget }) => budget === node.dataset.spent), node.dataset.none));
+    for (const node of this.list.querySelectorAll("[data-spent]")) node.replaceChildren(...meters(items?.filter(({ budget }) => budget === node.dataset.spent), node.dataset.none));
     const configured = items?.filter(({ budget }) => !this.accountBudgets.has(budget)) ?? [];
     this.configured.hidden = !configured.length;
     const columns = [["Name", ({ budget }) => element("b", {}, budget)], ["Spent", (item) => element("div", { className: "spent" }, meter(item)), "wide"]];
@@ -91,9 +91,9 @@ class Budgets {
 
   edit(old) {
     const rule = old?.value.rule;
-    const dialogForm = form(fields(rule, old?.value), old ? "Save" : "Create budget", async (given) => {
-      const body = { ...old?.value, gateways: list(given.gateways), rule: { ...rule, ...ruleFrom(given) } };
-      const path = `budgets/${segment(given.name)}`;
+    const dialogForm = form(fields(rule, old?.value), old ? "Save" : "Create budget", async (values) => {
+      const body = { ...old?.value, gateways: list(values.gateways), rule: { ...rule, ...ruleFrom(values) } };
+      const path = `budgets/${segment(values.name)}`;
       await (old ? this.api.send("PUT", `${path}?version=${old.version}`, body) : this.api.send("POST", path, body));
       await this.show();
       closeDialog();
@@ -144,13 +144,13 @@ function fields(rule, value) {
   ];
 }
 
-const ruleFrom = (given) => ({
-  name: given.name,
-  limit: Math.round(Number(given.limit) * (given.amount === "micros" ? MILLION : 1)),
-  amount: given.amount,
-  per: /^\d+$/.test(given.per) ? Number(given.per) : given.per,
-  technique: given.technique,
-  split: list(given.split),
-  named: given.named,
-  unpriced: given.pass ? "pass" : "refuse",
+const ruleFrom = (values) => ({
+  name: values.name,
+  limit: Math.round(Number(values.limit) * (values.amount === "micros" ? MILLION : 1)),
+  amount: values.amount,
+  per: /^\d+$/.test(values.per) ? Number(values.per) : values.per,
+  technique: values.technique,
+  split: list(values.split),
+  named: values.named,
+  unpriced: values.pass ? "pass" : "refuse",
 });

@@ -15,14 +15,14 @@ export async function gateways(session, context) {
 class Gateways {
   constructor(api, context) {
     Object.assign(this, { api, context });
-    this.found = element("section", { className: "card", id: "gateways-found" });
+    this.list = element("section", { className: "card", id: "gateways-found" });
   }
 
   async open() {
     await this.show();
     const make = button("New gateway", () => this.edit(null), "primary");
     make.id = "new-gateway";
-    return element("div", {}, head("Gateways", "Each gateway has its own providers, limits, cache and logs. A key can be restricted to some gateways.", make), this.found);
+    return element("div", {}, head("Gateways", "Each gateway has its own providers, limits, cache and logs. A key can be restricted to some gateways.", make), this.list);
   }
 
   async show() {
@@ -36,7 +36,7 @@ class Gateways {
       ["Defined in", (item) => (isConfigured(item) ? "configuration file" : "dashboard")],
       ["", (item) => element("span", { className: "actions" }, ...this.actions(item))],
     ];
-    this.found.replaceChildren(table("Gateways", columns, items));
+    this.list.replaceChildren(table("Gateways", columns, items));
   }
 
   actions(item) {

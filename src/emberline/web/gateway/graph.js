@@ -26,18 +26,18 @@ const outputs = (element) =>
 
 /** Return slots in rows, each element below all that lead to it, and arrows as chains of slots, one in each row crossed. */
 function layOut(elements) {
-  const known = new Map(elements.map((element) => [String(element.id), element]));
+  const byId = new Map(elements.map((element) => [String(element.id), element]));
   for (const element of elements) {
-    for (const [, to] of outputs(element)) if (!known.has(to)) known.set(to, { id: to, type: "missing" });
+    for (const [, to] of outputs(element)) if (!byId.has(to)) byId.set(to, { id: to, type: "missing" });
   }
-  const depth = depths(known);
+  const depth = depths(byId);
   const rows = [];
   const addSlot = (row, width, more) => {
     const slot = { row, width, parents: [], ...more };
     (rows[row] ??= []).push(slot);
     return slot;
   };
-  const nodes = new Map([...known].map(([id, element]) => [id, addSlot(depth.get(id), BOX.width, { id, element })]));
+  const nodes = new Map([...byId].map(([id, element]) => [id, addSlot(depth.get(id), BOX.width, { id, element })]));
   const arrows = [...nodes.values()].flatMap((node) =>
     outputs(node.element).map(([name, to], index, all) => {
       const chain = [node];
@@ -54,12 +54,12 @@ function layOut(elements) {
 }
 
 /** Return the longest distance of each element from the start; bounded if there is a cycle. */
-function depths(known) {
-  const depth = new Map([...known.keys()].map((id) => [id, 0]));
-  for (let round = 0; round < known.size; round += 1) {
-    for (const [id, element] of known) {
+function depths(byId) {
+  const depth = new Map([...byId.keys()].map((id) => [id, 0]));
+  for (let round = 0; round < byId.size; round += 1) {
+    for (const [id, element] of byId) {
       for (const [, to] of outputs(element)) {
-        if (to !== id && depth.get(to) <= depth.get(id) && depth.get(id) + 1 < known.size) depth.set(to, depth.get(id) + 1);
+        if (to !== id && depth.get(to) <= depth.get(id) && depth.get(id) + 1 < byId.size) depth.set(to, depth.get(id) + 1);
       }
     }
   }

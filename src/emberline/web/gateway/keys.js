@@ -14,7 +14,7 @@ export async function keys(session, context) {
 class Keys {
   constructor(api, context) {
     Object.assign(this, { api, context });
-    this.found = element("section", { className: "card", id: "keys-found" });
+    this.list = element("section", { className: "card", id: "keys-found" });
     this.warning = element("p", { className: "alarm", id: "keys-warning", role: "status", hidden: true });
   }
 
@@ -22,7 +22,7 @@ class Keys {
     await this.show();
     const make = button("New key", () => this.create(), "primary");
     make.id = "new-key";
-    return element("div", {}, head("Keys", "Keys that may use or manage the gateway, and their limits. A secret is shown only once, when its key is created.", make), this.warning, this.found);
+    return element("div", {}, head("Keys", "Keys that may use or manage the gateway, and their limits. A secret is shown only once, when its key is created.", make), this.warning, this.list);
   }
 
   async show() {
@@ -41,7 +41,7 @@ class Keys {
       ["State", (k) => state(k)],
       ["", (k) => element("span", { className: "actions" }, ...this.actions(k))],
     ];
-    this.found.replaceChildren(table("Keys", columns, items, { none: openGateways.length ? "No keys yet." : "No keys yet. Until you create one, only the keys of the configuration file work." }));
+    this.list.replaceChildren(table("Keys", columns, items, { none: openGateways.length ? "No keys yet." : "No keys yet. Until you create one, only the keys of the configuration file work." }));
   }
 
   actions(key) {
@@ -61,8 +61,8 @@ class Keys {
 
   create() {
     const kind = field({ name: "kind", label: "Kind", kind: "select", options: [["virtual", "virtual key"], ["token", "gateway token"]] });
-    const dialogForm = form([...fields(), kind], "Create key", async (given) => {
-      const { secret, name } = await this.api.send("POST", "keys", { kind: given.kind, ...keyFrom(given) });
+    const dialogForm = form([...fields(), kind], "Create key", async (values) => {
+      const { secret, name } = await this.api.send("POST", "keys", { kind: values.kind, ...keyFrom(values) });
       await this.show();
       showSecret(name, secret);
     });
@@ -71,8 +71,8 @@ class Keys {
   }
 
   change(key) {
-    const dialogForm = form(fields(key), "Save", async (given) => {
-      await this.api.send("PATCH", `keys/${segment(key.id)}`, keyFrom(given));
+    const dialogForm = form(fields(key), "Save", async (values) => {
+      await this.api.send("PATCH", `keys/${segment(key.id)}`, keyFrom(values));
       await this.show();
       closeDialog();
     });
@@ -100,15 +100,15 @@ function fields(key = null) {
   ];
 }
 
-const keyFrom = (given) => ({
-  name: given.name,
-  user: given.user,
-  allowed_models: list(given.allowed_models),
-  allowed_providers: list(given.allowed_providers),
-  gateways: list(given.gateways),
-  limits: list(given.limits),
-  expires: given.expires ? new Date(given.expires).getTime() : null,
-  scopes: ["use", "admin"].filter((scope) => given[scope]),
+const keyFrom = (values) => ({
+  name: values.name,
+  user: values.user,
+  allowed_models: list(values.allowed_models),
+  allowed_providers: list(values.allowed_providers),
+  gateways: list(values.gateways),
+  limits: list(values.limits),
+  expires: values.expires ? new Date(values.expires).getTime() : null,
+  scopes: ["use", "admin"].filter((scope) => values[scope]),
 });
 
 /** Format for a datetime-local field: local time without a zone. */

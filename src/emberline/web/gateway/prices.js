@@ -27,7 +27,7 @@ export async function prices(session, context) {
 class Prices {
   constructor(api, context) {
     Object.assign(this, { api, context });
-    this.found = element("div", { id: "prices-found" });
+    this.list = element("div", { id: "prices-found" });
     this.catalogue = element("div", { id: "catalogue" });
   }
 
@@ -35,7 +35,7 @@ class Prices {
     await this.show();
     const make = button("Set a price", () => this.edit(null), "primary");
     make.id = "new-price";
-    return element("div", {}, head("Prices", "In dollars per million tokens. Your prices override the catalogue. Requests to a model without a price have no cost.", make), section("Your prices", this.found), section("Catalogue", this.catalogue));
+    return element("div", {}, head("Prices", "In dollars per million tokens. Your prices override the catalogue. Requests to a model without a price have no cost.", make), section("Your prices", this.list), section("Catalogue", this.catalogue));
   }
 
   async show() {
@@ -46,7 +46,7 @@ class Prices {
       ["Long input", ({ value }) => longInput(value)],
       ["", (item) => element("span", { className: "actions" }, button("Change", () => this.edit(item)), button("Delete", () => this.remove(item), "danger"))],
     ];
-    this.found.replaceChildren(table("Prices", columns, items, { none: "No prices of your own. The prices of the catalogue apply." }));
+    this.list.replaceChildren(table("Prices", columns, items, { none: "No prices of your own. The prices of the catalogue apply." }));
     const own = new Set(items.map(({ id }) => id));
     const rows = [
       ["Model", ({ id, kind }) => element("span", { className: "entry" }, element("b", {}, id), kind === "chat" ? null : element("small", {}, kind)), "wide"],
@@ -72,8 +72,8 @@ class Prices {
       field({ name: "id", label: "Model", value: old?.id ?? "", required: true, wide: true, pattern: ".+/.+", placeholder: "openai/gpt-5", readOnly: Boolean(old) }),
       ...KINDS.map(([kind, label], i) => field({ name: kind, label, kind: "number", min: 0, step: "any", value: shown(kind), required: i < 2 })),
     ];
-    const dialogForm = form(fields, "Save", async ({ id, ...given }) => {
-      const price = Object.fromEntries(KINDS.map(([kind]) => [kind, given[kind] === "" ? null : Math.round(Number(given[kind]) * MILLION)]));
+    const dialogForm = form(fields, "Save", async ({ id, ...values }) => {
+      const price = Object.fromEntries(KINDS.map(([kind]) => [kind, values[kind] === "" ? null : Math.round(Number(values[kind]) * MILLION)]));
       await this.api.send("PUT", `${path(id)}${old?.version ? `?version=${old.version}` : ""}`, { ...old?.value, ...price });
       await this.show();
       closeDialog();

@@ -97,9 +97,9 @@ class Providers {
       field({ name: "speaks", label: "APIs", value: value?.speaks?.join(", ") ?? "", wide: true, hint: `${DIALECTS}; empty: OpenAI` }),
       field({ name: "enable", label: "Enabled", kind: "check", value: value?.enable ?? true }),
     ];
-    const dialogForm = form(fields, "Save", async (given) => {
-      const body = { ...value, ...given, speaks: given.speaks ? list(given.speaks) : null };
-      await this.api.send("PUT", `custom-providers/${segment(given.slug)}${old ? `?version=${old.version}` : ""}`, body);
+    const dialogForm = form(fields, "Save", async (values) => {
+      const body = { ...value, ...values, speaks: values.speaks ? list(values.speaks) : null };
+      await this.api.send("PUT", `custom-providers/${segment(values.slug)}${old ? `?version=${old.version}` : ""}`, body);
       await this.show();
       closeDialog();
     });

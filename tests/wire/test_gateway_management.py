@@ -1,5 +1,5 @@
-"""What the management API changes, in force: keys, limits, prices, providers' keys, custom providers, gateways; and the
-cache. Over HTTP, on one running gateway."""
+"""Changes through the management API take effect on a running gateway: keys, limits, prices, provider keys, custom
+providers, gateways and the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "".join(f"word{i} " for i in range(8))
 CHAT = "/v1/chat/completions"
 
 
-def places(urls: dict[str, str]) -> dict[str, Any]:
+def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
     both = ["openai-chat", "anthropic"]
     others = ("azure-openai", "google-ai-studio", "workers-ai")
     return {
@@ -33,29 +33,29 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     with Gateways(
-        tmp_path_factory.mktemp("managed"), ("fake",), places, default_provider="oai", authentication=True
-    ) as made:
-        yield made
+        tmp_path_factory.mktemp("managed"), ("fake",), provider_settings, default_provider="oai", authentication=True
+    ) as created:
+        yield created
 
 
 def manage(gateway: Gateways, method: str, path: str, body: Any = None) -> Any:
     data = b"" if body is None else json.dumps(body).encode()
-    status, _, told = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
-    assert status in (200, 201), told
-    return json.loads(told)
+    status, _, reply_data = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
+    assert status in (200, 201), reply_data
+    return json.loads(reply_data)
 
 
-def new_key(gateway: Gateways, **wishes: Any) -> tuple[str, dict[str, str]]:
-    made = manage(gateway, "POST", "keys", {"name": "k", **wishes})
-    return made["id"], {"authorization": f"Bearer {made['secret']}"}
+def new_key(gateway: Gateways, **fields: Any) -> tuple[str, dict[str, str]]:
+    created = manage(gateway, "POST", "keys", {"name": "k", **fields})
+    return created["id"], {"authorization": f"Bearer {created['secret']}"}
 
 
 def ask(gateway: Gateways, headers: dict[str, str], model: str = "m", **more: Any) -> tuple[int, dict[str, str], Any]:
-    status, told, body = gateway.post(CHAT, {"model": model, "messages": HELLO, **more}, headers)
-    return status, told, json.loads(body) if body[:1] == b"{" else body
+    status, reply_headers, body = gateway.post(CHAT, {"model": model, "messages": HELLO, **more}, headers)
+    return status, reply_headers, json.loads(body) if body[:1] == b"{" else body
 
 
-def test_without_a_key_nothing_passes(gateway: Gateways) -> None:
+def test_requests_without_a_valid_key_are_rejected(gateway: Gateways) -> None:
     for headers in ({}, {"authorization": "Bearer sk-unknown"}, {"cf-aig-authorization": "Bearer egt_unknown"}):
         status, _, body = ask(gateway, headers)
         assert status == 401 and body["error"]["code"] == "invalid_api_key"
@@ -68,18 +68,18 @@ def test_without_a_key_nothing_passes(gateway: Gateways) -> None:
     assert gateway.post("/admin/accounts/default/keys", b"", {}, "GET")[0] == 401
 
 
-def test_a_key_works_until_it_does_not(gateway: Gateways) -> None:
+def test_key_works_until_it_is_revoked(gateway: Gateways) -> None:
     id, key = new_key(gateway, allowed_models=["small-*"])
     assert ask(gateway, key, "small-1")[0] == 200
     status, _, body = ask(gateway, key, "large")
     assert status == 403 and body["error"]["code"] == "not_allowed"
-    assert gateway.post("/admin/accounts/default/keys", b"", key, "GET")[0] == 403, "it is not for management"
+    assert gateway.post("/admin/accounts/default/keys", b"", key, "GET")[0] == 403, "the key may not manage"
     manage(gateway, "DELETE", f"keys/{id}")
     until(lambda: ask(gateway, key, "small-1")[0] == 401, 5)
 
 
 @pytest.mark.parametrize(
-    ("path", "allowed"),  # small ones
+    ("path", "allowed"),  # whether the path is valid
     [
         ("azure-openai/res/{model}/chat/completions", True),
         ("google-ai-studio/v1beta/models/{model}:generateContent", True),
@@ -88,7 +88,7 @@ def test_a_key_works_until_it_does_not(gateway: Gateways) -> None:
         ("google-ai-studio/v1beta/models/small/%2E%2e/{model}:generateContent", False),
     ],
 )
-def test_a_body_cannot_name_another_model_than_the_path(gateway: Gateways, path: str, allowed: bool) -> None:
+def test_body_cannot_override_the_model_of_the_path(gateway: Gateways, path: str, allowed: bool) -> None:
     _, key = new_key(gateway, allowed_models=["small*"])
     headers = {"cf-aig-authorization": key["authorization"], "authorization": "Bearer k"}
     status, _, _ = gateway.post(f"/v1/default/default/{path.format(model='large')}", {"model": "small"}, headers)
@@ -102,17 +102,17 @@ def test_a_body_cannot_name_another_model_than_the_path(gateway: Gateways, path:
         assert gateway.post(f"/v1/default/default/{path}", {"model": "large"}, headers)[0] == 200
 
 
-def test_limits_of_a_gateway_made_here(gateway: Gateways) -> None:
-    """Counted before, told with what remains, refused with a time to wait."""
+def test_limits_of_a_created_gateway(gateway: Gateways) -> None:
+    """Remaining requests are in headers, and an exceeded limit has Retry-After."""
     limits = [{"name": "few", "limit": 2, "per": "hour"}]
     manage(gateway, "PUT", "gateways/limited", {"default_provider": "custom-c", "limits": limits})
     headers = {**ADMIN, "cf-aig-gateway-id": "limited"}
     status, _, body = ask(gateway, headers, "emberline/m")
-    assert status == 502 and body["error"]["code"] == "upstream_unreached", "the engine is not there in this test"
+    assert status == 502 and body["error"]["code"] == "upstream_unreached", "there is no engine in this test"
     assert ask(gateway, headers, "emberline/m")[1]["x-ratelimit-remaining-requests"] == "0"
-    status, told, body = ask(gateway, headers, "emberline/m")
-    assert status == 429 and body["error"]["code"] == "rate_limit_exceeded" and int(told["retry-after"]) > 0
-    assert told["x-ratelimit-limit-requests"] == "2"
+    status, reply_headers, body = ask(gateway, headers, "emberline/m")
+    assert status == 429 and body["error"]["code"] == "rate_limit_exceeded" and int(reply_headers["retry-after"]) > 0
+    assert reply_headers["x-ratelimit-limit-requests"] == "2"
     client = anthropic.Anthropic(
         base_url=gateway.url, api_key=KEY, max_retries=0, default_headers={"cf-aig-gateway-id": "limited"}
     )
@@ -120,8 +120,8 @@ def test_limits_of_a_gateway_made_here(gateway: Gateways) -> None:
         client.messages.create(model="emberline/m", messages=HELLO, max_tokens=8)
 
 
-def test_a_providers_key_is_stored_and_used(gateway: Gateways) -> None:
-    assert ask(gateway, ADMIN, "openai/gpt-x")[0] == 401, "there is none yet"
+def test_stored_provider_key_is_used(gateway: Gateways) -> None:
+    assert ask(gateway, ADMIN, "openai/gpt-x")[0] == 401, "no key is stored yet"
     manage(gateway, "PUT", "provider-keys/openai/default", {"secret": "sk-stored"})
     until(lambda: ask(gateway, ADMIN, "openai/gpt-x")[0] == 200, 5)
     assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-stored"
@@ -130,36 +130,36 @@ def test_a_providers_key_is_stored_and_used(gateway: Gateways) -> None:
     assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-other"
 
 
-def test_a_price_made_here_is_charged(gateway: Gateways) -> None:
+def test_created_price_is_charged(gateway: Gateways) -> None:
     manage(gateway, "PUT", "prices/oai/priced", {"input": 1_000_000, "output": 2_000_000})
 
-    def charged() -> bool:
+    def is_charged() -> bool:
         _, headers, _ = ask(gateway, ADMIN, "oai/priced", stream=True)
         return gateway.record(headers["cf-aig-log-id"]).micros == 11 + 2 * 8
 
-    until(charged, 5)
+    until(is_charged, 5)
     _, headers, _ = ask(gateway, ADMIN, "oai/no-price")
-    assert gateway.record(headers["cf-aig-log-id"]).micros is None, "not known is not nothing"
+    assert gateway.record(headers["cf-aig-log-id"]).micros is None, "an unknown price is not zero"
 
 
-def test_a_custom_provider_must_be_public(gateway: Gateways) -> None:
-    """By its name, and again by its address when it is connected to."""
-    made = {"name": "Mine", "slug": "mine", "base_url": "https://127.0.0.1", "enable": True}
-    status, _, _ = gateway.post("/admin/accounts/default/custom-providers/mine", made, ADMIN)
+def test_custom_provider_must_have_a_public_address(gateway: Gateways) -> None:
+    """The URL is checked when it is set, and the address again when it is connected to."""
+    created = {"name": "Mine", "slug": "mine", "base_url": "https://127.0.0.1", "enable": True}
+    status, _, _ = gateway.post("/admin/accounts/default/custom-providers/mine", created, ADMIN)
     assert status == 400
-    made["base_url"] = "https://localhost.localdomain.example"
-    manage(gateway, "POST", "custom-providers/mine", made)
+    created["base_url"] = "https://localhost.localdomain.example"
+    manage(gateway, "POST", "custom-providers/mine", created)
 
-    def refused() -> bool:
+    def is_refused() -> bool:
         status, _, body = gateway.post("/v1/default/default/custom-mine/v1/x", {"model": "m"}, ADMIN)
         return status == 502 and json.loads(body)["error"]["code"] == "upstream_unreached"
 
-    until(refused, 5)
+    until(is_refused, 5)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_cache(gateway: Gateways, path: str, stream: bool) -> None:
+def test_cache_over_http(gateway: Gateways, path: str, stream: bool) -> None:
     headers = {**ADMIN, "cf-aig-cache-ttl": "60"}
     body = {"model": "m", "messages": HELLO, "max_tokens": 8, "stream": stream, "user": f"{path}{stream}"}
     first, second = (gateway.post(path, body, headers) for _ in range(2))
@@ -168,11 +168,11 @@ def test_the_cache(gateway: Gateways, path: str, stream: bool) -> None:
     assert second[1]["content-type"] == first[1]["content-type"]
     rows = [gateway.record(reply[1]["cf-aig-log-id"]) for reply in (first, second)]
     assert [row.cached for row in rows] == [False, True] and rows[1].micros == 0 and rows[1].success
-    body["model"] = "500"  # a fault of the fake's: errors are never kept
+    body["model"] = "500"  # a fault of the fake provider: errors are never cached
     assert [gateway.post(path, body, headers)[1]["cf-aig-cache-status"] for _ in range(2)] == ["MISS", "MISS"]
 
 
-def test_feedback_and_logs_over_cloudflares_paths(gateway: Gateways) -> None:
+def test_feedback_through_cloudflare_paths(gateway: Gateways) -> None:
     _, headers, _ = ask(gateway, ADMIN)
     id = headers["cf-aig-log-id"]
     gateway.record(id)
@@ -181,12 +181,12 @@ def test_feedback_and_logs_over_cloudflares_paths(gateway: Gateways) -> None:
     assert status == 200 and json.loads(body)["success"] and gateway.record(id).feedback == 1
 
 
-def test_models_that_a_key_may_use(gateway: Gateways) -> None:
+def test_model_list_respects_the_key(gateway: Gateways) -> None:
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=KEY, max_retries=0)
     manage(gateway, "PUT", "provider-keys/openai/default", {"secret": "sk-stored"})
     until(lambda: any(model.id.startswith("openai/gpt-") for model in client.models.list()), 5)
     _, key = new_key(gateway, allowed_providers=["oai"])
-    narrow = openai.OpenAI(
+    restricted = openai.OpenAI(
         base_url=f"{gateway.url}/v1", api_key=key["authorization"].removeprefix("Bearer "), max_retries=0
     )
-    assert not any(model.id.startswith("openai/") for model in narrow.models.list())
+    assert not any(model.id.startswith("openai/") for model in restricted.models.list())

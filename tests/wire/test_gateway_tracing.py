@@ -1,4 +1,4 @@
-"""Spans of calls, at a scripted OpenTelemetry collector."""
+"""Spans of gateway calls at a scripted OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from routers import until
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def of(collecting: Collecting, log: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The one span of a call, and its attributes."""
+def span_of(collecting: Collecting, log: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Wait for the span of a call and return it with its attributes."""
     until(lambda: any(about(span)["emberline.log_id"] == log for span in collecting.spans))
     (span,) = [span for span in collecting.spans if about(span)["emberline.log_id"] == log]
     return span, about(span)
@@ -29,7 +29,7 @@ def collecting() -> Iterator[Collecting]:
     made.shutdown()
 
 
-def places(urls: dict[str, str]) -> dict[str, Any]:
+def provider_settings(urls: dict[str, str]) -> dict[str, Any]:
     return {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}
 
 
@@ -37,21 +37,25 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory, collecting: Collecting) -> Iterator[Gateways]:
     process = {"otlp": collecting.url, "otlp_headers": {"x-vendor-key": "k"}, "otlp_payloads": True}
     prices = {"oai/m": {"input": 1_000_000, "output": 2_000_000}}
-    with Gateways(tmp_path_factory.mktemp("spans"), ("fake",), places, process, prices=prices) as made:
+    with Gateways(tmp_path_factory.mktemp("spans"), ("fake",), provider_settings, process, prices=prices) as made:
         yield made
 
 
 def ask(gateway: Gateways, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, str]:
     body = {"model": "oai/m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **more}
-    status, told, _ = gateway.post("/v1/chat/completions", body, headers)
-    return status, told["cf-aig-log-id"]
+    status, reply_headers, _ = gateway.post("/v1/chat/completions", body, headers)
+    return status, reply_headers["cf-aig-log-id"]
 
 
-def test_a_call_is_a_span_below_the_callers_own(gateway: Gateways, collecting: Collecting) -> None:
+def test_call_span_has_the_callers_span_as_parent(gateway: Gateways, collecting: Collecting) -> None:
     began = time.time()
-    told = {"cf-aig-otel-trace-id": TRACE, "cf-aig-otel-parent-span-id": PARENT, "cf-aig-metadata": '{"team": "a"}'}
-    _, log = ask(gateway, told)
-    span, facts = of(collecting, log)
+    request_headers = {
+        "cf-aig-otel-trace-id": TRACE,
+        "cf-aig-otel-parent-span-id": PARENT,
+        "cf-aig-metadata": '{"team": "a"}',
+    }
+    _, log = ask(gateway, request_headers)
+    span, facts = span_of(collecting, log)
     assert (span["traceId"], span["parentSpanId"], span["kind"]) == (TRACE, PARENT, 3)
     assert len(span["spanId"]) == 16 and span["spanId"] != PARENT and span["status"] == {"code": 1}
     assert began - 1 < int(span["startTimeUnixNano"]) / 1e9 <= int(span["endTimeUnixNano"]) / 1e9 < time.time() + 1
@@ -77,63 +81,65 @@ STEP = {"provider": "oai", "endpoint": "v1/chat/completions", "headers": {}, "qu
         ("/v1/default/default", [STEP]),
     ],
 )
-def test_who_is_asked_goes_on_below_it(gateway: Gateways, collecting: Collecting, path: str, body: Any) -> None:
-    told = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
-    _, headers, _ = gateway.post(path, body, told)
-    span, _ = of(collecting, headers["cf-aig-log-id"])
+def test_provider_receives_the_call_span_as_parent(
+    gateway: Gateways, collecting: Collecting, path: str, body: Any
+) -> None:
+    request_headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+    _, headers, _ = gateway.post(path, body, request_headers)
+    span, _ = span_of(collecting, headers["cf-aig-log-id"])
     assert (span["traceId"], span["parentSpanId"]) == (TRACE, PARENT)
-    asked = gateway.fakes["fake"].requests[-1].headers
-    assert asked["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and asked["tracestate"] == "vendor=1"
+    sent_headers = gateway.fakes["fake"].requests[-1].headers
+    assert sent_headers["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and sent_headers["tracestate"] == "vendor=1"
 
 
-def test_a_steps_key_is_in_no_span(gateway: Gateways, collecting: Collecting) -> None:
+def test_step_key_is_in_no_span(gateway: Gateways, collecting: Collecting) -> None:
     secret = {"headers": {"authorization": "Bearer sk-of-the-caller"}}
     _, headers, _ = gateway.post("/v1/default/default", [STEP | secret])
-    _, facts = of(collecting, headers["cf-aig-log-id"])
+    _, facts = span_of(collecting, headers["cf-aig-log-id"])
     assert gateway.fakes["fake"].requests[-1].headers["authorization"] == "Bearer sk-of-the-caller"
     assert json.loads(facts["gen_ai.prompt_json"]) == STEP["query"]
     assert "sk-of-the-caller" not in str(collecting.spans)
 
 
-def test_what_is_no_trace_is_not_passed_on(gateway: Gateways, collecting: Collecting) -> None:
+def test_invalid_traceparent_is_not_passed_on(gateway: Gateways, collecting: Collecting) -> None:
     _, log = ask(gateway, {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"})
-    span, _ = of(collecting, log)
+    span, _ = span_of(collecting, log)
     assert span["traceId"] != TRACE and "parentSpanId" not in span
-    asked = gateway.fakes["fake"].requests[-1].headers
-    assert asked["traceparent"] == f"00-{span['traceId']}-{span['spanId']}-01" and "tracestate" not in asked
+    sent_headers = gateway.fakes["fake"].requests[-1].headers
+    assert (
+        sent_headers["traceparent"] == f"00-{span['traceId']}-{span['spanId']}-01" and "tracestate" not in sent_headers
+    )
 
 
-def test_a_stream_has_a_trace_of_its_own(gateway: Gateways, collecting: Collecting) -> None:
+def test_stream_without_a_parent_starts_a_trace(gateway: Gateways, collecting: Collecting) -> None:
     _, log = ask(gateway, stream=True)
-    span, facts = of(collecting, log)
+    span, facts = span_of(collecting, log)
     assert len(span["traceId"]) == 32 and "parentSpanId" not in span
     assert facts["emberline.stream"] and facts["gen_ai.usage.output_tokens"] == 8
     assert "word7" in facts["gen_ai.completion_json"]
 
 
-def test_what_is_private_stays_here(gateway: Gateways, collecting: Collecting) -> None:
+def test_private_payloads_are_not_exported(gateway: Gateways, collecting: Collecting) -> None:
     for header in ({"cf-aig-zdr": "true"}, {"cf-aig-collect-log-payload": "false"}):
-        _, facts = of(collecting, ask(gateway, header)[1])
+        _, facts = span_of(collecting, ask(gateway, header)[1])
         assert not {"gen_ai.prompt_json", "gen_ai.completion_json"} & facts.keys()
 
 
-def test_a_failure_is_told_as_one(gateway: Gateways, collecting: Collecting) -> None:
+def test_failed_call_has_an_error_span(gateway: Gateways, collecting: Collecting) -> None:
     gateway.fakes["fake"].fault = "500"
     status, log = ask(gateway)
-    span, facts = of(collecting, log)
+    span, facts = span_of(collecting, log)
     assert span["status"]["code"] == 2 and facts["error.type"] == span["status"]["message"] != ""
     assert facts["http.response.status_code"] == status >= 500
 
 
-def test_a_collector_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
-    gateway: Gateways, collecting: Collecting
-) -> None:
+def test_export_is_retried_when_busy_but_not_when_refused(gateway: Gateways, collecting: Collecting) -> None:
     collecting.script = [503]
-    of(collecting, ask(gateway)[1])
+    span_of(collecting, ask(gateway)[1])
     collecting.script = [400]
     _, lost = ask(gateway)
     until(lambda: not collecting.script)
-    of(collecting, ask(gateway)[1])
+    span_of(collecting, ask(gateway)[1])
     assert all(about(span)["emberline.log_id"] != lost for span in collecting.spans)
     until(
         lambda: (

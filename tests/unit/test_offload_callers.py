@@ -76,8 +76,8 @@ def used() -> Iterator[Any]:
 def test_child_runs_at_a_lower_priority() -> None:
     child = OffloadProcess("test")
     try:
-        there = asyncio.run(child.run(os.getpriority, os.PRIO_PROCESS, 0))
-        assert there == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
+        remote_value = asyncio.run(child.run(os.getpriority, os.PRIO_PROCESS, 0))
+        assert remote_value == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
         if hasattr(os, "SCHED_BATCH"):
             assert asyncio.run(child.run(os.sched_getscheduler, 0)) == os.SCHED_BATCH
     finally:
@@ -128,17 +128,17 @@ def test_invalid_text_and_long_numbers_do_not_hide_a_duplicate() -> None:
 def test_large_list_of_steps_is_read_in_a_child(used: Any) -> None:
     query = chat(model="gpt-4o-mini")
     step = {"provider": "openai", "endpoint": "chat/completions", "query": msgspec.Raw(query)}
-    (made,) = asyncio.run(
+    (first_step,) = asyncio.run(
         read_steps(msgspec.json.encode([step]), RequestOptions(), GatewaySettings(), ProviderRegistry())
     )
     assert used() == 1
-    assert made.body == query and made.body_summary == summarize_body(query)
-    moved = call_for_step(call(b"[]"), made, 0, True)
-    assert moved.body_summary is made.body_summary and moved.body_fields is made.body_fields, (
+    assert first_step.body == query and first_step.body_summary == summarize_body(query)
+    moved = call_for_step(call(b"[]"), first_step, 0, True)
+    assert moved.body_summary is first_step.body_summary and moved.body_fields is first_step.body_fields, (
         "no layer reads the body again"
     )
-    (small,) = asyncio.run(read_steps(msgspec.json.encode([{**step, "query": {"model": "m"}}]), RequestOptions(), GatewaySettings(),
-                                      ProviderRegistry()))  # fmt: skip
+    body = msgspec.json.encode([{**step, "query": {"model": "m"}}])
+    (small,) = asyncio.run(read_steps(body, RequestOptions(), GatewaySettings(), ProviderRegistry()))
     assert used() == 1 and small.model == "m" and small.body_summary is None
 
 
@@ -161,15 +161,15 @@ ROUTE = [
 
 @pytest.mark.parametrize(("text", "expected"), [(f"needle {TEXT}", "a"), (TEXT, "b")])
 def test_conditions_on_a_large_body_run_in_a_child(used: Any, text: str, expected: str) -> None:
-    asked = call(chat(text), model="m")
+    request = call(chat(text), model="m")
     plan = CompiledRoute.compile("r", RouteGraph.parse({"elements": ROUTE}))
-    answers = asyncio.run(evaluate_body_conditions(asked, plan.conditions))
+    answers = asyncio.run(evaluate_body_conditions(request, plan.conditions))
     assert used() == 1 and answers == {"c": expected == "a"}
-    unread = CallFacts(asked.with_changes(body=b"not read again"))
+    unread = CallFacts(request.with_changes(body=b"not read again"))
     chosen = RouteTraversal.start(plan, unread, "seed", answers).next_action()
     assert chosen is not None and chosen.id == expected
     assert asyncio.run(evaluate_body_conditions(call(chat("small")), plan.conditions)) == {} and used() == 1
-    assert asyncio.run(evaluate_body_conditions(asked, {"c": {"metadata.team": "core"}})) == {} and used() == 1
+    assert asyncio.run(evaluate_body_conditions(request, {"c": {"metadata.team": "core"}})) == {} and used() == 1
 
 
 def test_large_conversation_is_read_in_a_child(used: Any) -> None:
@@ -179,20 +179,20 @@ def test_large_conversation_is_read_in_a_child(used: Any) -> None:
 
 
 def test_pool_does_not_hash_a_large_body_again() -> None:
-    asked = call(chat(), settings={"cache_ttl": 60})
-    asked.body_summary = summarize_body(asked.body)
+    request = call(chat(), settings={"cache_ttl": 60})
+    request.body_summary = summarize_body(request.body)
     assert (
-        _affinity_seed(asked)
-        == _affinity_seed(asked.with_changes(body=asked.body))
-        == asked.body_summary.canonical_digest.hex()
+        _affinity_seed(request)
+        == _affinity_seed(request.with_changes(body=request.body))
+        == request.body_summary.canonical_digest.hex()
     )
 
 
 def test_run_reads_a_body_with_functions_of_bytes() -> None:
     body = chat(model="m")
     assert read_outline(body, "fake/m").model == "fake/m"
-    asked = read_run_request(body, "fake/m")
-    assert asked.path == "/v1/chat/completions" and json.loads(asked.body)["model"] == "fake/m"
+    request = read_run_request(body, "fake/m")
+    assert request.path == "/v1/chat/completions" and json.loads(request.body)["model"] == "fake/m"
     named = json.dumps({"model": "m", "input": {"prompt": "x"}, "options": {"queueRequest": True}}).encode()
     assert (
         read_outline(named, "").options == {"queueRequest": True} and read_native_body(named, "") == b'{"prompt":"x"}'
@@ -203,13 +203,14 @@ def test_run_reads_a_body_with_functions_of_bytes() -> None:
 
 
 def test_large_answer_of_run_is_rewritten_in_a_child(used: Any) -> None:
-    said = {"choices": [{"message": {"content": TEXT}}], "usage": {"total_tokens": 1}}
-    asked = EncodedRequest("chat/completions", b"{}", False)
-    reply = asyncio.run(to_run_reply(asked, GatewayReply(200, {}, json.dumps(said).encode())))
+    output = {"choices": [{"message": {"content": TEXT}}], "usage": {"total_tokens": 1}}
+    request = EncodedRequest("chat/completions", b"{}", False)
+    reply = asyncio.run(to_run_reply(request, GatewayReply(200, {}, json.dumps(output).encode())))
     assert used() == 1 and isinstance(reply.body, bytes)
     assert json.loads(reply.body)["result"]["response"] == TEXT
     assert (
-        asyncio.run(to_run_reply(asked, GatewayReply(200, {}, b"[" + b"1," * LARGE_INPUT_BYTES + b"1]"))).status == 502
+        asyncio.run(to_run_reply(request, GatewayReply(200, {}, b"[" + b"1," * LARGE_INPUT_BYTES + b"1]"))).status
+        == 502
     )
 
 
@@ -246,10 +247,10 @@ def test_socket_message_functions() -> None:
 
 
 def test_large_foreign_reply_is_decoded_in_a_child(used: Any) -> None:
-    said = {"message": {"content": [{"type": "text", "text": TEXT}]}, "finish_reason": "COMPLETE"}
-    incoming = DecodedReply(BufferedReply(200, {}, json.dumps(said).encode()), CohereChatDecoder("m", "0" * 32))
-    made = json.loads(asyncio.run(incoming.read_all()))
-    assert used() == 1 and made["choices"][0]["message"]["content"] == TEXT
+    output = {"message": {"content": [{"type": "text", "text": TEXT}]}, "finish_reason": "COMPLETE"}
+    incoming = DecodedReply(BufferedReply(200, {}, json.dumps(output).encode()), CohereChatDecoder("m", "0" * 32))
+    reply = json.loads(asyncio.run(incoming.read_all()))
+    assert used() == 1 and reply["choices"][0]["message"]["content"] == TEXT
 
 
 # -- large events of a stream ------------------------------------------------------------------------------------------
@@ -257,8 +258,8 @@ def test_large_foreign_reply_is_decoded_in_a_child(used: Any) -> None:
 
 def chunk(text: str, finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
-    made = {"id": "x", "model": "m", "object": "chat.completion.chunk", "created": 1, "choices": [choice]}
-    return b"data: " + json.dumps(made).encode() + b"\n\n"
+    event = {"id": "x", "model": "m", "object": "chat.completion.chunk", "created": 1, "choices": [choice]}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 STREAM = [chunk("a"), chunk(HUGE_TEXT), chunk("", "stop") + b"data: [DONE]\n\n"]
@@ -290,8 +291,8 @@ def pass_through(translator: StreamTranslator | None = None) -> tuple[bytes, Str
 
 
 def test_large_event_is_metered_in_a_child(used: Any) -> None:
-    said, meter = pass_through()
-    assert used() == 1 and said == b"".join(STREAM)
+    output, meter = pass_through()
+    assert used() == 1 and output == b"".join(STREAM)
     assert meter.state.has_ended and meter.state.content_characters == len(HUGE_TEXT) + 1 and meter.broken is None
 
 
@@ -305,11 +306,13 @@ def test_raw_bytes_are_not_a_large_event() -> None:
 
 
 def test_large_event_is_translated_in_a_child(used: Any) -> None:
-    said, _ = pass_through(StreamTranslator("openai-chat", "anthropic"))
+    output, _ = pass_through(StreamTranslator("openai-chat", "anthropic"))
     whole = StreamTranslator("openai-chat", "anthropic")
-    here = b"".join(map(whole.push, STREAM)) + whole.end()
-    assert used() >= 2 and HUGE_TEXT.encode() in said
-    assert said.count(b"content_block_delta") == here.count(b"content_block_delta") and b"message_stop" in said
+    local_output = b"".join(map(whole.push, STREAM)) + whole.end()
+    assert used() >= 2 and HUGE_TEXT.encode() in output
+    assert (
+        output.count(b"content_block_delta") == local_output.count(b"content_block_delta") and b"message_stop" in output
+    )
 
 
 class RecordingGuard:
@@ -362,10 +365,10 @@ def test_large_event_is_guarded_in_a_child_and_in_pieces(used: Any) -> None:
             await asyncio.sleep(0)
         return work.result(), loop_steps
 
-    said, loop_steps = asyncio.run(run())
+    output, loop_steps = asyncio.run(run())
     assert used() == 2, "one call finds its texts, one redacts them"
     assert loop_steps > len(TEXT) // MAX_SCAN_CHARS
-    assert b"example.com" not in said and said.count(b"[email]") == 2 and TEXT[:1000].encode() in said
+    assert b"example.com" not in output and output.count(b"[email]") == 2 and TEXT[:1000].encode() in output
     assert len(guard.findings) == 2
 
 
@@ -406,12 +409,17 @@ def test_splitter_finds_the_same_gaps_in_large_data(monkeypatch: pytest.MonkeyPa
 
 
 def test_large_call_to_a_foreign_server_is_rewritten_in_a_child(used: Any) -> None:
-    asked = RouterCall("POST", "/v1/chat/completions", {}, chat(kv_transfer_params={"x": 1}))
+    request = RouterCall("POST", "/v1/chat/completions", {}, chat(kv_transfer_params={"x": 1}))
     nothing: Any = None
-    trip = RoutedRequest(nothing, nothing, asked, 1, 2, None, 9.0, 3, 3, is_generation=True, is_known_suspect=False)
-    made = asyncio.run(trip.run_dialect(VLLMDialect(asked).build_plain_request, False))
-    assert used() == 1 and "kv_transfer_params" not in json.loads(made.body)
-    assert asyncio.run(trip.run_dialect(NativeDialect(asked, 1, None).build_plain_request, False)).body == asked.body
+    routed_request = RoutedRequest(
+        nothing, nothing, request, 1, 2, None, 9.0, 3, 3, is_generation=True, is_known_suspect=False
+    )
+    built = asyncio.run(routed_request.run_dialect(VLLMDialect(request).build_plain_request, False))
+    assert used() == 1 and "kv_transfer_params" not in json.loads(built.body)
+    assert (
+        asyncio.run(routed_request.run_dialect(NativeDialect(request, 1, None).build_plain_request, False)).body
+        == request.body
+    )
     assert used() == 1, "Emberline workers get the body unchanged"
 
 
@@ -420,10 +428,10 @@ def test_large_envelope_is_opened_with_a_function_of_bytes() -> None:
         b'{"path":"/v1/chat/completions","body":%b,"seed":7,"handoff":{}}' % chat()
     )
     assert body == chat() and envelope.seed == 7 and bytes(envelope.body) == b""
-    there = asyncio.run(
+    remote_value = asyncio.run(
         offload.run(LARGE_INPUT_BYTES, parse_forwarded_request, msgspec.json.encode({"path": "p", "body": {"a": 1}}))
     )
-    assert there[1] == b'{"a":1}' and there[0].path == "p"
+    assert remote_value[1] == b'{"a":1}' and remote_value[0].path == "p"
 
 
 def test_large_responses_request_is_read_in_a_child(used: Any) -> None:

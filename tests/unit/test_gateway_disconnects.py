@@ -112,7 +112,7 @@ class Layers:
             errors_to_replies,
             DynamicRouteLayer(self.limiter, claims, clock, clock).wrap,
             balance_pools(claims, clock),
-            lambda inner: lambda call: inner(call.moved(hedge=0.0) if len(call.steps) > 1 else call),
+            lambda inner: lambda call: inner(call.with_changes(hedge_delay_s=0.0) if len(call.steps) > 1 else call),
             limit_calls(self.limiter, FILES, prices, clock, clock),
             GuardrailLayer(try_fallbacks(self.providers), clock).wrap,
             self.cached.wrap,
