@@ -115,10 +115,11 @@ class ChurnRun:
                 finished_at.append(loop.time())
 
         await asyncio.gather(*(send_repeatedly() for _ in range(CALIBRATION_REQUESTS)))
+        # After `end` fewer requests are open.
         first_full, end = (
             finished_at[CALIBRATION_REQUESTS - 1],
             max(end, finished_at[2 * CALIBRATION_REQUESTS - 1]),
-        )  # after `end` fewer requests are open
+        )
         return sum(first_full < at <= end for at in finished_at) / (end - first_full)
 
     async def run(self, rate: float) -> None:
@@ -128,9 +129,8 @@ class ChurnRun:
             await self._send_arrivals(rate)
             for task in background:
                 task.cancel()
-        if (
-            self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem
-        ):  # the last restart is not complete
+        # The last restart is not complete.
+        if self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem:
             self.recovery_problem = await self.cluster.wait_until_ready()
             self.restarts[-1].recovered_at = None if self.recovery_problem else self.now
 

@@ -106,9 +106,8 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
 
     port = args.port or free_port()
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
-    listener = bind_listener(
-        args.host, port
-    )  # a port in use is reported here, instead of restarting the router again and again
+    # A port in use is reported here, instead of restarting the router again and again.
+    listener = bind_listener(args.host, port)
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     trace_options = _trace_options(args)
     router = ["--host", args.host, "--port", str(port), *keys, *_exposure_options(args), *trace_options]

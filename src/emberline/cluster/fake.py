@@ -174,9 +174,8 @@ class FakeWorker:
                 completion.chunks(prompt_tokens, resumed_tokens, tracked), SSE_HEADERS, fault, send
             )
         await asyncio.sleep(self.token_interval_s * completion.length)
-        reply_body = await asyncio.to_thread(
-            completion.complete_body, prompt_tokens
-        )  # a long reply must not delay heartbeats
+        # A long reply must not delay heartbeats.
+        reply_body = await asyncio.to_thread(completion.complete_body, prompt_tokens)
         return await self._write(
             [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
         )

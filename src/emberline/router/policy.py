@@ -48,9 +48,8 @@ class RoutingRules:
     allowed_backlog_tokens: float = 2048.0  # extra backlog at which the preferred worker is still chosen
     decode_weight: float = 4.0  # cost of a generated token, in prompt tokens
     min_split_tokens: float = 256.0  # uncached prompt tokens from which a prefill worker is used
-    max_split_delay_s: float = (
-        3.0  # how much later a prefill worker may finish: it spares the streams of the other worker
-    )
+    # How much later a prefill worker may finish: it spares the streams of the other worker.
+    max_split_delay_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)

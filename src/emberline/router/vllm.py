@@ -52,9 +52,8 @@ class VLLMDialect:
     runs_prefill_to_end: bool = False
 
     def build_plain_request(self, stream: bool) -> UpstreamRequest:
-        return self.client_request.without_fields(
-            "kv_transfer_params"
-        )  # a client must not choose where blocks are read
+        # A client must not choose where blocks are read.
+        return self.client_request.without_fields("kv_transfer_params")
 
     def build_prefill_request(
         self, peer: Mapping[str, Any], timeout: float

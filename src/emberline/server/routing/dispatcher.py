@@ -83,9 +83,8 @@ class Dispatcher:
                 hint="start this worker with another --worker-name",
             )
         if previous is not None and previous.registration.incarnation == registration.incarnation:
-            self.workers[registration.name].engine_ids = _engine_ids_by_model(
-                registration
-            )  # its engine may have been restarted
+            # Its engine may have been restarted.
+            self.workers[registration.name].engine_ids = _engine_ids_by_model(registration)
             self.workers[registration.name].numerics = _numerics_by_model(registration)
             return
         if previous is not None:
@@ -108,9 +107,8 @@ class Dispatcher:
             kv_capacity_tokens=_kv_capacity_tokens(registration),
             numerics=_numerics_by_model(registration),
         )
-        self._retired_worker_timeouts.pop(
-            self.workers[registration.name].id, None
-        )  # a process may register again after it was replaced
+        # A process may register again after it was replaced.
+        self._retired_worker_timeouts.pop(self.workers[registration.name].id, None)
         log.info(
             "worker registered: worker=%s url=%s models=%s",
             registration.name,
@@ -484,9 +482,8 @@ class Dispatcher:
         if not open_attempts:
             del self._open_attempts[worker.id]
         if self.kv_index is not None and attempt.prompt_end is not None:
-            self.kv_index.record_cached_prompt(
-                worker.id, attempt.summary.prefixes, attempt.prompt_end
-            )  # its block events have arrived by now
+            # Its block events have arrived by now.
+            self.kv_index.record_cached_prompt(worker.id, attempt.summary.prefixes, attempt.prompt_end)
         match outcome:
             case "answered":
                 worker.breaker.record_success()

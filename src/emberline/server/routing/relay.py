@@ -45,9 +45,8 @@ from emberline.server.routing.worker_attempt import WorkerAttempt
 
 log = logging.getLogger("emberline.router")
 
-MAX_BUFFERED_REPLY_BYTES = (
-    1 << 20
-)  # up to this size a reply is read completely before it is passed on, so that it can be retried
+# Up to this size a reply is read completely before it is passed on, so that it can be retried.
+MAX_BUFFERED_REPLY_BYTES = 1 << 20
 DEADLINE_EXTENSION_INTERVAL_S = 1.0  # rescheduling a timer for every token would cost too much CPU time
 FIRST_RETRY_PAUSE_S = 0.1
 MAX_WAITING_REQUESTS = 1024  # requests that wait for a worker at the same time
@@ -274,11 +273,12 @@ class Relay:
     async def _relay_reply(
         self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, is_resume: bool
     ) -> AttemptFailure | None:
+        # No resume endpoint there, or another cluster key.
         cannot_resume = is_resume and reply.status in (
             401,
             403,
             404,
-        )  # no resume endpoint there, or another cluster key
+        )
         if cannot_resume or reply.status in (429, 500, 502, 503) or (routed.has_reply_started and reply.status != 200):
             # The request itself may cause a 500, which therefore must not open the worker's circuit breaker.
             attempt.outcome = "failed" if reply.status in (502, 503) else "refused"
