@@ -94,21 +94,21 @@ class Fault:
 
 def kill_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        process = v.target(role)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        process = context.target(role)
         if engine_only:
             process.send_signal(signal.SIGKILL, engine_only=True)
         else:
-            v.cluster.kill(process)
+            context.cluster.kill(process)
         yield
 
-    return strike
+    return inject
 
 
 def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        process = v.target(role)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        process = context.target(role)
         pids = [process.engine_pid] if engine_only else [process.pid, process.engine_pid]
         _send_signal(signal.SIGSTOP, pids)
         try:
@@ -116,7 +116,7 @@ def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInje
         finally:
             _send_signal(signal.SIGCONT, pids)
 
-    return strike
+    return inject
 
 
 def _send_signal(number: signal.Signals, pids: Iterable[int | None]) -> None:
@@ -129,40 +129,40 @@ def disturb_connections(connection: str, role: FaultTarget, disturbance: str) ->
     """Disturb the connections of a process. `disturbance`: cut, hold, slow or spoil."""
 
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        struck = getattr(v.target(role), connection)
-        assert struck is not None
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        proxy = getattr(context.target(role), connection)
+        assert proxy is not None
         match disturbance:
             case "cut":
-                struck.cut()
+                proxy.cut()
             case "hold":
-                struck.hold()
+                proxy.hold()
             case "slow":
-                struck.rate = 20e3
+                proxy.rate = 20e3
             case "spoil":
-                struck.spoil = 4
+                proxy.spoil = 4
         try:
             yield
         finally:
-            struck.mend()
+            proxy.mend()
 
-    return strike
+    return inject
 
 
 def disturb_link(disturbance: LinkDisturbance, role: FaultTarget) -> FaultInjector:
     """Disturb the network link of a worker, over which all its traffic goes."""
 
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        struck = v.target(role).link
-        assert struck is not None
-        await asyncio.to_thread(struck.disturb, disturbance)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        target = context.target(role).link
+        assert target is not None
+        await asyncio.to_thread(target.disturb, disturbance)
         try:
             yield
         finally:
-            await asyncio.to_thread(struck.restore)
+            await asyncio.to_thread(target.restore)
 
-    return strike
+    return inject
 
 
 @asynccontextmanager
@@ -172,23 +172,23 @@ async def fill_disk(context: FaultContext) -> AsyncIterator[None]:
     if pid is None:
         yield
         return
-    old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_FILE_BYTES, old[1]))
+    old_limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_FILE_BYTES, old_limits[1]))
     try:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, old_limits)
 
 
 def damage_files(kind: str) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        assert v.answering_worker.disk is not None
-        await asyncio.to_thread(_damage_disk, v.answering_worker.disk, kind)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        assert context.answering_worker.disk is not None
+        await asyncio.to_thread(_damage_disk, context.answering_worker.disk, kind)
         yield
 
-    return strike
+    return inject
 
 
 def _damage_disk(disk: Path, kind: str) -> None:
@@ -228,13 +228,13 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
     child = SupervisedProcess(
         process.name, arguments, cluster.directory / f"{process.name}-twin.log", process.child.environment
     )
-    before = await _incarnation(cluster, process)
+    first_incarnation = await _incarnation(cluster, process)
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
             while "is alive at" not in child.log_file.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
-        if await _incarnation(cluster, process) != before:
+        if await _incarnation(cluster, process) != first_incarnation:
             raise EmberlineError(f"a second worker named {process.name} was accepted although the first is alive")
         yield
     finally:
@@ -251,20 +251,20 @@ async def _incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | No
 
 def shift_clock(role: FaultTarget) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        v.target(role).clock.shift(v.rng.choice((-1, 1)) * v.rng.uniform(60, 1e6))
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        context.target(role).clock.shift(context.rng.choice((-1, 1)) * context.rng.uniform(60, 1e6))
         yield
 
-    return strike
+    return inject
 
 
 def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:
     """Return a fault of the connections over which KV blocks are fetched."""
-    strike = disturb_connections("blocks", "prefill", disturbance)
+    injector = disturb_connections("blocks", "prefill", disturbance)
     return Fault(
         f"{disturbance} blocks",
         "prefill",
-        strike,
+        injector,
         TRANSFER_STAGES,
         max_duration_s,
         weight=weight,
@@ -337,14 +337,14 @@ FAULTS = (
     Fault(
         "cut beats of prefill",
         "prefill",
-        disturb_connections("beats", "prefill", "cut"),
+        disturb_connections("heartbeats", "prefill", "cut"),
         max_duration_s=LOST_WORKER_FAULT_S,
         min_duration_s=LOST_WORKER_FAULT_S,
     ),
     Fault(
         "cut beats of decode",
         "decode",
-        disturb_connections("beats", "decode", "cut"),
+        disturb_connections("heartbeats", "decode", "cut"),
         max_duration_s=LOST_WORKER_FAULT_S,
         min_duration_s=LOST_WORKER_FAULT_S,
     ),

@@ -120,11 +120,11 @@ def _add_serve(p: argparse.ArgumentParser) -> None:
 def _run_serve(args: argparse.Namespace) -> int:
     from emberline.bench import serve
 
-    job = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
+    requests = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
     names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
     client, config = _client(args), {name: getattr(args, name) for name in names}
     asyncio.run(client.check())
-    report = serve.bench(client, args.url, job, args.concurrency, args.rate, config)
+    report = serve.bench(client, args.url, requests, args.concurrency, args.rate, config)
     report.emit(args.json, args.commit)
     return 1 if report.results["errors"].value else 0
 

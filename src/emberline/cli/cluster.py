@@ -30,9 +30,9 @@ from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
 
 POLL_INTERVAL_S = 0.5
-CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
-        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port", "--open",
-        "--cors-origins", "--allowed-hosts")  # fmt: skip
+CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router",
+                   "--role", "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port",
+                   "--open", "--cors-origins", "--allowed-hosts")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

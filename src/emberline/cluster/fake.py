@@ -139,8 +139,8 @@ class FakeWorker:
             envelope = msgspec.json.decode(body, type=FakeEnvelope)
             await self._answer(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
         else:
-            tracked = headers.get("x-emberline-track") == "1"
-            await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, tracked, fault, send)
+            is_tracked = headers.get("x-emberline-track") == "1"
+            await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send)
 
     async def _prefill(self, envelope: FakeEnvelope, fault: FakeFault, send: Send) -> None:
         self.prompts += len(bytes(envelope.body)) // 4

@@ -17,8 +17,8 @@ from emberline.router.dialect import InvalidWorkerReply, PrefillMessage, Prefill
 from emberline.router.upstream_request import UpstreamRequest
 
 MAX_PREFILL_REPLY_BYTES = 16 << 20
-REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-          "remote_host": None, "remote_port": None}  # fmt: skip
+REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+                        "remote_block_ids": None, "remote_host": None, "remote_port": None}  # fmt: skip
 
 
 class _PrefillReply(msgspec.Struct):

@@ -161,7 +161,7 @@ class Dispatcher:
             )
         if not self.membership.record_heartbeat(heartbeat, self._now_excusing_pauses()):
             raise NotFound(
-                f"no worker {heartbeat.name[:200]!r} with the incarnation {heartbeat.incarnation[:200]!r} is registered",
+                f"no worker {heartbeat.name[:200]!r} with incarnation {heartbeat.incarnation[:200]!r} is registered",
                 hint="register again",
             )
         worker = self.workers[heartbeat.name]
@@ -190,10 +190,15 @@ class Dispatcher:
     def _workers_offering_blocks(self, receiver: WorkerRegistration) -> Iterator[ClusterMember]:
         now = self._clock.now()
         for member in self.membership:
-            card, is_lost = member.registration, self.membership.health(member, now) is WorkerHealth.LOST
+            registration, is_lost = member.registration, self.membership.health(member, now) is WorkerHealth.LOST
             # A draining worker's streams move to other workers together with their blocks.
-            offers_blocks = card.role == "prefill" or member.is_draining
-            if offers_blocks and card.dialect == receiver.dialect and card.name != receiver.name and not is_lost:
+            offers_blocks = registration.role == "prefill" or member.is_draining
+            if (
+                offers_blocks
+                and registration.dialect == receiver.dialect
+                and registration.name != receiver.name
+                and not is_lost
+            ):
                 yield member
 
     def mark_leaving(self, name: str, incarnation: str) -> None:
@@ -260,10 +265,10 @@ class Dispatcher:
     def _can_be_taken_over(self, attempt: WorkerAttempt) -> bool:
         """Whether another worker could continue this stream, or start it if there is no output yet."""
         model, now = attempt.summary.model, self._clock.now()
-        unable = (
+        excluded = (
             self.workers_unable_to_continue(model, attempt.decision.worker) if attempt.first_byte_at is not None else ()
         )
-        return any(worker.accepts(model, now) and worker.id not in unable for worker in self.workers.values())
+        return any(worker.accepts(model, now) and worker.id not in excluded for worker in self.workers.values())
 
     def health(self, worker: Worker) -> WorkerHealth:
         member = self.membership.get(worker.name)

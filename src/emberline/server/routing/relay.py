@@ -52,9 +52,9 @@ FIRST_RETRY_PAUSE_S = 0.1
 MAX_WAITING_REQUESTS = 1024  # requests that wait for a worker at the same time
 HANDOVER_TIMEOUT_S = 2.0  # for a draining worker to offer blocks that it has computed
 ERROR_SEND_TIMEOUT_S = 5.0  # for sending the error event to a client that may have stopped reading
-HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
-                 "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
-                 "expect", CHAIN_HEADER})  # fmt: skip
+HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization",
+                                "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host",
+                                "content-length", "accept-encoding", "expect", CHAIN_HEADER})  # fmt: skip
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
@@ -99,13 +99,21 @@ class Relay:
             headers[CHAIN_HEADER] = "1"
         if tenant := tenant_id(x):
             headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
-        call = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
+        client_request = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
         identity = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
         is_known_suspect = self._suspects.contains(summary.digest, self._now())
         limits, is_generation = (config.attempts, config.migrations), x.path in GENERATION_PATHS
         return RoutedRequest(
-            x, summary, call, *identity, deadline, *limits, is_generation, is_known_suspect, config.foreign_key
+            x,
+            summary,
+            client_request,
+            *identity,
+            deadline,
+            *limits,
+            is_generation,
+            is_known_suspect,
+            config.foreign_key,
         )
 
     def _extend_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
@@ -202,15 +210,15 @@ class Relay:
                 failure = await self._start_prefill(routed, attempt)
                 if failure is not None or routed.has_reply_started != had_started:
                     return failure
-                url, call = (
+                url, request = (
                     self._dispatcher.worker_url(decision.worker),
                     await routed.build_worker_request(decision.worker, self._now()),
                 )
-                if call is None:
+                if request is None:
                     attempt.outcome = "refused"
                     return AttemptFailure("unable")
-                async with attempt.open_reply(self._client, url, call) as reply:
-                    return await self._relay_reply(routed, reply, attempt, is_resume=call.target == RESUME_PATH)
+                async with attempt.open_reply(self._client, url, request) as reply:
+                    return await self._relay_reply(routed, reply, attempt, is_resume=request.target == RESUME_PATH)
             except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable) as e:
                 log.debug("attempt failed: worker=%s error=%s", decision.worker.name, e)
                 if attempt.abort_reason in ("drained", "prefill"):  # the worker itself is healthy
