@@ -66,7 +66,7 @@ def serve(directory: Path, options: dict[str, object]) -> LoadedEngine:
 def ask(capsys: pytest.CaptureFixture[str], directory: Path, options: dict[str, object]) -> tuple[int, str]:
     words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
     code = main(["doctor", "--model", str(directory), "--gpu-memory", str(MEMORY), *words])
-    return code, capsys.readouterr().request
+    return code, capsys.readouterr().out
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def test_a_cpu_refuses_packed_weights(capsys: pytest.CaptureFixture[str], tmp_pa
     with pytest.raises(EmberlineError, match="on a CPU it must be auto or plain"):
         boot(EngineConfig(model=str(directory), device="cpu", weights="packed"))
     assert main(["doctor", "--model", str(directory), "--weights", "packed"]) == 1
-    assert "on a CPU it must be auto or plain" in capsys.readouterr().request
+    assert "on a CPU it must be auto or plain" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

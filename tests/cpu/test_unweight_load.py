@@ -130,5 +130,5 @@ def test_smollm2_says_the_same_packed(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert len(said[0]) == 50 and said[0] == said[1]
     assert main(["doctor", "--model", str(tmp_path / "packed")]) in (0, 1)
-    assert "179 MB of weights" in capsys.readouterr().request
+    assert "179 MB of weights" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "packed")

@@ -41,7 +41,7 @@ def test_rotating_the_key_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert asyncio.run(_vault(tmp_path, file, "sk-1")) == "sk-1"
     old = file.read().current
     assert main(configured(tmp_path)) == 0
-    assert "1 keys" in capsys.readouterr().request
+    assert "1 keys" in capsys.readouterr().out
     assert file.read().keys[1] == old and asyncio.run(_vault(tmp_path, file)) == "sk-1"
     assert main([*configured(tmp_path), "--forget-old"]) == 0
     assert len(file.read().keys) == 1 and asyncio.run(_vault(tmp_path, file)) == "sk-1"
@@ -55,6 +55,6 @@ def test_rotating_the_key_in_the_environment(
     both = old.with_new_key()
     monkeypatch.setenv("EMBERLINE_MASTER_KEY", both.to_text())
     assert main(configured(tmp_path)) == 0
-    assert both.current.id in capsys.readouterr().request and not (tmp_path / "master.key").exists()
+    assert both.current.id in capsys.readouterr().out and not (tmp_path / "master.key").exists()
     assert asyncio.run(_vault(tmp_path, EnvironmentMasterKeys(MasterKeys(both.keys[:1])))) == "sk-1"
     assert main([*configured(tmp_path), "--forget-old"]) == 1

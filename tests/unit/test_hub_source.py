@@ -282,5 +282,5 @@ def test_the_command_prints_the_directory(tmp_path: Path, capsys: pytest.Capture
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert command.run(parser.parse_args([str(tmp_path), "--quiet"])) == 0
-    assert capsys.readouterr().request == f"{tmp_path}\n"
+    assert capsys.readouterr().out == f"{tmp_path}\n"
     assert parser.parse_args([]).name == source.ALIASES[0]

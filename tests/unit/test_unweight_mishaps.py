@@ -66,7 +66,7 @@ def test_a_tensor_without_elements_saves_nothing(tmp_path: Path, capsys: pytest.
     source = unweight_models.save(tmp_path / "m", {"none": np.empty((0, 4), np.uint16)})
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert ", 0.0% saved" in capsys.readouterr().request
+    assert ", 0.0% saved" in capsys.readouterr().out
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert contents(tmp_path / "again") == contents(source)
     capsys.readouterr()
     assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
-    assert "6 x 400 x 256" in (said := capsys.readouterr().request) and "7 of 7 tensors coded" in said
+    assert "6 x 400 x 256" in (said := capsys.readouterr().out) and "7 of 7 tensors coded" in said
     info = Checkpoint.open(tmp_path / "packed").tensor_info("mlp.experts.down_proj")
     data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
     tensor = CodedTensor.open("down_proj", info, lambda begin, end: data[begin:end], CODEC)
@@ -259,13 +259,13 @@ def test_other_weights_are_left_out_and_named(tmp_path: Path) -> None:
 def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, packed, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
     assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
-    assert "smaller" in capsys.readouterr().request
+    assert "smaller" in capsys.readouterr().out
     assert main(["unweight", "verify", str(packed), str(source)]) == 0
     said = capsys.readouterr()
     assert "all tensors match their hashes" in said.request and "100%" in said.err
     figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
     assert main(["unweight", "info", str(packed), "--json", str(figures), "--svg", str(plot)]) == 0
-    assert "embed" in capsys.readouterr().request and plot.read_text().startswith("<svg")
+    assert "embed" in capsys.readouterr().out and plot.read_text().startswith("<svg")
     read = json.loads(figures.read_text())
     rows = {row["name"]: row for row in read["tensors"]}
     assert read["totals"]["coded"] == len(KINDS)
@@ -285,12 +285,12 @@ def test_pull_packs_into_the_cache(
     places = []
     for _ in range(2):  # the second finds it there
         assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
-        places.append(Path(capsys.readouterr().request.strip()))
+        places.append(Path(capsys.readouterr().out.strip()))
     assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
     assert model.verify(places[0], source, CODEC, nothing) == []
     (source / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
-    place = Path(capsys.readouterr().request.strip())
+    place = Path(capsys.readouterr().out.strip())
     assert place != places[0] and (place / "chat_template.jinja").exists(), "what goes along with them counts too"
 
 

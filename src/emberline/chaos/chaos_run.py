@@ -14,7 +14,8 @@ from emberline.chaos.chaos_process import ChaosProcess
 from emberline.chaos.chaos_report import ChaosReport
 from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict
 from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw_faults
-from emberline.chaos.faults import FAULTS, Fault, FaultContext
+from emberline.chaos.fault_table import FAULTS
+from emberline.chaos.faults import Fault, FaultContext
 from emberline.chaos.reference_case import ReferenceCase, ReferenceCases
 from emberline.chaos.request_progress import RequestProgress, Stage
 from emberline.core.errors import EmberlineError

@@ -25,9 +25,10 @@ from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.metrics import render_exposition
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import HTTPRoute, RouteTable
-from emberline.server.routing.dispatcher import TICK_INTERVAL_S, Dispatcher
+from emberline.server.routing.dispatcher import Dispatcher
 from emberline.server.routing.relay import Relay
 from emberline.server.routing.router_metrics import WorkerView, build_status
+from emberline.server.routing.worker_registry import TICK_INTERVAL_S
 from emberline.server.tracing import OPERATION_BY_PATH, RequestTracing
 
 log = logging.getLogger("emberline.router")
