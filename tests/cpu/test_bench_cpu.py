@@ -33,7 +33,7 @@ def test_ourselves_and_a_peer_in_one_run(
     rules = cpu.CPUBenchRules(threads=1, rounds=2, deadline=60.0, patience=0.0)
     report = cpu.bench(str(model), ["transformers-float32", "vllm"], names, rules, tmp_path)
     report.emit()
-    whole = json.loads(capsys.readouterr().request.splitlines()[-1])
+    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     results = whole["results"]
     for name in names:
         assert results[name]["value"] > 0 and results[name]["limit"] > 0

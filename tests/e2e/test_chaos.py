@@ -10,7 +10,7 @@ from pathlib import Path
 
 from routers import SRC, tiny_model
 
-from emberline.chaos.faults import FAULTS
+from emberline.chaos.fault_table import FAULTS
 
 ALONE = ("unshare", "-rn")  # in a network of its own
 LINKS = "ip link add v0 type veth peer name v1 && tc qdisc add dev v0 root tbf rate 8bit burst 1b limit 1b"

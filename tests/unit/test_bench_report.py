@@ -44,7 +44,7 @@ def test_rounds_become_a_median_with_its_spread() -> None:
 def test_the_last_line_and_the_file_are_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "deep" / "result.json"
     report().emit(file)
-    lines = capsys.readouterr().request.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     whole = json.loads(lines[-1])
     assert whole == json.loads(file.read_text())
     assert set(whole) == {"bench", "command", "commit", "hardware", "software", "config", "results"}

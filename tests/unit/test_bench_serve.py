@@ -186,7 +186,7 @@ def test_a_soak_tells_leaks_and_errors(
     assert (results["errors"]["value"] > 0) == (fail > 0)
     assert results["completed"]["value"] > 0 and results["abandoned"]["value"] > 0
     assert results["server_rss"]["value"] > 1
-    assert json.loads(capsys.readouterr().request.splitlines()[-1])["bench"] == "soak"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["bench"] == "soak"
 
 
 def test_serve_reports_what_was_asked_of_it(tmp_path: Path) -> None:

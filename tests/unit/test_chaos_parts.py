@@ -17,7 +17,8 @@ from emberline.chaos.chaos_report import ChaosReport
 from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict, judge_reply
 from emberline.chaos.fault_proxy import FaultProxy, ProxiedConnection
 from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw_faults
-from emberline.chaos.faults import FAULTS, _damage_disk
+from emberline.chaos.fault_table import FAULTS
+from emberline.chaos.faults import _damage_disk
 from emberline.chaos.observed_reply import ObservedReply
 from emberline.chaos.reference_case import ReferenceCase
 from emberline.chaos.request_progress import RequestObserver, Stage

@@ -46,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(doctor, "_check_kernels", lambda: iter(()))  # builds; not what is tested here
         monkeypatch.setattr(doctor, "_check_software", lambda: iter(()))
         code = main(["doctor", *map(str, arguments)])
-        return code, capsys.readouterr().request
+        return code, capsys.readouterr().out
 
     return go
 

@@ -40,7 +40,7 @@ class Telling:
 def test_who_holds_too_much_is_asked_once(blocks: int, often: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_event_subscriber, "RECONNECT_PAUSE_S", 0.001)
     worker: Any = Telling(blocks)
-    dispatch: Any = SimpleNamespace(url=lambda worker: "http://w")
+    dispatch: Any = SimpleNamespace(worker_url=lambda worker: "http://w")
 
     async def follow() -> None:
         with pytest.raises(TimeoutError) if often else nullcontext():

@@ -18,7 +18,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.router.prefix_block_map import BlockPosition
 from emberline.router.reply_usage import ReplyUsage
 from emberline.router.request_summary import RequestSummary
-from emberline.server.routing import dispatcher as dispatching
+from emberline.server.routing import worker_registry
 from emberline.server.routing.dispatcher import Dispatcher
 from emberline.server.routing.worker_attempt import AttemptOutcome
 from emberline.server.worker.serving import check_worker_address
@@ -66,7 +66,7 @@ def life(dispatch: Dispatcher, clock: ManualClock, number: int) -> None:
 
 def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MAX_REPLACED_INCARNATIONS", 8)
-    monkeypatch.setattr(dispatching, "PAUSE_THRESHOLD_S", 1e9)  # time goes by in leaps
+    monkeypatch.setattr(worker_registry, "PAUSE_THRESHOLD_S", 1e9)  # time goes by in leaps
     clock = ManualClock()
     dispatch = Dispatcher(RouterConfig(prefixes=32, kv_events=True, kv_blocks=16), clock)
     for number in range(40):

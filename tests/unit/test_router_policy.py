@@ -215,13 +215,13 @@ def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
     """Whatever happens to requests, in whatever order: sums are those of the open ones, and nothing stays behind."""
     one, keys = worker("a", running=4, limit=8), iter(range(1000))
     for _ in range(data.draw(st.integers(0, 30))):
-        what = data.draw(st.sampled_from(["began", "relieved", "prefilled", "generated", "ended"]))
-        if what == "began":
+        what = data.draw(st.sampled_from(["add_request", "remove_prefill_load", "mark_prefilled", "record_generated", "remove_request"]))
+        if what == "add_request":
             load = RequestLoad(data.draw(st.floats(0, 1e5)), data.draw(st.floats(0, 1e4)))
             one.add_request(next(keys), load, 0.0)
         elif one.loads:
             key = data.draw(st.sampled_from(sorted(one.loads)))
-            if what == "generated":
+            if what == "record_generated":
                 one.record_generated(key, data.draw(st.integers(0, 20_000)))
             else:
                 getattr(one, what)(key)
@@ -313,6 +313,6 @@ def test_a_suspect_has_seen_several_workers_die() -> None:
     )
     workers[1].failed_since_heartbeat = False
     assert not trip.exceeds_crash_limit and trip.is_suspect, "it is heard of"
-    workers[2].left = True
+    workers[2].is_leaving = True
     trip.record_worker_failure(workers[2])
     assert trip.crash_count == 2, "it stops anyway"

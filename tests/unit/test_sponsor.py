@@ -41,10 +41,10 @@ class Server:
         wrong = self.key is not None and call.headers.get("authorization") != f"Bearer {self.key}"
         status = 401 if wrong and call.path != "/health" else self.health if call.path == "/health" else 200
 
-        async def whole() -> bytes:
+        async def read_all() -> bytes:
             return MODELS
 
-        return cast("HTTPClientResponse", SimpleNamespace(status=status, whole=whole, close=lambda: None))
+        return cast("HTTPClientResponse", SimpleNamespace(status=status, read_all=read_all, close=lambda: None))
 
 
 def looked_for(server: Server, key: str | None = None, rounds: int = 2) -> Dispatcher:
@@ -96,7 +96,7 @@ def test_a_server_with_a_key() -> None:
         (Server(key="secret"), "/v1/models answered 401 (hint: set --foreign-key-env"),
         (Server(key="secret", health=404), "the health check answered 401 (hint: set --foreign-key-env"),
         (Server(health=503), "the health check answered 503"),
-        (Server(away=True), "Unreached: refused"),
+        (Server(away=True), "UpstreamUnreachable: refused"),
     ],
 )
 def test_why_a_server_is_not_used_is_logged_once(server: Server, why: str, caplog: pytest.LogCaptureFixture) -> None:

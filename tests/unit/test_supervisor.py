@@ -105,12 +105,12 @@ def test_the_first_restarts_are_immediate_and_later_ones_are_not(
 SUPERVISING = """
 import asyncio, os, sys
 from pathlib import Path
-from emberline.cluster.supervisor import Child, Supervisor
+from emberline.cluster.supervisor import SupervisedProcess, Supervisor
 
 async def main():
     them = Supervisor(lambda who, what: None)
     for name in ("one", "two"):
-        child = Child(name, [], Path(sys.argv[1]) / name, os.environ, (sys.executable, "-c", sys.argv[2]))
+        child = SupervisedProcess(name, [], Path(sys.argv[1]) / name, os.environ, (sys.executable, "-c", sys.argv[2]))
         await them.start(child)
         print(child.process.pid, flush=True)
     await asyncio.Event().wait()

@@ -117,7 +117,8 @@ class ChaosCluster:
         if self.store is not None:
             self.store.host, self.store.child.program = self.network.hub, (str(STORE_PROGRAM),)
             self.store.child.arguments += [f"--rpc_address={self.store.host}", f"--rpc_port={self.store.port}",
-                                           f"--metrics_port={self.network.free_port()}", f"--metrics_host={LOOPBACK_ADDRESS}",
+                                           f"--metrics_port={self.network.free_port()}",
+                                           f"--metrics_host={LOOPBACK_ADDRESS}",
                                            "--logtostderr", "--minloglevel=2"]  # fmt: skip
         return self.store
 

@@ -63,4 +63,4 @@ class ChaosProcess:
                 os.kill(pid, number)
 
     def proxies(self) -> list[FaultProxy]:
-        return [wire for wire in (self.heartbeats, self.requests, self.blocks) if wire is not None]
+        return [proxy for proxy in (self.heartbeats, self.requests, self.blocks) if proxy is not None]

@@ -15,9 +15,8 @@ FAILURE_COLUMNS = ("hung", "wrong", "leaked")
 @dataclass(slots=True)
 class ChaosReport:
     rows: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
-    background_requests: Counter[str] = field(
-        default_factory=Counter
-    )  # requests at which no fault was aimed, by verdict
+    # Requests at which no fault was aimed, by verdict.
+    background_requests: Counter[str] = field(default_factory=Counter)
     error_codes: Counter[str] = field(default_factory=Counter)  # errors that clients received
     problems: list[str] = field(default_factory=list)
     leak_check_count: int = 0

@@ -14,16 +14,16 @@ from emberline.chaos.chaos_process import ChaosProcess
 from emberline.chaos.chaos_report import ChaosReport
 from emberline.chaos.client import ChaosClient, RequestOutcome, Verdict
 from emberline.chaos.fault_scheduler import FaultScheduler, ScheduledFault, draw_faults
-from emberline.chaos.faults import FAULTS, Fault, FaultContext
+from emberline.chaos.fault_table import FAULTS
+from emberline.chaos.faults import Fault, FaultContext
 from emberline.chaos.reference_case import ReferenceCase, ReferenceCases
 from emberline.chaos.request_progress import RequestProgress, Stage
 from emberline.core.errors import EmberlineError
 from emberline.router.policy import rendezvous_hash
 
 BACKGROUND_CLIENTS = 2
-REQUEST_PAUSE_S = (
-    0.2  # between a background client's requests, at least the last one's duration: restarts need CPU time too
-)
+# Between a background client's requests, at least the last one's duration: restarts need CPU time too.
+REQUEST_PAUSE_S = 0.2
 CONCURRENT_FAULTS = 3
 POLL_INTERVAL_S = 0.2
 FAULTS_PER_LEAK_CHECK = 40
@@ -65,9 +65,8 @@ class ChaosRun:
         faults = draw_faults([fault for fault in FAULTS if fault.is_possible(self.cluster)], self.rng)
         while count and not self.report.unrecovered:
             next_faults = islice(faults, min(FAULTS_PER_LEAK_CHECK, count))
-            scheduler.pending = sorted(
-                next_faults, key=lambda item: not item[0].needs_restart
-            )  # other faults run during the restarts
+            # Other faults run during the restarts.
+            scheduler.pending = sorted(next_faults, key=lambda item: not item[0].needs_restart)
             count -= len(scheduler.pending)
             async with asyncio.TaskGroup() as injectors:
                 for _ in range(CONCURRENT_FAULTS):
@@ -83,9 +82,8 @@ class ChaosRun:
                 scheduler.finish(scheduled)
             if not was_hit:
                 stages = scheduled.fault.stages
-                scheduler.pending.insert(
-                    0, (scheduled.fault, stages[stages.index(scheduled.stage) - 1])
-                )  # try another stage
+                # Try another stage.
+                scheduler.pending.insert(0, (scheduled.fault, stages[stages.index(scheduled.stage) - 1]))
                 if self.report.missed_faults > MAX_MISSED_FAULTS:
                     self.report.record_unrecovered(f"requests did not reach the stage of {MAX_MISSED_FAULTS} faults")
                     scheduler.pending.clear()
@@ -167,9 +165,8 @@ class ChaosRun:
         case = await self._pick_case(fault, stage)
         request = self._new_client().run(case, progress, _session_of(answering_worker, cluster, self.rng))
         context = FaultContext(cluster, progress, self.rng, answering_worker)
-        await asyncio.to_thread(
-            lambda: [process.engine_pid for process in cluster.workers]
-        )  # find the pids before the fault
+        # Find the pids before the fault.
+        await asyncio.to_thread(lambda: [process.engine_pid for process in cluster.workers])
         before = await cluster.count_detected_faults(fault.counter_label) if fault.counter_label else Counter[str]()
         if fault.starts_before_request:
             self._last_fault = fault.name, (stage_hit := str(stage))

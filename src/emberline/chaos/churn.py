@@ -115,10 +115,11 @@ class ChurnRun:
                 finished_at.append(loop.time())
 
         await asyncio.gather(*(send_repeatedly() for _ in range(CALIBRATION_REQUESTS)))
+        # After `end` fewer requests are open.
         first_full, end = (
             finished_at[CALIBRATION_REQUESTS - 1],
             max(end, finished_at[2 * CALIBRATION_REQUESTS - 1]),
-        )  # after `end` fewer requests are open
+        )
         return sum(first_full < at <= end for at in finished_at) / (end - first_full)
 
     async def run(self, rate: float) -> None:
@@ -128,9 +129,8 @@ class ChurnRun:
             await self._send_arrivals(rate)
             for task in background:
                 task.cancel()
-        if (
-            self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem
-        ):  # the last restart is not complete
+        # The last restart is not complete.
+        if self.restarts and self.restarts[-1].recovered_at is None and not self.recovery_problem:
             self.recovery_problem = await self.cluster.wait_until_ready()
             self.restarts[-1].recovered_at = None if self.recovery_problem else self.now
 
@@ -172,20 +172,19 @@ class ChurnRun:
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     async def _restart_workers(self) -> None:
-        kept = next(child for child in self.cluster.workers if not child.name.startswith("prefill"))
-        others = [child for child in self.cluster.workers if child is not kept]
+        never_restarted = next(child for child in self.cluster.workers if not child.name.startswith("prefill"))
+        others = [child for child in self.cluster.workers if child is not never_restarted]
         rng = random.Random(self.plan.seed)
         while self.now + (pause := rng.uniform(*self.plan.pause)) < self.plan.seconds:
             await asyncio.sleep(pause)
-            child, how = rng.choice(others), rng.choice(RESTART_KINDS)
-            self.restarts.append(restart := WorkerRestart(self.now, child.name, how))
-            self.recovery_problem = await self._restart_and_wait(child, how)
+            child, kind = rng.choice(others), rng.choice(RESTART_KINDS)
+            self.restarts.append(restart := WorkerRestart(self.now, child.name, kind))
+            self.recovery_problem = await self._restart_and_wait(child, kind)
             if self.recovery_problem:
                 return
             restart.recovered_at = self.now
-            self.report_line(
-                f"{restart.started_at:.0f} s: {how} of {child.name}, recovered after {restart.recovered_at - restart.started_at:.1f} s"
-            )
+            outage_s = restart.recovered_at - restart.started_at
+            self.report_line(f"{restart.started_at:.0f} s: {kind} of {child.name}, recovered after {outage_s:.1f} s")
 
     async def _restart_and_wait(self, child: SupervisedProcess, kind: str) -> str:
         """Restart a worker and wait until the cluster is healthy; return what is missing, or ""."""
@@ -206,13 +205,15 @@ class ChurnRun:
             await asyncio.sleep(MEMORY_POLL_INTERVAL_S)
 
     def _pids(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        pid_by_name: dict[str, int] = {}
         for child in (self.cluster.router, *self.cluster.workers):
             if child.process is not None and child.process.returncode is None:
-                own = process_tree(child.process.pid)
-                found[child.name] = own["server"]
-                found |= {f"{child.name}_{ENGINE_PROCESS}": own[ENGINE_PROCESS]} if ENGINE_PROCESS in own else {}
-        return found
+                pids = process_tree(child.process.pid)
+                pid_by_name[child.name] = pids["server"]
+                pid_by_name |= (
+                    {f"{child.name}_{ENGINE_PROCESS}": pids[ENGINE_PROCESS]} if ENGINE_PROCESS in pids else {}
+                )
+        return pid_by_name
 
 
 def _stop_worker(child: SupervisedProcess, kind: str) -> None:
@@ -268,9 +269,9 @@ async def _run_cluster(
         rate = await churn.measure_sustained_rate()
         report_line(f"the cluster sustains {rate:.2f} requests/s")
         report.add("sustained", rate, "requests/s")
-        idle, began = idle_seconds(), time.perf_counter()
+        idle, started_at = idle_seconds(), time.perf_counter()
         await churn.run(plan.load * rate)
-        idle = (idle_seconds() - idle) / (time.perf_counter() - began)
+        idle = (idle_seconds() - idle) / (time.perf_counter() - started_at)
         report.add("cores_busy", (os.cpu_count() or 1) - idle, "cores, all processes together")
         add_results(report, churn, await cluster.wait_until_idle(), await cluster.status() or {})
 

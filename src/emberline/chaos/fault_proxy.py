@@ -38,7 +38,7 @@ TrafficFilter = Callable[
 ]  # (connection, whether the data goes to the server, data) -> forwarded data
 
 
-def pass_unchanged(connection: ProxiedConnection, out: bool, data: bytes) -> bytes:
+def pass_unchanged(connection: ProxiedConnection, is_to_server: bool, data: bytes) -> bytes:
     return data
 
 
@@ -90,28 +90,28 @@ class FaultProxy:
         self._is_refusing, self.bytes_per_s, self.bytes_to_corrupt = False, float("inf"), 0
         self._may_forward.set()
 
-    async def _accept(self, reader: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            await self._forward(reader, near)
+            await self._forward(reader, client_writer)
         finally:
             self._tasks.discard(task)
 
-    async def _forward(self, reader: asyncio.StreamReader, near: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
         try:
             if self._is_refusing:
                 raise ConnectionError("cut")
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 server_reader, server_writer = await asyncio.open_connection(*self.target, limit=READ_BYTES)
         except (OSError, TimeoutError):
-            near.transport.abort()
+            client_writer.transport.abort()
             return
-        connection = ProxiedConnection(near, server_writer)
+        connection = ProxiedConnection(client_writer, server_writer)
         self.connections.add(connection)
         pumps = [asyncio.create_task(self._pump(connection, reader, server_writer, True)),
-                asyncio.create_task(self._pump(connection, server_reader, near, False))]  # fmt: skip
+                asyncio.create_task(self._pump(connection, server_reader, client_writer, False))]  # fmt: skip
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -119,19 +119,23 @@ class FaultProxy:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             self.connections.discard(connection)
-            for writer in (near, server_writer):
+            for writer in (client_writer, server_writer):
                 writer.close()
 
     async def _pump(
-        self, connection: ProxiedConnection, source: asyncio.StreamReader, sink: asyncio.StreamWriter, out: bool
+        self,
+        connection: ProxiedConnection,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        is_to_server: bool,
     ) -> None:
         try:
             while data := await source.read(READ_BYTES):
                 if self.bytes_per_s < float("inf"):
                     await asyncio.sleep(len(data) / self.bytes_per_s)
                 await self._may_forward.wait()
-                data = self.traffic_filter(connection, out, data)
-                if self.bytes_to_corrupt and not out:
+                data = self.traffic_filter(connection, is_to_server, data)
+                if self.bytes_to_corrupt and not is_to_server:
                     data = self._corrupt(data)
                 sink.write(data)
                 await sink.drain()

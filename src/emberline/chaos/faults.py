@@ -94,21 +94,21 @@ class Fault:
 
 def kill_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        process = v.target(role)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        process = context.target(role)
         if engine_only:
             process.send_signal(signal.SIGKILL, engine_only=True)
         else:
-            v.cluster.kill(process)
+            context.cluster.kill(process)
         yield
 
-    return strike
+    return inject
 
 
 def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        process = v.target(role)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        process = context.target(role)
         pids = [process.engine_pid] if engine_only else [process.pid, process.engine_pid]
         _send_signal(signal.SIGSTOP, pids)
         try:
@@ -116,7 +116,7 @@ def freeze_process(role: FaultTarget, *, engine_only: bool = False) -> FaultInje
         finally:
             _send_signal(signal.SIGCONT, pids)
 
-    return strike
+    return inject
 
 
 def _send_signal(number: signal.Signals, pids: Iterable[int | None]) -> None:
@@ -129,40 +129,40 @@ def disturb_connections(connection: str, role: FaultTarget, disturbance: str) ->
     """Disturb the connections of a process. `disturbance`: cut, hold, slow or spoil."""
 
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        struck = getattr(v.target(role), connection)
-        assert struck is not None
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        proxy = getattr(context.target(role), connection)
+        assert proxy is not None
         match disturbance:
             case "cut":
-                struck.cut()
+                proxy.cut()
             case "hold":
-                struck.hold()
+                proxy.hold()
             case "slow":
-                struck.rate = 20e3
+                proxy.rate = 20e3
             case "spoil":
-                struck.spoil = 4
+                proxy.spoil = 4
         try:
             yield
         finally:
-            struck.mend()
+            proxy.mend()
 
-    return strike
+    return inject
 
 
 def disturb_link(disturbance: LinkDisturbance, role: FaultTarget) -> FaultInjector:
     """Disturb the network link of a worker, over which all its traffic goes."""
 
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        struck = v.target(role).link
-        assert struck is not None
-        await asyncio.to_thread(struck.disturb, disturbance)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        target = context.target(role).link
+        assert target is not None
+        await asyncio.to_thread(target.disturb, disturbance)
         try:
             yield
         finally:
-            await asyncio.to_thread(struck.restore)
+            await asyncio.to_thread(target.restore)
 
-    return strike
+    return inject
 
 
 @asynccontextmanager
@@ -172,23 +172,23 @@ async def fill_disk(context: FaultContext) -> AsyncIterator[None]:
     if pid is None:
         yield
         return
-    old = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_FILE_BYTES, old[1]))
+    old_limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_FILE_BYTES, old_limits[1]))
     try:
         yield
     finally:
         with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, old_limits)
 
 
 def damage_files(kind: str) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        assert v.answering_worker.disk is not None
-        await asyncio.to_thread(_damage_disk, v.answering_worker.disk, kind)
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        assert context.answering_worker.disk is not None
+        await asyncio.to_thread(_damage_disk, context.answering_worker.disk, kind)
         yield
 
-    return strike
+    return inject
 
 
 def _damage_disk(disk: Path, kind: str) -> None:
@@ -228,13 +228,13 @@ async def start_duplicate_worker(context: FaultContext) -> AsyncIterator[None]:
     child = SupervisedProcess(
         process.name, arguments, cluster.directory / f"{process.name}-twin.log", process.child.environment
     )
-    before = await _incarnation(cluster, process)
+    first_incarnation = await _incarnation(cluster, process)
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
             while "is alive at" not in child.log_file.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
-        if await _incarnation(cluster, process) != before:
+        if await _incarnation(cluster, process) != first_incarnation:
             raise EmberlineError(f"a second worker named {process.name} was accepted although the first is alive")
         yield
     finally:
@@ -251,20 +251,20 @@ async def _incarnation(cluster: ChaosCluster, process: ChaosProcess) -> str | No
 
 def shift_clock(role: FaultTarget) -> FaultInjector:
     @asynccontextmanager
-    async def strike(v: FaultContext) -> AsyncIterator[None]:
-        v.target(role).clock.shift(v.rng.choice((-1, 1)) * v.rng.uniform(60, 1e6))
+    async def inject(context: FaultContext) -> AsyncIterator[None]:
+        context.target(role).clock.shift(context.rng.choice((-1, 1)) * context.rng.uniform(60, 1e6))
         yield
 
-    return strike
+    return inject
 
 
 def block_transfer_fault(disturbance: str, max_duration_s: float = 20.0, weight: float = 1.0) -> Fault:
     """Return a fault of the connections over which KV blocks are fetched."""
-    strike = disturb_connections("blocks", "prefill", disturbance)
+    injector = disturb_connections("blocks", "prefill", disturbance)
     return Fault(
         f"{disturbance} blocks",
         "prefill",
-        strike,
+        injector,
         TRANSFER_STAGES,
         max_duration_s,
         weight=weight,
@@ -286,134 +286,3 @@ def disk_fault(name: str, injector: FaultInjector, weight: float, *, reuses_prom
         counter_label=DISK_COUNTER_LABEL,
         keeps_workers_available=True,
     )
-
-
-FAULTS = (
-    Fault("kill prefill", "prefill", kill_process("prefill"), weight=2, needs_restart=True),
-    Fault("kill decode", "decode", kill_process("decode"), weight=3, needs_restart=True),
-    Fault("kill router", "router", kill_process("router"), needs_restart=True),
-    Fault("kill store", "store", kill_process("store"), counter_label=STORE_COUNTER_LABEL, needs_restart=True),
-    Fault("kill engine of prefill", "prefill", kill_process("prefill", engine_only=True), needs_restart=True),
-    Fault("kill engine of decode", "decode", kill_process("decode", engine_only=True), needs_restart=True),
-    Fault("freeze prefill", "prefill", freeze_process("prefill"), min_duration_s=LOST_WORKER_FAULT_S, weight=2),
-    Fault("freeze decode", "decode", freeze_process("decode"), min_duration_s=LOST_WORKER_FAULT_S, weight=2),
-    Fault(
-        "freeze store",
-        "store",
-        freeze_process("store"),
-        min_duration_s=LOST_WORKER_FAULT_S,
-        weight=2,
-        counter_label=STORE_COUNTER_LABEL,
-    ),
-    Fault("freeze prefill shortly", "prefill", freeze_process("prefill"), max_duration_s=SHORT_FAULT_S, weight=2),
-    Fault("freeze decode shortly", "decode", freeze_process("decode"), max_duration_s=SHORT_FAULT_S, weight=3),
-    Fault("freeze engine of decode", "decode", freeze_process("decode", engine_only=True)),
-    Fault("freeze router", "router", freeze_process("router"), max_duration_s=1.0, min_duration_s=1.0, weight=2),
-    Fault(
-        "cut requests to prefill",
-        "prefill",
-        disturb_connections("requests", "prefill", "cut"),
-        max_duration_s=SHORT_FAULT_S,
-        weight=8,
-    ),
-    Fault(
-        "cut requests to decode",
-        "decode",
-        disturb_connections("requests", "decode", "cut"),
-        max_duration_s=SHORT_FAULT_S,
-        weight=10,
-    ),
-    Fault(
-        "hold requests to prefill", "prefill", disturb_connections("requests", "prefill", "hold"), max_duration_s=3.0
-    ),
-    Fault("hold requests to decode", "decode", disturb_connections("requests", "decode", "hold"), max_duration_s=3.0),
-    Fault(
-        "slow requests to decode",
-        "decode",
-        disturb_connections("requests", "decode", "slow"),
-        max_duration_s=1.0,
-        weight=2,
-    ),
-    Fault(
-        "cut beats of prefill",
-        "prefill",
-        disturb_connections("beats", "prefill", "cut"),
-        max_duration_s=LOST_WORKER_FAULT_S,
-        min_duration_s=LOST_WORKER_FAULT_S,
-    ),
-    Fault(
-        "cut beats of decode",
-        "decode",
-        disturb_connections("beats", "decode", "cut"),
-        max_duration_s=LOST_WORKER_FAULT_S,
-        min_duration_s=LOST_WORKER_FAULT_S,
-    ),
-    Fault(
-        "link of prefill down",
-        "prefill",
-        disturb_link("down", "prefill"),
-        max_duration_s=LOST_WORKER_FAULT_S,
-        min_duration_s=LOST_WORKER_FAULT_S,
-        weight=2,
-        needs_links=True,
-    ),
-    Fault(
-        "link of decode down",
-        "decode",
-        disturb_link("down", "decode"),
-        max_duration_s=LOST_WORKER_FAULT_S,
-        min_duration_s=LOST_WORKER_FAULT_S,
-        weight=2,
-        needs_links=True,
-    ),
-    Fault(
-        "link of prefill mute",
-        "prefill",
-        disturb_link("mute", "prefill"),
-        max_duration_s=LOST_WORKER_FAULT_S,
-        min_duration_s=LOST_WORKER_FAULT_S,
-        weight=2,
-        needs_links=True,
-    ),
-    Fault(
-        "link of decode mute",
-        "decode",
-        disturb_link("mute", "decode"),
-        max_duration_s=LOST_WORKER_FAULT_S,
-        min_duration_s=LOST_WORKER_FAULT_S,
-        weight=2,
-        needs_links=True,
-    ),
-    Fault(
-        "link of prefill slow",
-        "prefill",
-        disturb_link("slow", "prefill"),
-        max_duration_s=2.0,
-        weight=3,
-        needs_links=True,
-    ),
-    Fault(
-        "link of decode slow", "decode", disturb_link("slow", "decode"), max_duration_s=2.0, weight=3, needs_links=True
-    ),
-    block_transfer_fault("cut", max_duration_s=SHORT_FAULT_S, weight=10),
-    block_transfer_fault("hold", max_duration_s=8.0),
-    block_transfer_fault("slow", max_duration_s=2.0, weight=3),
-    block_transfer_fault("spoil", weight=10),
-    disk_fault("disk full", fill_disk, 0.5, reuses_prompt=False),
-    disk_fault("torn files", damage_files("tear"), 2),
-    disk_fault("spoiled files", damage_files("spoil"), 2),
-    disk_fault("unreadable files", damage_files("block"), 0.5),
-    Fault("client gone", "decode", disconnect_client, weight=30, disconnects_client=True, keeps_workers_available=True),
-    Fault(
-        "two of one name",
-        "decode",
-        start_duplicate_worker,
-        QUEUED_STAGE,
-        weight=0.3,
-        starts_before_request=True,
-        needs_restart=True,
-    ),
-    Fault("clock jump of router", "router", shift_clock("router"), weight=3, keeps_workers_available=True),
-    Fault("clock jump of prefill", "prefill", shift_clock("prefill"), weight=3, keeps_workers_available=True),
-    Fault("clock jump of decode", "decode", shift_clock("decode"), weight=3, keeps_workers_available=True),
-)

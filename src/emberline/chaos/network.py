@@ -18,6 +18,7 @@ HUB_LOOPBACK_ADDRESS = "127.0.0.2"  # address of the hub without links
 HUB_ADDRESS = "10.77.0.1"
 IP_FORWARD_FILE = Path("/proc/sys/net/ipv4/ip_forward")
 SLOW_TBF_OPTIONS = ("rate", "160kbit", "burst", "4kb", "latency", "2s")
+# Every packet is larger than the burst, so all are dropped.
 DROP_ALL_TBF_OPTIONS = (
     "rate",
     "8bit",
@@ -25,7 +26,7 @@ DROP_ALL_TBF_OPTIONS = (
     "1b",
     "limit",
     "1b",
-)  # every packet is larger than the burst, so all are dropped
+)
 
 LinkDisturbance = Literal["down", "mute", "slow"]
 
@@ -34,9 +35,8 @@ LinkDisturbance = Literal["down", "mute", "slow"]
 class NetworkLink:
     device: str  # the hub's end of the link
     host: str  # the worker's address
-    namespace_process: subprocess.Popen[bytes] = field(
-        repr=False
-    )  # keeps the namespace alive while the worker restarts
+    # Keeps the namespace alive while the worker restarts.
+    namespace_process: subprocess.Popen[bytes] = field(repr=False)
 
     @property
     def enter_command(self) -> tuple[str, ...]:

@@ -42,8 +42,10 @@ class ObservedReply:
             expected.finish_reasons,
             expected.token_counts,
         ):
-            return f"got {self.finish_reasons}, {self.token_counts}, {len(self.text)} characters; expected {expected.finish_reasons}, " \
-                   f"{expected.token_counts}, {len(expected.text)}"  # fmt: skip
+            return (
+                f"got {self.finish_reasons}, {self.token_counts}, {len(self.text)} characters; "
+                f"expected {expected.finish_reasons}, {expected.token_counts}, {len(expected.text)}"
+            )
         return ""
 
     @staticmethod

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
-from emberline.cli import bench_crash, bench_drain
+from emberline.cli import bench_churn, bench_crash, bench_drain, bench_gateway
+from emberline.cli.bench_options import add_logs, add_model_argument, add_peers_dir, add_rounds, log_dir
 from emberline.cli.interrupt import interrupt_on_termination
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.jsonfile import read_object
@@ -33,11 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_kv_codec(kinds.add_parser("kv-codec", help="Compress the KV blocks of a real prompt for network and disk."))
     _add_router(kinds.add_parser("router", help="Measure the time that the router adds, with fake workers."))
     _add_routing(kinds.add_parser("routing", help="Compare routing policies on a simulated cluster."))
-    _add_churn(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
+    bench_churn.add_arguments(kinds.add_parser("churn", help="Restart workers of a cluster under load at random."))
     _add_split(kinds.add_parser("split", help="Compare separate prefill and decode workers with workers that do both."))
     bench_drain.add_arguments(kinds.add_parser("drain", help="Measure how long a drain pauses a worker's streams."))
-    _add_gateway(kinds.add_parser("gateway", help="Measure the time that the gateway adds, with a fake provider."))
-    _add_gateway_logs(
+    bench_gateway.add_gateway_arguments(
+        kinds.add_parser("gateway", help="Measure the time that the gateway adds, with a fake provider.")
+    )
+    bench_gateway.add_logs_arguments(
         kinds.add_parser("gateway-logs", help="Measure a request log of many rows: reading it, deleting a day.")
     )
     bench_crash.add_arguments(
@@ -66,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
         "routing": _run_routing,
         "split": _run_split,
         "drain": bench_drain.run,
-        "churn": _run_churn,
+        "churn": bench_churn.run,
         "transfer": _run_transfer,
         "tiers": _run_tiers,
         "kv-codec": _run_kv_codec,
-        "gateway": _run_gateway,
-        "gateway-logs": _run_gateway_logs,
+        "gateway": bench_gateway.run_gateway,
+        "gateway-logs": bench_gateway.run_logs,
         "gateway-crash": bench_crash.run,
         "event-loop": _run_event_loop,
     }[args.what](args)
@@ -120,11 +122,11 @@ def _add_serve(p: argparse.ArgumentParser) -> None:
 def _run_serve(args: argparse.Namespace) -> int:
     from emberline.bench import serve
 
-    job = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
+    requests = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
     names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
     client, config = _client(args), {name: getattr(args, name) for name in names}
     asyncio.run(client.check())
-    report = serve.bench(client, args.url, job, args.concurrency, args.rate, config)
+    report = serve.bench(client, args.url, requests, args.concurrency, args.rate, config)
     report.emit(args.json, args.commit)
     return 1 if report.results["errors"].value else 0
 
@@ -173,8 +175,8 @@ def _run_start(args: argparse.Namespace) -> int:
 
 
 def _add_unweight(p: argparse.ArgumentParser) -> None:
-    _add_rounds(p, 5)
-    _add_peers_dir(p)
+    add_rounds(p, 5)
+    add_peers_dir(p)
     reports.add_arguments(p)
 
 
@@ -191,7 +193,7 @@ def _add_transfer(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--total", type=int, default=256, help="Data of each transfer in MiB.")
     p.add_argument("--piece", type=int, default=4096, help="Data per message in KiB.")
-    _add_rounds(p, 5)
+    add_rounds(p, 5)
     reports.add_arguments(p)
 
 
@@ -223,45 +225,12 @@ def _run_routing(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_churn(p: argparse.ArgumentParser) -> None:
-    _add_model_argument(p)
-    p.add_argument("--minutes", type=float, default=30.0, help="Duration in minutes.")
-    p.add_argument(
-        "--load",
-        type=float,
-        default=0.8,
-        help="Request rate as a share, 0 to 1, of the measured maximum of the cluster.",
-    )
-    p.add_argument("--calibration", type=float, default=60.0, help="Seconds to measure that maximum.")
-    p.add_argument(
-        "--pause", type=float, nargs=2, default=[20.0, 40.0], help="Minimum and maximum seconds between two restarts."
-    )
-    p.add_argument("--cases", type=int, default=48, help="Number of different requests with a known answer.")
-    p.add_argument("--prefill", type=int, default=1, help="Number of workers that compute prompts for others.")
-    p.add_argument("--decode", type=int, default=3, help="Number of decode workers; the first is never restarted.")
-    p.add_argument("--deadline", type=float, default=120.0, help="Time limit of a request in seconds.")
-    p.add_argument("--kv-memory", default="96M", help="KV cache of each worker in bytes.")
-    p.add_argument("--seed", type=int, default=0, help="Random seed.")
-    _add_logs(p)
-
-
-def _run_churn(args: argparse.Namespace) -> int:
-    from emberline.chaos import churn
-
-    names = ("load", "calibration", "pause", "cases", "prefill", "decode", "deadline", "kv_memory", "seed")
-    plan = churn.ChurnPlan(60 * args.minutes, *(getattr(args, name) for name in names))
-    report = churn.run_churn_bench(args.model, plan, _log_dir(args), lambda what: print(what, flush=True))
-    report.emit(args.json, args.commit)
-    failure_counts = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
-    return 1 if any(report.results[name].value for name in failure_counts) else 0
-
-
 def _add_split(p: argparse.ArgumentParser) -> None:
-    _add_model_argument(p)
+    add_model_argument(p)
     p.add_argument(
         "--chunks", type=_comma_list, default=["512", "64"], help="Token budgets of a step, comma-separated."
     )
-    _add_rounds(p, 2)
+    add_rounds(p, 2)
     p.add_argument("--seconds", type=float, default=120.0, help="Seconds of arrivals in each round.")
     p.add_argument("--long", type=int, default=512, help="Tokens of a long prompt.")
     p.add_argument("--long-rate", type=float, default=0.12, help="Long prompts per second.")
@@ -273,7 +242,7 @@ def _add_split(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--chat-rate", type=float, default=0.4, help="Short requests per second.")
     p.add_argument("--alone", type=int, default=4, help="Long prompts sent one at a time before the arrivals.")
-    _add_logs(p)
+    add_logs(p)
 
 
 def _run_split(args: argparse.Namespace) -> int:
@@ -286,7 +255,7 @@ def _run_split(args: argparse.Namespace) -> int:
         list(map(int, args.chunks)), args.rounds, args.seconds, args.long, args.long_rate,
         (int(args.chat[0]), int(args.chat[1])), args.chat_rate, args.alone,
     )  # fmt: skip
-    report = split.bench(args.model, vocab, plan, _log_dir(args))
+    report = split.bench(args.model, vocab, plan, log_dir(args))
     report.emit(args.json, args.commit)
     return 1 if any(report.results[f"errors_{chunk}"].value for chunk in plan.chunks) else 0
 
@@ -299,7 +268,7 @@ def _add_tiers(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--tokens", type=_comma_list, default=["256", "1024"], help="Prompt lengths in tokens, comma-separated."
     )
-    _add_rounds(p, 3)
+    add_rounds(p, 3)
     reports.add_arguments(p)
 
 
@@ -320,7 +289,7 @@ def _add_kv_codec(p: argparse.ArgumentParser) -> None:
         default=["1", "2.5", "10", "25"],
         help="Network speeds in Gbit/s besides loopback, comma-separated.",
     )
-    _add_rounds(p, 5)
+    add_rounds(p, 5)
     reports.add_arguments(p)
 
 
@@ -332,52 +301,10 @@ def _run_kv_codec(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_gateway(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--requests", type=int, default=2000, help="Number of requests without a stream.")
-    p.add_argument("--clients", type=int, default=32, help="Connections that each have one request open.")
-    p.add_argument("--prompt", type=int, default=1024, help="Prompt length in bytes.")
-    p.add_argument("--streams", type=int, default=32, help="Streams open at the same time.")
-    p.add_argument("--events", type=int, default=200, help="Events of each stream.")
-    p.add_argument("--pace", type=float, default=0.01, help="Seconds between two events of a stream.")
-    p.add_argument("--soak", type=int, default=100_000, help="Number of events during which memory is measured.")
-    _add_rounds(p, 3)
-    p.add_argument(
-        "--litellm", action="store_true", help="Measure LiteLLM too; scripts/bench-peers litellm installs it."
-    )
-    _add_peers_dir(p)
-    reports.add_arguments(p)
-
-
-def _run_gateway(args: argparse.Namespace) -> int:
-    from emberline.bench import gateway
-
-    names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds")
-    plan = gateway.GatewayBenchPlan(*(getattr(args, name) for name in names))
-    gateway.bench(plan, args.peers_dir if args.litellm else None).emit(args.json, args.commit)
-    return 0
-
-
-def _add_gateway_logs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--rows", type=int, default=1_000_000, help="Number of log rows.")
-    p.add_argument("--days", type=int, default=7, help="Days over which the rows are spread.")
-    p.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
-    _add_rounds(p, 5)
-    p.add_argument("--store", metavar="URL", help="An empty database. (default: SQLite in a temporary directory)")
-    reports.add_arguments(p)
-
-
-def _run_gateway_logs(args: argparse.Namespace) -> int:
-    from emberline.bench import gateway_logs
-
-    plan = gateway_logs.LogBenchPlan(args.rows, args.days, args.payload_every, args.rounds)
-    gateway_logs.bench(plan, args.store).emit(args.json, args.commit)
-    return 0
-
-
 def _add_event_loop(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", help="Model of an engine server to measure too. (default: gateway and router only)")
     p.add_argument("--bytes", type=int, default=30 << 20, help="Size of the heavy requests in bytes.")
-    _add_rounds(p, 1)
+    add_rounds(p, 1)
     reports.add_arguments(p)
 
 
@@ -395,7 +322,7 @@ def _add_router(p: argparse.ArgumentParser) -> None:
     p.add_argument("--events", type=int, default=64, help="Events of each reply.")
     p.add_argument("--pace", type=float, default=0.0, help="Seconds between two events of a reply.")
     p.add_argument("--prompt", type=int, default=4096, help="Prompt length in bytes.")
-    _add_rounds(p, 3)
+    add_rounds(p, 3)
     reports.add_arguments(p)
 
 
@@ -407,19 +334,10 @@ def _run_router(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_logs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--logs", type=Path, help="Directory for log files. (default: a new temporary directory)")
-    reports.add_arguments(p)
-
-
-def _log_dir(args: argparse.Namespace) -> Path:
-    return args.logs or Path(tempfile.mkdtemp(prefix=f"emberline-{args.what}-"))
-
-
 def _add_local(p: argparse.ArgumentParser) -> None:
     _add_model_option(p)
-    _add_rounds(p, 3)
-    _add_peers_dir(p)
+    add_rounds(p, 3)
+    add_peers_dir(p)
     reports.add_arguments(p)
 
 
@@ -443,26 +361,12 @@ def _client(args: argparse.Namespace) -> CompletionClient:
     return CompletionClient(args.url, args.model, chat=args.chat, plain=args.plain, key=args.api_key)
 
 
-def _add_model_argument(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"Model to serve. (default: {DEFAULT_MODEL})")
-
-
 def _add_model_option(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default=DEFAULT_MODEL, help="Model to measure.")
 
 
-def _add_rounds(p: argparse.ArgumentParser, default: int) -> None:
-    p.add_argument("--rounds", type=int, default=default, help="Number of repetitions.")
-
-
 def _add_threads(p: argparse.ArgumentParser) -> None:
     p.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core.")
-
-
-def _add_peers_dir(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--peers-dir", type=Path, default=Path("build/peers"), help="Directory of the peers' environments and logs."
-    )
 
 
 def _comma_list(text: str) -> list[str]:

@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     _print_event(f"{total['count']} faults in {seconds:.0f} s, {report.leak_check_count} checks for leaks")
     _print_event(f"slowest request: {report.slowest_request_s:.1f} s")
     _print_event(
-        f"errors that clients received: {dict(report.error_codes)}; {report.unexcused_errors} while a router was running"
+        f"client errors: {dict(report.error_codes)}; {report.unexcused_errors} of them while a router was running"
     )
-    for trouble in report.problems[:20]:
-        _print_event(trouble)
+    for problem in report.problems[:20]:
+        _print_event(problem)
     if args.json is not None:
         head = {"command": command(), "commit": machine.commit(), "hardware": machine.hardware(),
                 "software": machine.software(), "model": args.model, "seed": args.seed}  # fmt: skip

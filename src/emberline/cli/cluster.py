@@ -30,9 +30,9 @@ from emberline.core.freeport import free_port
 from emberline.core.gpus import Gpu, usable_gpus
 
 POLL_INTERVAL_S = 0.5
-CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
-        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port", "--open",
-        "--cors-origins", "--allowed-hosts")  # fmt: skip
+CLUSTER_OPTIONS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router",
+                   "--role", "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port",
+                   "--open", "--cors-origins", "--allowed-hosts")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,9 +106,8 @@ async def _run_cluster(args: argparse.Namespace, workers: dict[Role, int], logs:
 
     port = args.port or free_port()
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
-    listener = bind_listener(
-        args.host, port
-    )  # a port in use is reported here, instead of restarting the router again and again
+    # A port in use is reported here, instead of restarting the router again and again.
+    listener = bind_listener(args.host, port)
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     trace_options = _trace_options(args)
     router = ["--host", args.host, "--port", str(port), *keys, *_exposure_options(args), *trace_options]

@@ -151,7 +151,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _check_software() -> Iterator[DoctorFinding]:
-    for name, needed, use in (
+    for name, is_required, use in (
         ("torch", True, "the engine"),
         ("tokenizers", True, "text to tokens"),
         ("llguidance", True, "structured output"),
@@ -159,7 +159,7 @@ def _check_software() -> Iterator[DoctorFinding]:
         ("huggingface_hub", False, "downloading hf:org/name"),
         ("gguf", False, "tests of GGUF files"),
     ):
-        yield _check_package(name, needed, use)
+        yield _check_package(name, is_required, use)
 
 
 def _check_package(name: str, is_required: bool, use: str) -> DoctorFinding:

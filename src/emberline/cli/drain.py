@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
             break
         if remaining[:2] not in (printed, (0, 0)):
             print(
-                f"{args.worker}: {remaining.open_requests} open requests, {remaining.leased_prompts} prompts held for other workers",
+                f"{args.worker}: {remaining.open_requests} open requests,"
+                f" {remaining.leased_prompts} prompts held for other workers",
                 flush=True,
             )
             printed = remaining[:2]

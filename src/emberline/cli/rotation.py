@@ -29,11 +29,13 @@ async def _rotate(config: GatewayConfig, forget: bool) -> str:
         if isinstance(masters, EnvironmentMasterKeys):
             if forget:
                 raise InvalidRequest(
-                    f"--forget-old cannot change the environment variable {MASTER_KEY_VARIABLE}, which has the master keys",
+                    f"--forget-old cannot delete master keys from the environment variable {MASTER_KEY_VARIABLE}",
                     hint=f"remove the old keys from {MASTER_KEY_VARIABLE}",
                 )
             count = await rewrap_all(store, masters.read(), now)
-            return f"{count} keys are now encrypted with {masters.read().current.id}, the first key in {MASTER_KEY_VARIABLE}"
+            return (
+                f"{count} keys are now encrypted with {masters.read().current.id}, the first in {MASTER_KEY_VARIABLE}"
+            )
         if forget:
             return f"{await remove_old_master_keys(store, masters)} old master keys were deleted"
         count = await rotate_master_key(store, masters, now)

@@ -51,6 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     service.add_arguments(parser, server)
     parser.add_argument("--served-name", help="Name of the model in the API. (default: MODEL as written)")
+    _add_memory_arguments(parser, engine)
+    _add_tier_arguments(parser, engine)
+    _add_transfer_arguments(parser, engine)
+    _add_scheduling_arguments(parser, engine)
+    _add_api_arguments(parser, server)
+    _add_worker_arguments(parser)
+    tracing.add_arguments(parser)
+
+
+def _add_memory_arguments(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     parser.add_argument(
         "--device",
         default=engine.device,
@@ -82,7 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=service.parse_size,
         help="Size of the KV cache in bytes, such as 2G. (default: planned from the free memory)",
     )
-    _add_tier_arguments(parser, engine)
+
+
+def _add_scheduling_arguments(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     parser.add_argument("--max-context", type=int, help="Maximum context in tokens. (default: the model's)")
     parser.add_argument(
         "--max-batch-tokens", type=int, help="Maximum tokens computed in one step. (default: depends on the device)"
@@ -105,6 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Limit of the other 10%% of tokens while prompts wait, as a multiple of --itl-target-ms.",
     )
     parser.add_argument("--no-prefix-cache", action="store_true", help="Do not reuse KV blocks of earlier prompts.")
+
+
+def _add_api_arguments(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
     service.add_setting(
         parser, server, "stall_timeout", "Seconds without progress after which the engine is restarted."
     )
@@ -115,12 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     service.add_setting(
         parser, server, "tool_style", "Format of tool calls: auto, hermes, llama3, mistral or mistral-args."
     )
-    _add_api_arguments(parser, server)
-    _add_worker_arguments(parser)
-    tracing.add_arguments(parser)
-
-
-def _add_api_arguments(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
     service.add_setting(
         parser,
         server,
@@ -171,6 +180,9 @@ def _add_tier_arguments(parser: argparse.ArgumentParser, engine: EngineConfig) -
         choices=["lru", "arc"],
         help="Eviction policy of main memory and disk.",
     )
+
+
+def _add_transfer_arguments(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     parser.add_argument(
         "--kv-mooncake",
         action="store_true",

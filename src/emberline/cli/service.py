@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, config: Any) -> None:
 
 
 def add_exposure(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options that open a listener to others. `sampling_defaults`: the default of every option."""
+    """Add the options that open a listener to others. `defaults`: the default of every option."""
     parser.add_argument(
         "--open",
         action="store_true",

@@ -51,9 +51,9 @@ def pack(source: Path, target: Path, progress: bool) -> str:
     from emberline.unweight import model
 
     with _show_progress(f"pack {target.name}", source, progress) as (advance, codec):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         left_out = model.pack(source, target, codec, advance)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
     for path in left_out:
         print(f"not copied: {path}", file=sys.stderr)
     before, after = (sum(file.stat().st_size for file in model.weight_files(d)) for d in (source, target))
@@ -68,47 +68,48 @@ def _pack(args: argparse.Namespace) -> int:
 def _unpack(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
-    source, began = resolve_model(args.source), time.perf_counter()
+    source, started_at = resolve_model(args.source), time.perf_counter()
     with _show_progress(f"unpack {args.target.name}", source, not args.quiet) as (advance, codec):
         model.unpack(source, args.target, codec, advance)
     size = sum(file.stat().st_size for file in model.weight_files(args.target))
-    print(f"{_format_size(size)}, {time.perf_counter() - began:.1f} s")
+    print(f"{_format_size(size)}, {time.perf_counter() - started_at:.1f} s")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     from emberline.unweight import model
 
-    packed, began = resolve_model(args.packed), time.perf_counter()
+    packed, started_at = resolve_model(args.packed), time.perf_counter()
     original = None if args.source is None else resolve_model(args.source, progress=not args.quiet)
     with _show_progress("verify", packed, not args.quiet) as (advance, codec):
-        wrong = model.verify(packed, original, codec, advance)
-    for problem in wrong:
+        problems = model.verify(packed, original, codec, advance)
+    for problem in problems:
         print(problem, file=sys.stderr)
-    against = "all tensors match their hashes" + ("" if original is None else f" and equal those of {original}")
-    print(f"problems found: {len(wrong)}" if wrong else f"{against}, {time.perf_counter() - began:.1f} s")
-    return 1 if wrong else 0
+    result = "all tensors match their hashes" + ("" if original is None else f" and equal those of {original}")
+    print(f"problems found: {len(problems)}" if problems else f"{result}, {time.perf_counter() - started_at:.1f} s")
+    return 1 if problems else 0
 
 
 def _info(args: argparse.Namespace) -> int:
     from emberline.unweight import model, savings
 
     packed = resolve_model(args.packed)
-    found = savings.measure_savings(packed)
-    whole = savings.savings_as_dict(found, sum(file.stat().st_size for file in model.weight_files(packed)))
-    total = whole["totals"]
-    print(savings.format_table(found))
+    tensor_figures = savings.measure_savings(packed)
+    summary = savings.savings_as_dict(tensor_figures, sum(file.stat().st_size for file in model.weight_files(packed)))
+    total = summary["totals"]
+    print(savings.format_table(tensor_figures))
     print()
-    print(savings.format_plot(found))
+    print(savings.format_plot(tensor_figures))
     print()
     print(
-        f"{total['coded']} of {total['tensors']} tensors coded, in {total['bits']:.3f} bits a weight (bound "
-        f"{total['bound']:.3f}); {_format_size(total['bytes'])} -> {_format_size(total['packed_bytes'])}, {total['saved']:.1%} saved"
+        f"{total['coded']} of {total['tensors']} tensors coded, in {total['bits']:.3f} bits per weight (bound "
+        f"{total['bound']:.3f}); {_format_size(total['bytes'])} -> {_format_size(total['packed_bytes'])}, "
+        f"{total['saved']:.1%} saved"
     )
     if args.svg is not None:
-        args.svg.write_text(savings.format_svg(found), "utf-8")
+        args.svg.write_text(savings.format_svg(tensor_figures), "utf-8")
     if args.json is not None:
-        args.json.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        args.json.write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     return 0
 
 

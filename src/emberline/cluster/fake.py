@@ -139,8 +139,8 @@ class FakeWorker:
             envelope = msgspec.json.decode(body, type=FakeEnvelope)
             await self._answer(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
         else:
-            tracked = headers.get("x-emberline-track") == "1"
-            await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, tracked, fault, send)
+            is_tracked = headers.get("x-emberline-track") == "1"
+            await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, is_tracked, fault, send)
 
     async def _prefill(self, envelope: FakeEnvelope, fault: FakeFault, send: Send) -> None:
         self.prompts += len(bytes(envelope.body)) // 4
@@ -174,9 +174,8 @@ class FakeWorker:
                 completion.chunks(prompt_tokens, resumed_tokens, tracked), SSE_HEADERS, fault, send
             )
         await asyncio.sleep(self.token_interval_s * completion.length)
-        reply_body = await asyncio.to_thread(
-            completion.complete_body, prompt_tokens
-        )  # a long reply must not delay heartbeats
+        # A long reply must not delay heartbeats.
+        reply_body = await asyncio.to_thread(completion.complete_body, prompt_tokens)
         return await self._write(
             [reply_body], [*JSON_HEADERS, (b"content-length", str(len(reply_body)).encode())], fault, send
         )

@@ -43,9 +43,8 @@ class Registrar:
         self._registration = registration
         self._heartbeat = heartbeat
         self._on_peers = on_peers
-        self._acknowledged: WorkerRegistration | None = (
-            None  # the registration that the router has; None if its last reply was not 200
-        )
+        # The registration that the router has; None if its last reply was not 200.
+        self._acknowledged: WorkerRegistration | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_leaving = False
         self._logged_problem: str | None = None
@@ -80,9 +79,8 @@ class Registrar:
                     pause = await self._send_next(session)
                 except (TimeoutError, aiohttp.ClientError, OSError, *JSON_DECODE_ERRORS) as e:
                     self._log_change(f"{type(e).__name__}: {e}")
-                    pause = (
-                        NOT_READY_INTERVAL_S if isinstance(e, TimeoutError) else RECONNECT_INTERVAL_S
-                    )  # a timeout has waited already
+                    # A timeout has waited already.
+                    pause = NOT_READY_INTERVAL_S if isinstance(e, TimeoutError) else RECONNECT_INTERVAL_S
 
     async def _send_next(self, session: aiohttp.ClientSession) -> float:
         """Send the registration or a heartbeat, and return the seconds until the next message."""

@@ -30,9 +30,8 @@ class WorkerRegistration(msgspec.Struct, frozen=True):
     dialect: DialectName = "native"  # which kind of server it is
 
     def __post_init__(self) -> None:
-        if not _HEADER_SAFE.fullmatch(self.name) or not _HEADER_SAFE.fullmatch(
-            self.incarnation
-        ):  # they are sent in headers
+        # They are sent in headers.
+        if not _HEADER_SAFE.fullmatch(self.name) or not _HEADER_SAFE.fullmatch(self.incarnation):
             raise ValueError("name and incarnation must be 1 to 128 printable ASCII characters")
         if not self.models:
             raise ValueError("models must not be empty")

@@ -14,12 +14,10 @@ from emberline.core.handoff import Handoff
 from emberline.router.upstream_request import UpstreamRequest
 
 PRIVATE_HEADER_PREFIX = "x-emberline-"  # headers between router and workers; removed from clients' requests
-CHAIN_HEADER = (
-    f"{PRIVATE_HEADER_PREFIX}chain"  # request: report the prompt's last block; reply without a stream: that block
-)
-TENANT_HEADER = (
-    f"{PRIVATE_HEADER_PREFIX}tenant"  # "checked" or "presented", then the identifier of the client's API key
-)
+# Request: report the prompt's last block; reply without a stream: that block.
+CHAIN_HEADER = f"{PRIVATE_HEADER_PREFIX}chain"
+# "checked" or "presented", then the identifier of the client's API key.
+TENANT_HEADER = f"{PRIVATE_HEADER_PREFIX}tenant"
 Ticket = dict[str, Any]  # where and under which id another worker fetches a prompt's KV blocks
 
 

@@ -104,14 +104,16 @@ class KVIndex:
         `inferred` is the same as inferred from requests. It counts for workers that are not indexed exactly, and for
         prefixes whose last block no worker has reported yet."""
         positions = [
-            (point.length, link) for point in reversed(prefixes) if (link := self.prefix_blocks.get(point)) is not None
+            (point.length, position)
+            for point in reversed(prefixes)
+            if (position := self.prefix_blocks.get(point)) is not None
         ]
         lengths = {length for length, _ in positions}
         cached_bytes: dict[str, int] = {}
         for worker, feed in self._feeds.items():
             if feed.is_exact:
                 cached_bytes[worker] = next(
-                    (length for length, link in positions if link.digest in feed.held_blocks), 0
+                    (length for length, position in positions if position.digest in feed.held_blocks), 0
                 )
         for worker, length in inferred.items():
             if worker not in cached_bytes or length not in lengths:

@@ -38,10 +38,10 @@ class NativePrefillReplyParser:
         self._rest = b""
 
     def push(self, data: bytes) -> Iterator[PrefillMessage]:
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             raise InvalidWorkerReply(f"a line of the prefill reply exceeds {MAX_LINE_BYTES} bytes")
-        for line in filter(None, whole):
+        for line in filter(None, lines):
             try:
                 yield _PREFILL_MESSAGE.decode(line)
             except JSON_DECODE_ERRORS as e:

@@ -48,9 +48,8 @@ class RoutingRules:
     allowed_backlog_tokens: float = 2048.0  # extra backlog at which the preferred worker is still chosen
     decode_weight: float = 4.0  # cost of a generated token, in prompt tokens
     min_split_tokens: float = 256.0  # uncached prompt tokens from which a prefill worker is used
-    max_split_delay_s: float = (
-        3.0  # how much later a prefill worker may finish: it spares the streams of the other worker
-    )
+    # How much later a prefill worker may finish: it spares the streams of the other worker.
+    max_split_delay_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,8 @@ def choose_worker(
         raise EngineUnavailable(
             "workers failed while serving this request, and no other worker is free to risk it", hint=RETRY_HINT
         )
-    tokens = estimator.estimate_prompt_tokens(summary.prompt_bytes) + estimator.estimate_output_tokens(summary)
-    idle = [w for w in candidates if w.open_requests < w.max_running]
-    roomy = [w for w in idle if w.kv_free_tokens >= tokens]
-    choices = roomy or idle or [w for w in candidates if w.open_requests < w.max_requests or ignore_limits]
+    prompt, output = estimator.estimate_prompt_tokens(summary.prompt_bytes), estimator.estimate_output_tokens(summary)
+    choices = _select_with_room(candidates, prompt + output, ignore_limits)
     if not choices:
         raise _overloaded_error(available)
     preferred, reason = _preferred_worker(summary, workers, cached_bytes, select_answering_workers(available))
@@ -104,32 +101,26 @@ def choose_worker(
         saved = estimator.estimate_prompt_tokens(min(cached_bytes.get(worker.id, 0), summary.prompt_bytes))
         bonus = 0.0
         if worker is preferred:
-            bonus = (
-                rules.allowed_backlog_tokens
-                if summary.session
-                else 0.0
-                if is_shared_prefix
-                else min(rules.allowed_backlog_tokens, saved)
-            )
+            allowed = rules.allowed_backlog_tokens
+            bonus = allowed if summary.session else 0.0 if is_shared_prefix else min(allowed, saved)
         if is_shared_prefix:
             saved = max(saved - RECENT_WORK_WEIGHT * (recent[worker.id] - least), 0.0)
-        work = (
-            worker.prefill_tokens
-            + rules.decode_weight * worker.decode_tokens
-            + estimator.estimate_prompt_tokens(summary.prompt_bytes)
-        )
+        work = worker.prefill_tokens + rules.decode_weight * worker.decode_tokens + prompt
         return work - saved - bonus, rank[worker.id]
 
     best = min(choices, key=cost)
     cached = min(cached_bytes.get(best.id, 0), summary.prompt_bytes)
-    load = RequestLoad(
-        estimator.estimate_prompt_tokens(summary.prompt_bytes - cached),
-        estimator.estimate_output_tokens(summary),
-        is_suspect,
-    )
+    load = RequestLoad(estimator.estimate_prompt_tokens(summary.prompt_bytes - cached), output, is_suspect)
     if preferred is not None and best is not preferred:
         reason = RoutingReason.PREFERRED_BUSY
     return RoutingDecision(best, load, reason, estimator.estimate_prompt_tokens(cached))
+
+
+def _select_with_room(workers: Sequence[Worker], tokens: float, ignore_limits: bool) -> Sequence[Worker]:
+    """Return the workers with a free slot and KV cache for the request, or else the next best group of workers."""
+    idle = [w for w in workers if w.open_requests < w.max_running]
+    roomy = [w for w in idle if w.kv_free_tokens >= tokens]
+    return roomy or idle or [w for w in workers if w.open_requests < w.max_requests or ignore_limits]
 
 
 def select_answering_workers(workers: Sequence[Worker]) -> Sequence[Worker]:

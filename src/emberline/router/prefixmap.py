@@ -20,9 +20,8 @@ class PromptPrefix(NamedTuple):
 
 class PrefixEntry(NamedTuple):
     worker_ids: tuple[str, ...] = ()  # workers that received the prefix, latest first
-    is_prompt_end: bool = (
-        False  # a prompt ended here and no other has continued it yet: a conversation's next request will
-    )
+    # A prompt ended here and no other has continued it yet: a conversation's next request will.
+    is_prompt_end: bool = False
 
 
 class PrefixMap:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 MAX_EVENT_BYTES = 1 << 20  # a longer event is passed on in parts
 
-FINAL_EVENT_PREFIXES = (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete",
-           b"event: response.failed", b"event: error")  # fmt: skip
+FINAL_EVENT_PREFIXES = (b"data: [DONE]", b"event: message_stop", b"event: response.completed",
+                        b"event: response.incomplete", b"event: response.failed", b"event: error")  # fmt: skip
 
 
 class SSEBuffer:
@@ -28,8 +28,8 @@ class SSEBuffer:
             self.is_mid_event = bool(end)
         else:
             self.is_mid_event = False
-        whole, self._partial_event = data[:end], data[end:]
-        return whole if self.is_mid_event else remove_comments(whole)
+        complete, self._partial_event = data[:end], data[end:]
+        return complete if self.is_mid_event else remove_comments(complete)
 
     def _normalize_line_ends(self, data: bytes) -> bytes:
         if self._ended_with_cr:

@@ -39,9 +39,8 @@ class StreamTracker:
         self.cached_tokens: int | None = None  # cached prompt tokens, as the client's usage field shows them
         self.prompt_end: BlockPosition | None = None  # last block of the prompt
         self.first_chunk = self.last_chunk = b""  # first and last bytes passed on, each as one write
-        self._group_comments = (
-            bytearray()
-        )  # comments of the groups passed on, a line each; parsed only when the stream is moved
+        # Comments of the groups passed on, a line each; parsed only when the stream is moved.
+        self._group_comments = bytearray()
         self._partial_group: list[bytes] = []  # data of an incomplete group
         self._missing_bytes = 0  # bytes that the incomplete group lacks at least
         self._untracked_events: SSEBuffer | None = None  # set if the stream has no groups

@@ -38,9 +38,9 @@ class UpstreamRequest:
         """Return the request without these fields of its JSON body, unchanged if it has none."""
         return self.with_fields({}, *names) if not _FIELDS.decode(self.body).keys().isdisjoint(names) else self
 
-    def with_fields(self, fields: Mapping[str, Any], *without: str) -> UpstreamRequest:
+    def with_fields(self, fields: Mapping[str, Any], *removed: str) -> UpstreamRequest:
         """Return the request with `fields` set in its JSON body and `removed` left out.
 
         All other values keep their bytes."""
-        body: dict[str, Any] = {name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in without}
+        body: dict[str, Any] = {name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in removed}
         return replace(self, body=msgspec.json.encode(body | dict(fields)))

@@ -17,8 +17,8 @@ from emberline.router.dialect import InvalidWorkerReply, PrefillMessage, Prefill
 from emberline.router.upstream_request import UpstreamRequest
 
 MAX_PREFILL_REPLY_BYTES = 16 << 20
-REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-          "remote_host": None, "remote_port": None}  # fmt: skip
+REMOTE_DECODE_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+                        "remote_block_ids": None, "remote_host": None, "remote_port": None}  # fmt: skip
 
 
 class _PrefillReply(msgspec.Struct):
@@ -52,9 +52,8 @@ class VLLMDialect:
     runs_prefill_to_end: bool = False
 
     def build_plain_request(self, stream: bool) -> UpstreamRequest:
-        return self.client_request.without_fields(
-            "kv_transfer_params"
-        )  # a client must not choose where blocks are read
+        # A client must not choose where blocks are read.
+        return self.client_request.without_fields("kv_transfer_params")
 
     def build_prefill_request(
         self, peer: Mapping[str, Any], timeout: float

@@ -16,9 +16,8 @@ from emberline.router.upstream_request import UpstreamRequest
 __all__ = ["HTTPClientResponse", "UpstreamBroken", "UpstreamUnreachable", "WorkerClient"]
 
 CONNECT_TIMEOUT_S = 2.0
-IDLE_TIMEOUT_S = (
-    3.0  # shorter than workers' own, so that a worker never closes a connection on which a request was just sent
-)
+# Shorter than workers' own, so that a worker never closes a connection on which a request was just sent.
+IDLE_TIMEOUT_S = 3.0
 
 
 class WorkerClient:

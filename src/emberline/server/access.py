@@ -32,9 +32,8 @@ class AccessPolicy:
 
     api_keys: tuple[str, ...] = ()
     cluster_key: str | None = None
-    requires_cluster_key: bool = (
-        False  # only calls with the cluster key are accepted, although no API key is configured
-    )
+    # Only calls with the cluster key are accepted, although no API key is configured.
+    requires_cluster_key: bool = False
 
     def check(self, x: Exchange, needs: str) -> None:
         """Raise an error unless the caller may use a route. `needs`: HTTPRoute.required_key."""

@@ -98,18 +98,18 @@ class ForeignWorkerPoller:
             return f"the health check answered {status} ({KEY_HINT})"
         if status != 200:
             return f"the health check answered {status}"
-        card = self._registrations.get(server)
-        is_unknown = card is None or self._dispatcher.membership.get(card.name) is None
-        if card is None or is_unknown or server in self._unavailable:
+        known = self._registrations.get(server)
+        is_unknown = known is None or self._dispatcher.membership.get(known.name) is None
+        if known is None or is_unknown or server in self._unavailable:
             status, body = await self._get(server, "/v1/models")
             if status != 200:
                 return f"/v1/models answered {status}" + (f" ({KEY_HINT})" if status == 401 else "")
             registration = _build_registration(server, msgspec.json.decode(body, type=_ModelList))
-            if card is None or is_unknown or _model_limits(registration) != _model_limits(card):
-                card = self._registrations[server] = registration
-                self._dispatcher.register(card)
+            if known is None or is_unknown or _model_limits(registration) != _model_limits(known):
+                known = self._registrations[server] = registration
+                self._dispatcher.register(known)
         self._dispatcher.record_heartbeat(
-            Heartbeat(card.name, card.incarnation, paired=self._paired_incarnations(card))
+            Heartbeat(known.name, known.incarnation, paired=self._paired_incarnations(known))
         )
         return ""
 

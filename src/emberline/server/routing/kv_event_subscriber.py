@@ -82,10 +82,10 @@ class KVEventSubscriber:
     async def _read_events(self, worker: Worker) -> None:
         """Apply batches until the connection ends or a batch is missing."""
         incarnation, seq = self._index.last_batch(worker.id)
-        call = UpstreamRequest("GET", f"/cluster/events?incarnation={incarnation}&since={seq}", self._headers, b"")
+        request = UpstreamRequest("GET", f"/cluster/events?incarnation={incarnation}&since={seq}", self._headers, b"")
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(READ_TIMEOUT_S) as timer:
-            with contextlib.closing(await self._client.request(self._dispatcher.worker_url(worker), call)) as reply:
+            with contextlib.closing(await self._client.request(self._dispatcher.worker_url(worker), request)) as reply:
                 if reply.status != 200:
                     raise UpstreamBroken(f"/cluster/events answered {reply.status}")
                 rest = b""

@@ -36,12 +36,12 @@ async def run_router(config: RouterConfig) -> None:
         authenticated=bool(config.api_keys),
     )
     config = replace(config, port=port)
-    async with WorkerClient() as upstream, open_tracing(config.trace, "emberline-router") as spans:
-        app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
-        poller = ForeignWorkerPoller(app.dispatcher, upstream, config.foreign, config.beat_seconds, config.foreign_key)
+    async with WorkerClient() as client, open_tracing(config.trace, "emberline-router") as spans:
+        app = RouterApp(config, client, SystemClock(), load_pages("router.html"), spans)
+        poller = ForeignWorkerPoller(app.dispatcher, client, config.foreign, config.beat_seconds, config.foreign_key)
         coroutines = [app.run_ticks(), poller.run()]
         if (index := app.dispatcher.kv_index) is not None:
-            coroutines.append(KVEventSubscriber(app.dispatcher, index, upstream, config.cluster_key).run())
+            coroutines.append(KVEventSubscriber(app.dispatcher, index, client, config.cluster_key).run())
         tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
 
         def log_ready() -> None:

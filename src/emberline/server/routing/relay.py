@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 
 from emberline.api import sse
@@ -30,41 +28,31 @@ from emberline.core.errors import (
 from emberline.router.dialect import CHAIN_HEADER, PRIVATE_HEADER_PREFIX, TENANT_HEADER, InvalidWorkerReply
 from emberline.router.native import RESUME_PATH
 from emberline.router.policy import RETRY_HINT, RoutingDecision, RoutingReason
-from emberline.router.reply_usage import ReplyUsage
 from emberline.router.request_summary import RequestSummary
-from emberline.router.stream_tracker import parse_block_position
 from emberline.router.suspect_requests import SuspectRequests
 from emberline.router.upstream_request import UpstreamRequest
-from emberline.router.worker_client import HTTPClientResponse, UpstreamBroken, UpstreamUnreachable, WorkerClient
+from emberline.router.worker_client import UpstreamBroken, UpstreamUnreachable, WorkerClient
 from emberline.server.access import tenant_id
 from emberline.server.exchange import Exchange
 from emberline.server.routing.dispatcher import Dispatcher
 from emberline.server.routing.remote_prefill import RemotePrefill
+from emberline.server.routing.reply_relay import HOP_BY_HOP_HEADERS, ReplyRelay, reply_headers
 from emberline.server.routing.routed_request import AttemptFailure, RoutedRequest
 from emberline.server.routing.worker_attempt import WorkerAttempt
 
 log = logging.getLogger("emberline.router")
 
-MAX_BUFFERED_REPLY_BYTES = (
-    1 << 20
-)  # up to this size a reply is read completely before it is passed on, so that it can be retried
-DEADLINE_EXTENSION_INTERVAL_S = 1.0  # rescheduling a timer for every token would cost too much CPU time
 FIRST_RETRY_PAUSE_S = 0.1
 MAX_WAITING_REQUESTS = 1024  # requests that wait for a worker at the same time
 HANDOVER_TIMEOUT_S = 2.0  # for a draining worker to offer blocks that it has computed
 ERROR_SEND_TIMEOUT_S = 5.0  # for sending the error event to a client that may have stopped reading
-HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
-                 "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
-                 "expect", CHAIN_HEADER})  # fmt: skip
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
-class Relay:
+class Relay(ReplyRelay):
     def __init__(self, dispatcher: Dispatcher, client: WorkerClient, config: RouterConfig) -> None:
-        self._dispatcher = dispatcher
+        super().__init__(dispatcher, config)
         self._client = client
-        self._config = config
-        self._metrics = dispatcher.metrics
         self._suspects = SuspectRequests()
         self._waiting_requests = 0
 
@@ -100,25 +88,22 @@ class Relay:
             headers[CHAIN_HEADER] = "1"
         if tenant := tenant_id(x):
             headers[TENANT_HEADER] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
-        call = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
+        client_request = UpstreamRequest(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
         identity = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
         is_known_suspect = self._suspects.contains(summary.digest, self._now())
         limits, is_generation = (config.attempts, config.migrations), x.path in GENERATION_PATHS
         return RoutedRequest(
-            x, summary, call, *identity, deadline, *limits, is_generation, is_known_suspect, config.foreign_key
+            x,
+            summary,
+            client_request,
+            *identity,
+            deadline,
+            *limits,
+            is_generation,
+            is_known_suspect,
+            config.foreign_key,
         )
-
-    def _extend_deadline(self, routed: RoutedRequest, *, force: bool = False) -> None:
-        """Give the next part of the reply `token_timeout` from now, within the request's deadline."""
-        now = self._now()
-        if routed.output_timeout is None or (
-            now < routed.timeout_extended_at + DEADLINE_EXTENSION_INTERVAL_S and not force
-        ):
-            return
-        routed.timeout_extended_at, config = now, self._config
-        deadline = min(routed.deadline, now + config.token_timeout if routed.has_visible_progress else math.inf)
-        routed.output_timeout.reschedule(None if math.isinf(deadline) else deadline)
 
     def _deadline_error(self, routed: RoutedRequest) -> DeadlineExceeded:
         config = self._config
@@ -203,15 +188,15 @@ class Relay:
                 failure = await self._start_prefill(routed, attempt)
                 if failure is not None or routed.has_reply_started != had_started:
                     return failure
-                url, call = (
+                url, request = (
                     self._dispatcher.worker_url(decision.worker),
                     await routed.build_worker_request(decision.worker, self._now()),
                 )
-                if call is None:
+                if request is None:
                     attempt.outcome = "refused"
                     return AttemptFailure("unable")
-                async with attempt.open_reply(self._client, url, call) as reply:
-                    return await self._relay_reply(routed, reply, attempt, is_resume=call.target == RESUME_PATH)
+                async with attempt.open_reply(self._client, url, request) as reply:
+                    return await self._relay_reply(routed, reply, attempt, is_resume=request.target == RESUME_PATH)
             except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable) as e:
                 log.debug("attempt failed: worker=%s error=%s", decision.worker.name, e)
                 if attempt.abort_reason in ("drained", "prefill"):  # the worker itself is healthy
@@ -266,106 +251,10 @@ class Relay:
         refusal = await prefill.wait_for_ticket(decision.wait_s + timeout_s)
         if refusal is not None and not routed.has_reply_started:
             attempt.outcome = "refused"
-            await routed.exchange.reply(refusal.status, refusal.body, *_reply_headers(refusal.headers))
+            await routed.exchange.reply(refusal.status, refusal.body, *reply_headers(refusal.headers))
         elif prefill.ticket is None:
             worker.add_prefill_load(attempt.id, missing_tokens)
         return None
-
-    async def _relay_reply(
-        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, is_resume: bool
-    ) -> AttemptFailure | None:
-        cannot_resume = is_resume and reply.status in (
-            401,
-            403,
-            404,
-        )  # no resume endpoint there, or another cluster key
-        if cannot_resume or reply.status in (429, 500, 502, 503) or (routed.has_reply_started and reply.status != 200):
-            # The request itself may cause a 500, which therefore must not open the worker's circuit breaker.
-            attempt.outcome = "failed" if reply.status in (502, 503) else "refused"
-            body = await reply.read_all()
-            if cannot_resume and routed.prefill is not None:
-                routed.prefill.failure = "unable"
-            reason = "unable" if cannot_resume and not routed.has_reply_started else f"status {reply.status}"
-            return AttemptFailure(reason, reply.status == 500, reply.status, dict(reply.headers), body)
-        content_length = reply.headers.get("content-length", "")
-        if content_length.isdigit() and int(content_length) <= MAX_BUFFERED_REPLY_BYTES:
-            await self._relay_buffered(routed, reply, attempt)
-        elif reply.headers.get("content-type", "").startswith("text/event-stream"):
-            await self._relay_stream(routed, reply, attempt)
-        else:
-            await self._relay_chunks(routed, reply, attempt)
-        attempt.outcome = "answered"
-        if routed.prefill is not None:
-            routed.prefill.release()
-        return None
-
-    async def _relay_buffered(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
-        body = await reply.read_all()
-        if routed.has_reply_started:
-            raise InvalidWorkerReply("the worker continued a stream with a reply that is not a stream")
-        self._dispatcher.record_reply_bytes(attempt, 0)
-        attempt.usage = ReplyUsage.parse(body[-2048:])
-        if CHAIN_HEADER in reply.headers:
-            self._dispatcher.record_prompt_end(attempt, parse_block_position(reply.headers[CHAIN_HEADER]))
-        await routed.exchange.reply(reply.status, body, *_reply_headers(reply.headers, routed, attempt))
-
-    async def _relay_chunks(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
-        if routed.has_reply_started:
-            raise InvalidWorkerReply("the worker continued a stream with a reply that is not an event stream")
-        while data := await reply.read():
-            self._extend_deadline(routed)
-            if not routed.has_reply_started:
-                await self._start_reply(routed, reply, attempt, keep_length=True)
-            self._dispatcher.record_reply_bytes(attempt, 0)
-            await routed.exchange.send(data)
-        if not routed.has_reply_started:
-            await self._start_reply(routed, reply, attempt, keep_length=True)
-        await routed.exchange.send(last=True)
-
-    async def _relay_stream(self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt) -> None:
-        x, tracker = routed.exchange, routed.tracker
-        while data := await reply.read():
-            count_before = tracker.event_count
-            if not (output := tracker.push(data)):
-                continue
-            self._extend_deadline(routed)
-            if attempt.first_byte_at is None:
-                await self._handle_first_output(routed, reply, attempt)
-            self._dispatcher.record_reply_bytes(attempt, tracker.event_count - count_before)
-            await x.send(output)
-        if tracker.is_movable:
-            raise UpstreamBroken("the stream ended before its final event")
-        attempt.usage = ReplyUsage.parse(tracker.first_chunk[:2048], tracker.last_chunk[-2048:])
-        if not routed.has_reply_started:  # the stream contained no complete event
-            await self._start_reply(routed, reply, attempt)
-        await x.send(tracker.take_rest(), last=True)
-
-    async def _handle_first_output(
-        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt
-    ) -> None:
-        """Start the reply if necessary, and record that this worker now serves the request."""
-        if not routed.has_reply_started:
-            await self._start_reply(routed, reply, attempt)
-        if routed.migration_reason:
-            self._metrics.migrations[routed.migration_reason, "went on"] += 1
-        if routed.prefill is not None:
-            routed.prefill.release()
-        if routed.tracker.prompt_end is not None:
-            self._dispatcher.record_prompt_end(attempt, routed.tracker.prompt_end)
-        routed.record_output_from(attempt.decision.worker)
-        attempt.is_movable = routed.can_migrate_on_drain and routed.tracker.is_movable
-
-    async def _start_reply(
-        self, routed: RoutedRequest, reply: HTTPClientResponse, attempt: WorkerAttempt, *, keep_length: bool = False
-    ) -> None:
-        """Send status and headers to the client.
-
-        `keep_length`: the body is passed on unchanged, with its content-length."""
-        content_type, headers = _reply_headers(reply.headers, routed, attempt)
-        # A compressed body is relayed uncompressed, so its content-length does not apply.
-        if keep_length and "content-length" in reply.headers and "content-encoding" not in reply.headers:
-            headers["content-length"] = reply.headers["content-length"]
-        await routed.exchange.start_reply(reply.status, content_type, headers)
 
     async def _give_up(self, routed: RoutedRequest) -> None:
         failure, x = routed.last_failure, routed.exchange
@@ -384,7 +273,7 @@ class Relay:
         elif routed.exceeds_crash_limit:
             raise _workers_broke_error(routed)
         elif failure.status:
-            await x.reply(failure.status, failure.body, *_reply_headers(failure.headers or {}))
+            await x.reply(failure.status, failure.body, *reply_headers(failure.headers or {}))
         else:
             raise _no_worker_error(routed, failure)
 
@@ -416,24 +305,6 @@ class Relay:
                 await x.send(b"" if tracker.has_ended else _error_event(x.path, error, tracker.event_count), last=True)
         except TimeoutError:
             raise error from None
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
-def _reply_headers(
-    headers: Mapping[str, str], routed: RoutedRequest | None = None, attempt: WorkerAttempt | None = None
-) -> tuple[str, dict[str, str]]:
-    """Return the content-type and the other headers for the client.
-
-    They are the worker's, without hop-by-hop headers and content-encoding, with the names of the workers."""
-    kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
-    kept.pop("content-encoding", None)
-    if attempt is not None:
-        kept[f"{PRIVATE_HEADER_PREFIX}worker"] = attempt.decision.worker.name
-    if routed is not None and routed.prefill is not None and routed.prefill.ticket is not None:
-        kept[f"{PRIVATE_HEADER_PREFIX}prefill"] = routed.prefill.worker.name
-    return kept.pop("content-type", "application/octet-stream"), kept
 
 
 def _no_worker_error(routed: RoutedRequest, failure: AttemptFailure) -> EngineUnavailable:

@@ -54,7 +54,7 @@ class RemotePrefill:
         self._client = client
         self._deadline = deadline
         loop = asyncio.get_running_loop()
-        call, self._parser, self.ticket = prepared
+        request, self._parser, self.ticket = prepared
         self._attempt_scope = contextlib.ExitStack()
         self.attempt = self._attempt_scope.enter_context(dispatcher.open_attempt(summary, decision))
         self._ticket_or_refusal: asyncio.Future[PrefillRefusal | None] = loop.create_future()
@@ -62,7 +62,7 @@ class RemotePrefill:
             self._ticket_or_refusal.set_result(None)
         self._dependent_attempt: WorkerAttempt | None = None
         self.is_released = dialect.runs_prefill_to_end  # no attempt depends on it, or it runs to its end in any case
-        self._task = asyncio.create_task(self._run(call))
+        self._task = asyncio.create_task(self._run(request))
 
     def set_dependent_attempt(self, attempt: WorkerAttempt) -> None:
         """Abort `attempt` if this prefill fails.
@@ -96,17 +96,17 @@ class RemotePrefill:
         self._attempt_scope.close()  # the task may have been cancelled before it started
 
     async def _run(self, request: UpstreamRequest) -> None:
-        ending, leg = "left", self.attempt
+        ending, attempt = "left", self.attempt
         with self._attempt_scope:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     url = self._dispatcher.worker_url(self.worker)
-                    async with leg.open_reply(self._client, url, request) as reply:
-                        await self._read_reply(leg, reply)
+                    async with attempt.open_reply(self._client, url, request) as reply:
+                        await self._read_reply(attempt, reply)
                 ending = "done" if self.ticket else "no ticket"
             except (UpstreamUnreachable, UpstreamBroken, InvalidWorkerReply, EngineUnavailable, TimeoutError) as e:
-                leg.outcome = "failed"
-                self.failure = leg.abort_reason or ("unreached" if isinstance(e, UpstreamUnreachable) else "broken")
+                attempt.outcome = "failed"
+                self.failure = attempt.abort_reason or ("unreached" if isinstance(e, UpstreamUnreachable) else "broken")
                 log.info("prefill failed: worker=%s reason=%s error=%s", self.worker.name, self.failure, e)
             finally:
                 self._dispatcher.metrics.prefills[self.failure or ending] += 1

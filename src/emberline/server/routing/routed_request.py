@@ -28,9 +28,8 @@ from emberline.server.routing.worker_attempt import WorkerAttempt
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SUSPECT_AFTER_CRASHES = (
-    2  # workers that failed during one request make it a suspect; one more, and it is no longer tried
-)
+# Workers that failed during one request make it a suspect; one more, and it is no longer tried.
+SUSPECT_AFTER_CRASHES = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,16 @@ from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.metrics import render_exposition
 from emberline.server.pages import StaticPage
 from emberline.server.route_table import HTTPRoute, RouteTable
-from emberline.server.routing.dispatcher import TICK_INTERVAL_S, Dispatcher
+from emberline.server.routing.dispatcher import Dispatcher
 from emberline.server.routing.relay import Relay
 from emberline.server.routing.router_metrics import WorkerView, build_status
+from emberline.server.routing.worker_registry import TICK_INTERVAL_S
 from emberline.server.tracing import OPERATION_BY_PATH, RequestTracing
 
 log = logging.getLogger("emberline.router")
 
-PROXIED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-           "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
+PROXIED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+                 "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
 SESSION_HEADER = "x-session-affinity"
 PAIRING_TIMEOUT_S = 1.0  # for workers to connect to a draining one, after two heartbeat intervals
 
@@ -112,13 +113,13 @@ class RouterApp:
 
     async def _proxy(self, x: Exchange) -> None:
         body = await x.read_body(self._config.max_body)
-        about = x.header(SESSION_HEADER), tenant_id(x) if self._config.api_keys else ""
-        ask = (
-            RequestSummary.parse(body, *about)
+        affinity = x.header(SESSION_HEADER), tenant_id(x) if self._config.api_keys else ""
+        summary = (
+            RequestSummary.parse(body, *affinity)
             if len(body) < LARGE_INPUT_BYTES
-            else await offload.run(len(body), RequestSummary.parse, body, *about)
+            else await offload.run(len(body), RequestSummary.parse, body, *affinity)
         )
-        await x.run_while_connected(self._relay.run(x, ask, body))
+        await x.run_while_connected(self._relay.run(x, summary, body))
 
     async def _proxy_stored_response(self, x: Exchange) -> None:
         """Relay a call for a stored response to any worker: workers of one machine share the file."""
@@ -159,14 +160,14 @@ class RouterApp:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def _register(self, x: Exchange) -> None:
-        card = await self._decode_body(x, WorkerRegistration)
-        self.dispatcher.register(card)
-        await x.reply_json(self._registration_reply(card.name))
+        registration = await self._decode_body(x, WorkerRegistration)
+        self.dispatcher.register(registration)
+        await x.reply_json(self._registration_reply(registration.name))
 
     async def _heartbeat(self, x: Exchange) -> None:
-        beat = await self._decode_body(x, Heartbeat)
-        self.dispatcher.record_heartbeat(beat)
-        await x.reply_json(self._registration_reply(beat.name))
+        heartbeat = await self._decode_body(x, Heartbeat)
+        self.dispatcher.record_heartbeat(heartbeat)
+        await x.reply_json(self._registration_reply(heartbeat.name))
 
     def _registration_reply(self, name: str) -> RegistrationReply:
         return RegistrationReply(self._config.beat_seconds, self.dispatcher.peers_for(name))

@@ -66,9 +66,8 @@ class WorkerAttempt:
         finally:
             self._reply_timeout = None
         try:
-            if (
-                self.abort_reason
-            ):  # aborted just as the reply started: too late for the timeout, too early for Reply.abort
+            # Aborted just as the reply started: too late for the timeout, too early for Reply.abort.
+            if self.abort_reason:
                 raise UpstreamBroken(self.abort_reason)
             yield self._reply
         finally:

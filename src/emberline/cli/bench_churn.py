@@ -1,0 +1,40 @@
+"""Arguments and run of `emberline bench churn`."""
+
+from __future__ import annotations
+
+import argparse
+
+from emberline.cli.bench_options import add_logs, add_model_argument, log_dir
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    add_model_argument(p)
+    p.add_argument("--minutes", type=float, default=30.0, help="Duration in minutes.")
+    p.add_argument(
+        "--load",
+        type=float,
+        default=0.8,
+        help="Request rate as a share, 0 to 1, of the measured maximum of the cluster.",
+    )
+    p.add_argument("--calibration", type=float, default=60.0, help="Seconds to measure that maximum.")
+    p.add_argument(
+        "--pause", type=float, nargs=2, default=[20.0, 40.0], help="Minimum and maximum seconds between two restarts."
+    )
+    p.add_argument("--cases", type=int, default=48, help="Number of different requests with a known answer.")
+    p.add_argument("--prefill", type=int, default=1, help="Number of workers that compute prompts for others.")
+    p.add_argument("--decode", type=int, default=3, help="Number of decode workers; the first is never restarted.")
+    p.add_argument("--deadline", type=float, default=120.0, help="Time limit of a request in seconds.")
+    p.add_argument("--kv-memory", default="96M", help="KV cache of each worker in bytes.")
+    p.add_argument("--seed", type=int, default=0, help="Random seed.")
+    add_logs(p)
+
+
+def run(args: argparse.Namespace) -> int:
+    from emberline.chaos import churn
+
+    names = ("load", "calibration", "pause", "cases", "prefill", "decode", "deadline", "kv_memory", "seed")
+    plan = churn.ChurnPlan(60 * args.minutes, *(getattr(args, name) for name in names))
+    report = churn.run_churn_bench(args.model, plan, log_dir(args), lambda what: print(what, flush=True))
+    report.emit(args.json, args.commit)
+    failure_counts = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
+    return 1 if any(report.results[name].value for name in failure_counts) else 0

@@ -1,0 +1,50 @@
+"""Arguments and runs of `emberline bench gateway` and `emberline bench gateway-logs`."""
+
+from __future__ import annotations
+
+import argparse
+
+from emberline.bench import report as reports
+from emberline.cli.bench_options import add_peers_dir, add_rounds
+
+
+def add_gateway_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--requests", type=int, default=2000, help="Number of requests without a stream.")
+    p.add_argument("--clients", type=int, default=32, help="Connections that each have one request open.")
+    p.add_argument("--prompt", type=int, default=1024, help="Prompt length in bytes.")
+    p.add_argument("--streams", type=int, default=32, help="Streams open at the same time.")
+    p.add_argument("--events", type=int, default=200, help="Events of each stream.")
+    p.add_argument("--pace", type=float, default=0.01, help="Seconds between two events of a stream.")
+    p.add_argument("--soak", type=int, default=100_000, help="Number of events during which memory is measured.")
+    add_rounds(p, 3)
+    p.add_argument(
+        "--litellm", action="store_true", help="Measure LiteLLM too; scripts/bench-peers litellm installs it."
+    )
+    add_peers_dir(p)
+    reports.add_arguments(p)
+
+
+def run_gateway(args: argparse.Namespace) -> int:
+    from emberline.bench import gateway
+
+    names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds")
+    plan = gateway.GatewayBenchPlan(*(getattr(args, name) for name in names))
+    gateway.bench(plan, args.peers_dir if args.litellm else None).emit(args.json, args.commit)
+    return 0
+
+
+def add_logs_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--rows", type=int, default=1_000_000, help="Number of log rows.")
+    p.add_argument("--days", type=int, default=7, help="Days over which the rows are spread.")
+    p.add_argument("--payload-every", type=int, default=20, help="Every how many rows one has a payload.")
+    add_rounds(p, 5)
+    p.add_argument("--store", metavar="URL", help="An empty database. (default: SQLite in a temporary directory)")
+    reports.add_arguments(p)
+
+
+def run_logs(args: argparse.Namespace) -> int:
+    from emberline.bench import gateway_logs
+
+    plan = gateway_logs.LogBenchPlan(args.rows, args.days, args.payload_every, args.rounds)
+    gateway_logs.bench(plan, args.store).emit(args.json, args.commit)
+    return 0
