@@ -1,4 +1,4 @@
-"""A real PostgreSQL for tests: a private cluster on a free port. It refuses to run as root, so then it runs as `no_worker_error`
+"""A real PostgreSQL for tests: a private cluster on a free port. It refuses to run as root, so then it runs as `nobody`
 or whoever Debian made for it."""
 
 from __future__ import annotations

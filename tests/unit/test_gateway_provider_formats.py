@@ -340,7 +340,8 @@ def test_speaks_setting_restricts_wire_formats() -> None:
     with pytest.raises(InvalidRequest, match="gemini"):
         find_provider("openai", "gemini")
     assert (
-        find_provider("ollama", base_url="http://h/v1").build_url("v1/chat/completions", "") == "http://h/v1/chat/completions"
+        find_provider("ollama", base_url="http://h/v1").build_url("v1/chat/completions", "")
+        == "http://h/v1/chat/completions"
     )
 
 

@@ -215,7 +215,8 @@ def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
     """Whatever happens to requests, in whatever order: sums are those of the open ones, and nothing stays behind."""
     one, keys = worker("a", running=4, limit=8), iter(range(1000))
     for _ in range(data.draw(st.integers(0, 30))):
-        what = data.draw(st.sampled_from(["add_request", "remove_prefill_load", "mark_prefilled", "record_generated", "remove_request"]))
+        calls = ["add_request", "remove_prefill_load", "mark_prefilled", "record_generated", "remove_request"]
+        what = data.draw(st.sampled_from(calls))
         if what == "add_request":
             load = RequestLoad(data.draw(st.floats(0, 1e5)), data.draw(st.floats(0, 1e4)))
             one.add_request(next(keys), load, 0.0)

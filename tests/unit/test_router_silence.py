@@ -15,8 +15,8 @@ from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest, Superseded
 from emberline.router.request_summary import RequestSummary
 from emberline.server.routing.dispatcher import Dispatcher
-from emberline.server.routing.worker_registry import TICK_INTERVAL_S
 from emberline.server.routing.worker_attempt import WorkerAttempt
+from emberline.server.routing.worker_registry import TICK_INTERVAL_S
 
 PATIENCE = RouterConfig().lost_after
 

@@ -80,7 +80,7 @@ class RequestOptions:
         return RequestOptions(**values)
 
     def merged_over(self, defaults: RequestOptions) -> RequestOptions:
-        """Return these options, completed with those of `sampling_defaults` where they are not set."""
+        """Return these options, completed with those of `defaults` where they are not set."""
         merged = {
             f.name: getattr(defaults if getattr(self, f.name) is None else self, f.name) for f in fields(RequestOptions)
         }
